@@ -1,0 +1,37 @@
+# make demo: the main job on real text, report at the end.   make test: every test.   Both work from nothing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# The half that needs no torch; its tests run with torch blocked from import.
+DECIDING := tests/core tests/data tests/cost tests/plan tests/sim tests/report tests/test_config.py
+
+.PHONY: demo test test-deep lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/lengthwise demo
+
+test: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pytest -p tests.no_torch $(DECIDING)
+	$(BIN)/pytest $(addprefix --ignore=,$(DECIDING))
+
+test-deep: $(STAMP)
+	$(BIN)/pytest -m deep
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/demo_policies.py
+	$(BIN)/python benchmarks/prediction.py
+
+$(STAMP): pyproject.toml constraints/cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=$(CURDIR)/constraints/cpu.txt $(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv outputs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,75 @@
+"""The command line: one file per verb, imported only when called, so that --help answers at once."""
+
+import os
+import sys
+from importlib import import_module
+from typing import Any
+
+import typer
+import typer.core
+import typer.main
+
+from lengthwise.core.errors import LengthwiseError
+
+VERBS = {
+    "demo": "Index real text, profile, train under three policies, and write the report.",
+    "doctor": "Check this machine: Python, packages, devices, memory, collectives.",
+    "index": "Turn text, code, FASTA, Parquet or lengths into a memory-mapped index.",
+    "stats": "Show what the lengths of an index cost: padding, imbalance, what max_length would cut.",
+    "profile": "Measure a model on this device and fit its cost.",
+    "plan": "Plan the steps of a run: who computes what, how long, how far from optimal.",
+    "simulate": "Execute plans in virtual time: step time, idle share, trace.",
+    "train": "Train a model under torchrun.",
+    "report": "Write one HTML page and a trace of a run.",
+    "export": "Write a checkpoint as Hugging Face safetensors.",
+    "config": "Print, check or explain the configuration.",
+}
+
+
+class LazyGroup(typer.core.TyperGroup):
+    """Lists verbs from a table; imports a verb's module, and its function ``run``, only when it is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The verbs, in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb's command, or None if there is no such verb."""
+        if cmd_name not in VERBS:
+            return None
+        verb = typer.Typer(add_completion=False, rich_markup_mode=None)
+        verb.command(name=cmd_name, help=VERBS[cmd_name])(import_module(f"lengthwise.cli.{cmd_name}").run)
+        return typer.main.get_command(verb)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The table of verbs, without importing any."""
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+app = typer.Typer(cls=LazyGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.callback(invoke_without_command=True, no_args_is_help=True)
+def _root(version: bool = typer.Option(False, "--version", help="Print the version and leave.")) -> None:
+    """Train Transformers on sequences of any length at the speed the lengths allow."""
+    if version:
+        from lengthwise import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run a verb; turn the errors a user can cause into one message and an exit code (see DESIGN: 0 1 2 3 4 75 130)."""
+    try:
+        app()
+    except LengthwiseError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error of ours
+        sys.exit(0)

@@ -1,0 +1,171 @@
+"""Every setting of a run as one tree: loaded from YAML, overridden by dotted keys, checked at once, saved resolved."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import nearest
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(_Section):
+    """Which sequences."""
+
+    index: str = Field(default="", description="folder made by `lengthwise index`")
+    max_length: int | None = Field(
+        default=None, ge=1, description="longest sequence trained, in tokens; none: no limit"
+    )
+    over_length: Literal["error", "drop", "truncate", "split"] = Field(
+        default="error", description="what happens to sequences over max_length; counted in ledger.json"
+    )
+    tokens_per_step: int | None = Field(default=None, ge=1, description="token budget of a global batch")
+    sequences_per_step: int | None = Field(default=None, ge=1, description="or: sequences of a global batch")
+    shuffle: bool = Field(default=True, description="a new order every epoch; false: corpus order")
+
+
+class ModelConfig(_Section):
+    """Which model."""
+
+    preset: str = Field(default="llama-tiny", description="a model preset; see `lengthwise config --presets`")
+    hf: str = Field(default="", description="or: a folder with Hugging Face config.json and safetensors to start from")
+    vocab_size: int | None = Field(default=None, ge=1, description="overrides the preset; none: what the index needs")
+
+
+class ClusterConfig(_Section):
+    """The device the memory limit and the analytic costs are taken from."""
+
+    device: str = Field(default="", description="a device preset such as H100-80GB; empty: what the run finds")
+    memory_gib: float | None = Field(default=None, gt=0, description="overrides the device's memory")
+
+
+class PlanConfig(_Section):
+    """Who computes what."""
+
+    policy: Literal["padded", "static", "packed", "balanced"] = "balanced"
+    profile: str = Field(default="", description="file made by `lengthwise profile`; empty: analytic costs")
+    batch_size: int | None = Field(
+        default=None, ge=1, description="sequences per micro-batch of `padded`; none: the most that fits at max length"
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="most tokens of a micro-batch, padding included; none: what memory holds"
+    )
+    recompute: bool = Field(default=False, description="recompute every layer in the backward")
+
+
+class OptimConfig(_Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0, description="on matrices; norms and biases never decay")
+    clip_norm: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="where the schedule ends, as a share of lr")
+
+
+class TrainConfig(_Section):
+    """The loop."""
+
+    steps: int = Field(default=100, ge=1)
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32", description="of forward and backward; weights and optimizer stay in float32 or above"
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep_checkpoints: int = Field(default=2, ge=1)
+    resume: str = Field(default="", description="a run folder to go on with, or a checkpoint folder inside it")
+    timeline: bool = Field(default=True, description="record every rank's spans")
+    tensorboard: bool = Field(default=False, description="write event files too (extra: tb)")
+    log_every: int = Field(default=1, ge=1)
+
+
+class Config(_Section):
+    """One run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(default=0, ge=0)
+    output: str = Field(default="outputs", description="run folders are made in <output>/<name>/<time>")
+    run_folder: str = Field(default="", description="exactly this folder instead")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    plan: PlanConfig = PlanConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+
+    def save(self, path: Path) -> None:
+        """Write the resolved tree as YAML."""
+        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+
+
+def load(path: Path | None, overrides: list[str]) -> Config:
+    """The tree in ``path`` (or the defaults) with ``section.key=value`` overrides applied.
+
+    Raises:
+        InputError: the file is missing or not YAML, or any key or value is wrong; all of them are named at once.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except FileNotFoundError:
+            raise InputError(f"no configuration at {path}; print one with: lengthwise config > {path}") from None
+        except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+            raise InputError(f"{path} is not YAML: {error}") from None
+        if not isinstance(tree, dict):
+            raise InputError(f"{path} must hold a tree of settings, not a {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    return check(tree)
+
+
+def check(tree: dict[str, Any]) -> Config:
+    """The checked configuration of a tree of plain values.
+
+    Raises:
+        InputError: naming every wrong key and value at once, with the nearest known key.
+    """
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(item["loc"], item["type"], item["msg"], item["input"]) for item in error.errors()]
+        raise InputError("the configuration has " + _count(lines) + "\n" + "\n".join(lines)) from None
+
+
+def _count(lines: list[str]) -> str:
+    return "an error:" if len(lines) == 1 else f"{len(lines)} errors:"
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise InputError(f"override {override!r} is not key=value, such as optim.lr=1e-3")
+    *sections, leaf = key.split(".")
+    node = tree
+    for section in sections:
+        child = node.setdefault(section, {})
+        if not isinstance(child, dict):
+            raise InputError(f"override {override!r}: {section} is a value, not a section")
+        node = child
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        node[leaf] = value
+
+
+def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    key = ".".join(map(str, location))
+    if kind == "extra_forbidden":
+        section: Any = Config
+        for part in location[:-1]:
+            section = section.model_fields[part].annotation
+        return f"  {key}: unknown key; {nearest(str(location[-1]), section.model_fields)}"
+    return f"  {key}: {message[0].lower()}{message[1:]}, not {value!r}"

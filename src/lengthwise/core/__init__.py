@@ -1,0 +1,1 @@
+"""The nouns: frozen dataclasses and pure functions on them."""

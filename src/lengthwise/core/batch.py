@@ -1,0 +1,80 @@
+"""What is trained on: sequence ids and their lengths, never token values."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from lengthwise.core.errors import InputError
+
+
+def num_targets(lengths: tuple[int, ...]) -> int:
+    """Tokens that have a loss in next-token prediction: all but the first of each sequence."""
+    return sum(lengths) - len(lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """The sequences of one optimizer step. A function of seed and step alone, never of the cluster."""
+
+    step: int
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """Length of each sequence, in tokens."""
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.lengths):
+            raise InputError(f"step {self.step}: {len(self.ids)} ids but {len(self.lengths)} lengths")
+        if not self.ids:
+            raise InputError(f"step {self.step}: a global batch needs at least one sequence")
+        if min(self.lengths) < 1:
+            where = self.ids[self.lengths.index(min(self.lengths))]
+            raise InputError(f"step {self.step}: sequence {where} has length {min(self.lengths)}, below 1 token")
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, without padding."""
+        return sum(self.lengths)
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Tokens of the step that have a loss."""
+        return num_targets(self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Sequences laid end to end in one forward; attention never crosses a boundary.
+
+    ``padded_to`` > 0 lays every sequence out in that many tokens, the padding at its end. Causal attention
+    never looks at it and no padding token is a target, so a padded pack is as exact as a dense one; it costs more.
+    """
+
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+    padded_to: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.lengths) or not self.ids:
+            raise InputError(f"a pack needs as many lengths as ids and at least one; got {len(self.ids)} ids")
+        if self.padded_to and self.padded_to < max(self.lengths):
+            raise InputError(f"sequences of {max(self.lengths):,} tokens cannot be padded to {self.padded_to:,}")
+
+    @cached_property
+    def computed_lengths(self) -> tuple[int, ...]:
+        """Tokens each sequence occupies in the forward, padding included."""
+        return (self.padded_to,) * len(self.lengths) if self.padded_to else self.lengths
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens the forward computes, padding included."""
+        return sum(self.computed_lengths)
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Tokens of the pack that have a loss."""
+        return num_targets(self.lengths)
+
+    @cached_property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Offsets of the sequence boundaries: ``num_sequences + 1`` values, from 0 to ``num_tokens``."""
+        return (0, *accumulate(self.computed_lengths))

@@ -1,0 +1,103 @@
+"""What a cost model answers, and the measurements one can be fitted to."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.scheme import Scheme, Strategy
+
+PROFILE_SCHEMA_VERSION = 1
+
+
+class CostModel(Protocol):
+    """Seconds and bytes of a scheme. Times grow with every length, bytes with the number of tokens.
+
+    Times are separable, so that planners price thousands of sequences at once: a micro-batch costs
+    ``overhead_s(scheme) + sum(sequence_times_s(lengths, scheme))``, which is what ``time_s`` returns.
+    """
+
+    def sequence_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+        """Seconds, forward and backward, that each sequence adds to a micro-batch (one stage of ``scheme``)."""
+        ...
+
+    def overhead_s(self, scheme: Scheme) -> float:
+        """Seconds that a micro-batch costs before its first token."""
+        ...
+
+    def time_s(self, lengths: Sequence[int], scheme: Scheme) -> float:
+        """Seconds of one micro-batch that packs sequences of ``lengths``, forward and backward."""
+        ...
+
+    def update_s(self, strategy: Strategy) -> float:
+        """Seconds of a step outside its micro-batches: push, clip, optimizer, pull."""
+        ...
+
+    def peak_bytes(self, num_tokens: int, scheme: Scheme, *, num_devices: int) -> int:
+        """Bytes per device while a micro-batch of ``num_tokens`` is computed on a cluster of ``num_devices``."""
+        ...
+
+    def max_tokens(self, scheme: Scheme, *, num_devices: int) -> int:
+        """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRow:
+    """One measured micro-batch."""
+
+    lengths: tuple[int, ...]
+    time_s: float
+    """Forward and backward: the median over repeats, of the slowest rank."""
+    spread_s: float
+    """Half the distance between the quartiles of the repeats."""
+    kept_bytes: int
+    """Bytes that the forward leaves for the backward, or the allocator's peak above the model state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileTable:
+    """Measurements of one model on one kind of device; what a fitted cost model is fitted to."""
+
+    model_digest: str
+    model_name: str
+    device: str
+    dtype: str
+    num_ranks: int
+    """Ranks that measured at the same time, sharing memory bandwidth and links."""
+    update_s: float
+    """Push, clip, optimizer and pull of one step on ``num_ranks``."""
+    rows: tuple[ProfileRow, ...]
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, whole or not at all."""
+        document = {"schema_version": PROFILE_SCHEMA_VERSION, **asdict(self)}
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "ProfileTable":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            InputError: the file is missing, is not a profile or has another schema version.
+        """
+        try:
+            document = json.loads(path.read_text())
+            version = document.pop("schema_version")
+            rows = tuple(ProfileRow(**{**row, "lengths": tuple(row["lengths"])}) for row in document.pop("rows"))
+            table = cls(rows=rows, **document) if version == PROFILE_SCHEMA_VERSION else None
+        except FileNotFoundError:
+            raise InputError(f"no profile at {path}; make one with: lengthwise profile --out {path}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} is not a profile ({error}); make one with: lengthwise profile") from None
+        if table is None:
+            raise InputError(
+                f"{path} has profile schema {version}, this version reads {PROFILE_SCHEMA_VERSION}; profile again"
+            )
+        return table

@@ -1,0 +1,31 @@
+"""Errors a user can cause, each with the exit code the command line returns for it. Anything else is an ``assert``."""
+
+
+class LengthwiseError(ValueError):
+    """A user's mistake or a limit of the machine: shown without a traceback. The message names the way out."""
+
+    exit_code = 1
+
+
+class InputError(LengthwiseError):
+    """A path, a corpus, a configuration or a file that cannot be used as given."""
+
+    exit_code = 2
+
+
+class InfeasibleError(LengthwiseError):
+    """A sequence, a pack or a batch that fits on no device under any allowed scheme."""
+
+    exit_code = 3
+
+
+class CheckError(LengthwiseError):
+    """Something that should agree does not: ranks, digests, a plan and its batch."""
+
+    exit_code = 4
+
+
+class Preempted(LengthwiseError):  # noqa: N818 - an outcome, not a fault
+    """The run was asked to stop (SIGTERM), saved itself and can be resumed."""
+
+    exit_code = 75

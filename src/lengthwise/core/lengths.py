@@ -1,0 +1,58 @@
+"""Sequence id -> length in tokens: all that the deciding half ever reads of a corpus."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LengthIndex:
+    """The lengths of a corpus, possibly memory-mapped, tied to its text by a digest."""
+
+    lengths: np.ndarray
+    """[num_sequences] integers, tokens per sequence; read-only."""
+    corpus_digest: str = ""
+    """Digest of the tokens themselves; empty when only lengths are known."""
+
+    def __post_init__(self) -> None:
+        if self.lengths.ndim != 1 or not np.issubdtype(self.lengths.dtype, np.integer):
+            raise InputError(
+                f"lengths must be one row of integers, not {self.lengths.dtype} of shape {self.lengths.shape}; "
+                "pass one number of tokens per sequence"
+            )
+        if not len(self.lengths):
+            raise InputError("the corpus is empty: no sequence to train on; check the source path and its file types")
+        if (shortest := int(self.lengths.min())) < 1:
+            where = int(np.argmax(self.lengths < 1))
+            raise InputError(
+                f"sequence {where} has length {shortest}; every sequence needs at least 1 token: "
+                "remove it, or index again with --on-empty drop"
+            )
+        view = self.lengths.view()
+        view.flags.writeable = False
+        object.__setattr__(self, "lengths", view)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @cached_property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.lengths.max())
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits over the lengths and the corpus digest; reads every length once."""
+        state = hashlib.blake2b(self.corpus_digest.encode(), digest_size=8)
+        for start in range(0, len(self.lengths), 1 << 20):
+            state.update(self.lengths[start : start + (1 << 20)].astype("<i8").tobytes())
+        return state.hexdigest()

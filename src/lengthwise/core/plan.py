@@ -1,0 +1,234 @@
+"""The only thing the deciding half hands to the executing half: who computes what in one step, and how."""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.scheme import Method, Scheme, Strategy, Weights, check_methods
+
+PLAN_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One pack on one pipeline, with what it is predicted to cost per stage."""
+
+    pack: Pack
+    time_s: float
+    """Predicted seconds of forward and backward on one stage."""
+    peak_bytes: int
+    """Predicted peak bytes per device, model state included."""
+    methods: tuple[Method, ...] | None = None
+    """One per layer; None: those of the scheme."""
+    recompute: tuple[bool, ...] | None = None
+    """One per layer; None: those of the scheme."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The devices of one scheme and the micro-batches they run, in issue order; there may be none."""
+
+    ranks: tuple[int, ...]
+    scheme: Scheme
+    micro_batches: tuple[MicroBatch, ...]
+
+    def __post_init__(self) -> None:
+        for micro_batch in self.micro_batches:
+            for name in ("methods", "recompute"):
+                override = getattr(micro_batch, name)
+                if override is not None and len(override) != self.scheme.num_layers:
+                    raise InputError(
+                        f"a micro-batch has {len(override)} {name} for {self.scheme.num_layers} layers; give one each"
+                    )
+            if micro_batch.methods is not None:
+                check_methods(micro_batch.methods, self.scheme.degree, self.scheme.weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The decision for one optimizer step."""
+
+    step: int
+    policy: str
+    pipelines: tuple[Pipeline, ...]
+    loss_normaliser: int
+    """Target tokens of the whole step: every target's loss weighs one over this, whoever computes it."""
+    update_s: float
+    """Predicted seconds of push, clip, optimizer and pull."""
+    time_s: float
+    """Predicted seconds of the whole step."""
+    lower_bound_s: float
+    """No plan for this batch on this cluster is faster under the same cost model and the same schemes."""
+    lr_factor: float = 1.0
+    """Multiplies the scheduled learning-rate of this step."""
+
+    def __post_init__(self) -> None:
+        if self.loss_normaliser < 1:
+            raise InputError(f"step {self.step}: loss normaliser must be at least 1, not {self.loss_normaliser}")
+        _ = self.strategy  # checks that the pipelines tile the ranks
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The schemes and ranks of the pipelines."""
+        return Strategy(
+            schemes=tuple(pipeline.scheme for pipeline in self.pipelines),
+            ranks=tuple(pipeline.ranks for pipeline in self.pipelines),
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the cluster the plan is for."""
+        return self.strategy.num_devices
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted time is above the proven lower bound, as a share of the bound."""
+        return self.time_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that the forwards compute, padding included."""
+        return sum(m.pack.num_tokens for pipeline in self.pipelines for m in pipeline.micro_batches)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the computed tokens that is padding."""
+        real = sum(sum(m.pack.lengths) for pipeline in self.pipelines for m in pipeline.micro_batches)
+        return 1.0 - real / self.num_computed_tokens if self.num_computed_tokens else 0.0
+
+    def pipeline_of(self, rank: int) -> Pipeline:
+        """The pipeline that ``rank`` works in."""
+        return next(pipeline for pipeline in self.pipelines if rank in pipeline.ranks)
+
+    def check_covers(self, batch: GlobalBatch) -> None:
+        """Raise ``CheckError`` unless the plan computes every sequence of ``batch`` exactly once, at its length."""
+        planned = Counter(
+            item
+            for pipeline in self.pipelines
+            for m in pipeline.micro_batches
+            for item in zip(m.pack.ids, m.pack.lengths)
+        )
+        wanted = Counter(zip(batch.ids, batch.lengths))
+        if planned != wanted:
+            lost, extra = sorted((wanted - planned).elements()), sorted((planned - wanted).elements())
+            raise CheckError(f"plan for step {self.step} loses {lost[:5]} and adds {extra[:5]} (id, length)")
+        if self.loss_normaliser != max(1, batch.num_targets):
+            raise CheckError(
+                f"plan for step {self.step} divides the loss by {self.loss_normaliser}; "
+                f"the batch has {batch.num_targets} targets"
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits over the whole plan; equal on every rank, or the ranks must not run it."""
+        canonical = json.dumps(self._document(), sort_keys=True, separators=(",", ":"))
+        return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON document that :meth:`from_json` turns back into an equal plan."""
+        return {"schema_version": PLAN_SCHEMA_VERSION, "digest": self.digest, **self._document()}
+
+    def _document(self) -> dict[str, Any]:
+        schemes = list(dict.fromkeys(pipeline.scheme for pipeline in self.pipelines))
+        return {
+            "step": self.step,
+            "policy": self.policy,
+            "loss_normaliser": self.loss_normaliser,
+            "update_s": self.update_s,
+            "time_s": self.time_s,
+            "lower_bound_s": self.lower_bound_s,
+            "lr_factor": self.lr_factor,
+            "schemes": [_scheme_to_json(scheme) for scheme in schemes],
+            "pipelines": [
+                {
+                    "ranks": list(pipeline.ranks),
+                    "scheme": schemes.index(pipeline.scheme),
+                    "micro_batches": [_micro_batch_to_json(m) for m in pipeline.micro_batches],
+                }
+                for pipeline in self.pipelines
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "StepPlan":
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            InputError: another schema version, a missing or a wrong field.
+            CheckError: the content does not match its digest.
+        """
+        if (version := document.get("schema_version")) != PLAN_SCHEMA_VERSION:
+            raise InputError(f"plan schema {version}, this version reads {PLAN_SCHEMA_VERSION}; plan again")
+        try:
+            schemes = [_scheme_from_json(scheme) for scheme in document["schemes"]]
+            plan = cls(
+                pipelines=tuple(
+                    Pipeline(
+                        ranks=tuple(pipeline["ranks"]),
+                        scheme=schemes[pipeline["scheme"]],
+                        micro_batches=tuple(map(_micro_batch_from_json, pipeline["micro_batches"])),
+                    )
+                    for pipeline in document["pipelines"]
+                ),
+                **{name: document[name] for name in _PLAIN_FIELDS},
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise InputError(f"not a plan: {type(error).__name__} {error}") from None
+        if plan.digest != document.get("digest"):
+            raise CheckError(
+                f"plan for step {plan.step} has digest {plan.digest}, its file says {document.get('digest')}: "
+                "the file was changed after it was written; plan again"
+            )
+        return plan
+
+
+_PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor")
+
+
+def _scheme_to_json(scheme: Scheme) -> dict[str, Any]:
+    return {
+        "degree": scheme.degree,
+        "stage_layers": list(scheme.stage_layers),
+        "methods": [str(method) for method in scheme.methods],
+        "recompute": [int(flag) for flag in scheme.recompute],
+        "weights": str(scheme.weights),
+    }
+
+
+def _scheme_from_json(document: dict[str, Any]) -> Scheme:
+    return Scheme(
+        degree=document["degree"],
+        stage_layers=tuple(document["stage_layers"]),
+        methods=tuple(Method(method) for method in document["methods"]),
+        recompute=tuple(bool(flag) for flag in document["recompute"]),
+        weights=Weights(document["weights"]),
+    )
+
+
+def _micro_batch_to_json(micro_batch: MicroBatch) -> dict[str, Any]:
+    pack, methods, recompute = micro_batch.pack, micro_batch.methods, micro_batch.recompute
+    return {
+        "ids": list(pack.ids),
+        "lengths": list(pack.lengths),
+        "padded_to": pack.padded_to,
+        "time_s": micro_batch.time_s,
+        "peak_bytes": micro_batch.peak_bytes,
+        "methods": None if methods is None else [str(method) for method in methods],
+        "recompute": None if recompute is None else [int(flag) for flag in recompute],
+    }
+
+
+def _micro_batch_from_json(document: dict[str, Any]) -> MicroBatch:
+    methods, recompute = document["methods"], document["recompute"]
+    return MicroBatch(
+        pack=Pack(ids=tuple(document["ids"]), lengths=tuple(document["lengths"]), padded_to=document["padded_to"]),
+        time_s=document["time_s"],
+        peak_bytes=document["peak_bytes"],
+        methods=None if methods is None else tuple(Method(method) for method in methods),
+        recompute=None if recompute is None else tuple(bool(flag) for flag in recompute),
+    )

@@ -1,0 +1,134 @@
+"""The files of one training run: the runtime writes them, the report reads them, a resumed run goes on with them.
+
+config.yaml     the resolved configuration      status.json      how the run ended
+corpus.json     length statistics of the data   ledger.json      what max_length did to the data
+plans.jsonl     one StepPlan a line             metrics.jsonl    one step a line
+timeline/       one file a rank, a step a line  checkpoints/     step_00000100/, latest
+tensorboard/    event files                     trace.json.gz, report.html
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, merge
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and formats of a run's files."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def trace(self) -> Path:
+        """Chrome trace, gzip."""
+        return self.path / "trace.json.gz"
+
+    @property
+    def report(self) -> Path:
+        """The HTML report."""
+        return self.path / "report.html"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def plans(self) -> Path:
+        """One plan per step."""
+        return self.path / "plans.jsonl"
+
+    def timeline(self, rank: int) -> Path:
+        """What ``rank`` recorded, one step a line."""
+        return self.path / "timeline" / f"rank_{rank:05d}.jsonl"
+
+    def check(self) -> None:
+        """Raise ``InputError`` unless this is the folder of a run."""
+        if not self.config.is_file():
+            raise InputError(f"{self.path} is not a run folder: it has no config.yaml; give the folder train printed")
+
+    def write_json(self, name: str, document: dict[str, Any]) -> None:
+        """Write ``name`` whole or not at all."""
+        partial = self.path / f"{name}.partial"
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(self.path / name)
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """The JSON object in ``name``; empty when there is none."""
+        path = self.path / name
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Metrics of all steps, in order; a step trained again after a resume counts once, the last time."""
+        return [row for _, row in sorted({row["step"]: row for row in read_jsonl(self.metrics)}.items())]
+
+    def read_plans(self) -> dict[int, StepPlan]:
+        """Plans by step."""
+        return {row["step"]: StepPlan.from_json(row) for row in read_jsonl(self.plans)}
+
+    def read_timelines(self) -> dict[int, Timeline]:
+        """Measured timelines by step, merged over ranks, waits marked; steps that some rank lacks are left out."""
+        steps: dict[int, dict[int, Timeline]] = {}
+        for path in sorted((self.path / "timeline").glob("rank_*.jsonl")):
+            rank = int(path.stem.removeprefix("rank_"))
+            for row in read_jsonl(path):
+                steps.setdefault(row["step"], {})[rank] = timeline_from_row(row, rank)
+        return {
+            step: merge(parts.values()).with_waits()
+            for step, parts in sorted(steps.items())
+            if len(parts) == next(iter(parts.values())).num_ranks
+        }
+
+
+def timeline_to_row(timeline: Timeline) -> dict[str, Any]:
+    """One line of a rank's timeline file."""
+    return {
+        "step": timeline.step,
+        "num_ranks": timeline.num_ranks,
+        "spans": [[round(s.start_s, 6), round(s.end_s, 6), str(s.kind), s.name] for s in timeline.spans],
+        "memory": [[round(m.time_s, 6), m.num_bytes] for m in timeline.memory],
+    }
+
+
+def timeline_from_row(row: dict[str, Any], rank: int) -> Timeline:
+    """What :func:`timeline_to_row` wrote for ``rank``."""
+    return Timeline(
+        step=row["step"],
+        num_ranks=row["num_ranks"],
+        spans=tuple(
+            Span(start_s=start, end_s=end, rank=rank, kind=SpanKind(kind), name=name)
+            for start, end, kind, name in row["spans"]
+        ),
+        memory=tuple(MemorySample(time_s=time, rank=rank, num_bytes=size) for time, size in row["memory"]),
+    )
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSON-lines file, if there is one; a last line cut off by a kill is passed over."""
+    if not path.is_file():
+        return
+    with path.open() as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)

@@ -1,0 +1,155 @@
+"""How one pipeline computes (scheme) and how pipelines tile the cluster (strategy). Names only, not how they run."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+from lengthwise.core.errors import InputError
+
+
+class Method(StrEnum):
+    """How the p devices of one stage share one layer."""
+
+    DENSE = "dense"
+    """One device; nothing is shared."""
+    MEGATRON_TS = "megatron_ts"
+    """Tensor and sequence parallel: weights split by head and feed-forward column, tokens gathered around them."""
+    MEGATRON_CZ = "megatron_cz"
+    """Ring context parallel; sharded weights gathered per layer (ZeRO-3)."""
+    ULYSSES_Z = "ulysses_z"
+    """All-to-all between tokens and heads; sharded weights gathered per layer (ZeRO-3)."""
+    COLOSSAL_Z = "colossal_z"
+    """Ring self-attention; sharded weights gathered per layer (ZeRO-3)."""
+    METP = "metp"
+    """Memory-efficient tensor parallel: weight shards broadcast in turn, keys and values in a ring."""
+    ULYSSES = "ulysses"
+    """All-to-all between tokens and heads; whole weights."""
+    RING = "ring"
+    """Ring context parallel; whole weights."""
+
+
+class Weights(StrEnum):
+    """How a stage holds the weights its layers compute with."""
+
+    WHOLE = "whole"
+    SHARDED = "sharded"
+
+
+_WEIGHTS_OF = {
+    Method.MEGATRON_TS: Weights.SHARDED,
+    Method.MEGATRON_CZ: Weights.SHARDED,
+    Method.ULYSSES_Z: Weights.SHARDED,
+    Method.COLOSSAL_Z: Weights.SHARDED,
+    Method.METP: Weights.SHARDED,
+    Method.ULYSSES: Weights.WHOLE,
+    Method.RING: Weights.WHOLE,
+}
+
+
+def check_methods(methods: tuple[Method, ...], degree: int, weights: Weights) -> None:
+    """Raise ``InputError`` unless every method can run at ``degree`` with ``weights``."""
+    for layer, method in enumerate(methods):
+        if method is Method.DENSE:
+            if degree != 1:
+                raise InputError(f"layer {layer}: method dense shares nothing, so degree must be 1, not {degree}")
+        elif _WEIGHTS_OF[method] is not weights:
+            raise InputError(
+                f"layer {layer}: method {method} needs {_WEIGHTS_OF[method]} weights, the scheme holds them {weights}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """One pipeline: devices per stage, layers per stage, a method and a recompute flag per layer."""
+
+    degree: int
+    stage_layers: tuple[int, ...]
+    """Layers held by each stage, first stage first."""
+    methods: tuple[Method, ...]
+    """One per layer of the model."""
+    recompute: tuple[bool, ...]
+    """One per layer: compute the forward again in the backward instead of keeping its activations."""
+    weights: Weights = Weights.WHOLE
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise InputError(f"a scheme needs degree >= 1, not {self.degree}")
+        if not self.stage_layers or min(self.stage_layers) < 1:
+            raise InputError(f"every stage needs at least one layer; got layers per stage {self.stage_layers}")
+        if len(self.methods) != self.num_layers or len(self.recompute) != self.num_layers:
+            raise InputError(
+                f"the stages hold {self.num_layers} layers, but there are {len(self.methods)} methods and "
+                f"{len(self.recompute)} recompute flags; give one of each per layer"
+            )
+        check_methods(self.methods, self.degree, self.weights)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return sum(self.stage_layers)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.stage_layers)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices one pipeline of this scheme occupies."""
+        return self.degree * self.num_stages
+
+    def layers_of_stage(self, stage: int) -> range:
+        """The layers that ``stage`` holds."""
+        ends = (0, *accumulate(self.stage_layers))
+        return range(ends[stage], ends[stage + 1])
+
+
+def dense_scheme(num_layers: int, *, recompute: bool = False) -> Scheme:
+    """The whole model on one device."""
+    return Scheme(
+        degree=1,
+        stage_layers=(num_layers,),
+        methods=(Method.DENSE,) * num_layers,
+        recompute=(recompute,) * num_layers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """The pipelines of one step: schemes and the ranks that run each; together they tile the cluster exactly."""
+
+    schemes: tuple[Scheme, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    """Ranks of each scheme, stage by stage: stage s of degree p is ``ranks[s * p : (s + 1) * p]``."""
+
+    def __post_init__(self) -> None:
+        if len(self.schemes) != len(self.ranks):
+            raise InputError(f"{len(self.schemes)} schemes but {len(self.ranks)} rank lists")
+        for scheme, ranks in zip(self.schemes, self.ranks):
+            if len(ranks) != scheme.num_devices:
+                raise InputError(
+                    f"a scheme of degree {scheme.degree} and {scheme.num_stages} stages needs {scheme.num_devices} "
+                    f"ranks, not {len(ranks)}"
+                )
+        used = sorted(rank for ranks in self.ranks for rank in ranks)
+        if used != list(range(len(used))):
+            raise InputError(f"schemes must tile ranks 0..{len(used) - 1}, each used once; they use {used}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster the strategy tiles."""
+        return sum(len(ranks) for ranks in self.ranks)
+
+
+def homogeneous(scheme: Scheme, num_devices: int) -> Strategy:
+    """As many pipelines of one scheme as ``num_devices`` holds, on consecutive ranks."""
+    if num_devices % scheme.num_devices:
+        raise InputError(
+            f"{num_devices} devices cannot be tiled by pipelines of {scheme.num_devices}; "
+            "choose a degree and a number of stages whose product divides the number of devices"
+        )
+    starts = range(0, num_devices, scheme.num_devices)
+    return Strategy(
+        schemes=(scheme,) * len(starts),
+        ranks=tuple(tuple(range(start, start + scheme.num_devices)) for start in starts),
+    )

@@ -1,0 +1,218 @@
+"""The constants of the problem: a model's sizes, a device's speeds, a cluster's shape; and presets of each."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+
+from lengthwise.core.errors import InputError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Sizes of a Transformer; all that costs and plans need of it, and all that the model builders read."""
+
+    name: str
+    family: str = "llama"
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    vocab_size: int
+    gated_ffn: bool = True
+    """Gate and up projections (SwiGLU) instead of one."""
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    causal: bool = True
+    rope_theta: float = 10_000.0
+    rope_scaling: tuple[tuple[str, float | str], ...] = ()
+    """Sorted items of Hugging Face's rope parameters beyond theta; empty for plain rotary embeddings."""
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for field in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_size", "vocab_size"):
+            if getattr(self, field) < 1:
+                raise InputError(f"model {self.name}: {field} must be at least 1, not {getattr(self, field)}")
+        if self.num_heads % self.num_kv_heads:
+            raise InputError(
+                f"model {self.name}: {self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly"
+            )
+
+    @property
+    def qkv_size(self) -> int:
+        """Rows of the fused query, key and value projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
+
+    @property
+    def layer_matmul_params(self) -> int:
+        """Weights of one layer that multiply every token."""
+        attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_size)
+        return attention + (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the whole model: matrices, embeddings, head, norms and biases."""
+        layer = self.layer_matmul_params + 2 * self.hidden_size + (self.qkv_size if self.qkv_bias else 0)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * layer + embeddings + self.hidden_size
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits over everything but the name."""
+        sizes = {k: v for k, v in asdict(self).items() if k != "name"}
+        return hashlib.blake2b(json.dumps(sizes, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator, or one CPU process."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float
+    """Peak dense rate in the compute dtype (bfloat16 on GPUs, float32 on CPU)."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """Per device and direction, to the other devices of its node."""
+    network_bytes_per_s: float
+    """Per device and direction, to other nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """``num_nodes`` nodes of ``devices_per_node`` equal devices."""
+
+    num_nodes: int
+    devices_per_node: int
+    device: DeviceSpec
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.devices_per_node < 1:
+            raise InputError(f"a cluster needs at least one device; got {self.num_nodes} x {self.devices_per_node}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster."""
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def name(self) -> str:
+        """Nodes x devices x device, as :func:`cluster_preset` reads it."""
+        return f"{self.num_nodes}x{self.devices_per_node}x{self.device.name}"
+
+
+def _llama(name: str, num_layers: int, hidden_size: int, ffn_size: int, num_heads: int, **others: object) -> ModelSpec:
+    sizes = {"num_kv_heads": num_heads, "head_size": hidden_size // num_heads, "vocab_size": 32_000, **others}
+    return ModelSpec(
+        name=name, num_layers=num_layers, hidden_size=hidden_size, ffn_size=ffn_size, num_heads=num_heads,
+        **sizes,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+MODELS = {
+    spec.name: spec
+    for spec in (
+        # Touvron et al. 2023, table 2; the 32B is the one of Hydraulis (60 layers of 6656) with LLaMA-33B's heads.
+        _llama("llama-7b", 32, 4096, 11_008, 32),
+        _llama("llama-13b", 40, 5120, 13_824, 40),
+        _llama("llama-32b", 60, 6656, 17_920, 52),
+        _llama("llama-3-8b", 32, 4096, 14_336, 32, num_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0),
+        # Qwen2.5 technical report, table 1.
+        _llama(
+            "qwen2.5-0.5b", 24, 896, 4864, 14, num_kv_heads=2, vocab_size=151_936, rope_theta=1e6, qkv_bias=True,
+            tied_embeddings=True, norm_eps=1e-6,
+        ),
+        # DCP, table 1.
+        _llama("transformer-1d-5b", 42, 3072, 12_288, 48, gated_ffn=False, family="transformer-1d"),
+        _llama(
+            "transformer-2d-1.2b", 28, 1152, 4608, 16, gated_ffn=False, family="transformer-2d", vocab_size=1,
+            causal=False,
+        ),
+        # Small enough for a CPU.
+        _llama("llama-tiny", 4, 128, 384, 4, num_kv_heads=2, vocab_size=8192, tied_embeddings=True),
+        _llama("llama-mini", 8, 256, 768, 8, num_kv_heads=4, vocab_size=8192, tied_embeddings=True),
+    )
+}  # fmt: skip
+
+# Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
+DEVICES = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec(
+            name="A100-40GB", memory_bytes=40 * GIB, flops_per_s=312e12, memory_bytes_per_s=1.555e12,
+            link_bytes_per_s=300e9, network_bytes_per_s=25e9,
+        ),
+        DeviceSpec(
+            name="A100-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
+            link_bytes_per_s=300e9, network_bytes_per_s=25e9,
+        ),
+        DeviceSpec(
+            name="A800-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
+            link_bytes_per_s=200e9, network_bytes_per_s=25e9,
+        ),
+        DeviceSpec(
+            name="H100-80GB", memory_bytes=80 * GIB, flops_per_s=989e12, memory_bytes_per_s=3.35e12,
+            link_bytes_per_s=450e9, network_bytes_per_s=50e9,
+        ),
+        DeviceSpec(
+            name="H200-141GB", memory_bytes=141 * GIB, flops_per_s=989e12, memory_bytes_per_s=4.8e12,
+            link_bytes_per_s=450e9, network_bytes_per_s=50e9,
+        ),
+        DeviceSpec(
+            name="B200-180GB", memory_bytes=180 * GIB, flops_per_s=2250e12, memory_bytes_per_s=8e12,
+            link_bytes_per_s=900e9, network_bytes_per_s=50e9,
+        ),
+        # One thread of a server CPU in float32, ranks talking through shared memory.
+        DeviceSpec(
+            name="cpu", memory_bytes=8 * GIB, flops_per_s=90e9, memory_bytes_per_s=10e9,
+            link_bytes_per_s=1.5e9, network_bytes_per_s=1e9,
+        ),
+    )
+}  # fmt: skip
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A clause that suggests the known name closest to a mistyped one, or lists them all."""
+    known = sorted(known)
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def model_preset(name: str) -> ModelSpec:
+    """The preset called ``name``.
+
+    Raises:
+        InputError: there is none; the message suggests the nearest.
+    """
+    if name not in MODELS:
+        raise InputError(f"no model preset {name!r}; {nearest(name, MODELS)}")
+    return MODELS[name]
+
+
+def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec:
+    """A cluster from ``NODESxDEVICESxDEVICE``, ``DEVICESxDEVICE`` or ``DEVICE``: ``8x8xA800-80GB``, ``2xcpu``.
+
+    Args:
+        name: shape and device.
+        memory_gib: overrides the device's memory.
+
+    Raises:
+        InputError: the shape or the device is unknown; the message suggests the nearest.
+    """
+    *shape, device = name.split("x")
+    if device not in DEVICES:
+        raise InputError(f"cluster {name!r}: no device {device!r}; {nearest(device, DEVICES)}")
+    if len(shape) > 2 or not all(part.isdigit() and int(part) for part in shape):
+        raise InputError(f"cluster {name!r} is not NODESxDEVICESxDEVICE, such as 8x8xA800-80GB or 2xcpu")
+    num_nodes, devices_per_node = (1, 1, *map(int, shape))[-2:]
+    spec = DEVICES[device]
+    if memory_gib is not None:
+        if memory_gib <= 0:
+            raise InputError(f"memory must be positive, not {memory_gib} GiB")
+        spec = replace(spec, memory_bytes=int(memory_gib * GIB))
+    return ClusterSpec(num_nodes=num_nodes, devices_per_node=devices_per_node, device=spec)

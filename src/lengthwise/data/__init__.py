@@ -1,0 +1,1 @@
+"""Which sequences, when: corpus to index, sampler, length rules, statistics."""

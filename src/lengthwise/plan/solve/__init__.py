@@ -1,0 +1,1 @@
+"""Bin packing and scheduling with no word of this domain inside."""

@@ -1,0 +1,1 @@
+"""Timelines and metrics to HTML, figures and Chrome traces."""

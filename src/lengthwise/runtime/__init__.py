@@ -1,0 +1,1 @@
+"""Everything that needs torch: it obeys plans and reports what happened."""

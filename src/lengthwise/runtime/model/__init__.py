@@ -1,0 +1,1 @@
+"""One-device Transformers over packs: the right-hand side of every equality."""

@@ -1,0 +1,1 @@
+"""Optimization layout, pull and push, optimizer, checkpoint."""

@@ -1,0 +1,1 @@
+"""A second executor of plans, in virtual time."""
