@@ -38,9 +38,9 @@ class ModelConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """The device the memory limit and the analytic costs are taken from."""
+    """The devices whose memory limits plans and whose speed prices them."""
 
-    device: str = Field(default="", description="a device preset such as H100-80GB; empty: what the run finds")
+    name: str = Field(default="", description="such as 8x8xA800-80GB; empty: the devices that train finds")
     memory_gib: float | None = Field(default=None, gt=0, description="overrides the device's memory")
 
 
@@ -81,7 +81,6 @@ class TrainConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
     keep_checkpoints: int = Field(default=2, ge=1)
-    resume: str = Field(default="", description="a run folder to go on with, or a checkpoint folder inside it")
     timeline: bool = Field(default=True, description="record every rank's spans")
     tensorboard: bool = Field(default=False, description="write event files too (extra: tb)")
     log_every: int = Field(default=1, ge=1)

@@ -67,6 +67,8 @@ class ProfileTable:
     model_name: str
     device: str
     dtype: str
+    recompute: bool
+    """Whether every layer was recomputed in the backward."""
     num_ranks: int
     """Ranks that measured at the same time, sharing memory bandwidth and links."""
     update_s: float

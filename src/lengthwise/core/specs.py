@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 
+import numpy as np
+
 from lengthwise.core.errors import InputError
 
 GIB = 2**30
@@ -60,6 +62,17 @@ class ModelSpec:
         layer = self.layer_matmul_params + 2 * self.hidden_size + (self.qkv_size if self.qkv_bias else 0)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         return self.num_layers * layer + embeddings + self.hidden_size
+
+    def train_flops(self, lengths: np.ndarray) -> np.ndarray:
+        """Model FLOPs of forward and backward for each sequence, embedding look-up and recompute left out.
+
+        A matrix of P weights costs 6 P per token. Attention costs 12 l^2 per head and unit of head size
+        (two products forward, four backward, 2 FLOPs each), half of it where a token sees only what is before it.
+        """
+        length = np.asarray(lengths, dtype=np.float64)
+        matmuls = 6.0 * (self.num_layers * self.layer_matmul_params + self.hidden_size * self.vocab_size)
+        attention = 12.0 * self.num_layers * self.num_heads * self.head_size * (0.5 if self.causal else 1.0)
+        return matmuls * length + attention * length**2
 
     @property
     def digest(self) -> str:

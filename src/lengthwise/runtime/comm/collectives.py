@@ -1,0 +1,32 @@
+"""The collectives of a step, under one name on every torch this project supports."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed these two and warns at every call of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(whole: Tensor, shard: Tensor) -> None:
+    """Fill ``whole`` with every rank's equally long ``shard``, in rank order."""
+    _all_gather(whole, shard)
+
+
+def reduce_scatter(shard: Tensor, whole: Tensor) -> None:
+    """Sum ``whole`` over the ranks and keep this rank's part of the sum in ``shard``."""
+    _reduce_scatter(shard, whole)
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """``values`` summed over all ranks, in place."""
+    dist.all_reduce(values)
+    return values
+
+
+def gather_rows(row: Tensor) -> Tensor:
+    """[ranks, n] from every rank's ``row`` [n]."""
+    rows = torch.empty(dist.get_world_size() * len(row), dtype=row.dtype, device=row.device)
+    all_gather(rows, row)
+    return rows.view(-1, len(row))

@@ -1,0 +1,81 @@
+"""The ranks of a run: started once, handed to whoever needs them; nothing else reads torchrun's environment."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lengthwise.core.errors import InputError
+
+TIMEOUT = timedelta(minutes=10)
+"""A collective that some rank never joins fails after this long instead of hanging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all ranks, and the device it computes on."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes what is written once."""
+        return self.rank == 0
+
+    def synchronize(self) -> None:
+        """Wait until this rank's device has done what it was asked to, so that clocks can be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_world(device: str = "auto") -> World:
+    """Join the other ranks: Gloo on CPU, NCCL on GPUs. Without torchrun this process is the only rank.
+
+    Raises:
+        InputError: CUDA is asked for and not there, or there are more local ranks than GPUs.
+    """
+    kind = _device_kind(device)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise InputError(
+                f"local rank {local_rank} has no GPU: the node has {torch.cuda.device_count()}; lower --nproc"
+            )
+        torch.cuda.set_device(local_rank)
+    if not dist.is_initialized():
+        backend = "nccl" if kind == "cuda" else "gloo"
+        if under_torchrun():
+            dist.init_process_group(backend, timeout=TIMEOUT)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu"),
+        mesh=init_device_mesh(kind, (dist.get_world_size(),)),
+    )
+
+
+def stop_world() -> None:
+    """Leave the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device_kind(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("train.device=cuda, but this torch finds no CUDA device; set train.device=cpu or auto")
+    return device

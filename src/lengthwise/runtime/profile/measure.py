@@ -1,0 +1,170 @@
+"""Measures a model on this device: seconds and kept bytes of micro-batches over a ladder of lengths.
+
+All ranks measure at the same time, as they will train: on CPUs they share memory bandwidth, on GPUs power.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.cost import ProfileRow, ProfileTable
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.model.targets import next_token_targets
+from lengthwise.runtime.state.sharded import ShardedState
+
+SHORTEST = 32
+"""Tokens of the shortest sequence measured."""
+
+
+def ladder(max_length: int, max_tokens: int) -> list[tuple[int, ...]]:
+    """Packs to measure: one sequence of each length, doubling, and packs of several, so that l^2, l and 1 separate."""
+    lengths = [max_length]
+    while lengths[-1] > SHORTEST:
+        lengths.append(max(SHORTEST, lengths[-1] // 2))
+    singles = [(length,) for length in reversed(lengths)]
+    packs = [(length,) * (max_tokens // length) for length in reversed(lengths[1:]) if max_tokens // length > 1]
+    mixed = (max_tokens // 2, *[max_tokens // 16] * 8) if max_tokens >= 16 * SHORTEST else ()
+    mixed = tuple(min(length, max_length) for length in mixed)
+    return list(dict.fromkeys([*singles, *packs, *([mixed] if mixed else [])]))
+
+
+def profile(
+    model: nn.Module,
+    spec: ModelSpec,
+    world: World,
+    *,
+    packs: list[tuple[int, ...]],
+    recompute: bool,
+    repeats: int,
+    on_row: Callable[[], None] = lambda: None,
+) -> ProfileTable:
+    """Measure every pack ``repeats`` times, in shuffled rounds so that a slow moment of the machine hits all alike.
+
+    Cost: the sum over packs of ``repeats + 1`` forwards and backwards.
+    """
+    flags = (recompute,) * spec.num_layers
+    state = ShardedState(model, world, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    feeds = [_random_feed(lengths, spec, world, generator) for lengths in packs]
+    kept = []
+    for feed in feeds:  # the first round warms up, and counts bytes
+        kept.append(_kept_bytes(model, feed, flags, world))
+        on_row()
+    seconds: list[list[float]] = [[] for _ in packs]
+    for _ in range(repeats):
+        for number in torch.randperm(len(packs), generator=generator).tolist():
+            seconds[number].append(_time_s(partial(_forward_backward, model, feeds[number], flags), world))
+            on_row()
+    update_s = _median([_time_s(partial(_update, state), world) for _ in range(max(5, repeats))], world)
+    rows = tuple(
+        ProfileRow(
+            lengths=lengths,
+            time_s=_median(times, world),
+            spread_s=_half_interquartile(times),
+            kept_bytes=size,
+        )
+        for lengths, times, size in zip(packs, seconds, kept)
+    )
+    return ProfileTable(
+        model_digest=spec.digest,
+        model_name=spec.name,
+        device=device_name(world.device),
+        dtype=str(state.compute_dtype).removeprefix("torch."),
+        recompute=recompute,
+        num_ranks=world.size,
+        update_s=update_s,
+        rows=rows,
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """The device as its maker calls it, or the number of CPU threads."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
+
+
+Feed = tuple[Tensor, tuple[int, ...], Tensor]
+"""tokens_T, cu_seqlens, targets_T"""
+
+
+def _random_feed(lengths: tuple[int, ...], spec: ModelSpec, world: World, generator: torch.Generator) -> Feed:
+    pack = Pack(ids=tuple(range(len(lengths))), lengths=lengths)
+    tokens = torch.randint(spec.vocab_size, (pack.num_tokens,), generator=generator)
+    return tokens.to(world.device), pack.cu_seqlens, next_token_targets(tokens, pack).to(world.device)
+
+
+def _forward_backward(model: nn.Module, feed: Feed, recompute: tuple[bool, ...]) -> None:
+    tokens_T, cu_seqlens, targets_T = feed
+    (model(tokens_T, cu_seqlens, targets_T, recompute=recompute) / len(tokens_T)).backward()
+
+
+def _update(state: ShardedState) -> None:
+    state.push()
+    norm, _ = state.global_norm(torch.zeros((), device=state.world.device))
+    state.step(lr=0.0, clip=min(1.0, 1.0 / (norm + 1e-6)))
+    state.pull()
+
+
+def _time_s(work: Callable[[], None], world: World) -> float:
+    """Seconds of ``work`` when all ranks begin it together."""
+    gather_rows(torch.zeros(1, device=world.device))
+    world.synchronize()
+    start_s = time.perf_counter()
+    work()
+    world.synchronize()
+    return time.perf_counter() - start_s
+
+
+def _kept_bytes(model: nn.Module, feed: Feed, recompute: tuple[bool, ...], world: World) -> int:
+    """Bytes a micro-batch needs beyond the model state: the allocator's peak on a GPU, saved tensors on a CPU."""
+    if world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(world.device)
+        before = torch.cuda.memory_allocated(world.device)
+        _forward_backward(model, feed, recompute)
+        return torch.cuda.max_memory_allocated(world.device) - before
+    kept = _saved_bytes(model, feed, recompute)
+    if all(recompute):  # in the backward, one layer at a time is alive in full
+        kept += _saved_bytes(model, feed, (False,) * len(recompute)) // len(recompute)
+    return kept
+
+
+def _saved_bytes(model: nn.Module, feed: Feed, recompute: tuple[bool, ...]) -> int:
+    """Bytes of the distinct storages, weights left out, that the forward saves for the backward."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    sizes: dict[int, int] = {}
+    alive = []
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # an address must not be used twice while we count
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        tokens_T, cu_seqlens, targets_T = feed
+        loss = model(tokens_T, cu_seqlens, targets_T, recompute=recompute)
+    alive.clear()
+    (loss * 0.0).backward()
+    return sum(sizes.values())
+
+
+def _median(times: list[float], world: World) -> float:
+    """Median over the repeats of all ranks."""
+    rows = gather_rows(torch.tensor(times, dtype=torch.float64, device=world.device))
+    return float(rows.flatten().cpu().quantile(0.5))
+
+
+def _half_interquartile(times: list[float]) -> float:
+    low, high = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75], dtype=torch.float64))
+    return float(high - low) / 2
+
+
+def num_measurements(packs: list[tuple[int, ...]], repeats: int) -> int:
+    """How often :func:`profile` calls ``on_row``."""
+    return len(packs) * (repeats + 1)

@@ -1,0 +1,71 @@
+"""Records what a rank spends its time on, on a clock that all ranks of a step share."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
+from lengthwise.runtime.comm.world import World
+
+
+class StepClock:
+    """Spans of one step. Ranks agree on its zero at the first collective of the step, which they leave together."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._zero_s = time.perf_counter()
+        self._spans: list[tuple[float, float, SpanKind, str]] = []
+        self._memory: list[tuple[float, int]] = []
+
+    @contextmanager
+    def span(self, kind: SpanKind, name: str = "") -> Iterator[None]:
+        """Time what happens inside. On a GPU the device finishes first, so that spans hold what they name."""
+        self.world.synchronize()
+        start_s = time.perf_counter()
+        yield
+        self.world.synchronize()
+        self._spans.append((start_s, time.perf_counter(), kind, name))
+
+    def since_start_s(self) -> float:
+        """Seconds since this rank started the step."""
+        return time.perf_counter() - self._zero_s
+
+    def align(self, longest_lead_s: float) -> None:
+        """Set zero to when the first rank started: ``longest_lead_s`` before now, a moment all ranks share."""
+        self._zero_s = time.perf_counter() - longest_lead_s
+
+    def sample_memory(self, num_bytes: int) -> None:
+        """Note the bytes in use now."""
+        self._memory.append((time.perf_counter(), num_bytes))
+
+    def timeline(self, step: int) -> Timeline:
+        """What this rank recorded."""
+        rank, zero_s = self.world.rank, self._zero_s
+        return Timeline(
+            step=step,
+            num_ranks=self.world.size,
+            spans=tuple(
+                Span(start_s=start - zero_s, end_s=end - zero_s, rank=rank, kind=kind, name=name)
+                for start, end, kind, name in self._spans
+            ),
+            memory=tuple(MemorySample(time_s=at - zero_s, rank=rank, num_bytes=size) for at, size in self._memory),
+        )
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Bytes that this process holds: the allocator's on a GPU, resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most bytes this process ever held: reserved by the allocator on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,155 @@
+"""One row per step: to JSON lines, to TensorBoard, and as the log line."""
+
+import json
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.specs import GIB, ModelSpec
+from lengthwise.core.timeline import SpanKind, Timeline
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.train.clock import peak_bytes
+from lengthwise.runtime.train.step import StepResult
+
+Row = dict[str, Any]
+
+
+class Callback(Protocol):
+    """Told of every finished step, on the first rank alone."""
+
+    def on_step(self, row: Row) -> None:
+        """Take the metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds of one step over all ranks."""
+
+    step_s: float
+    """From the first rank's start to the last rank's end."""
+    compute_s: tuple[float, ...]
+    """Of each rank."""
+    data_s: float
+    communicate_s: float
+    update_s: float
+    peak_bytes: int
+
+
+def measure(timeline: Timeline, world: World) -> Measured:
+    """Share this rank's times with the others. One small all-gather; times but compute are means over ranks."""
+    times_s = [timeline.time_s(kind, world.rank) for kind in _SHARED_KINDS]
+    row = torch.tensor([timeline.step_time_s, *times_s, peak_bytes(world.device)], dtype=torch.float64)
+    ends, compute, data, communicate, update, peaks = gather_rows(row.to(world.device)).T.tolist()
+    return Measured(
+        step_s=max(ends),
+        compute_s=tuple(compute),
+        data_s=sum(data) / world.size,
+        communicate_s=sum(communicate) / world.size,
+        update_s=sum(update) / world.size,
+        peak_bytes=int(max(peaks)),
+    )
+
+
+_SHARED_KINDS = (SpanKind.COMPUTE, SpanKind.DATA, SpanKind.COMMUNICATE, SpanKind.UPDATE)
+
+
+def step_row(
+    plan: StepPlan, result: StepResult, measured: Measured, *, model: ModelSpec, peak_flops_per_s: float | None
+) -> Row:
+    """The metrics of one step, named as other trainers name them. Tokens are those trained, padding left out."""
+    packs = [[m.pack for m in pipeline.micro_batches] for pipeline in plan.pipelines]
+    lengths = [length for held in packs for pack in held for length in pack.lengths]
+    tokens = sum(lengths)
+    by_device = [sum(pack.num_tokens for pack in held) for held in packs]
+    flops_per_s = float(model.train_flops(np.asarray(lengths)).sum()) / measured.step_s / plan.num_devices
+    return {
+        "step": plan.step,
+        "loss/avg": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "perf/tokens_per_s": tokens / measured.step_s,
+        "perf/tokens_per_s_per_gpu": tokens / measured.step_s / plan.num_devices,
+        "perf/tflops_per_gpu": flops_per_s / 1e12,
+        "perf/mfu": flops_per_s / peak_flops_per_s if peak_flops_per_s else None,
+        "perf/step_time_s": measured.step_s,
+        "time/data_s": measured.data_s,
+        "time/fwd_bwd_s": sum(measured.compute_s) / len(measured.compute_s),
+        "time/comm_wait_s": measured.communicate_s,
+        "time/optim_s": measured.update_s,
+        "data/num_tokens": tokens,
+        "data/num_sequences": len(lengths),
+        "data/max_len": max(lengths),
+        "data/pad_frac": plan.padding_fraction,
+        "balance/tokens_max_over_mean": max(by_device) * len(by_device) / sum(by_device),
+        "balance/time_max_over_mean": max(measured.compute_s) * len(by_device) / sum(measured.compute_s),
+        "plan/id": plan.digest,
+        "plan/policy": plan.policy,
+        "plan/pred_time_s": plan.time_s,
+        "plan/pred_error": plan.time_s / measured.step_s - 1.0,
+        "plan/lower_bound_s": plan.lower_bound_s,
+        "memory/max_reserved_gib": measured.peak_bytes / GIB,
+    }
+
+
+def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
+    """The row as one line of text."""
+    mfu = "n/a" if row["perf/mfu"] is None else f"{row['perf/mfu']:.1%}"
+    eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
+    memory = f"{row['memory/max_reserved_gib']:.2f}GiB({row['memory/max_reserved_gib'] / device_gib:.0%})"
+    return (
+        f"step: {row['step'] + 1}/{num_steps}  loss: {row['loss/avg']:.4f}  grad_norm: {row['grad_norm']:.2f}  "
+        f"lr: {row['lr']:.1e}  tokens: {row['data/num_tokens']:,}  seqs: {row['data/num_sequences']} "
+        f"(max {row['data/max_len']:,})  pad: {row['data/pad_frac']:.1%}  "
+        f"imbalance: {row['balance/time_max_over_mean']:.2f}  tps/gpu: {row['perf/tokens_per_s_per_gpu']:,.0f}  "
+        f"tflops: {row['perf/tflops_per_gpu']:.2f}  mfu: {mfu}  mem: {memory}  "
+        f"plan: {row['plan/policy']} {row['plan/pred_error']:+.0%}  eta: {eta}"
+    )
+
+
+class JsonLines:
+    """Appends rows to a file, each whole or not at all to a reader."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def on_step(self, row: Row) -> None:
+        """Write the row and flush it."""
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes every number of a row as a scalar."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError("train.tensorboard needs tensorboard: pip install 'lengthwise[tb]'") from None
+        self._writer = SummaryWriter(str(folder))
+
+    def on_step(self, row: Row) -> None:
+        """Write the scalars of the row at its step."""
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "step":
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()

@@ -1,0 +1,103 @@
+"""One optimizer step: exactly what its plan says, on every rank, with the same collectives in the same order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lengthwise.core.errors import CheckError, LengthwiseError
+from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.timeline import SpanKind
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock, bytes_in_use
+from lengthwise.runtime.train.executable import check_executable
+from lengthwise.runtime.train.feed import TokenSource, feed
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step computed; equal on every rank."""
+
+    loss: float
+    """Mean over the target tokens of the whole step."""
+    grad_norm: float
+    """Global, before clipping."""
+    lr: float
+
+
+def agree(plan: StepPlan, world: World, clock: StepClock, *, stop: bool) -> bool:
+    """Check that all ranks hold the same plan, set the clock's zero, and tell whether any rank was asked to stop.
+
+    Raises:
+        CheckError: the plans differ; training with them would hang or corrupt the gradient.
+    """
+    digest = int(plan.digest, 16) - (1 << 63)
+    row = torch.tensor([digest, int(stop), int(clock.since_start_s() * 1e9)], dtype=torch.int64, device=world.device)
+    digests, stops, leads_ns = gather_rows(row).T.tolist()
+    clock.align(max(leads_ns) / 1e9)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, value in enumerate(digests) if value != digests[0])
+        raise CheckError(
+            f"step {plan.step}: rank {other} plans {_hex(digests[other])}, rank 0 plans {_hex(digests[0])}; "
+            "the ranks see different data, profiles or versions"
+        )
+    return any(stops)
+
+
+def _hex(digest: int) -> str:
+    return f"{digest + (1 << 63):016x}"
+
+
+def run_step(
+    plan: StepPlan,
+    model: nn.Module,
+    state: ShardedState,
+    source: TokenSource,
+    *,
+    lr: float,
+    clip_norm: float,
+    clock: StepClock,
+) -> StepResult:
+    """Compute this rank's micro-batches, sum gradients over ranks, clip by the true global norm, update.
+
+    Every target's loss weighs 1 / ``plan.loss_normaliser``, so the summed gradient is the one a single device computes
+    on the whole batch, however many micro-batches each rank has (none included).
+
+    Raises:
+        InputError: the plan is not executable yet.
+        LengthwiseError: the loss or the gradient is not finite; weights are left as they were.
+    """
+    world = state.world
+    check_executable(plan, world.size)
+    pipeline = plan.pipeline_of(world.rank)
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    for number, micro_batch in enumerate(pipeline.micro_batches):
+        with clock.span(SpanKind.DATA, f"micro-batch {number}"):
+            fed = feed(source, micro_batch.pack, world.device)
+        with clock.span(SpanKind.COMPUTE, f"micro-batch {number}"):
+            part = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T, recompute=_recompute(pipeline, micro_batch))
+            part = part / plan.loss_normaliser
+            part.backward()
+            loss += part.detach()
+        clock.sample_memory(bytes_in_use(world.device))
+    with clock.span(SpanKind.COMMUNICATE, "push"):
+        state.push()
+    with clock.span(SpanKind.UPDATE, "clip"):
+        norm, total = state.global_norm(loss)
+    if not (torch.isfinite(torch.tensor([norm, total])).all()):
+        raise LengthwiseError(
+            f"step {plan.step}: loss {total} and gradient norm {norm} are not both finite; weights are unchanged since "
+            f"the step before. Lower optim.lr (now {lr:.2e}), set optim.clip_norm, or look at the step's sequences in "
+            "plans.jsonl"
+        )
+    with clock.span(SpanKind.UPDATE, "optimizer"):
+        state.step(lr=lr, clip=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)
+    with clock.span(SpanKind.COMMUNICATE, "pull"):
+        state.pull()
+    return StepResult(loss=total, grad_norm=norm, lr=lr)
+
+
+def _recompute(pipeline: Pipeline, micro_batch: MicroBatch) -> tuple[bool, ...]:
+    return pipeline.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute

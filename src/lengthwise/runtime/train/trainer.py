@@ -1,0 +1,150 @@
+"""The training loop: next global batch, its plan, one step, its record; until the steps are done or a stop is asked."""
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from torch import nn
+
+from lengthwise.config import Config
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import Preempted
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.run_folder import RunFolder, timeline_to_row
+from lengthwise.core.specs import ModelSpec
+from lengthwise.core.timeline import SpanKind
+from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.feed import TokenSource
+from lengthwise.runtime.train.lr import learning_rate
+from lengthwise.runtime.train.metrics import Callback, JsonLines, measure, step_row
+from lengthwise.runtime.train.step import agree, run_step
+
+
+class BatchStream(Protocol):
+    """Where global batches come from; :class:`lengthwise.data.sampler.Sampler` is one."""
+
+    def __next__(self) -> GlobalBatch: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from there."""
+        ...
+
+
+class StopRequest:
+    """Notes SIGTERM instead of dying of it, so that the step in flight ends and a checkpoint is written."""
+
+    def __init__(self) -> None:
+        self.received = False
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """Everything one run needs; every rank builds the same and calls :meth:`fit`."""
+
+    config: Config
+    spec: ModelSpec
+    model: nn.Module
+    source: TokenSource
+    stream: BatchStream
+    planner: Callable[[GlobalBatch], StepPlan]
+    folder: RunFolder
+    world: World
+    peak_flops_per_s: float | None = None
+    """Of one device, for utilisation; None where it is unknown."""
+    callbacks: Sequence[Callback] = ()
+    """Called on the first rank."""
+    next_step: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        optim = self.config.optim
+        self.state = ShardedState(
+            self.model, self.world, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+
+    def resume(self, path: Path) -> None:
+        """Restore weights, optimizer, sampler and step from a checkpoint.
+
+        Raises:
+            InputError: it is damaged, of another model, or its data is not this run's.
+        """
+        extra = checkpoint.load(path, self.state)
+        self.stream.load_state_dict(extra["sampler"])
+        self.next_step = extra["step"]
+
+    def fit(self) -> None:
+        """Train until ``train.steps``; write metrics, plans, timelines and checkpoints as it goes.
+
+        Raises:
+            Preempted: SIGTERM came; a checkpoint was written after the last finished step.
+            LengthwiseError: the loss is not finite, or ranks disagree.
+        """
+        stop = StopRequest()
+        writers = self._writers()
+        try:
+            while self.next_step < self.config.train.steps:
+                before = self.stream.state_dict()
+                if self._train_one(stop, writers):
+                    self._save(before)
+                    raise Preempted(
+                        f"asked to stop before step {self.next_step + 1}; saved. Go on with: lengthwise train --resume "
+                        f"{self.folder.path}"
+                    )
+                every = self.config.train.checkpoint_every
+                if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
+                    self._save(self.stream.state_dict())
+            self._save(self.stream.state_dict())
+        finally:
+            for writer in writers.values():
+                writer.close()
+            for callback in self.callbacks:
+                callback.close()
+
+    def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> bool:
+        """Run the next step and record it; true if the ranks agreed to stop before it instead."""
+        clock = StepClock(self.world)
+        with clock.span(SpanKind.PLAN, "plan"):
+            batch = next(self.stream)
+            plan = self.planner(batch)
+        if agree(plan, self.world, clock, stop=stop.received):
+            return True
+        train, optim = self.config.train, self.config.optim
+        lr = learning_rate(optim, plan.step, train.steps) * plan.lr_factor
+        result = run_step(plan, self.model, self.state, self.source, lr=lr, clip_norm=optim.clip_norm, clock=clock)
+        timeline = clock.timeline(plan.step)
+        measured = measure(timeline, self.world)
+        self.next_step = plan.step + 1
+        if train.timeline:
+            writers["timeline"].on_step(timeline_to_row(timeline))
+        if self.world.is_first:
+            row = step_row(plan, result, measured, model=self.spec, peak_flops_per_s=self.peak_flops_per_s)
+            writers["plans"].on_step(plan.to_json())
+            writers["metrics"].on_step(row)
+            for callback in self.callbacks:
+                callback.on_step(row)
+        return False
+
+    def _writers(self) -> dict[str, JsonLines]:
+        paths = {"timeline": self.folder.timeline(self.world.rank)} if self.config.train.timeline else {}
+        if self.world.is_first:
+            paths |= {"plans": self.folder.plans, "metrics": self.folder.metrics}
+        for path in paths.values():
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return {name: JsonLines(path) for name, path in paths.items()}
+
+    def _save(self, sampler: dict[str, Any]) -> None:
+        extra = {"step": self.next_step, "sampler": sampler, "model_digest": self.spec.digest}
+        keep = self.config.train.keep_checkpoints
+        checkpoint.save(self.folder.checkpoints, self.state, extra, keep=keep)

@@ -1,0 +1,140 @@
+"""A plan survives JSON, knows its batch, and says what it is for."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.scheme import Method, Scheme, Weights, dense_scheme
+
+
+@st.composite
+def plans(draw):
+    """Two heterogeneous pipelines: a sharded one of two stages, and a dense one with overrides per micro-batch."""
+    sharded = Scheme(
+        degree=2,
+        stage_layers=(1, 2),
+        methods=(Method.MEGATRON_TS, Method.METP, Method.ULYSSES_Z),
+        recompute=(True, False, True),
+        weights=Weights.SHARDED,
+    )
+    lengths = draw(st.lists(st.integers(1, 10**6), min_size=2, max_size=12))
+    micro_batches = [
+        MicroBatch(
+            pack=Pack(ids=(i,), lengths=(length,), padded_to=draw(st.sampled_from([0, length, length + 7]))),
+            time_s=draw(st.floats(0, 1e3)),
+            peak_bytes=draw(st.integers(0, 2**50)),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    override = MicroBatch(
+        pack=Pack(ids=(99,), lengths=(5,)),
+        time_s=0.1,
+        peak_bytes=1,
+        methods=(Method.DENSE,) * 3,
+        recompute=(False, True, False),
+    )
+    return StepPlan(
+        step=draw(st.integers(0, 10**9)),
+        policy="any",
+        pipelines=(
+            Pipeline(ranks=(0, 1, 3, 4), scheme=sharded, micro_batches=tuple(micro_batches)),
+            Pipeline(ranks=(2,), scheme=dense_scheme(3), micro_batches=(override,)),
+            Pipeline(ranks=(5,), scheme=dense_scheme(3), micro_batches=()),
+        ),
+        loss_normaliser=max(1, sum(lengths) - len(lengths) + 4),
+        update_s=0.25,
+        time_s=2.0,
+        lower_bound_s=1.6,
+        lr_factor=draw(st.floats(0.1, 10)),
+    )
+
+
+def batch_of(plan):
+    packs = [m.pack for pipeline in plan.pipelines for m in pipeline.micro_batches]
+    return GlobalBatch(
+        step=plan.step,
+        ids=tuple(i for pack in packs for i in pack.ids),
+        lengths=tuple(n for pack in packs for n in pack.lengths),
+    )
+
+
+@given(plans())
+def test_json_round_trip_is_the_identity(plan):
+    again = StepPlan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert again == plan
+    assert again.digest == plan.digest
+
+
+@given(plans())
+def test_a_plan_covers_its_own_batch_and_no_other(plan):
+    batch = batch_of(plan)
+    plan.check_covers(batch)
+    fewer = GlobalBatch(step=batch.step, ids=batch.ids[1:], lengths=batch.lengths[1:])
+    with pytest.raises(CheckError, match="adds"):
+        plan.check_covers(fewer)
+    other = GlobalBatch(step=batch.step, ids=batch.ids, lengths=(batch.lengths[0] + 1, *batch.lengths[1:]))
+    with pytest.raises(CheckError, match="loses"):
+        plan.check_covers(other)
+
+
+@given(plans())
+def test_gap_is_time_over_bound(plan):
+    assert plan.gap == pytest.approx(0.25)
+
+
+def example():
+    return StepPlan(
+        step=3,
+        policy="balanced",
+        pipelines=(
+            Pipeline(
+                ranks=(0,),
+                scheme=dense_scheme(2),
+                micro_batches=(MicroBatch(pack=Pack(ids=(0, 1), lengths=(4, 2), padded_to=4), time_s=1, peak_bytes=8),),
+            ),
+        ),
+        loss_normaliser=4,
+        update_s=0.0,
+        time_s=1.0,
+        lower_bound_s=1.0,
+    )
+
+
+def test_padding_counts_against_computed_tokens():
+    assert example().num_computed_tokens == 8
+    assert example().padding_fraction == pytest.approx(0.25)
+
+
+def test_a_changed_file_is_noticed_by_its_digest():
+    document = example().to_json() | {"loss_normaliser": 5}
+    with pytest.raises(CheckError, match="changed after it was written"):
+        StepPlan.from_json(document)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"schema_version": 99}, "schema 99"), ({"pipelines": [{}]}, "not a plan"), ({"schemes": []}, "not a plan")],
+)
+def test_a_document_that_is_no_plan_is_refused(change, message):
+    with pytest.raises(InputError, match=message):
+        StepPlan.from_json(example().to_json() | change)
+
+
+def test_a_wrong_loss_normaliser_is_noticed():
+    with pytest.raises(CheckError, match="divides the loss by 5; the batch has 4 targets"):
+        replace(example(), loss_normaliser=5).check_covers(GlobalBatch(step=3, ids=(0, 1), lengths=(4, 2)))
+
+
+@pytest.mark.parametrize("ranks", [((0,), (0,)), ((0,), (2,)), ((1,), (2,))])
+def test_pipelines_must_tile_the_ranks(ranks):
+    with pytest.raises(InputError, match="must tile"):
+        replace(
+            example(),
+            pipelines=tuple(Pipeline(ranks=r, scheme=dense_scheme(2), micro_batches=()) for r in ranks),
+        )

@@ -1,0 +1,86 @@
+"""CPU ranks that outlive a test: started once per world size, they run any module-level function sent to them."""
+
+import os
+import socket
+import traceback
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TIMEOUT = timedelta(seconds=60)
+"""A rank that waits longer in a collective is taken for hung."""
+
+
+class RankPool:
+    """``num_ranks`` processes joined by Gloo. A failure ends the pool: its groups cannot be used again."""
+
+    def __init__(self, num_ranks: int) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, num_ranks, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether every rank still serves."""
+        return all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Any, *arguments: Any, **options: Any) -> list[Any]:
+        """``function(*arguments)`` on every rank; returns what each returned, by rank.
+
+        Raises ``AssertionError`` with the traceback of the rank that failed first.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, arguments, options))
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            ready = wait([p for i, p in enumerate(self._pipes) if i not in results], TIMEOUT.total_seconds() * 1.5)
+            if not ready:
+                self.close()
+                raise AssertionError(f"ranks {sorted(set(range(len(self._pipes))) - set(results))} hang")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    failed, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    failed, value = True, "the process died"
+                if failed:
+                    self.close()
+                    raise AssertionError(f"rank {rank} of {len(self._pipes)}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    while True:
+        try:
+            function, arguments, options = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((False, function(*arguments, **options)))
+        except BaseException:
+            pipe.send((True, traceback.format_exc()))

@@ -1,0 +1,70 @@
+"""Promise 1: whatever the plan, the gradient is the one a single device computes on the whole batch."""
+
+import random
+
+import pytest
+import torch
+
+from tests.runtime.train.runs import (
+    RandomTokens,
+    local_world,
+    new_state,
+    random_batch,
+    random_plan,
+    train_on_one_device,
+    train_on_ranks,
+    whole_batch_loss,
+)
+
+EXACT = 1e-10
+"""float64: sums in another order differ by rounding alone."""
+MIXED = 3e-2
+"""bfloat16 compute: three significant digits in every product, over 20 steps of a small model; relative to the largest."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_any_plan_gives_the_gradient_of_one_device(ranks, num_ranks):
+    ranks(num_ranks).run(_check_gradients, seeds=range(8))
+
+
+def _check_gradients(seeds):
+    from lengthwise.runtime.model.llama import build_model
+    from lengthwise.runtime.train.feed import feed
+    from tests.runtime.train.runs import SPEC
+
+    for seed in seeds:
+        rng = random.Random(seed)
+        batch = random_batch(rng, seed)
+        world = local_world()
+        plan = random_plan(rng, batch, world.size)
+        reference = build_model(SPEC, dtype=torch.float64, seed=1)
+        whole_batch_loss(reference, batch).backward()
+        expected = torch.cat([p.grad.flatten() for p in reference.parameters()])
+
+        model, state = new_state(world, torch.float64)
+        source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
+        for micro_batch in plan.pipeline_of(world.rank).micro_batches:
+            fed = feed(source, micro_batch.pack, world.device)
+            loss = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T, recompute=micro_batch.recompute)
+            (loss / plan.loss_normaliser).backward()
+        state.push()
+        start, end = state.interval
+        mine = torch.cat([segment.grad for segment, _ in state._segments])
+        torch.testing.assert_close(mine, expected[start:end], rtol=EXACT, atol=EXACT)
+        norm, _ = state.global_norm(torch.zeros(()))
+        assert norm == pytest.approx(expected.norm().item(), rel=EXACT)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_twenty_steps_of_random_plans_end_at_the_weights_of_one_device(ranks, num_ranks):
+    expected_losses, expected = train_on_one_device(3, 20, num_ranks)
+    for losses, weights in ranks(num_ranks).run(train_on_ranks, 3, 20, torch.float64):
+        assert losses == pytest.approx(expected_losses, rel=EXACT, abs=EXACT)
+        torch.testing.assert_close(weights, expected, rtol=EXACT, atol=EXACT)
+
+
+def test_bfloat16_compute_with_float32_masters_follows_the_exact_trajectory(ranks):
+    expected_losses, expected = train_on_one_device(5, 20, 2)
+    for losses, weights in ranks(2).run(train_on_ranks, 5, 20, torch.bfloat16):
+        assert losses == pytest.approx(expected_losses, rel=MIXED)
+        assert (weights.double() - expected).abs().max() < MIXED * 20 * expected.abs().max()

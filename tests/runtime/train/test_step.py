@@ -1,0 +1,83 @@
+"""Steps that must not run, and steps that must not change anything."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.core.plan import Pipeline
+from lengthwise.core.scheme import Method, Scheme, dense_scheme
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.executable import check_executable
+from lengthwise.runtime.train.step import agree, run_step
+from tests.runtime.train.runs import RandomTokens, local_world, new_state, random_batch, random_plan
+
+
+def example(num_ranks=2):
+    rng = random.Random(0)
+    batch = random_batch(rng, 0)
+    return batch, random_plan(rng, batch, num_ranks)
+
+
+def test_plans_for_another_world_are_refused():
+    with pytest.raises(InputError, match="for 2 ranks, the run has 3"):
+        check_executable(example()[1], 3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "field"),
+    [
+        (replace(dense_scheme(2), stage_layers=(1, 1)), r"stage_layers=\(1, 1\) is not executable yet"),
+        (
+            Scheme(degree=2, stage_layers=(2,), methods=(Method.RING,) * 2, recompute=(False,) * 2),
+            "degree=2 is not executable yet",
+        ),
+    ],
+)
+def test_plans_that_are_not_executable_yet_name_the_field(scheme, field):
+    plan = replace(example()[1], pipelines=(Pipeline(ranks=(0, 1), scheme=scheme, micro_batches=()),))
+    with pytest.raises(InputError, match=rf"pipelines\[0\].scheme.{field}"):
+        check_executable(plan, 2)
+
+
+def test_ranks_with_different_plans_stop_before_they_hang(ranks):
+    ranks(3).run(_check_disagreement)
+
+
+def _check_disagreement():
+    world = local_world()
+    plan = example(3)[1]
+    assert agree(plan, world, StepClock(world), stop=False) is False
+    if world.rank == 2:
+        plan = replace(plan, lr_factor=0.5)
+    with pytest.raises(CheckError, match="rank 2 plans [0-9a-f]{16}, rank 0 plans"):
+        agree(plan, world, StepClock(world), stop=False)
+
+
+def test_one_rank_asked_to_stop_stops_all(ranks):
+    assert ranks(3).run(_stop_on_rank_one) == [True] * 3
+
+
+def _stop_on_rank_one():
+    world = local_world()
+    return agree(example(3)[1], world, StepClock(world), stop=world.rank == 1)
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_with_weights_unchanged(ranks):
+    ranks(2).run(_check_not_finite)
+
+
+def _check_not_finite():
+    world = local_world()
+    batch, plan = example()
+    model, state = new_state(world, torch.float64)
+    with torch.no_grad():
+        dict(model.named_parameters())["embedding"].fill_(math.inf)
+    before = state.weights.clone()
+    source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
+    with pytest.raises(LengthwiseError, match="not both finite; weights are unchanged"):
+        run_step(plan, model, state, source, lr=0.1, clip_norm=1.0, clock=StepClock(world))
+    assert torch.equal(before, state.weights)

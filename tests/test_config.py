@@ -1,0 +1,55 @@
+"""Configurations: every mistake named at once, with the nearest key; what is saved loads as the same."""
+
+import pytest
+
+from lengthwise.config import Config, check, load
+from lengthwise.core.errors import InputError
+
+
+def test_saved_configurations_load_as_they_were(tmp_path):
+    config = check({"name": "a", "data": {"max_length": 99}, "optim": {"lr": 1e-4, "betas": [0.8, 0.9]}})
+    config.save(tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml", []) == config
+
+
+def test_overrides_reach_every_depth_and_beat_the_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("optim: {lr: 1e-4}\n")  # PyYAML reads 1e-4 as text
+    config = load(path, ["optim.lr=2e-3", "name=b", "train.tensorboard=true", "data.max_length=null"])
+    assert config.optim.lr == 2e-3
+    assert config.name == "b"
+    assert config.train.tensorboard is True
+    assert config.data.max_length is None
+    assert load(path, []).optim.lr == 1e-4
+
+
+def test_all_mistakes_are_named_at_once_with_the_nearest_key():
+    with pytest.raises(InputError) as caught:
+        load(None, ["optim.lrr=1", "trainn.steps=2", "train.steps=0", "plan.policy=fast"])
+    text = str(caught.value)
+    for expected in ("4 errors", "optim.lrr: unknown key; did you mean lr?", "did you mean train?", "train.steps"):
+        assert expected in text
+    assert "'padded', 'static', 'packed' or 'balanced', not 'fast'" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (None, [], "no configuration at"),
+        ("a: [", [], "is not YAML"),
+        ("- 1\n", [], "tree of settings, not a list"),
+        ("{}", ["lr"], "is not key=value"),
+        ("name: x", ["name.y=1"], "is a value, not a section"),
+    ],
+)
+def test_files_and_overrides_that_cannot_be_read_are_refused(text, overrides, message, tmp_path):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load(path, overrides)
+
+
+def test_configurations_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().seed = 3
