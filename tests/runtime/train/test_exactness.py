@@ -18,8 +18,9 @@ from tests.runtime.train.runs import (
 
 EXACT = 1e-10
 """float64: sums in another order differ by rounding alone."""
-MIXED = 3e-2
-"""bfloat16 compute: three significant digits in every product, over 20 steps of a small model; relative to the largest."""
+CLOSE = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 0.15)}
+"""Largest relative error of a loss, and relative distance of the weights after 20 steps. Measured: 1e-7 and 4e-7 in
+float32, 1.2e-3 and 0.08 in bfloat16, where AdamW turns the sign of a small gradient that rounding flips into a step."""
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
@@ -63,8 +64,10 @@ def test_twenty_steps_of_random_plans_end_at_the_weights_of_one_device(ranks, nu
         torch.testing.assert_close(weights, expected, rtol=EXACT, atol=EXACT)
 
 
-def test_bfloat16_compute_with_float32_masters_follows_the_exact_trajectory(ranks):
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_lower_precision_with_float32_masters_follows_the_exact_trajectory(ranks, dtype):
+    loss_error, distance = CLOSE[dtype]
     expected_losses, expected = train_on_one_device(5, 20, 2)
-    for losses, weights in ranks(2).run(train_on_ranks, 5, 20, torch.bfloat16):
-        assert losses == pytest.approx(expected_losses, rel=MIXED)
-        assert (weights.double() - expected).abs().max() < MIXED * 20 * expected.abs().max()
+    for losses, weights in ranks(2).run(train_on_ranks, 5, 20, dtype):
+        assert losses == pytest.approx(expected_losses, rel=loss_error)
+        assert (weights.double() - expected).norm() < distance * expected.norm()

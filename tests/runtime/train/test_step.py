@@ -53,7 +53,7 @@ def _check_disagreement():
     assert agree(plan, world, StepClock(world), stop=False) is False
     if world.rank == 2:
         plan = replace(plan, lr_factor=0.5)
-    with pytest.raises(CheckError, match="rank 2 plans [0-9a-f]{16}, rank 0 plans"):
+    with pytest.raises(CheckError, match=r"rank 2 plans [0-9a-f]{16}, rank 0 plans"):
         agree(plan, world, StepClock(world), stop=False)
 
 

@@ -8,6 +8,7 @@ checkpoints/latest           the name of the newest complete one
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Shard
 
 from lengthwise.core.errors import InputError
@@ -100,7 +102,7 @@ def load(checkpoint: Path, sharded: ShardedState) -> dict[str, Any]:
     tensors = _as_sharded(sharded, owned)
     try:
         dcp.load(tensors, checkpoint_id=str(checkpoint))
-    except Exception as error:  # dcp raises many kinds for damaged files
+    except (Exception, CheckpointException) as error:  # many kinds for damaged files; the latter is no Exception
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
         raise InputError(f"{checkpoint} cannot be read ({reason}); a file is damaged or missing") from error
     sharded.restore({name: tensor.to_local() for name, tensor in tensors.items()}, extra["step"])
@@ -111,7 +113,9 @@ def load_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Master weights by their flat buffer slice, in one process without a process group; [elements] each."""
     extra = read_extra(checkpoint)
     flat = {"master": torch.empty(extra["num_elements"], dtype=getattr(torch, extra["master_dtype"]))}
-    dcp.load(flat, checkpoint_id=str(checkpoint), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
+        dcp.load(flat, checkpoint_id=str(checkpoint), no_dist=True)
     return {name: flat["master"][start:end] for name, (start, end) in extra["slices"].items()}
 
 

@@ -1,0 +1,51 @@
+"""What is measured: every pack once per repeat, on all ranks together, with bytes that grow with tokens."""
+
+import pytest
+import torch
+
+from lengthwise.cost.fitted import fit
+from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.profile.measure import ladder, num_measurements, profile
+from tests.runtime.train.runs import SPEC, local_world
+
+
+@pytest.mark.parametrize(("longest", "most"), [(32, 32), (100, 100), (4096, 4096), (1000, 5000), (5000, 1024)])
+def test_ladders_reach_the_longest_length_and_separate_the_coefficients(longest, most):
+    packs = ladder(longest, most)
+    assert len(set(packs)) == len(packs)
+    assert max(max(pack) for pack in packs) == longest
+    if longest > 32:
+        assert len(packs) >= 3
+        assert any(len(pack) > 1 for pack in packs) or most < 64
+        assert all(len(pack) == 1 or sum(pack) <= most for pack in packs)
+
+
+def test_a_profile_has_a_row_per_pack_and_fits(ranks):
+    for table, calls in ranks(2).run(_profile, recompute=False):
+        assert [row.lengths for row in table.rows] == ladder(128, 128)
+        assert calls == num_measurements(ladder(128, 128), 2)
+        assert table.num_ranks == 2
+        assert min(row.time_s for row in table.rows) > 0
+        assert fit(table).bytes_per_token > 0
+        sizes = {sum(row.lengths): row.kept_bytes for row in table.rows}
+        assert sizes[128] > sizes[64] > sizes[32] > 0
+
+
+def test_recomputing_keeps_fewer_bytes(ranks):
+    whole, again = (ranks(2).run(_profile, recompute=flag)[0][0] for flag in (False, True))
+    assert again.recompute
+    assert fit(again).bytes_per_token < 0.8 * fit(whole).bytes_per_token
+
+
+def _profile(recompute):
+    calls = []
+    table = profile(
+        build_model(SPEC, dtype=torch.float32, seed=0),
+        SPEC,
+        local_world(),
+        packs=ladder(128, 128),
+        recompute=recompute,
+        repeats=2,
+        on_row=lambda: calls.append(None),
+    )
+    return table, len(calls)
