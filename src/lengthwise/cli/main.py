@@ -13,7 +13,6 @@ from lengthwise.core.errors import LengthwiseError
 
 VERBS = {
     "demo": "Index real text, profile, train under three policies, and write the report.",
-    "doctor": "Check this machine: Python, packages, devices, memory, collectives.",
     "index": "Turn text, code, FASTA, Parquet or lengths into a memory-mapped index.",
     "stats": "Show what the lengths of an index cost: padding, imbalance, what max_length would cut.",
     "profile": "Measure a model on this device and fit its cost.",

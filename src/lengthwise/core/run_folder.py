@@ -125,10 +125,17 @@ def timeline_from_row(row: dict[str, Any], rank: int) -> Timeline:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON-lines file, if there is one; a last line cut off by a kill is passed over."""
+    """Rows of a JSON-lines file, if there is one; a last line cut off by a kill is passed over.
+
+    Raises:
+        InputError: a line is damaged; the message names it.
+    """
     if not path.is_file():
         return
     with path.open() as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise InputError(f"{path}:{number} is damaged: {error}") from None

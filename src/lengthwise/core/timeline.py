@@ -63,13 +63,20 @@ class Timeline:
     def idle_fraction(self) -> float:
         """Share of the device-seconds of the step in which a rank waits or has no span at all."""
         total_s = self.step_time_s * self.num_ranks
-        busy_s = sum(span.duration_s for span in self.spans if span.kind is not SpanKind.WAIT)
+        busy_s = sum(
+            span.end_s - max(0.0, span.start_s)  # a plan made ahead may start before the step
+            for span in self.spans
+            if span.kind is not SpanKind.WAIT and span.end_s > 0.0
+        )
         return max(0.0, 1.0 - busy_s / total_s) if total_s else 0.0
 
     @property
     def imbalance(self) -> float:
         """Compute time of the busiest rank over the mean of all ranks; 1 is perfect."""
-        loads_s = [self.time_s(SpanKind.COMPUTE, rank) for rank in range(self.num_ranks)]
+        loads_s = [0.0] * self.num_ranks
+        for span in self.spans:
+            if span.kind is SpanKind.COMPUTE:
+                loads_s[span.rank] += span.duration_s
         return max(loads_s) * self.num_ranks / sum(loads_s) if sum(loads_s) else 1.0
 
     def with_waits(self) -> "Timeline":

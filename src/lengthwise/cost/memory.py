@@ -21,16 +21,16 @@ def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str) -> int:
 def kept_bytes_per_token(model: ModelSpec, *, dtype: str, recompute: bool) -> float:
     """Bytes per token that one forward leaves for the backward on a device that computes whole layers.
 
-    Counted from the operators of ``runtime.model.llama``: the inputs of both norms, of the four products with weights
-    and of the activation, and what attention keeps: query, key, value, output and a log-sum-exp per head in float32.
-    A recomputed layer keeps its input alone; one such layer is alive at a time while the backward runs.
+    Counted from the operators of ``runtime.model.llama``: the inputs of both norms, which are the residual stream, and
+    of the products with weights; query, key, value and output of attention with a float32 log-sum-exp per head; the
+    activation's inputs and output; eight bytes of norm statistics. A recomputed layer keeps its input alone; one such
+    layer is alive at a time while the backward runs. The loss keeps the final norm's input, output and its gradient.
     """
     if model.family != "llama":
         raise InputError(f"no memory model yet for family {model.family!r} (model {model.name}); known: llama")
     width = DTYPE_BYTES[dtype]
-    attention = (3 * model.hidden_size + model.qkv_size + 2 * model.num_heads * model.head_size) * width
-    attention += 4 * model.num_heads
-    ffn = (2 * model.hidden_size + (4 if model.gated_ffn else 2) * model.ffn_size) * width
-    boundary = model.hidden_size * width
-    layers = model.num_layers * boundary + attention + ffn if recompute else model.num_layers * (attention + ffn)
-    return layers + 4 * boundary  # embedding output, final norm in and out, gradient of the loss
+    residual, heads = model.hidden_size, (model.num_heads + model.num_kv_heads) * model.head_size
+    ffn = (3 if model.gated_ffn else 2) * model.ffn_size
+    layer = (4 * residual + 2 * heads + ffn) * width + 4 * model.num_heads + 8
+    layers = model.num_layers * residual * width + layer if recompute else model.num_layers * layer
+    return layers + 3 * residual * width

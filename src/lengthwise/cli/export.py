@@ -1,0 +1,43 @@
+"""`lengthwise export`: a checkpoint as a folder that Hugging Face transformers loads."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lengthwise.cli.console import emit_json, stderr
+from lengthwise.core.errors import InputError
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.specs import ModelSpec
+
+
+def run(
+    run_folder: Annotated[Path, typer.Argument(help="folder of a run")],
+    out: Annotated[Path, typer.Option(help="folder to write")],
+    checkpoint: Annotated[str | None, typer.Option(help="such as step_00000100; default: the latest")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Write config.json and safetensors with the checkpoint's master weights."""
+    from lengthwise.runtime.model.hf import save_pretrained
+    from lengthwise.runtime.model.llama import build_model
+    from lengthwise.runtime.state.checkpoint import latest, load_weights
+
+    folder = RunFolder(run_folder)
+    folder.check()
+    if out.exists() and any(out.iterdir()):
+        raise InputError(f"{out} is not empty; name a new folder")
+    document = folder.read_json("model.json")
+    names = ModelSpec.__dataclass_fields__
+    values = {name: value for name, value in document.items() if name in names}
+    spec = ModelSpec(**{**values, "rope_scaling": tuple(tuple(item) for item in document["rope_scaling"])})
+    source = folder.checkpoints / checkpoint if checkpoint else latest(folder.checkpoints)
+    weights = load_weights(source)
+    model = build_model(spec, dtype=next(iter(weights.values())).dtype)
+    parameters = dict(model.named_parameters())
+    for name, values_of in weights.items():
+        parameters[name].data.copy_(values_of.view_as(parameters[name]))
+    save_pretrained(model, out)
+    if as_json:
+        emit_json({"out": str(out), "checkpoint": str(source), "num_params": spec.num_params})
+    else:
+        stderr().print(f"wrote {out} from {source}")

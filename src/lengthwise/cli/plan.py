@@ -1,0 +1,71 @@
+"""`lengthwise plan`: the plans of the first steps of a run, without running it; needs no torch."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model
+from lengthwise.cli.console import emit_json, progress, stdout
+from lengthwise.cli.launch import split_arguments
+from lengthwise.config import Config, load
+from lengthwise.core.plan import StepPlan
+from lengthwise.data.corpus import open_corpus
+
+StepsOption = Annotated[int, typer.Option(min=1, help="steps to plan")]
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    steps: StepsOption = 10,
+    out: Annotated[Path | None, typer.Option(help="write the plans here, one JSON object a line")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Plan the first steps on cluster.name and say how far each plan is from the proven lower bound."""
+    plans = list(plan_steps(load(*split_arguments(config, overrides)), steps))
+    if out is not None:
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text("".join(json.dumps(plan.to_json()) + "\n" for plan in plans))
+        partial.replace(out)
+    if as_json:
+        emit_json({"plans": [plan.to_json() for plan in plans], "out": str(out) if out else None})
+    else:
+        _print(plans)
+
+
+def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
+    """Plans of the run's first ``steps`` steps.
+
+    Raises:
+        InfeasibleError: before the first plan, if some sequence of the corpus fits nowhere.
+    """
+    corpus = open_corpus(config.data)
+    spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
+    planner = make_planner(
+        config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, longest=corpus.lengths.max_length
+    )
+    planner.check_fits(corpus.lengths)
+    sampler = make_sampler(config, corpus.lengths)
+    with progress() as bar:
+        for _ in bar.track(range(steps), description="plan"):
+            yield planner(next(sampler))
+
+
+def _print(plans: list[StepPlan]) -> None:
+    from rich.table import Table
+
+    shown = Table(title=f"policy {plans[0].policy} on {plans[0].num_devices} devices")
+    headings = ("step", "sequences", "tokens", "longest", "micro-batches", "padding", "predicted", "bound", "gap")
+    for heading in headings:
+        shown.add_column(heading, justify="right")
+    for plan in plans:
+        packs = [m.pack for pipeline in plan.pipelines for m in pipeline.micro_batches]
+        lengths = [length for pack in packs for length in pack.lengths]
+        shown.add_row(
+            str(plan.step), f"{len(lengths):,}", f"{sum(lengths):,}", f"{max(lengths):,}", str(len(packs)),
+            f"{plan.padding_fraction:.1%}", f"{plan.time_s:.3f} s", f"{plan.lower_bound_s:.3f} s", f"{plan.gap:.2%}",
+        )  # fmt: skip
+    stdout().print(shown)

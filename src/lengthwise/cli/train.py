@@ -1,0 +1,76 @@
+"""`lengthwise train`: torchrun on one machine; under torchrun, one rank."""
+
+import os
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lengthwise.cli.console import emit_json
+from lengthwise.cli.launch import is_rank, split_arguments, torchrun
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.run_folder import RunFolder
+
+RUN_FOLDER_VARIABLE = "LENGTHWISE_RUN_FOLDER"
+"""How the wrapper tells the ranks it starts where to write."""
+
+
+def run(
+    config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
+    resume: Annotated[Path | None, typer.Option(help="a run folder: go on from its latest checkpoint")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Train. For several machines use torchrun itself: torchrun ARGS -m lengthwise train CONFIG [OVERRIDES]."""
+    from lengthwise.config import load
+
+    path, changes = split_arguments(config, overrides)
+    if resume is not None:
+        if path is not None:
+            raise InputError(f"--resume goes on with {resume}/config.yaml; give overrides, not another config ({path})")
+        RunFolder(resume).check()
+        path = resume / "config.yaml"
+    resolved = load(path, changes)
+    if is_rank():
+        from lengthwise.cli.worker import run_worker
+
+        named = os.environ.get(RUN_FOLDER_VARIABLE) or str(resume or resolved.run_folder)
+        if not named:
+            raise InputError("under torchrun set run_folder=DIR, so that all ranks write to the same place")
+        run_worker(resolved, RunFolder(Path(named)), resume=resume is not None)
+        return
+    folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
+    if resume is None and (folder / "config.yaml").exists():
+        raise InputError(f"{folder} already holds a run; go on with --resume {folder}, or name another run_folder")
+    arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
+    launch(RunFolder(folder), arguments, nproc=nproc)
+    if as_json:
+        emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
+
+
+def launch(folder: RunFolder, arguments: list[str], *, nproc: int) -> None:
+    """Train into ``folder`` with ``nproc`` ranks.
+
+    Raises:
+        LengthwiseError: with the message and exit code of the rank that failed; 75 if the run was stopped and saved.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    (folder.path / "status.json").unlink(missing_ok=True)
+    ended_well = torchrun(["train", *arguments], nproc=nproc, variables={RUN_FOLDER_VARIABLE: str(folder.path)})
+    status = folder.read_json("status.json")
+    if ended_well and status.get("state") == "done":
+        return
+    error = LengthwiseError(status.get("error") or f"a rank died without a word; see {folder.path} and above")
+    error.exit_code = status.get("exit_code") or 1
+    raise error
+
+
+def _new_folder(config: "Config") -> Path:  # type: ignore[name-defined]  # noqa: F821 - pydantic loads late
+    base = Path(config.output) / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder, number = base, 1
+    while folder.exists():
+        number += 1
+        folder = base.with_name(f"{base.name}-{number}")
+    return folder

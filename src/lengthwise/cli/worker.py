@@ -1,0 +1,180 @@
+"""What each rank of `lengthwise train` does; torchrun starts it."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model
+from lengthwise.config import Config
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, DeviceSpec, ModelSpec, nearest
+from lengthwise.data.corpus import Corpus, open_corpus
+from lengthwise.data.stats import histogram
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lengthwise.runtime.comm.world import World
+    from lengthwise.runtime.train.metrics import Callback, Row
+
+
+def run_worker(config: Config, folder: RunFolder, *, resume: bool) -> None:
+    """Train as one rank, and say in status.json how it ended."""
+    from lengthwise.runtime.comm.world import start_world, stop_world
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        world = start_world(config.train.device)
+        _train(config, folder, world, resume=resume)
+        if world.is_first:
+            folder.write_json("status.json", {"state": "done", "exit_code": 0, "error": ""})
+        stop_world()
+    except LengthwiseError as error:
+        if first or error.exit_code == 1:
+            state = "preempted" if error.exit_code == 75 else "failed"
+            folder.write_json("status.json", {"state": state, "exit_code": error.exit_code, "error": str(error)})
+        sys.stderr.write(f"error: {error}\n" if first else "")
+        sys.stderr.flush()
+        os._exit(error.exit_code)  # peers may be in a collective this rank will never join
+
+
+def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -> None:
+    from lengthwise.runtime.state import checkpoint
+    from lengthwise.runtime.train.trainer import Trainer
+
+    corpus = open_corpus(config.data)
+    if not corpus.store.has_tokens:
+        raise InputError(f"{config.data.index} holds lengths alone; training needs an index with tokens")
+    spec = resolve_model(config, corpus)
+    cluster = find_cluster(config, world)
+    planner = make_planner(
+        config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, longest=corpus.lengths.max_length
+    )
+    planner.check_fits(corpus.lengths)
+    if world.is_first:
+        _describe(folder, config, corpus, spec, cluster)
+    is_gpu = world.device.type == "cuda"
+    trainer = Trainer(
+        config=config,
+        spec=spec,
+        model=build(config, spec, world),
+        source=corpus,
+        stream=make_sampler(config, corpus.lengths),
+        planner=planner,
+        folder=folder,
+        world=world,
+        peak_flops_per_s=cluster.device.flops_per_s if is_gpu and config.cluster.name else None,
+        callbacks=_callbacks(config, folder, cluster) if world.is_first else (),
+    )
+    if resume:
+        trainer.resume(checkpoint.latest(folder.checkpoints))
+    trainer.fit()
+
+
+def build(config: Config, spec: ModelSpec, world: "World") -> "nn.Module":
+    """The model with its first weights: from ``model.hf``, or drawn from the seed."""
+    import torch
+
+    from lengthwise.runtime.model.hf import load_weights
+    from lengthwise.runtime.model.llama import build_model
+
+    model = build_model(spec, dtype=getattr(torch, config.train.dtype), device=world.device, seed=config.seed)
+    if config.model.hf:
+        load_weights(model, Path(config.model.hf))
+    return model
+
+
+def find_cluster(config: Config, world: "World") -> ClusterSpec:
+    """The named cluster, which must have as many devices as there are ranks, or the devices the ranks run on."""
+    if config.cluster.name:
+        cluster = resolve_cluster(config)
+        if cluster.num_devices != world.size:
+            raise InputError(
+                f"cluster.name={config.cluster.name} has {cluster.num_devices} devices, the run has {world.size} ranks"
+            )
+        return cluster
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = _found_device(world, local)
+    if config.cluster.memory_gib:
+        device = replace(device, memory_bytes=int(config.cluster.memory_gib * GIB))
+    return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
+
+
+def _found_device(world: "World", local_ranks: int) -> DeviceSpec:
+    import torch
+
+    if world.device.type == "cpu":
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return replace(DEVICES["cpu"], memory_bytes=int(0.8 * total / local_ranks))
+    found = torch.cuda.get_device_name(world.device)
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    known = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in found]
+    if not known:
+        raise InputError(f"no speeds known for GPU {found!r}; set cluster.name ({nearest(found, DEVICES)})")
+    return replace(known[0], memory_bytes=int(0.92 * memory))  # the context and fragmentation take the rest
+
+
+def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:
+    config.save(folder.config)
+    folder.write_json("ledger.json", corpus.ledger.to_json())
+    folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})
+    folder.write_json(
+        "corpus.json",
+        {
+            "index": config.data.index,
+            "digest": corpus.digest,
+            "num_sequences": len(corpus.lengths),
+            "num_tokens": corpus.lengths.num_tokens,
+            "max_length": corpus.lengths.max_length,
+            "histogram": [
+                asdict(bin)
+                for bin in histogram(corpus.lengths.lengths, edges=_octaves(corpus.lengths.max_length))
+                if bin.num_sequences
+            ],
+            "cluster": cluster.name,
+        },
+    )
+    folder.write_json("status.json", {"state": "running", "exit_code": None, "error": ""})
+
+
+def _octaves(longest: int) -> tuple[int, ...]:
+    return tuple(2**power for power in range(longest.bit_length()))
+
+
+def _callbacks(config: Config, folder: RunFolder, cluster: ClusterSpec) -> list["Callback"]:
+    from lengthwise.runtime.train.metrics import TensorBoard, log_line
+
+    device_gib = cluster.device.memory_bytes / GIB
+    callbacks: list[Callback] = [
+        ConsoleLog(config, lambda row: log_line(row, num_steps=config.train.steps, device_gib=device_gib))
+    ]
+    if config.train.tensorboard:
+        callbacks.append(TensorBoard(folder.tensorboard))
+    return callbacks
+
+
+class ConsoleLog:
+    """The log line of every ``train.log_every`` steps on stderr, above a progress bar on a terminal."""
+
+    def __init__(self, config: Config, line: Callable[["Row"], str]) -> None:
+        from lengthwise.cli.console import progress
+
+        self._every = config.train.log_every
+        self._line = line
+        self._progress = progress()
+        self._task = self._progress.add_task("train", total=config.train.steps)
+        self._progress.start()
+
+    def on_step(self, row: "Row") -> None:
+        """Print the step and move the bar."""
+        self._progress.update(self._task, completed=row["step"] + 1)
+        if (row["step"] + 1) % self._every == 0:
+            self._progress.console.print(self._line(row), soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()

@@ -1,0 +1,29 @@
+"""Files that appear whole or not at all."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from lengthwise.core.errors import InputError
+
+
+def write_whole(files: Mapping[Path, bytes]) -> None:
+    """Write all files beside their places first, then move each into place; nothing appears if any write fails.
+
+    Raises:
+        InputError: a folder is missing, or not writable, or a path is a folder.
+    """
+    partials: dict[Path, Path] = {}
+    try:
+        for path, content in files.items():
+            if path.is_dir():
+                raise InputError(f"{path} is a folder; give the name of a file in it")
+            partials[path] = path.with_name(f"{path.name}.{os.getpid()}.partial")
+            partials[path].write_bytes(content)
+        for path, partial in partials.items():
+            partial.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; choose another place with --out") from None
+    finally:
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)

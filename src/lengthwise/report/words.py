@@ -1,0 +1,159 @@
+"""A run in words: what ran on what, what happened to long sequences, how it ended, and its key figures."""
+
+from typing import Any, NamedTuple
+
+from lengthwise.report.record import RunRecord
+from lengthwise.report.summary import RunSummary
+from lengthwise.report.units import compact, count, number, seconds, share
+
+
+class Tile(NamedTuple):
+    """One key figure."""
+
+    label: str
+    value: str
+    note: str
+
+
+def tiles(summary: RunSummary) -> list[Tile]:
+    """The six figures that a reader in a hurry reads."""
+    uncounted = {0: "padding", 1: "padding and the first step"}.get(
+        summary.num_warmup, f"padding and the first {summary.num_warmup:,} steps"
+    )
+    return [
+        Tile("tokens per second", count(summary.tokens_per_s), f"{uncounted} not counted"),
+        Tile("idle", share(summary.idle_fraction), "of the device time; no timelines" if summary.idle_fraction is None
+             else "of the device time"),
+        Tile("padding", share(summary.padding_fraction), "of the computed tokens"),
+        Tile("prediction error", share(summary.prediction_error), "median over steps of predicted against measured"),
+        Tile("gap to the bound", share(summary.gap), "median of predicted time above the proven lower bound"),
+        Tile("final loss", number(summary.final_loss), f"per token, after {_steps(summary.num_steps)}"),
+    ]  # fmt: skip
+
+
+def headline(summary: RunSummary, *, label: str) -> str:
+    """One line under a title that says ``label``."""
+    ranks = "1 rank" if summary.num_ranks == 1 else f"{summary.num_ranks} ranks"
+    parts = [f"policy {summary.policy}", ranks, _steps(summary.num_steps), f"{count(summary.num_tokens)} tokens"]
+    return " · ".join(parts if label == summary.name else [summary.name, *parts])
+
+
+def alarm(record: RunRecord, summary: RunSummary) -> str:
+    """A sentence when the run has not ended well, or not yet; empty otherwise."""
+    wanted = record.setting("train", "steps")
+    progress = f"{summary.num_steps:,}" + (f" of {wanted:,}" if isinstance(wanted, int) else "") + " steps are reported"
+    if summary.status == "done" or (summary.status == "unknown" and summary.num_steps == wanted):
+        return ""
+    if summary.status in ("running", "unknown"):
+        return f"The run has not said how it ended: it is still going, or was killed; {progress}."
+    reason = str(record.status.get("error") or "")
+    return f"The run ended as {summary.status}: {progress}. {reason}".rstrip()
+
+
+def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
+    """Terms and descriptions; only what the run's files say."""
+    facts = [
+        ("Policy", _policy(record, summary)),
+        ("Model", _model(record)),
+        ("Ranks", _ranks(record, summary)),
+        ("Corpus", _corpus(record)),
+        ("Batch", _batch(record)),
+        ("Long sequences", _length_rule(record)),
+        ("Step time", _step_time(summary)),
+        ("Balance", _balance(summary)),
+        ("Status", "" if summary.status == "unknown" else summary.status),
+        ("Folder", summary.path),
+    ]
+    return [(term, words) for term, words in facts if words]
+
+
+def _policy(record: RunRecord, summary: RunSummary) -> str:
+    costs = record.setting("plan", "profile")
+    details = [f"costs from {costs}" if costs else "analytic costs"]
+    if record.setting("plan", "recompute"):
+        details.append("every layer recomputed in the backward")
+    return f"{summary.policy}, {', '.join(details)}"
+
+
+def _model(record: RunRecord) -> str:
+    name = record.setting("model", "hf") or record.model.get("name") or record.setting("model", "preset") or ""
+    size = record.model.get("num_params")
+    return f"{name}, {compact(size)} parameters" if isinstance(size, int) else str(name)
+
+
+def _ranks(record: RunRecord, summary: RunSummary) -> str:
+    cluster, device = record.corpus.get("cluster"), record.setting("train", "device")
+    where = cluster or record.setting("cluster", "name") or (device if device != "auto" else "")
+    dtype = record.setting("train", "dtype")
+    return f"{summary.num_ranks}" + (f" on {where}" if where else "") + (f", {dtype}" if dtype else "")
+
+
+def _corpus(record: RunRecord) -> str:
+    corpus = record.corpus
+    parts = [
+        f"{count(corpus[key])} {words}"
+        for key, words in (("num_sequences", "sequences"), ("num_tokens", "tokens"))
+        if isinstance(corpus.get(key), int)
+    ]
+    if isinstance(corpus.get("max_length"), int):
+        parts.append(f"longest {count(corpus['max_length'])} tokens")
+    index = record.setting("data", "index")
+    return ", ".join(parts) + (f" ({index})" if index and parts else str(index or ""))
+
+
+def _batch(record: RunRecord) -> str:
+    if budget := record.setting("data", "tokens_per_step"):
+        return f"{count(budget)} tokens a step"
+    number_of = record.setting("data", "sequences_per_step")
+    return f"{count(number_of)} sequences a step" if number_of else ""
+
+
+_RULES = {
+    "error": "longer ones are refused",
+    "drop": "longer ones are left out",
+    "truncate": "longer ones are cut off there",
+    "split": "longer ones are split into pieces",
+}
+
+
+def _length_rule(record: RunRecord) -> str:
+    if not record.config:
+        return ""
+    limit = record.setting("data", "max_length")
+    rule = "no limit"
+    if limit:
+        rule = f"at most {count(limit)} tokens, {_RULES.get(str(record.setting('data', 'over_length')), '')}".rstrip(
+            ", "
+        )
+    return f"{rule}; {_counted(record.ledger)}" if record.ledger else rule
+
+
+def _counted(ledger: dict[str, Any]) -> str:
+    """What the limit did, as the ledger counted it."""
+    found = {key: count(value) for key, value in ledger.items() if isinstance(value, int) and value}
+    parts = []
+    if "dropped" in found:
+        parts.append(f"{found['dropped']} sequences ({found.get('tokens_dropped', '0')} tokens) were left out")
+    if "truncated" in found:
+        parts.append(f"{found['truncated']} sequences were cut, losing {found.get('tokens_cut', '0')} tokens")
+    if "split" in found:
+        parts.append(f"{found['split']} sequences were split into {found.get('pieces', '0')} pieces, losing none")
+    return "; ".join(parts) or "every token of every sequence is kept"
+
+
+def _step_time(summary: RunSummary) -> str:
+    if summary.step_time_s is None:
+        return ""
+    words = f"median {seconds(summary.step_time_s)} measured"
+    known = summary.predicted_step_time_s is not None
+    return f"{words}, {seconds(summary.predicted_step_time_s)} predicted" if known else words
+
+
+def _balance(summary: RunSummary) -> str:
+    if summary.imbalance is None:
+        return ""
+    return f"the busiest rank computes {summary.imbalance:.2f} times as long as the mean (median over steps)"
+
+
+def _steps(number_of: int) -> str:
+    return "1 step" if number_of == 1 else f"{number_of:,} steps"

@@ -1,0 +1,110 @@
+"""Attention within each sequence of a pack: one function over ``cu_seqlens``.
+
+T tokens of the pack, N query heads, K key/value heads, H head size; B sequences of one length L.
+
+CUDA in half precision runs PyTorch's varlen flash kernel, one launch for the whole pack. Everything else, and the
+reference of every test, is scaled-dot-product attention per run of equally long sequences: 4-D inputs reach the flash
+kernel on CPU in every dtype (3-D ones fall to the unfused path, 3x slower).
+"""
+
+from functools import lru_cache
+from inspect import signature
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lengthwise.core.errors import InputError
+
+_VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+_CAUSAL_WINDOW, _FULL_WINDOW = (-1, 0), (-1, -1)
+
+
+def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, ...], *, causal: bool = True) -> Tensor:
+    """Softmax attention of every token over its own sequence; returns ``[T, N, H]``.
+
+    Args:
+        q_TNH: queries; head n reads key/value head ``n // (N // K)`` (grouped-query attention, Ainslie et al. 2023).
+        k_TKH: keys.
+        v_TKH: values.
+        cu_seqlens: offsets of the sequence boundaries, from 0 to T.
+        causal: no token sees a later one.
+    """
+    if q_TNH.is_cuda and q_TNH.dtype in _VARLEN_DTYPES and _varlen_parameters():
+        return attend_varlen(q_TNH, k_TKH, v_TKH, cu_seqlens, causal=causal)
+    return attend_by_run(q_TNH, k_TKH, v_TKH, cu_seqlens, causal=causal)
+
+
+def attend_by_run(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, ...], *, causal: bool = True
+) -> Tensor:
+    """The same on any device and in any dtype: one call per run of neighbouring sequences of equal length."""
+    runs = equal_runs(cu_seqlens)
+    # split and cat, not slices: the backward of a slice fills a whole pack with zeros, once per sequence.
+    tokens = [num_sequences * length for num_sequences, length in runs]
+    q_runs, k_runs, v_runs = (x.split(tokens) for x in (q_TNH, k_TKH, v_TKH))
+    grouped = q_TNH.shape[1] != k_TKH.shape[1]
+    outs = []
+    for (num_sequences, length), *qkv in zip(runs, q_runs, k_runs, v_runs):
+        q_BNLH, k_BKLH, v_BKLH = (x.unflatten(0, (num_sequences, length)).transpose(1, 2) for x in qkv)
+        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, is_causal=causal, enable_gqa=grouped)
+        outs.append(out_BNLH.transpose(1, 2).flatten(0, 1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def attend_varlen(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, ...], *, causal: bool = True
+) -> Tensor:
+    """The same by ``torch.nn.attention.varlen``: CUDA, float16 or bfloat16, one kernel for the whole pack.
+
+    Raises:
+        InputError: this PyTorch has no varlen attention.
+    """
+    known = _varlen_parameters()
+    if not known:
+        raise InputError(f"torch {torch.__version__} has no torch.nn.attention.varlen; torch 2.10 or later has")
+    options: dict[str, Any] = {}
+    if "window_size" in known:
+        # Causality is recognised by comparing with the tuple (-1, 0); a list would not be.
+        options["window_size"] = _CAUSAL_WINDOW if causal else _FULL_WINDOW
+    else:
+        options["is_causal"] = causal
+    if q_TNH.shape[1] != k_TKH.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            group_size = q_TNH.shape[1] // k_TKH.shape[1]
+            k_TKH, v_TKH = (x.repeat_interleave(group_size, dim=1) for x in (k_TKH, v_TKH))
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(end - start for start, end in pairwise(cu_seqlens))
+    offsets = _device_offsets(cu_seqlens, q_TNH.device)
+    q_TNH, k_TKH, v_TKH = (x.contiguous() for x in (q_TNH, k_TKH, v_TKH))
+    out = varlen_attn(q_TNH, k_TKH, v_TKH, offsets, offsets, longest, longest, **options)
+    assert isinstance(out, Tensor)  # a pair only where auxiliary outputs are asked for
+    return out
+
+
+def equal_runs(cu_seqlens: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Neighbouring sequences of equal length as ``(num_sequences, length)``; empty sequences vanish."""
+    lengths = (end - start for start, end in pairwise(cu_seqlens))
+    return [(len(list(run)), length) for length, run in groupby(lengths) if length]
+
+
+@lru_cache(maxsize=1)
+def _varlen_parameters() -> frozenset[str]:
+    """Parameter names of this PyTorch's ``varlen_attn`` (2.10: ``is_causal``; 2.13: ``window_size, enable_gqa``)."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(signature(varlen_attn).parameters)
+
+
+@lru_cache(maxsize=256)
+def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+    """``cu_seqlens`` as the int32 tensor the kernel reads, copied to the device once for all layers."""
+    with torch.inference_mode(False):  # what an evaluation caches, training must be able to keep for its backward
+        return torch.tensor(cu_seqlens, dtype=torch.int32).to(device, non_blocking=True)

@@ -1,0 +1,221 @@
+"""Hugging Face folders in and out, without importing transformers: ``config.json`` and safetensors.
+
+Llama and Qwen2 (which is Llama with biases on queries, keys and values). K key/value heads, G query heads of each,
+H head size.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.model.hf_config import write_config
+from lengthwise.runtime.model.llama import Llama
+
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+
+# Ours -> theirs, one to one; `qkv` and `down` are laid out differently and have functions below.
+_OF_MODEL = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
+_OF_LAYER = {
+    "attention_norm": ("input_layernorm.weight",),
+    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    "proj": ("self_attn.o_proj.weight",),
+    "ffn_norm": ("post_attention_layernorm.weight",),
+    "gate": ("mlp.gate_proj.weight",),
+    "up": ("mlp.up_proj.weight",),
+    "down": ("mlp.down_proj.weight",),
+}
+_TRANSPOSED = ("proj", "down")
+
+
+def hf_names(name: str) -> tuple[str, ...]:
+    """Hugging Face's tensors that make up our weight ``name``: one, or queries, keys and values."""
+    if name in _OF_MODEL:
+        return (_OF_MODEL[name],)
+    prefix, _, kind = name.rpartition(".")
+    return tuple(f"model.{prefix}.{theirs}" for theirs in _OF_LAYER[kind])
+
+
+def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Our weights of ``spec`` and their shapes, in the model's order."""
+    return {name: tuple(weight.shape) for name, weight in Llama(spec, device="meta").named_parameters()}
+
+
+def split_weight(spec: ModelSpec, name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Our weight ``name`` as Hugging Face's tensors."""
+    kind = name.rpartition(".")[2]
+    if kind in ("qkv", "qkv_bias"):
+        groups = weight.unflatten(0, (spec.num_kv_heads, -1, spec.head_size))  # [K, G + 2, H, ...]
+        parts = [groups[:, :-2], groups[:, -2:-1], groups[:, -1:]]
+        return {theirs: part.flatten(0, 2).contiguous() for theirs, part in zip(hf_names(name), parts)}
+    return {hf_names(name)[0]: (weight.T if kind in _TRANSPOSED else weight).contiguous()}
+
+
+def fuse_weight(spec: ModelSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Our weight ``name`` from Hugging Face's tensors; the inverse of :func:`split_weight`."""
+    parts = [tensors[theirs] for theirs in hf_names(name)]
+    kind = name.rpartition(".")[2]
+    if kind in ("qkv", "qkv_bias"):
+        return torch.cat([p.unflatten(0, (spec.num_kv_heads, -1, spec.head_size)) for p in parts], dim=1).flatten(0, 2)
+    return parts[0].T if kind in _TRANSPOSED else parts[0]
+
+
+def to_hf(spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All our weights as Hugging Face's tensors. Tied embeddings appear once, as theirs do."""
+    return {k: v for name, weight in state_dict.items() for k, v in split_weight(spec, name, weight).items()}
+
+
+def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of ours from Hugging Face's tensors.
+
+    Raises:
+        InputError: names or shapes are not those of ``spec``; all are listed.
+    """
+    check_tensors(spec, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "the tensors")
+    return {name: fuse_weight(spec, name, tensors) for name in weight_shapes(spec)}
+
+
+def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raise ``InputError`` unless ``found`` has every Hugging Face tensor of ``spec`` in its shape and no other."""
+    expected = hf_shapes(spec)
+    # Derived tensors that old checkpoints store, and a head that transformers ignores when it is tied.
+    surplus = {name for name in found if name.endswith("rotary_emb.inv_freq")}
+    if spec.tied_embeddings:
+        surplus.add(_OF_MODEL["head"])
+    problems = [f"missing {name}" for name in expected if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in expected and name not in surplus]
+    problems += [
+        f"{name} has shape {list(found[name])}, the model needs {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 8} more)" if len(problems) > 8 else ""
+        raise InputError(f"{where} do not fit model {spec.name}: {'; '.join(problems[:8])}{more}")
+
+
+def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of Hugging Face's tensors for ``spec``."""
+    shapes = {}
+    for name, shape in weight_shapes(spec).items():
+        parts = split_weight(spec, name, torch.empty(shape, device="meta"))
+        shapes.update({theirs: tuple(part.shape) for theirs, part in parts.items()})
+    return shapes
+
+
+def load_weights(model: Llama, folder: str | Path) -> None:
+    """Overwrite the model's weights with those of a Hugging Face folder, one weight in memory at a time.
+
+    Reads ``model.safetensors`` or the shards of its index; casts to the model's dtype.
+
+    Raises:
+        InputError: no safetensors there, a file is missing, or names or shapes do not fit; all are listed.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(folder)
+    with ExitStack() as stack:
+        tensors = {}
+        for file in _weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{file} cannot be read as safetensors: {error}") from None
+            tensors.update(dict.fromkeys(handle.keys(), handle))
+        found = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in tensors.items()}
+        check_tensors(model.spec, found, f"the weights in {folder}")
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                parts = {theirs: tensors[theirs].get_tensor(theirs) for theirs in hf_names(name)}
+                weight.copy_(fuse_weight(model.spec, name, parts))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder."""
+    if (folder / _WHOLE).is_file():
+        return [folder / _WHOLE]
+    if not (folder / _INDEX).is_file():
+        raise InputError(f"{folder} holds neither {_WHOLE} nor {_INDEX}; weights in other formats are not read")
+    try:
+        names = json.loads((folder / _INDEX).read_text())["weight_map"].values()
+    except (ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{folder / _INDEX} is not a safetensors index: {error}") from None
+    return [folder / name for name in sorted(set(names))]
+
+
+def save_pretrained(
+    model: Llama,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write ``config.json`` and safetensors that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    The folder appears whole or not at all: it is written under another name beside its place, then renamed.
+
+    Args:
+        model: what to save.
+        folder: must not exist, or be empty.
+        dtype: of the saved weights; the model's own by default.
+        config: further entries of ``config.json`` that :class:`ModelSpec` does not hold, such as
+            ``max_position_embeddings`` or ``eos_token_id``.
+        max_shard_bytes: weights beyond it go to further files, with an index.
+
+    Raises:
+        InputError: the folder is not empty.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not an empty folder; choose another, or remove it")
+    dtype = dtype or model.final_norm.dtype
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
+    try:
+        write_config(model.spec, temporary / "config.json", dtype=dtype, extra=config or {})
+        _write_weights(model, temporary, dtype, max_shard_bytes)
+        temporary.replace(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_weights(model: Llama, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    from safetensors.torch import save_file
+
+    shards = list(_shards(model.spec, dtype.itemsize, max_shard_bytes))
+    weights = dict(model.named_parameters())
+    weight_map = {}
+    for number, names in enumerate(shards, start=1):
+        file = _WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = to_hf(model.spec, {name: weights[name].detach().to("cpu", dtype) for name in names})
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
+    if len(shards) > 1:
+        total = {"total_size": model.spec.num_params * dtype.itemsize}
+        (folder / _INDEX).write_text(json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def _shards(spec: ModelSpec, itemsize: int, max_shard_bytes: int) -> Iterator[list[str]]:
+    """Our weights in order, cut where the next one would make a file too large."""
+    names: list[str] = []
+    num_bytes = 0
+    for name, shape in weight_shapes(spec).items():
+        size = itemsize * torch.Size(shape).numel()
+        if names and num_bytes + size > max_shard_bytes:
+            yield names
+            names, num_bytes = [], 0
+        names.append(name)
+        num_bytes += size
+    yield names

@@ -1,0 +1,82 @@
+"""The deciding half through the command line."""
+
+import json
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def lengths(tmp_path, cli):
+    """An index of lengths alone."""
+    np.save(tmp_path / "lengths.npy", np.random.default_rng(0).lognormal(6.5, 1.2, 2000).astype(np.int64) + 2)
+    code, _, err = cli("index", tmp_path / "lengths.npy", "--out", tmp_path / "index")
+    assert code == 0, err
+    return tmp_path / "index"
+
+
+def arguments(lengths, *more):
+    return [
+        f"data.index={lengths}", "model.preset=llama-7b", "cluster.name=1x8xH200-141GB", "train.dtype=bfloat16",
+        "data.tokens_per_step=200000", "plan.recompute=true", *more,
+    ]  # fmt: skip
+
+
+def test_plans_and_simulations_agree_and_need_no_profile(cli, lengths, tmp_path):
+    code, out, _ = cli("plan", *arguments(lengths), "--steps", 3, "--out", tmp_path / "plans.jsonl", "--json")
+    assert code == 0
+    plans = json.loads(out)["plans"]
+    assert [plan["step"] for plan in plans] == [0, 1, 2]
+    assert all(plan["time_s"] >= plan["lower_bound_s"] > 0 for plan in plans)
+    trace = tmp_path / "trace.json.gz"
+    code, out, _ = cli("simulate", tmp_path / "plans.jsonl", "--trace", trace, "--json")
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["step_time_s"] == pytest.approx(sum(plan["time_s"] for plan in plans) / 3)
+    assert trace.stat().st_size > 100
+    assert summary == json.loads(cli("simulate", *arguments(lengths), "--steps", 3, "--json")[1])
+
+
+def test_balanced_beats_the_baselines_on_long_tailed_lengths(cli, lengths):
+    speeds = {}
+    for policy in ("padded", "static", "packed", "balanced"):
+        code, out, err = cli("simulate", *arguments(lengths, f"plan.policy={policy}"), "--json")
+        assert code == 0, err
+        speeds[policy] = json.loads(out)["tokens_per_s"]
+    assert max(speeds, key=speeds.get) == "balanced"
+
+
+def test_tables_are_printed_for_people(cli, lengths):
+    assert "gap" in cli("plan", *arguments(lengths), "--steps", 1)[1]
+    assert "tokens_per_s" in cli("simulate", *arguments(lengths), "--steps", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("verb", "changes", "code", "message"),
+    [
+        ("plan", ["cluster.name="], 2, "cluster.name is not set"),
+        ("plan", ["plan.policy=balance"], 2, "'balanced', not 'balance'"),
+        ("plan", ["data.index="], 2, "data.index is not set"),
+        ("plan", ["cluster.name=8xA100-40GB"], 3, "a device has 40.0 GiB"),
+        ("plan", ["plan.profile=nowhere.json"], 2, "no profile at nowhere.json"),
+        ("simulate", ["cluster.nam=x"], 2, "did you mean name?"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_right_exit_code(cli, lengths, verb, changes, code, message):
+    found, _, err = cli(verb, *arguments(lengths, *changes))
+    assert found == code
+    assert message in err
+
+
+def test_an_empty_plan_file_is_refused(cli, tmp_path):
+    (tmp_path / "plans.jsonl").write_text("")
+    code, _, err = cli("simulate", tmp_path / "plans.jsonl")
+    assert code == 2
+    assert "no plans in" in err
+
+
+def test_the_printed_configuration_is_a_configuration(cli, tmp_path):
+    (tmp_path / "config.yaml").write_text(cli("config")[1])
+    first = cli("config", tmp_path / "config.yaml", "optim.lr=0.5", "--json")[1]
+    assert json.loads(first)["optim"]["lr"] == 0.5
+    assert "llama-7b" in cli("config", "--presets")[1]
