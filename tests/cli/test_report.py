@@ -84,7 +84,7 @@ def test_a_damaged_plan_is_refused_and_nothing_is_written(lengthwise, tmp_path):
     good = folder.plans.read_text()
     folder.plans.write_text(good.replace('"step"', '"st', 1))
     code, _, err = lengthwise("report", folder.path)
-    assert code == 2 and "plans.jsonl is damaged" in err
+    assert code == 2 and "plans.jsonl:1 is damaged" in err
     folder.plans.write_text(good.replace('"lr_factor": 1.0', '"lr_factor": 2.0', 1))
     code, _, err = lengthwise("report", folder.path)
     assert code == 4 and "plans.jsonl" in err and "digest" in err

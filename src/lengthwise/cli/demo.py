@@ -21,7 +21,7 @@ TRACE = "trace.json.gz"
 
 def run(
     out: Annotated[Path, typer.Option(help="folder to write")] = Path("outputs/demo"),
-    steps: Annotated[int, typer.Option(min=2, help="steps under each policy")] = 6,
+    steps: Annotated[int, typer.Option(min=2, help="steps under each policy")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Train one small Llama on this Python's own standard library under three policies, on the same sequences."""
@@ -34,7 +34,7 @@ def run(
     config.save(runs / "demo.yaml")
     log.print(f"[bold]2/4[/] profile {config.model.preset} on {NUM_RANKS} ranks")
     most = demo_share(config)
-    profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, max_tokens=most, repeats=3)
+    profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, max_tokens=most, repeats=2)
     folders = []
     for policy in POLICIES:
         log.print(f"[bold]3/4[/] train {steps} steps, policy {policy}")
@@ -51,10 +51,10 @@ def run(
 
 
 def demo_config(corpus: Path, measured: Path, steps: int) -> Config:
-    """What the demo trains: sequences to 4,096 tokens, longer ones split, 32,768 tokens a step."""
+    """What the demo trains: sequences to 4,096 tokens, longer ones split, 24,576 tokens a step."""
     tree: dict[str, Any] = {
         "name": "demo",
-        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 32_768},
+        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 24_576},
         "model": {"preset": "llama-tiny"},
         "plan": {"profile": str(measured), "batch_size": 4},
         "optim": {"lr": 2e-3, "warmup_steps": 2},

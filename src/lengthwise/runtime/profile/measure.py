@@ -23,15 +23,16 @@ SHORTEST = 32
 
 
 def ladder(max_length: int, max_tokens: int) -> list[tuple[int, ...]]:
-    """Packs to measure: one sequence of each length, doubling, and packs of several, so that l^2, l and 1 separate."""
+    """Packs to measure: one sequence of each length, doubling, and full packs of equal ones, each length fourfold.
+
+    Together they separate l^2, l and 1: a pack of short sequences has as many tokens as one of long ones.
+    """
     lengths = [max_length]
     while lengths[-1] > SHORTEST:
         lengths.append(max(SHORTEST, lengths[-1] // 2))
     singles = [(length,) for length in reversed(lengths)]
-    packs = [(length,) * (max_tokens // length) for length in reversed(lengths[1:]) if max_tokens // length > 1]
-    mixed = (max_tokens // 2, *[max_tokens // 16] * 8) if max_tokens >= 16 * SHORTEST else ()
-    mixed = tuple(min(length, max_length) for length in mixed)
-    return list(dict.fromkeys([*singles, *packs, *([mixed] if mixed else [])]))
+    packs = [(length,) * (max_tokens // length) for length in reversed(lengths[::2]) if max_tokens // length > 1]
+    return list(dict.fromkeys([*singles, *packs]))
 
 
 def profile(
@@ -46,14 +47,15 @@ def profile(
 ) -> ProfileTable:
     """Measure every pack ``repeats`` times, in shuffled rounds so that a slow moment of the machine hits all alike.
 
-    Cost: the sum over packs of ``repeats + 1`` forwards and backwards.
+    Cost: the sum over packs of one forward and ``repeats`` forwards and backwards.
     """
     flags = (recompute,) * spec.num_layers
     state = ShardedState(model, world, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
     feeds = [_random_feed(lengths, spec, world, generator) for lengths in packs]
+    _forward_backward(model, feeds[0], flags)  # the first call of anything is slow
     kept = []
-    for feed in feeds:  # the first round warms up, and counts bytes
+    for feed in feeds:
         kept.append(_kept_bytes(model, feed, flags, world))
         on_row()
     seconds: list[list[float]] = [[] for _ in packs]
@@ -149,8 +151,8 @@ def _saved_bytes(model: nn.Module, feed: Feed, recompute: tuple[bool, ...]) -> i
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         tokens_T, cu_seqlens, targets_T = feed
         loss = model(tokens_T, cu_seqlens, targets_T, recompute=recompute)
+    del loss
     alive.clear()
-    (loss * 0.0).backward()
     return sum(sizes.values())
 
 
