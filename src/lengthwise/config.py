@@ -50,7 +50,7 @@ class PlanConfig(_Section):
     policy: Literal["padded", "static", "packed", "balanced"] = "balanced"
     profile: str = Field(default="", description="file made by `lengthwise profile`; empty: analytic costs")
     batch_size: int | None = Field(
-        default=None, ge=1, description="sequences per micro-batch of `padded`; none: the most that fits at max length"
+        default=None, ge=1, description="sequences per micro-batch of `padded`; none: the most that fit at max length"
     )
     max_tokens: int | None = Field(
         default=None, ge=1, description="most tokens of a micro-batch, padding included; none: what memory holds"
@@ -155,7 +155,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             raise InputError(f"override {override!r}: {section} is a value, not a section")
         node = child
     try:
-        node[leaf] = yaml.safe_load(value)
+        node[leaf] = yaml.safe_load(value) if value else ""
     except yaml.YAMLError:
         node[leaf] = value
 

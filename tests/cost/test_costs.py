@@ -82,6 +82,14 @@ def test_fitting_finds_the_coefficients_that_made_the_rows():
     assert found.median_error < 1e-9
 
 
+def test_one_spoiled_row_does_not_pull_the_others_along():
+    rows = [row(lengths) for lengths in [(64,), (128,), (256,), (512,), (1024,), (4096,), (256,) * 16, (64,) * 64]]
+    spoiled = [replace(rows[0], time_s=3 * rows[0].time_s), *rows[1:]]
+    found = fit(table(spoiled))
+    assert (found.a_s, found.b_s) == pytest.approx((1e-8, 1e-5), rel=0.02)
+    assert found.median_error < 0.01
+
+
 def test_fitted_coefficients_are_never_negative():
     rows = [replace(r, time_s=1e-5 * sum(r.lengths) * (1 - 1e-5 * sum(r.lengths))) for r in ROWS]  # concave
     found = fit(table(rows))

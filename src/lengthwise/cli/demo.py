@@ -51,10 +51,10 @@ def run(
 
 
 def demo_config(corpus: Path, measured: Path, steps: int) -> Config:
-    """What the demo trains: sequences to 4,096 tokens, longer ones split, 24,576 tokens a step."""
+    """What the demo trains: sequences to 4,096 tokens, longer ones split, 20,480 tokens a step."""
     tree: dict[str, Any] = {
         "name": "demo",
-        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 24_576},
+        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 20_480},
         "model": {"preset": "llama-tiny"},
         "plan": {"profile": str(measured), "batch_size": 4},
         "optim": {"lr": 2e-3, "warmup_steps": 2},
@@ -76,7 +76,7 @@ def _print(summaries: list["RunSummary"], page: Path) -> None:
 
     shown = Table(title=f"the same sequences under {len(summaries)} policies, {NUM_RANKS} ranks, one thread each")
     shown.add_column("policy")
-    for heading in ("tokens/s", "speed-up", "padding", "idle", "predicted step", "measured step", "error"):
+    for heading in ("tokens/s", "speed-up", "padding", "idle", "predicted", "measured", "error"):
         shown.add_column(heading, justify="right")
     for summary in summaries:
         ratio = (summary.tokens_per_s or 0.0) / (summaries[0].tokens_per_s or 1.0)
@@ -87,4 +87,4 @@ def _print(summaries: list["RunSummary"], page: Path) -> None:
         )  # fmt: skip
     console = stdout()
     console.print(shown)
-    console.print(f"report: {page}\ntrace:  {page.with_name(TRACE)} (opens in ui.perfetto.dev)")
+    console.print(f"report: {page}\ntrace:  {page.with_name(TRACE)} (opens in ui.perfetto.dev)", soft_wrap=True)

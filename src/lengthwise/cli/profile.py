@@ -118,7 +118,8 @@ def _print(table: ProfileTable, fitted: "Fit", out: Path) -> None:
     console.print(
         f"T = {fitted.a_s:.3g} s l^2 + {fitted.b_s:.3g} s l per sequence + {fitted.c_s:.3g} s per micro-batch; "
         f"{fitted.bytes_per_token / 1024:,.1f} KiB per token; update {table.update_s * 1e3:.1f} ms; "
-        f"median fit error {fitted.median_error:.1%}. Written to {out}"
+        f"median fit error {fitted.median_error:.1%}. Written to {out}",
+        soft_wrap=True,
     )
 
 

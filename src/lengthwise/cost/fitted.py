@@ -16,6 +16,9 @@ from lengthwise.cost.separable import SeparableCost, check_dense
 
 MIN_ROWS = 3
 """Three coefficients need three measurements."""
+ROUNDS = 10
+NEGLIGIBLE = 0.01
+"""Relative errors below this are noise and count alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,7 @@ class Fit:
 
 
 def fit(table: ProfileTable) -> Fit:
-    """Least squares of relative errors with non-negative coefficients, so times and bytes grow with every length.
+    """Least relative errors with non-negative coefficients, so times and bytes grow with every length.
 
     Raises:
         InputError: too few rows.
@@ -62,10 +65,19 @@ def fit(table: ProfileTable) -> Fit:
 
 
 def _fit_relative(features: np.ndarray, target: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Non-negative weights whose products come closest to ``target`` in relative terms, and their relative errors."""
+    """Non-negative weights whose products come closest to ``target`` in relative terms, and their relative errors.
+
+    Least absolute errors by repeated least squares, weighted by the error of the round before: a row that a busy moment
+    of the machine spoiled does not pull the others along.
+    """
     scale = features.max(axis=0)  # columns differ by ten orders of magnitude
-    weights = nnls(features / scale / target[:, None], np.ones(len(target)))[0] / scale
-    return tuple(map(float, weights)), tuple(map(float, features @ weights / target - 1.0))
+    relative = features / scale / target[:, None]
+    trust = np.ones(len(target))
+    for _ in range(ROUNDS):
+        weights = nnls(relative * trust[:, None], trust)[0]
+        errors = relative @ weights - 1.0
+        trust = 1.0 / np.sqrt(np.maximum(np.abs(errors), NEGLIGIBLE))
+    return tuple(map(float, weights / scale)), tuple(map(float, errors))
 
 
 class FittedCost(SeparableCost):

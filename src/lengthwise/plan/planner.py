@@ -35,7 +35,7 @@ class Planner:
     token_limit: int | None = None
     """Most tokens of a micro-batch, where the user wants fewer than memory holds."""
     batch_size: int | None = None
-    """Sequences per micro-batch of policies with a fixed batch size; None: the most that fit at ``max_length``."""
+    """Sequences per micro-batch of `padded`; None: the most that fit at ``max_length``, but work for every device."""
 
     def __post_init__(self) -> None:
         if self.scheme.num_devices != 1:

@@ -15,7 +15,8 @@ from lengthwise.plan.solve.makespan import longest_first
 
 def _padded(planner: Planner, batch: GlobalBatch) -> list[list[Pack]]:
     """A fixed number of sequences per micro-batch, in sampler order, each padded to its longest; dealt in turn."""
-    size = planner.batch_size or max(1, planner.max_tokens // planner.max_length)
+    share = -(-len(batch.ids) // planner.num_devices)
+    size = planner.batch_size or max(1, min(planner.max_tokens // planner.max_length, share))
     packs = []
     for start in range(0, len(batch.ids), size):
         lengths = batch.lengths[start : start + size]
