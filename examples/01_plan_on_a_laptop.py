@@ -1,6 +1,6 @@
 """What would a step cost on eight GPUs? Lengths in, plans out; no torch, no GPU.
 
-    python examples/01_plan_on_a_laptop.py
+python examples/01_plan_on_a_laptop.py
 """
 
 import numpy as np

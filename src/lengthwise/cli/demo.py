@@ -51,10 +51,10 @@ def run(
 
 
 def demo_config(corpus: Path, measured: Path, steps: int) -> Config:
-    """What the demo trains: sequences to 4,096 tokens, longer ones split, 20,480 tokens a step."""
+    """What the demo trains: sequences to 4,096 tokens, longer ones split, 16,384 tokens a step."""
     tree: dict[str, Any] = {
         "name": "demo",
-        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 20_480},
+        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 16_384},
         "model": {"preset": "llama-tiny"},
         "plan": {"profile": str(measured), "batch_size": 4},
         "optim": {"lr": 2e-3, "warmup_steps": 2},
@@ -74,7 +74,8 @@ def _print(summaries: list["RunSummary"], page: Path) -> None:
 
     from lengthwise.report.units import count, seconds, share
 
-    shown = Table(title=f"the same sequences under {len(summaries)} policies, {NUM_RANKS} ranks, one thread each")
+    title = f"\nthe same sequences under {len(summaries)} policies, {NUM_RANKS} ranks, one thread each"
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
     shown.add_column("policy")
     for heading in ("tokens/s", "speed-up", "padding", "idle", "predicted", "measured", "error"):
         shown.add_column(heading, justify="right")

@@ -1,0 +1,87 @@
+"""One document of a source: its text or why there is none, and its place in words."""
+
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.data.source import Format, SourceFile
+from lengthwise.data.units import Unit, open_parquet
+
+
+class Document(NamedTuple):
+    """One document as UTF-8, or the reason why there is none."""
+
+    file: int
+    """Index into the unit's files."""
+    row: int
+    """Line, row or record, counted from 0 where the unit starts."""
+    data: bytes
+    problem: str = ""
+    """Empty, or ``binary``, ``undecodable``, ``unreadable``; ``blank`` for a line that is no document."""
+
+
+BLANK = object()
+"""Stands for the value of a blank line."""
+
+
+class TokenRows(NamedTuple):
+    """Consecutive rows that hold tokens already; a blank line is a row without a length."""
+
+    first_row: int
+    num_rows: int
+    flat: np.ndarray
+    lengths: np.ndarray
+
+
+def from_text(row: int, value: Any, unit: Unit) -> Document:
+    """The document of a value that should be text; a missing value is an empty document."""
+    if value is None:
+        return Document(0, row, b"")
+    if value is BLANK:
+        return Document(0, row, b"", "blank")
+    if not isinstance(value, str):
+        raise InputError(f"{where(unit, row)}: expected text, found {type(value).__name__}; choose with --field")
+    try:
+        return Document(0, row, value.encode())
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON can spell and UTF-8 cannot
+        return Document(0, row, b"", "undecodable")
+
+
+def check_tokens(tokens: np.ndarray, unit: Unit, row: int) -> None:
+    """Raise ``InputError`` if an id cannot be one."""
+    if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
+        wrong = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
+        raise InputError(f"{where(unit, row)}: token id {wrong} is out of range; ids are 0 to {(1 << 32) - 1:,}")
+
+
+def open_source(file: SourceFile) -> BinaryIO:
+    """The file, opened for reading."""
+    try:
+        return Path(file.path).open("rb")
+    except OSError as error:
+        raise InputError(f"{file.name} cannot be read: {error.strerror}; mend it or choose files with --glob") from None
+
+
+def where(unit: Unit, row: int, *, file: int = 0) -> str:
+    """The place of a document in words, such as ``shard.jsonl:17``; slow: it counts from the start of the file."""
+    source = unit.files[file]
+    if unit.format is Format.TEXT:
+        return source.name
+    if unit.format is Format.JSONL:
+        return f"{source.name}:{1 + row + _count_lines(source, unit.start, marker=b'')}"
+    if unit.format is Format.FASTA:
+        return f"{source.name}, record {row + _count_lines(source, unit.start, marker=b'>')}"
+    if unit.format is Format.PARQUET:
+        metadata = open_parquet(source).metadata
+        return f"{source.name}, row {row + sum(metadata.row_group(group).num_rows for group in range(unit.start))}"
+    return f"{source.name}, row {unit.start + row}"
+
+
+def _count_lines(file: SourceFile, stop: int, *, marker: bytes) -> int:
+    with open_source(file) as lines:
+        count = 0
+        while lines.tell() < stop:
+            count += lines.readline().startswith(marker)
+    return count

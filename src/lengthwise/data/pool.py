@@ -1,0 +1,51 @@
+"""Build parts in worker processes that end with their parent, however it ends."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.data.part import Job, build_part
+from lengthwise.data.units import Unit
+
+
+def build_parts(job: Job, units: list[Unit], *, workers: int, on_done: Callable[[int], None]) -> None:
+    """Build the parts of ``units``; ``on_done`` hears how many are finished. The first error in order is raised."""
+    workers = min(workers, len(units))
+    if workers <= 1:
+        for number, unit in enumerate(units, 1):
+            build_part(job, unit)
+            on_done(number)
+        return
+    # A fresh interpreter per worker: a fork would copy the tokenizer's thread pool in a broken state.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker)
+    try:
+        futures = [pool.submit(build_part, job, unit) for unit in units]
+        for number, future in enumerate(futures, 1):
+            future.result()
+            on_done(number)
+    except BrokenProcessPool:
+        raise LengthwiseError(
+            "a worker of the index build was killed, perhaps for want of memory; finished parts are kept: "
+            "run the same command again with fewer --workers"
+        ) from None
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

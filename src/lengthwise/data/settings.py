@@ -1,0 +1,114 @@
+"""What the user asked of an index, and the fingerprint that tells whether two requests are the same."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lengthwise.core.errors import InputError
+from lengthwise.data.source import Format, Sources, find_sources, find_standard_library
+
+FORMAT_VERSION = 1
+"""Version of the files of an index; an index of another version is refused."""
+
+_SMALLEST_UNIT_BYTES, _LARGEST_UNIT_BYTES = 2 << 20, 64 << 20
+_MAX_UNITS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexSettings:
+    """One request for an index. Everything here decides what the index holds; the number of workers does not."""
+
+    source: Path | None
+    """Folder or file; None: Python's standard library."""
+    globs: tuple[str, ...] = ()
+    format: Format | None = None
+    """How files are read; None: by their suffix."""
+    field: str = "text"
+    """The JSON key or Parquet column that holds the text or the tokens."""
+    tokenizer: str = ""
+    """``bytes``, ``3mer`` or a path to tokenizer.json; empty: bytes."""
+    train_bpe: int = 0
+    """Vocabulary of a byte-level BPE to train on the corpus; 0: none."""
+    append_eos: bool = True
+    on_empty: Literal["", "error", "drop"] = ""
+    """What happens to documents without a token; empty: drop in folders of text files, error elsewhere."""
+    on_binary: Literal["", "error", "skip"] = ""
+    """What happens to files that are no text; empty: skip in the standard library, error elsewhere."""
+    unit_bytes: int = 0
+    """Source bytes of a work unit, which a kill loses at most of each worker; 0: by the size of the source."""
+
+    def __post_init__(self) -> None:
+        if self.tokenizer and self.train_bpe:
+            raise InputError("--tokenizer and --train-bpe exclude each other; leave one out")
+        if self.source is None and (self.globs or self.format):
+            raise InputError("--python-stdlib chooses its own files; leave --glob and --format out")
+
+    def find(self, out: Path) -> Sources:
+        """The files this request is about."""
+        if self.source is None:
+            return find_standard_library()
+        return find_sources(self.source, globs=self.globs, format=self.format, out=out)
+
+    def unit_bytes_of(self, sources: Sources) -> int:
+        """Source bytes of a work unit: seconds of work, and thousands of units even for a terabyte."""
+        even = sources.num_bytes // _MAX_UNITS
+        return self.unit_bytes or min(max(even, _SMALLEST_UNIT_BYTES), _LARGEST_UNIT_BYTES)
+
+    def drops_empty(self, sources: Sources) -> bool:
+        """Whether empty documents are dropped (and counted) rather than refused."""
+        by_default = sources.is_folder and sources.format is Format.TEXT
+        return self.on_empty == "drop" or (not self.on_empty and by_default)
+
+    def skips_binary(self) -> bool:
+        """Whether files that are no text are skipped (and counted) rather than refused."""
+        return self.on_binary == "skip" or (not self.on_binary and self.source is None)
+
+    def to_json(self, sources: Sources, *, tokenizer_digest: str) -> dict[str, Any]:
+        """The request in plain values, as kept in index.json and compared before a build goes on."""
+        return {
+            "source": sources.label,
+            "globs": list(self.globs),
+            "format": sources.format.value,
+            "field": self.field if sources.format in (Format.JSONL, Format.PARQUET) else "",
+            "tokenizer": self.tokenizer or (f"train-bpe {self.train_bpe}" if self.train_bpe else "bytes"),
+            "tokenizer_digest": tokenizer_digest,
+            "append_eos": self.append_eos,
+            "on_empty": "drop" if self.drops_empty(sources) else "error",
+            "on_binary": "skip" if self.skips_binary() else "error",
+            "unit_bytes": self.unit_bytes_of(sources),
+            "files": files_digest(sources),
+        }
+
+
+def files_digest(sources: Sources) -> str:
+    """Changes when a file is added, removed, renamed, resized or written to."""
+    state = hashlib.blake2b(digest_size=16)
+    for file in sources.files:
+        state.update(os.fsencode(os.path.abspath(file.path)))
+        state.update(f"\0{file.size}\0{file.mtime_ns}\0".encode())
+    return state.hexdigest()
+
+
+def fingerprint(request: dict[str, Any]) -> str:
+    """Sixteen hex digits over a request in plain values; where the source is spelled differently does not count."""
+    told_apart = {key: value for key, value in request.items() if key not in ("source", "tokenizer")}
+    text = json.dumps([FORMAT_VERSION, told_apart], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What two requests disagree on, in words."""
+    keys = [
+        key
+        for key in now
+        if before.get(key) != now[key] and not (key == "source" and before.get("files") == now["files"])
+    ]
+    words = [
+        "the source files changed" if key == "files" else f"{key}: {before.get(key)!r} then, {now[key]!r} now"
+        for key in keys
+        if key != "tokenizer_digest" or "tokenizer" not in keys
+    ]
+    return "; ".join(words) or "another version of this program"

@@ -1,0 +1,163 @@
+"""Open a finished index: memory-mapped lengths and tokens, checked against what index.json says of them."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.settings import FORMAT_VERSION
+
+INDEX_FILES = ("index.json", "tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "tokenizer.json")
+"""Every file an index may have; index.json tells that it is whole."""
+
+_BLOCK = 1 << 20
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenStore:
+    """A corpus on disk. Nothing is loaded until it is asked for."""
+
+    path: Path
+    lengths: LengthIndex
+    info: dict[str, Any]
+    """What index.json holds."""
+    _offsets: np.ndarray
+    _tokens: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits over lengths and tokens."""
+        return self.lengths.digest
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there are tokens, not lengths alone."""
+        return self._tokens is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; ``InputError`` if the index holds lengths alone."""
+        self._require_tokens()
+        return int(self.info["vocab_size"])
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token appended to every sequence, if any."""
+        eos_id: int | None = self.info["eos_id"]
+        return eos_id
+
+    def tokens(self, id: int) -> np.ndarray:
+        """[length] unsigned integers: a read-only view of the file."""
+        all_tokens = self._require_tokens()
+        if not 0 <= id < len(self.lengths):
+            raise InputError(f"no sequence {id} in {self.path}: it has {len(self.lengths):,}, counted from 0")
+        return all_tokens[self._offsets[id] : self._offsets[id + 1]]
+
+    def verify_tokens(self) -> None:
+        """Read every token; raise ``CheckError`` unless they are the ones that were indexed."""
+        if not self.has_tokens:
+            return
+        dtype = np.dtype(self.info["dtype"]).newbyteorder("<")
+        found = token_digest(token_blocks(self.path / "tokens.bin", dtype), dtype)
+        if found != self.info["corpus_digest"]:
+            raise CheckError(
+                f"the tokens in {self.path} are not the ones indexed: digest {found}, index.json says "
+                f"{self.info['corpus_digest']}; index again with --restart"
+            )
+
+    def _require_tokens(self) -> np.ndarray:
+        if self._tokens is None:
+            raise InputError(f"{self.path} holds lengths alone, no tokens; index the texts themselves to train on them")
+        return self._tokens
+
+
+def open_index(path: str | Path) -> TokenStore:
+    """The finished index in the folder ``path``; reads every length once, no token.
+
+    Raises:
+        InputError: there is none, it is half-written or of another version, or its files are not the ones it lists.
+    """
+    path = Path(path)
+    info = read_info(path)
+    for name, size in info["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise InputError(f"the index at {path} is damaged: {name} {state}; index again with --restart")
+    lengths = LengthIndex(lengths=np.load(path / "lengths.npy", mmap_mode="r"), corpus_digest=info["corpus_digest"])
+    if lengths.digest != info["digest"]:
+        raise InputError(
+            f"the lengths in {path} are not the ones indexed: digest {lengths.digest}, index.json says "
+            f"{info['digest']}; index again with --restart"
+        )
+    offsets = np.load(path / "offsets.npy", mmap_mode="r")
+    if not _agree(offsets, lengths):
+        raise InputError(
+            f"the index at {path} is damaged: offsets.npy and lengths.npy disagree; index again with --restart"
+        )
+    tokens = None
+    if info["has_tokens"]:
+        dtype = np.dtype(info["dtype"]).newbyteorder("<")
+        tokens = np.memmap(path / "tokens.bin", dtype=dtype, mode="r", shape=(info["num_tokens"],)).view(np.ndarray)
+    return TokenStore(path=path, lengths=lengths, info=info, _offsets=offsets, _tokens=tokens)
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """What index.json in the folder ``path`` holds.
+
+    Raises:
+        InputError: there is none, or it is of another version.
+    """
+    file = path / "index.json"
+    if not file.is_file():
+        if (path / "parts").is_dir():
+            raise InputError(
+                f"the index at {path} is half-written; run the same `lengthwise index` command again to finish it"
+            )
+        raise InputError(f"no index at {path}; make one with: lengthwise index SRC --out {path}")
+    try:
+        info: dict[str, Any] = json.loads(file.read_text())
+        version = info["schema_version"]
+    except (ValueError, TypeError, KeyError):
+        raise InputError(
+            f"{file} is not that of an index; index again with --restart, or choose another folder"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise InputError(
+            f"{file} has schema version {version}, this program reads {FORMAT_VERSION}; index again with --restart"
+        )
+    return info
+
+
+def token_digest(blocks: Iterator[np.ndarray], dtype: np.dtype[Any]) -> str:
+    """Thirty-two hex digits over tokens of ``dtype``."""
+    state = hashlib.blake2b(dtype.name.encode(), digest_size=16)
+    for block in blocks:
+        state.update(block.data)
+    return state.hexdigest()
+
+
+def token_blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+    """The tokens of a file, some megabytes at a time."""
+    with path.open("rb") as file:
+        while len(block := np.fromfile(file, dtype=dtype, count=_BLOCK_BYTES // dtype.itemsize)):
+            yield block
+
+
+def _agree(offsets: np.ndarray, lengths: LengthIndex) -> bool:
+    if len(offsets) != len(lengths) + 1 or offsets[0] != 0:
+        return False
+    return all(
+        np.array_equal(np.diff(offsets[start : start + _BLOCK + 1]), lengths.lengths[start : start + _BLOCK])
+        for start in range(0, len(lengths), _BLOCK)
+    )

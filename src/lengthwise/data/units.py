@@ -1,0 +1,102 @@
+"""Work units: slices of the source that are read, encoded and kept independently of one another and of the workers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.data.source import Format, SourceFile, Sources
+
+_MAX_FILES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A slice of the source. ``start`` and ``stop`` are bytes (jsonl, fasta), row groups (parquet) or rows (npy)."""
+
+    number: int
+    format: Format
+    files: tuple[SourceFile, ...]
+    """Several whole files for text, else the one that is sliced."""
+    start: int = 0
+    stop: int = 0
+
+
+def split_units(sources: Sources, *, unit_bytes: int) -> list[Unit]:
+    """The source in order, as units of about ``unit_bytes``; a function of the source alone."""
+    if sources.format is Format.TEXT:
+        groups = enumerate(_text_groups(sources.files, unit_bytes))
+        return [Unit(number=number, format=Format.TEXT, files=files) for number, files in groups]
+    slices = (
+        (file, start, stop) for file in sources.files for start, stop in _slices(file, sources.format, unit_bytes)
+    )
+    return [
+        Unit(number=number, format=sources.format, files=(file,), start=start, stop=stop)
+        for number, (file, start, stop) in enumerate(slices)
+    ]
+
+
+def _text_groups(files: tuple[SourceFile, ...], unit_bytes: int) -> Iterator[tuple[SourceFile, ...]]:
+    group: list[SourceFile] = []
+    num_bytes = 0
+    for file in files:
+        group.append(file)
+        num_bytes += max(file.size, 0)
+        if num_bytes >= unit_bytes or len(group) == _MAX_FILES:
+            yield tuple(group)
+            group, num_bytes = [], 0
+    if group:
+        yield tuple(group)
+
+
+def _slices(file: SourceFile, format: Format, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    if file.size < 0:
+        raise InputError(f"{file.name} cannot be read: {file.path} leads nowhere; mend the link or choose with --glob")
+    if format is Format.PARQUET:
+        yield from _row_group_slices(file, unit_bytes)
+        return
+    size, step = file.size, unit_bytes
+    if format is Format.NPY:
+        lengths = open_lengths(file)
+        size, step = len(lengths), max(1, unit_bytes // lengths.dtype.itemsize)
+    for start in range(0, max(size, 1), step):
+        yield start, min(start + step, size)
+
+
+def _row_group_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    metadata = open_parquet(file).metadata
+    start, num_bytes = 0, 0
+    for group in range(metadata.num_row_groups):
+        num_bytes += metadata.row_group(group).total_byte_size
+        if num_bytes >= unit_bytes:
+            yield start, group + 1
+            start, num_bytes = group + 1, 0
+    if start < metadata.num_row_groups:
+        yield start, metadata.num_row_groups
+
+
+def open_lengths(file: SourceFile) -> np.ndarray:
+    """The memory-mapped row of integers in a .npy file."""
+    try:
+        lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise InputError(f"{file.name} is not a .npy array: {error}") from None
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
+        found = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
+        raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {found}")
+    return lengths
+
+
+def open_parquet(file: SourceFile) -> Any:
+    """The Parquet file, opened; its rows are not read yet."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError("reading Parquet needs the package pyarrow; pip install 'lengthwise[data]'") from None
+    try:
+        return pyarrow.parquet.ParquetFile(file.path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise InputError(f"{file.name} is not a Parquet file: {error}") from None

@@ -1,0 +1,112 @@
+"""The sampler: every epoch each sequence once, the same on every machine, exactly resumable."""
+
+import json
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.sampler import Sampler, epoch_order
+
+lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+budgets = st.one_of(
+    st.builds(lambda size: {"tokens_per_step": size}, st.integers(1, 200)),
+    st.builds(lambda size: {"sequences_per_step": size}, st.integers(1, 50)),
+)
+
+
+def index_of(lengths):
+    return LengthIndex(lengths=np.array(lengths, dtype=np.int32))
+
+
+def take_epochs(sampler, count):
+    """Batches of ``count`` epochs, a list each."""
+    epochs = [[] for _ in range(count)]
+    while sampler.epoch < count:
+        epochs[sampler.epoch].append(next(sampler))
+    return epochs
+
+
+@given(lengths=lengths_lists, budget=budgets, seed=st.integers(0, 1 << 40), shuffle=st.booleans())
+def test_every_epoch_holds_every_sequence_once_in_its_own_order(lengths, budget, seed, shuffle):
+    epochs = take_epochs(Sampler(index_of(lengths), seed=seed, shuffle=shuffle, **budget), 3)
+    for epoch, batches in enumerate(epochs):
+        ids = [id for batch in batches for id in batch.ids]
+        order = epoch_order(len(lengths), seed=seed, epoch=epoch).tolist() if shuffle else list(range(len(lengths)))
+        assert ids == order
+        assert all(batch.lengths == tuple(lengths[id] for id in batch.ids) for batch in batches)
+    assert [batch.step for batches in epochs for batch in batches] == list(range(sum(map(len, epochs))))
+
+
+@given(lengths=lengths_lists, budget=st.integers(1, 200), seed=st.integers(0, 99))
+def test_a_token_budget_is_filled_as_far_as_the_order_allows(lengths, budget, seed):
+    for batches in take_epochs(Sampler(index_of(lengths), seed=seed, tokens_per_step=budget), 2):
+        for batch, after in zip(batches, [*batches[1:], None]):
+            assert batch.num_tokens <= budget or len(batch.ids) == 1
+            assert after is None or batch.num_tokens + after.lengths[0] > budget
+
+
+@given(lengths=lengths_lists, size=st.integers(1, 50))
+def test_only_the_last_batch_of_an_epoch_is_smaller(lengths, size):
+    for batches in take_epochs(Sampler(index_of(lengths), seed=1, sequences_per_step=size), 2):
+        assert all(len(batch.ids) == size for batch in batches[:-1]) and 1 <= len(batches[-1].ids) <= size
+
+
+@given(lengths=lengths_lists, budget=budgets, step=st.integers(0, 60), drawn=st.integers(0, 30))
+def test_a_restored_and_a_skipped_sampler_go_on_like_the_first(lengths, budget, step, drawn):
+    whole = list(islice(Sampler(index_of(lengths), seed=3, **budget), step + 5))
+    sampler = Sampler(index_of(lengths), seed=3, **budget)
+    for _ in range(drawn):
+        next(sampler)
+    sampler.skip_to(step)
+    restored = Sampler(index_of(lengths), seed=3, **budget)
+    restored.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert list(islice(sampler, 5)) == list(islice(restored, 5)) == whole[step:]
+
+
+def test_the_order_is_the_one_of_the_first_release():
+    assert epoch_order(10, seed=0, epoch=0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert epoch_order(10, seed=1, epoch=2).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"digest": "0"}, "digest"),
+        ({"seed": 8}, "seed: 8 in the state, 7 here"),
+        ({"tokens_per_step": 9}, "tokens_per_step: 9 in the state, 10 here"),
+        ({"tokens_per_step": None, "sequences_per_step": 2}, "sequences_per_step: 2"),
+        ({"shuffle": False}, "shuffle"),
+        ({"schema_version": 9}, "schema_version"),
+        ({"position": 3}, "damaged"),
+        ({"epoch": -1}, "damaged"),
+        ({"step": "1"}, "damaged"),
+    ],
+)
+def test_a_state_of_another_run_is_refused_by_name(change, said):
+    sampler = Sampler(index_of([1, 2, 3]), seed=7, tokens_per_step=10)
+    with pytest.raises(InputError, match=said):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ({}, "exactly one of"),
+        ({"tokens_per_step": 1, "sequences_per_step": 1}, "exactly one of"),
+        ({"tokens_per_step": 0}, "at least 1"),
+        ({"sequences_per_step": 1, "seed": -1}, "seed -1"),
+    ],
+)
+def test_budgets_and_seeds_that_make_no_sense_are_refused(choice, said):
+    with pytest.raises(InputError, match=said):
+        Sampler(index_of([1]), **{"seed": 0, **choice})
+
+
+def test_skipping_before_the_start_is_refused():
+    with pytest.raises(InputError, match="step -1"):
+        Sampler(index_of([1]), seed=0, sequences_per_step=1).skip_to(-1)
