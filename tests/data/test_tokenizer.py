@@ -97,7 +97,7 @@ def test_indexing_with_the_trained_file_gives_the_same_corpus(trained, tmp_path)
         st.text(alphabet=st.sampled_from("ab' s\n\t,.9é<|>\x1c\x0b\x85\u2003\n\nab're"), max_size=60), max_size=4
     )
 )
-def test_words_from_the_cache_equal_the_tokenizers_own(trained, texts):
+def test_ids_are_the_tokenizers_own(trained, texts):
     import tokenizers
 
     path = trained.path / "tokenizer.json"

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.words import WordCache, splits_like_gpt2
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens of all documents end to end, and the number of tokens of each."""
@@ -119,16 +118,11 @@ class HuggingFace:
         self.eos_id = self._tokenizer.token_to_id(eos_token) if eos_token else None
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-        self._words = WordCache(self._tokenizer, self._dtype) if splits_like_gpt2(self._tokenizer) else None
-
     def encode(self, documents: list[bytes]) -> Encoded:
         """Tokens by the file's own rules, without special tokens."""
-        if self._words is not None:
-            ids = [self._words.encode(document) for document in documents]
-        else:
-            texts = [document.decode() for document in documents]
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            ids = [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+        texts = [document.decode() for document in documents]
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids = [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
         return np.concatenate(ids) if ids else np.empty(0, dtype=self._dtype), lengths
 

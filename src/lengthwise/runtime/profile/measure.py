@@ -31,7 +31,8 @@ def ladder(max_length: int, max_tokens: int) -> list[tuple[int, ...]]:
     while lengths[-1] > SHORTEST:
         lengths.append(max(SHORTEST, lengths[-1] // 2))
     singles = [(length,) for length in reversed(lengths)]
-    packs = [(length,) * (max_tokens // length) for length in reversed(lengths[::2]) if max_tokens // length > 1]
+    full = [*reversed(lengths[1::2]), max_length]
+    packs = [(length,) * (max_tokens // length) for length in full if max_tokens // length > 1]
     return list(dict.fromkeys([*singles, *packs]))
 
 
