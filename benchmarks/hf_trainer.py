@@ -105,6 +105,7 @@ def main():
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_num_workers=0,
+        ddp_find_unused_parameters=False,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=pad, callbacks=[clock])
     trainer.train()
@@ -117,6 +118,7 @@ def main():
             "padding": 1 - sum(data.lengths) / computed,
         }
         Path(out).write_text(json.dumps(document))
+    torch.distributed.destroy_process_group()  # else a thread of Gloo may abort the process on its way out
 
 
 if __name__ == "__main__":

@@ -36,7 +36,10 @@ def run(
     parameters = dict(model.named_parameters())
     for name, values_of in weights.items():
         parameters[name].data.copy_(values_of.view_as(parameters[name]))
-    save_pretrained(model, out)
+    corpus = folder.read_json("corpus.json")
+    save_pretrained(
+        model, out, config={"max_position_embeddings": corpus["max_length"], "eos_token_id": corpus["eos_id"]}
+    )
     if as_json:
         emit_json({"out": str(out), "checkpoint": str(source), "num_params": spec.num_params})
     else:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from lengthwise.core.errors import InputError
 
+RUN_FOLDER_VARIABLE = "LENGTHWISE_RUN_FOLDER"
+"""How `lengthwise train` tells the ranks it starts where to write; it reads there how they ended."""
+
 
 def is_rank() -> bool:
     """Whether torchrun started this process."""

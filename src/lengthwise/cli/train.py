@@ -3,17 +3,17 @@
 import os
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lengthwise.cli.console import emit_json
-from lengthwise.cli.launch import is_rank, split_arguments, torchrun
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, is_rank, split_arguments, torchrun
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.run_folder import RunFolder
 
-RUN_FOLDER_VARIABLE = "LENGTHWISE_RUN_FOLDER"
-"""How the wrapper tells the ranks it starts where to write."""
+if TYPE_CHECKING:
+    from lengthwise.config import Config
 
 
 def run(
@@ -67,7 +67,7 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int) -> None:
     raise error
 
 
-def _new_folder(config: "Config") -> Path:  # type: ignore[name-defined]  # noqa: F821 - pydantic loads late
+def _new_folder(config: "Config") -> Path:
     base = Path(config.output) / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder, number = base, 1
     while folder.exists():

@@ -2,14 +2,16 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
 from lengthwise.config import Config
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, DeviceSpec, ModelSpec, nearest
 from lengthwise.data.corpus import Corpus, open_corpus
@@ -23,10 +25,9 @@ if TYPE_CHECKING:
 
 
 def run_worker(config: Config, folder: RunFolder, *, resume: bool) -> None:
-    """Train as one rank, and say in status.json how it ended."""
+    """Train as one rank, and say in status.json how it ended. Does not return after an error of the user's."""
     from lengthwise.runtime.comm.world import start_world, stop_world
 
-    first = os.environ.get("RANK", "0") == "0"
     try:
         world = start_world(config.train.device)
         _train(config, folder, world, resume=resume)
@@ -34,12 +35,24 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool) -> None:
             folder.write_json("status.json", {"state": "done", "exit_code": 0, "error": ""})
         stop_world()
     except LengthwiseError as error:
-        if first or error.exit_code == 1:
-            state = "preempted" if error.exit_code == 75 else "failed"
-            folder.write_json("status.json", {"state": state, "exit_code": error.exit_code, "error": str(error)})
-        sys.stderr.write(f"error: {error}\n" if first else "")
-        sys.stderr.flush()
+        _tell(folder, str(error), error.exit_code)
         os._exit(error.exit_code)  # peers may be in a collective this rank will never join
+    except Exception as error:
+        _tell(folder, f"{type(error).__name__}: {error}", 1)
+        raise
+
+
+def _tell(folder: RunFolder, error: str, exit_code: int) -> None:
+    """Record why the run ends, unless a rank that failed before this one has; errors of all ranks are told once."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(1.0)  # what all ranks meet at once, the first tells
+    if folder.read_json("status.json").get("state") in ("failed", "preempted"):
+        return
+    state = "preempted" if exit_code == Preempted.exit_code else "failed"
+    folder.write_json("status.json", {"state": state, "exit_code": exit_code, "error": error})
+    if RUN_FOLDER_VARIABLE not in os.environ:  # else the process that started the ranks reads the file and tells
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
 
 
 def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -> None:
@@ -67,7 +80,7 @@ def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -
         planner=planner,
         folder=folder,
         world=world,
-        peak_flops_per_s=cluster.device.flops_per_s if is_gpu and config.cluster.name else None,
+        peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
         callbacks=_callbacks(config, folder, cluster) if world.is_first else (),
     )
     if resume:
@@ -130,6 +143,7 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
             "num_sequences": len(corpus.lengths),
             "num_tokens": corpus.lengths.num_tokens,
             "max_length": corpus.lengths.max_length,
+            "eos_id": corpus.store.eos_id,
             "histogram": [
                 asdict(bin)
                 for bin in histogram(corpus.lengths.lengths, edges=_octaves(corpus.lengths.max_length))

@@ -8,6 +8,7 @@ tensorboard/    event files                     trace.json.gz, report.html
 """
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class RunFolder:
 
     def write_json(self, name: str, document: dict[str, Any]) -> None:
         """Write ``name`` whole or not at all."""
-        partial = self.path / f"{name}.partial"
+        partial = self.path / f"{name}.partial-{os.getpid()}"
         partial.write_text(json.dumps(document, indent=1) + "\n")
         partial.replace(self.path / name)
 

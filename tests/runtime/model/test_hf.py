@@ -33,7 +33,7 @@ def spec(request):
 
 def theirs_of(transformers, model):
     """The same model in transformers, in float64 throughout."""
-    config = transformers.AutoConfig.for_model(**hf_config(model.spec, dtype=torch.float64))
+    config = transformers.AutoConfig.for_model(**hf_config(model.spec, dtype="float64"))
     theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     missing = theirs.load_state_dict(to_hf(model.spec, dict(model.named_parameters())), strict=False)
     assert missing.missing_keys == (["lm_head.weight"] if model.spec.tied_embeddings else [])
@@ -181,7 +181,7 @@ def test_damaged_files_are_refused(tmp_path, file):
 
 
 def write_edited_config(folder, spec, **changes):
-    config = {**hf_config(spec, dtype=torch.float32), **changes}
+    config = {**hf_config(spec, dtype="float32"), **changes}
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
     return folder
 

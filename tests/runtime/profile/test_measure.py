@@ -1,11 +1,16 @@
 """What is measured: every pack once per repeat, on all ranks together, with bytes that grow with tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from lengthwise.core.specs import model_preset
 from lengthwise.cost.fitted import fit
+from lengthwise.cost.memory import kept_bytes_per_token
+from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.llama import build_model
-from lengthwise.runtime.profile.measure import ladder, num_measurements, profile
+from lengthwise.runtime.profile.measure import _kept_bytes, _random_feed, ladder, num_measurements, profile
 from tests.runtime.train.runs import SPEC, local_world
 
 
@@ -35,6 +40,20 @@ def test_recomputing_keeps_fewer_bytes(ranks):
     whole, again = (ranks(2).run(_profile, recompute=flag)[0][0] for flag in (False, True))
     assert again.recompute
     assert fit(again).bytes_per_token < 0.8 * fit(whole).bytes_per_token
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_kept_bytes_are_the_ones_the_memory_model_counts(recompute):
+    spec = replace(model_preset("llama-tiny"), num_heads=2, num_kv_heads=1, head_size=64)
+    model = build_model(spec, dtype=torch.float32, seed=0)
+    flags = (recompute,) * spec.num_layers
+    world = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
+    generator = torch.Generator().manual_seed(0)
+    few, many = (
+        _kept_bytes(model, _random_feed((length,), spec, world, generator), flags, world) for length in (256, 1024)
+    )
+    expected = kept_bytes_per_token(spec, dtype="float32", recompute=recompute)
+    assert (many - few) / 768 == pytest.approx(expected, rel=0.05)  # the rotary tables are left out
 
 
 def _profile(recompute):

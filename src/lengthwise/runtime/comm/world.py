@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lengthwise.core.errors import InputError
 
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=30)
 """A collective that some rank never joins fails after this long instead of hanging."""
 
 

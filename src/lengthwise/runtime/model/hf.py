@@ -183,7 +183,7 @@ def save_pretrained(
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
-        write_config(model.spec, temporary / "config.json", dtype=dtype, extra=config or {})
+        write_config(model.spec, temporary / "config.json", dtype=str(dtype).removeprefix("torch."), extra=config or {})
         _write_weights(model, temporary, dtype, max_shard_bytes)
         temporary.replace(folder)
     except BaseException:

@@ -1,15 +1,15 @@
-"""Hugging Face's ``config.json`` to :class:`ModelSpec` and back. What cannot be computed exactly is refused by name."""
+"""Hugging Face's ``config.json`` to :class:`ModelSpec` and back. What cannot be computed exactly is refused by name.
+
+Imports no torch: planning for a model in a folder needs its sizes alone.
+"""
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.model.rope import ROPE_PARAMETERS, inverse_frequencies
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 # Fields that must have one of these values where they are present.
@@ -21,6 +21,12 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
     "partial_rotary_factor": (1, None),
 }
+ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""Supported rope types and the parameters each needs beyond theta."""
 _DEFAULT_THETA = 10_000.0
 _CONTEXT = "original_max_position_embeddings"
 
@@ -65,8 +71,28 @@ def read_spec(folder: str | Path) -> ModelSpec:
         )
     except KeyError as missing:
         raise InputError(f"{path} lacks {missing.args[0]}") from None
-    inverse_frequencies(spec)  # refuses rope types and parameters that cannot be honoured
+    check_rope(spec)
     return spec
+
+
+def check_rope(spec: ModelSpec) -> str:
+    """The rope type of ``spec``.
+
+    Raises:
+        InputError: the type is not in ``ROPE_PARAMETERS``, lacks a parameter, or the head size is odd.
+    """
+    scaling = dict(spec.rope_scaling)
+    kind = str(scaling.get("rope_type", "default"))
+    if kind not in ROPE_PARAMETERS:
+        raise InputError(
+            f"model {spec.name}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_PARAMETERS)}"
+        )
+    missing = [key for key in ROPE_PARAMETERS[kind] if key not in scaling]
+    if missing:
+        raise InputError(f"model {spec.name}: rope_type {kind} needs {' and '.join(missing)}")
+    if spec.head_size % 2:
+        raise InputError(f"model {spec.name}: rotary embeddings need an even head_size, not {spec.head_size}")
+    return kind
 
 
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
@@ -104,7 +130,7 @@ def _rope(config: Mapping[str, Any], path: Path) -> tuple[float, tuple[tuple[str
     return theta, tuple(sorted({**values, "rope_type": kind}.items()))
 
 
-def hf_config(spec: ModelSpec, *, dtype: torch.dtype, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def hf_config(spec: ModelSpec, *, dtype: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The ``config.json`` of ``spec``; ``extra`` adds entries but overrides none that ``spec`` decides."""
     rope: dict[str, Any] = {"rope_type": "default", **dict(spec.rope_scaling)}
     if _CONTEXT in rope:
@@ -112,7 +138,7 @@ def hf_config(spec: ModelSpec, *, dtype: torch.dtype, extra: Mapping[str, Any] |
     sizes: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM" if spec.qkv_bias else "LlamaForCausalLM"],
         "model_type": "qwen2" if spec.qkv_bias else "llama",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.hidden_size,
         "intermediate_size": spec.ffn_size,
@@ -136,6 +162,6 @@ def hf_config(spec: ModelSpec, *, dtype: torch.dtype, extra: Mapping[str, Any] |
     return {**defaults, **(extra or {}), **sizes}
 
 
-def write_config(spec: ModelSpec, path: Path, *, dtype: torch.dtype, extra: Mapping[str, Any]) -> None:
+def write_config(spec: ModelSpec, path: Path, *, dtype: str, extra: Mapping[str, Any]) -> None:
     """Write ``config.json`` for ``spec``."""
     path.write_text(json.dumps(hf_config(spec, dtype=dtype, extra=extra), indent=2) + "\n")

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ModelSpec
-
-ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Supported rope types and the parameters each needs beyond theta."""
+from lengthwise.runtime.model.hf_config import ROPE_PARAMETERS, check_rope
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
@@ -28,17 +21,7 @@ def inverse_frequencies(spec: ModelSpec) -> Tensor:
     Raises:
         InputError: the rope type is not in ``ROPE_PARAMETERS``, lacks a parameter, or the head size is odd.
     """
-    scaling = dict(spec.rope_scaling)
-    kind = str(scaling.get("rope_type", "default"))
-    if kind not in ROPE_PARAMETERS:
-        raise InputError(
-            f"model {spec.name}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_PARAMETERS)}"
-        )
-    missing = [key for key in ROPE_PARAMETERS[kind] if key not in scaling]
-    if missing:
-        raise InputError(f"model {spec.name}: rope_type {kind} needs {' and '.join(missing)}")
-    if spec.head_size % 2:
-        raise InputError(f"model {spec.name}: rotary embeddings need an even head_size, not {spec.head_size}")
+    kind, scaling = check_rope(spec), dict(spec.rope_scaling)
     exponents = torch.arange(0, spec.head_size, 2, dtype=torch.int64).float() / spec.head_size
     frequencies = 1.0 / (spec.rope_theta**exponents)
     values = {key: float(scaling[key]) for key in ROPE_PARAMETERS[kind]}

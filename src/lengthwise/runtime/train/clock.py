@@ -1,13 +1,18 @@
 """Records what a rank spends its time on, on a clock that all ranks of a step share."""
 
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
 from lengthwise.runtime.comm.world import World
+
+_STATM = Path("/proc/self/statm")
 
 
 class StepClock:
@@ -55,17 +60,17 @@ class StepClock:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Bytes that this process holds: the allocator's on a GPU, resident memory on a CPU."""
+    """Bytes that this process holds: the allocator's on a GPU, resident memory on a CPU (its peak, outside Linux)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096
+    if not _STATM.exists():
+        return peak_bytes(device)
+    return int(_STATM.read_text().split()[1]) * resource.getpagesize()
 
 
 def peak_bytes(device: torch.device) -> int:
     """Most bytes this process ever held: reserved by the allocator on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

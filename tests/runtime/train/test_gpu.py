@@ -1,0 +1,49 @@
+"""The same step on a GPU: NCCL, varlen attention, float32 masters."""
+
+import random
+
+import pytest
+import torch
+
+from lengthwise.runtime.comm.world import start_world, stop_world
+from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.step import run_step
+from tests.runtime.train.runs import (
+    BETAS,
+    CLIP,
+    DECAY,
+    EPS,
+    LR,
+    SPEC,
+    RandomTokens,
+    random_batch,
+    random_plan,
+    train_on_one_device,
+)
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Relative error of a loss over ten steps; GPU kernels sum in another order, float32 products may use TF32."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_ten_steps_on_a_gpu_follow_the_exact_trajectory(dtype):
+    expected, _ = train_on_one_device(3, 10, 1)
+    rng = random.Random(3)
+    world = start_world("cuda")
+    try:
+        model = build_model(SPEC, dtype=dtype, device=world.device, seed=1)
+        state = ShardedState(model, world, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        losses = []
+        for step in range(10):
+            batch = random_batch(rng, step)
+            plan = random_plan(rng, batch, 1)
+            source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
+            result = run_step(plan, model, state, source, lr=LR, clip_norm=CLIP, clock=StepClock(world))
+            losses.append(result.loss)
+    finally:
+        stop_world()
+    assert losses == pytest.approx(expected, rel=TOLERANCE[dtype])
