@@ -1,0 +1,45 @@
+"""What a run writes reads back, also after a kill in the middle of a line."""
+
+import pytest
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.run_folder import RunFolder, read_jsonl, timeline_from_row, timeline_to_row
+from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
+
+
+def timeline(rank: int, end_s: float) -> Timeline:
+    span = Span(start_s=0.25, end_s=end_s, rank=rank, kind=SpanKind.COMPUTE, name="micro-batch 0")
+    return Timeline(step=3, num_ranks=2, spans=(span,), memory=(MemorySample(time_s=0.5, rank=rank, num_bytes=2**40),))
+
+
+def test_timelines_survive_their_file():
+    assert timeline_from_row(timeline_to_row(timeline(1, 1.5)), 1) == timeline(1, 1.5)
+
+
+def test_a_line_cut_off_by_a_kill_is_passed_over_and_a_damaged_one_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"st')
+    assert [row["step"] for row in read_jsonl(path)] == [0, 1]
+    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl:2 is damaged"):
+        list(read_jsonl(path))
+    assert list(read_jsonl(tmp_path / "absent.jsonl")) == []
+
+
+def test_steps_trained_again_count_once_and_in_order(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 1, "x": 1}\n{"step": 0, "x": 2}\n{"step": 1, "x": 3}\n')
+    assert folder.read_metrics() == [{"step": 0, "x": 2}, {"step": 1, "x": 3}]
+
+
+def test_a_folder_without_a_configuration_is_no_run(tmp_path):
+    with pytest.raises(InputError, match="is not a run folder"):
+        RunFolder(tmp_path).check()
+
+
+def test_documents_are_written_whole_and_absent_ones_are_empty(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_json("status.json", {"state": "done"})
+    assert folder.read_json("status.json") == {"state": "done"}
+    assert folder.read_json("nothing.json") == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
