@@ -42,8 +42,8 @@ def run(
         run_worker(resolved, RunFolder(Path(named)), resume=resume is not None)
         return
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
-    if resume is None and (folder / "config.yaml").exists():
-        raise InputError(f"{folder} already holds a run; go on with --resume {folder}, or name another run_folder")
+    if resume is None:
+        RunFolder(folder).check_new()
     arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
     launch(RunFolder(folder), arguments, nproc=nproc)
     if as_json:

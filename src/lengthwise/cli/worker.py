@@ -28,7 +28,12 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool) -> None:
     """Train as one rank, and say in status.json how it ended. Does not return after an error of the user's."""
     from lengthwise.runtime.comm.world import start_world, stop_world
 
+    folder.path.mkdir(parents=True, exist_ok=True)
+    if _is_first():
+        (folder.path / "status.json").unlink(missing_ok=True)  # of an earlier attempt
     try:
+        if _is_first() and not resume:
+            folder.check_new()
         world = start_world(config.train.device)
         _train(config, folder, world, resume=resume)
         if world.is_first:
@@ -38,21 +43,27 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool) -> None:
         _tell(folder, str(error), error.exit_code)
         os._exit(error.exit_code)  # peers may be in a collective this rank will never join
     except Exception as error:
-        _tell(folder, f"{type(error).__name__}: {error}", 1)
-        raise
+        if _tell(folder, f"{type(error).__name__}: {error}", 1):
+            raise
+        os._exit(1)  # a rank that failed before has told why; that a collective broke here only follows from it
 
 
-def _tell(folder: RunFolder, error: str, exit_code: int) -> None:
-    """Record why the run ends, unless a rank that failed before this one has; errors of all ranks are told once."""
-    if os.environ.get("RANK", "0") != "0":
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _tell(folder: RunFolder, error: str, exit_code: int) -> bool:
+    """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
+    if not _is_first():
         time.sleep(1.0)  # what all ranks meet at once, the first tells
     if folder.read_json("status.json").get("state") in ("failed", "preempted"):
-        return
+        return False
     state = "preempted" if exit_code == Preempted.exit_code else "failed"
     folder.write_json("status.json", {"state": state, "exit_code": exit_code, "error": error})
     if RUN_FOLDER_VARIABLE not in os.environ:  # else the process that started the ranks reads the file and tells
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
+    return True
 
 
 def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -> None:

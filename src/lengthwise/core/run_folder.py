@@ -69,6 +69,13 @@ class RunFolder:
         if not self.config.is_file():
             raise InputError(f"{self.path} is not a run folder: it has no config.yaml; give the folder train printed")
 
+    def check_new(self) -> None:
+        """Raise ``InputError`` if the folder holds a run already."""
+        if self.config.exists():
+            raise InputError(
+                f"{self.path} already holds a run; go on with --resume {self.path}, or name another run_folder"
+            )
+
     def write_json(self, name: str, document: dict[str, Any]) -> None:
         """Write ``name`` whole or not at all."""
         partial = self.path / f"{name}.partial-{os.getpid()}"

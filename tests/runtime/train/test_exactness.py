@@ -5,7 +5,10 @@ import random
 import pytest
 import torch
 
+from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.train.feed import feed
 from tests.runtime.train.runs import (
+    SPEC,
     RandomTokens,
     local_world,
     new_state,
@@ -28,11 +31,13 @@ def test_any_plan_gives_the_gradient_of_one_device(ranks, num_ranks):
     ranks(num_ranks).run(_check_gradients, seeds=range(8))
 
 
-def _check_gradients(seeds):
-    from lengthwise.runtime.model.llama import build_model
-    from lengthwise.runtime.train.feed import feed
-    from tests.runtime.train.runs import SPEC
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6])
+def test_many_more_plans_give_the_gradient_of_one_device(ranks, num_ranks):
+    ranks(num_ranks).run(_check_gradients, seeds=range(100, 250))
 
+
+def _check_gradients(seeds):
     for seed in seeds:
         rng = random.Random(seed)
         batch = random_batch(rng, seed)
