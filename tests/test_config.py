@@ -27,7 +27,12 @@ def test_all_mistakes_are_named_at_once_with_the_nearest_key():
     with pytest.raises(InputError) as caught:
         load(None, ["optim.lrr=1", "trainn.steps=2", "train.steps=0", "plan.policy=fast"])
     text = str(caught.value)
-    for expected in ("4 errors", "optim.lrr: unknown key; did you mean lr?", "did you mean train?", "train.steps"):
+    for expected in (
+        "4 errors",
+        "optim.lrr: unknown key; did you mean optim.lr?",
+        "did you mean train?",
+        "train.steps",
+    ):
         assert expected in text
     assert "'padded', 'static', 'packed' or 'balanced', not 'fast'" in text
 

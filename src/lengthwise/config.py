@@ -166,5 +166,6 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
         section: Any = Config
         for part in location[:-1]:
             section = section.model_fields[part].annotation
-        return f"  {key}: unknown key; {nearest(str(location[-1]), section.model_fields)}"
+        prefix = "".join(f"{part}." for part in location[:-1])
+        return f"  {key}: unknown key; {nearest(key, [prefix + name for name in section.model_fields])}"
     return f"  {key}: {message[0].lower()}{message[1:]}, not {value!r}"

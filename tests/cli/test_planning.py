@@ -48,7 +48,7 @@ def test_balanced_beats_the_baselines_on_long_tailed_lengths(cli, lengths):
 
 def test_tables_are_printed_for_people(cli, lengths):
     assert "gap" in cli("plan", *arguments(lengths), "--steps", 1)[1]
-    assert "tokens_per_s" in cli("simulate", *arguments(lengths), "--steps", 1)[1]
+    assert "tokens/s" in cli("simulate", *arguments(lengths), "--steps", 1)[1]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_tables_are_printed_for_people(cli, lengths):
         ("plan", ["data.index="], 2, "data.index is not set"),
         ("plan", ["cluster.name=8xA100-40GB"], 3, "a device has 40.0 GiB"),
         ("plan", ["plan.profile=nowhere.json"], 2, "no profile at nowhere.json"),
-        ("simulate", ["cluster.nam=x"], 2, "did you mean name?"),
+        ("simulate", ["cluster.nam=x"], 2, "did you mean cluster.name?"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_right_exit_code(cli, lengths, verb, changes, code, message):

@@ -61,26 +61,23 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     lengthwise("train", *arguments, expected=2)  # the folder holds a run already
 
 
-def test_sigterm_saves_exits_75_and_resume_goes_on(corpus, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_a_stopped_run_saves_itself_and_goes_on(corpus, tmp_path, number, code):
     folder = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "lengthwise",
-        "train",
-        *settings(corpus, folder, "train.steps=400"),
-        "--nproc",
-        "2",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    arguments = ["train", *settings(corpus, folder, "train.steps=400"), "--nproc", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lengthwise", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     metrics = RunFolder(folder).metrics
     wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, number)  # a terminal signals every process of the job
     _, stderr = process.communicate(timeout=100)
-    assert process.returncode == 75, stderr[-3000:]
+    assert process.returncode == code, stderr[-3000:]
     assert "Go on with: lengthwise train --resume" in stderr
+    assert "Traceback" not in stderr
     status = RunFolder(folder).read_json("status.json")
     assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert not RunFolder(folder).stop.exists()
     done = len(RunFolder(folder).read_metrics())
 
     lengthwise("train", "--resume", folder, f"train.steps={done + 2}", "--nproc", 2)

@@ -122,15 +122,30 @@ def test_another_request_is_refused_by_name_until_restarted(corpus, tmp_path):
     assert len(build(corpus, out, restart=True)) == len(TEXTS) + 1
 
 
-def test_a_half_written_index_of_another_request_is_refused_until_restarted(corpus, tmp_path):
+def test_bad_input_leaves_nothing_begun_so_that_mending_it_is_enough(corpus, tmp_path):
     out = tmp_path / "out"
     write_jsonl(corpus, [*TEXTS, ""])
     with pytest.raises(InputError, match=r"a\.jsonl:401 is empty"):
         build(corpus, out)
+    assert list(out.iterdir()) == []
     write_jsonl(corpus, TEXTS)
+    assert len(build(corpus, out)) == len(TEXTS)
+
+
+def test_a_half_written_index_of_another_request_is_refused_until_restarted(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lengthwise.data.build.assemble", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build(corpus, out)
+    write_jsonl(corpus, [*TEXTS, "one more"])
     with pytest.raises(InputError, match=r"half-written index of another request.*the source files changed"):
         build(corpus, out)
-    assert len(build(corpus, out, restart=True)) == len(TEXTS)
+    assert len(build(corpus, out, restart=True)) == len(TEXTS) + 1
 
 
 @pytest.mark.parametrize("restart", [False, True])

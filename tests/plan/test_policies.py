@@ -92,6 +92,11 @@ def test_a_sequence_that_fits_nowhere_is_refused_with_the_number_the_limit_and_t
         planner()(batch([5, 2000]))
 
 
+def test_a_model_that_fits_nowhere_is_said_to_be_the_reason(planner, batch):
+    with pytest.raises(InfeasibleError, match="so no length fits: use devices with more memory"):
+        planner(cost=SimpleCost(capacity=0))(batch([5]))
+
+
 def test_a_users_own_limit_is_named_as_such(planner, batch):
     with pytest.raises(InfeasibleError, match=r"plan.max_tokens \(50 tokens"):
         planner(token_limit=50)(batch([60]))

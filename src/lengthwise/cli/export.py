@@ -1,5 +1,6 @@
 """`lengthwise export`: a checkpoint as a folder that Hugging Face transformers loads."""
 
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ def run(
     checkpoint: Annotated[str | None, typer.Option(help="such as step_00000100; default: the latest")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Write config.json and safetensors with the checkpoint's master weights."""
+    """Write config.json and safetensors with the checkpoint's master weights, and the index's tokenizer.json if any."""
     from lengthwise.runtime.model.hf import save_pretrained
     from lengthwise.runtime.model.llama import build_model
     from lengthwise.runtime.state.checkpoint import latest, load_weights
@@ -37,9 +38,11 @@ def run(
     for name, values_of in weights.items():
         parameters[name].data.copy_(values_of.view_as(parameters[name]))
     corpus = folder.read_json("corpus.json")
-    save_pretrained(
-        model, out, config={"max_position_embeddings": corpus["max_length"], "eos_token_id": corpus["eos_id"]}
-    )
+    extra = {"max_position_embeddings": corpus["max_length"], "eos_token_id": corpus["eos_id"]}
+    save_pretrained(model, out, config=extra)
+    tokenizer = Path(corpus["index"]) / "tokenizer.json"
+    if tokenizer.is_file():
+        shutil.copyfile(tokenizer, out / "tokenizer.json")
     if as_json:
         emit_json({"out": str(out), "checkpoint": str(source), "num_params": spec.num_params})
     else:

@@ -9,6 +9,7 @@ import typer
 import typer.core
 import typer.main
 
+from lengthwise.cli.console import emit_json
 from lengthwise.core.errors import LengthwiseError
 
 VERBS = {
@@ -64,6 +65,8 @@ def main() -> None:
     try:
         app()
     except LengthwiseError as error:
+        if "--json" in sys.argv:
+            emit_json({"error": str(error), "exit_code": error.exit_code})
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

@@ -57,15 +57,16 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
 def _print(plans: list[StepPlan]) -> None:
     from rich.table import Table
 
-    shown = Table(title=f"policy {plans[0].policy} on {plans[0].num_devices} devices")
-    headings = ("step", "sequences", "tokens", "longest", "micro-batches", "padding", "predicted", "bound", "gap")
-    for heading in headings:
-        shown.add_column(heading, justify="right")
+    from lengthwise.report.units import seconds, share
+
+    shown = Table(title=f"policy {plans[0].policy} on {plans[0].num_devices} devices", box=None, pad_edge=False)
+    for heading in ("step", "seqs", "tokens", "longest", "packs", "padding", "predicted", "bound", "gap"):
+        shown.add_column(heading, justify="right", no_wrap=True)
     for plan in plans:
         packs = [m.pack for pipeline in plan.pipelines for m in pipeline.micro_batches]
         lengths = [length for pack in packs for length in pack.lengths]
         shown.add_row(
-            str(plan.step), f"{len(lengths):,}", f"{sum(lengths):,}", f"{max(lengths):,}", str(len(packs)),
-            f"{plan.padding_fraction:.1%}", f"{plan.time_s:.3f} s", f"{plan.lower_bound_s:.3f} s", f"{plan.gap:.2%}",
+            str(plan.step), f"{len(lengths):,}", f"{sum(lengths):,}", f"{max(lengths):,}", f"{len(packs):,}",
+            share(plan.padding_fraction), seconds(plan.time_s), seconds(plan.lower_bound_s), f"{plan.gap:.2%}",
         )  # fmt: skip
     stdout().print(shown)

@@ -41,13 +41,29 @@ def run(
     if as_json:
         emit_json(document)
         return
+    _print(document)
+
+
+def _print(document: dict[str, Any]) -> None:
     from rich.table import Table
 
-    shown = Table(title=f"policy {plans[0].policy} on {plans[0].num_devices} devices, {len(plans)} steps simulated")
-    shown.add_column("figure")
-    shown.add_column("value", justify="right")
-    for name, value in document.items():
-        shown.add_row(name, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    from lengthwise.report.units import count, seconds, share
+
+    title = (
+        f"{document['num_steps']} steps of policy {document['policy']} on {document['num_devices']} devices, simulated"
+    )
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False, show_header=False)
+    shown.add_column()
+    shown.add_column(justify="right", min_width=12)
+    for words, value in (
+        ("tokens/s", count(document["tokens_per_s"])),
+        ("step time, mean", seconds(document["step_time_s"])),
+        ("idle", share(document["idle"])),
+        ("padding", share(document["padding"])),
+        ("gap to the bound, median", f"{document['gap_median']:.2%}"),
+        ("peak memory per device", f"{document['peak_gib']:.1f} GiB"),
+    ):
+        shown.add_row(words, value)
     stdout().print(shown)
 
 

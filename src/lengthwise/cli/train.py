@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lengthwise.cli.console import emit_json
+from lengthwise.cli.console import emit_json, stderr
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, is_rank, split_arguments, torchrun
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.run_folder import RunFolder
@@ -54,15 +54,32 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int) -> None:
     """Train into ``folder`` with ``nproc`` ranks.
 
     Raises:
-        LengthwiseError: with the message and exit code of the rank that failed; 75 if the run was stopped and saved.
+        LengthwiseError: with the message and exit code of the rank that failed; 75 if SIGTERM stopped it and it saved.
+        KeyboardInterrupt: SIGINT stopped it.
     """
+    log = stderr()
     folder.path.mkdir(parents=True, exist_ok=True)
-    (folder.path / "status.json").unlink(missing_ok=True)
-    ended_well = torchrun(["train", *arguments], nproc=nproc, variables={RUN_FOLDER_VARIABLE: str(folder.path)})
+    for stale in (folder.path / "status.json", folder.stop):
+        stale.unlink(missing_ok=True)
+    log.print(f"run folder: {folder.path}", soft_wrap=True)
+
+    def on_stop() -> None:
+        folder.stop.touch()
+        log.print("stopping after the step in flight, with a checkpoint; once more ends at once, without")
+
+    try:
+        variables = {RUN_FOLDER_VARIABLE: str(folder.path)}
+        ended_well = torchrun(["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop)
+    except KeyboardInterrupt:
+        log.print(folder.read_json("status.json").get("error", ""), soft_wrap=True)
+        raise
+    finally:
+        folder.stop.unlink(missing_ok=True)
     status = folder.read_json("status.json")
     if ended_well and status.get("state") == "done":
+        log.print(f"done; next: lengthwise report {folder.path}", soft_wrap=True)
         return
-    error = LengthwiseError(status.get("error") or f"a rank died without a word; see {folder.path} and above")
+    error = LengthwiseError(status.get("error") or f"a rank was killed; {folder.path} holds what it had written")
     error.exit_code = status.get("exit_code") or 1
     raise error
 

@@ -5,6 +5,7 @@ corpus.json     length statistics of the data   ledger.json      what max_length
 plans.jsonl     one StepPlan a line             metrics.jsonl    one step a line
 timeline/       one file a rank, a step a line  checkpoints/     step_00000100/, latest
 tensorboard/    event files                     trace.json.gz, report.html
+stop            asks the run to save and end
 """
 
 import json
@@ -29,6 +30,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved configuration, YAML."""
         return self.path / "config.yaml"
+
+    @property
+    def stop(self) -> Path:
+        """Its presence asks the run to save and end after the step in flight."""
+        return self.path / "stop"
 
     @property
     def checkpoints(self) -> Path:
@@ -73,7 +79,8 @@ class RunFolder:
         """Raise ``InputError`` if the folder holds a run already."""
         if self.config.exists():
             raise InputError(
-                f"{self.path} already holds a run; go on with --resume {self.path}, or name another run_folder"
+                f"{self.path} already holds a run; go on with --resume {self.path} if it has a checkpoint, "
+                "else remove it or name another run_folder"
             )
 
     def write_json(self, name: str, document: dict[str, Any]) -> None:

@@ -91,9 +91,14 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
         skip_binary=settings.skips_binary(),
     )
     pending = [unit for unit in units if not part_path(job, unit.number).exists()]
-    build_parts(job, pending, workers=workers, on_done=_counting(on_progress, len(units) - len(pending), len(units)))
-    on_progress("joining the parts", len(units), len(units))
-    info = assemble(job, units, out, request=request, fingerprint=mark)
+    counting = _counting(on_progress, len(units) - len(pending), len(units))
+    try:
+        build_parts(job, pending, workers=workers, on_done=counting)
+        on_progress("joining the parts", len(units), len(units))
+        info = assemble(job, units, out, request=request, fingerprint=mark)
+    except InputError:
+        _clear(out)  # whatever mends the input changes the request, so that nothing begun could be used
+        raise
     shutil.rmtree(parts)
     return BuiltIndex(info=info, was_up_to_date=False, num_resumed_units=len(units) - len(pending))
 

@@ -102,10 +102,17 @@ class Planner:
         return tuple(sorted(priced, key=lambda m: (-m.time_s, m.pack.ids)))
 
     def _refuse(self, sequence: int, length: int) -> None:
-        raise InfeasibleError(
-            f"sequence {sequence} ({length:,} tokens) {self._needs(length)} "
-            "Set data.max_length with data.over_length=split, or plan.recompute=true."
-        )
+        raise InfeasibleError(f"sequence {sequence} ({length:,} tokens) {self._needs(length)} {self._way_out()}")
+
+    def _way_out(self) -> str:
+        if self.max_tokens < 1:
+            state = self.cost.peak_bytes(0, self.scheme, num_devices=self.num_devices)
+            return (
+                f"Weights, gradients and this device's share of the optimizer alone take {state / GIB:.1f} GiB, so no "
+                "length fits: use devices with more memory, more of them, a smaller model or a narrower train.dtype."
+            )
+        recompute = "" if all(self.scheme.recompute) else ", or plan.recompute=true"
+        return f"Set data.max_length={self.max_tokens} or less with data.over_length=split{recompute}."
 
     def _refuse_pack(self, pack: Pack) -> None:
         raise InfeasibleError(

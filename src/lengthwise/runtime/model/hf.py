@@ -201,6 +201,7 @@ def _write_weights(model: Llama, folder: Path, dtype: torch.dtype, max_shard_byt
         file = _WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = to_hf(model.spec, {name: weights[name].detach().to("cpu", dtype) for name in names})
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # the package makes it readable to its owner alone
         weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
         total = {"total_size": model.spec.num_params * dtype.itemsize}

@@ -65,7 +65,9 @@ def latest(folder: Path) -> Path:
     """
     pointer = folder / "latest"
     if not pointer.is_file():
-        raise InputError(f"no complete checkpoint in {folder}; the run stopped before its first one: start it anew")
+        raise InputError(
+            f"no complete checkpoint in {folder}: the run stopped before its first one; remove it and start anew"
+        )
     return folder / pointer.read_text().strip()
 
 

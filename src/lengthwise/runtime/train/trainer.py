@@ -40,14 +40,22 @@ class BatchStream(Protocol):
 
 
 class StopRequest:
-    """Notes SIGTERM instead of dying of it, so that the step in flight ends and a checkpoint is written."""
+    """Notes SIGTERM and SIGINT instead of dying of them, so that the step in flight ends and a checkpoint is written.
 
-    def __init__(self) -> None:
-        self.received = False
-        signal.signal(signal.SIGTERM, self._note)
+    The file ``stop`` in the run folder asks for the same, of all ranks and without a signal.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._received = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        self._received = True
+
+    def __bool__(self) -> bool:
+        return self._received or self._file.exists()
 
 
 @dataclass(kw_only=True)
@@ -91,13 +99,15 @@ class Trainer:
             Preempted: SIGTERM came; a checkpoint was written after the last finished step.
             LengthwiseError: the loss is not finite, or ranks disagree.
         """
-        stop = StopRequest()
+        stop = StopRequest(self.folder.stop)
         writers = self._writers()
         try:
             while self.next_step < self.config.train.steps:
                 before = self.stream.state_dict()
                 if self._train_one(stop, writers):
                     self._save(before)
+                    if self.world.is_first:
+                        self.folder.stop.unlink(missing_ok=True)
                     raise Preempted(
                         f"asked to stop before step {self.next_step + 1}; saved. Go on with: lengthwise train --resume "
                         f"{self.folder.path}"
@@ -118,7 +128,7 @@ class Trainer:
         with clock.span(SpanKind.PLAN, "plan"):
             batch = next(self.stream)
             plan = self.planner(batch)
-        if agree(plan, self.world, clock, stop=stop.received):
+        if agree(plan, self.world, clock, stop=bool(stop)):
             return True
         train, optim = self.config.train, self.config.optim
         lr = learning_rate(optim, plan.step, train.steps) * plan.lr_factor
