@@ -71,14 +71,15 @@ class Planner:
             for ranks, packs in zip(strategy.ranks, self.arrange(self, batch))
         )
         busiest_s = max(sum(m.time_s for m in pipeline.micro_batches) for pipeline in pipelines)
+        time_s = busiest_s + update_s
         plan = StepPlan(
             step=batch.step,
             policy=self.policy,
             pipelines=pipelines,
             loss_normaliser=max(1, batch.num_targets),
             update_s=update_s,
-            time_s=busiest_s + update_s,
-            lower_bound_s=self._lower_bound_s(batch) + update_s,
+            time_s=time_s,
+            lower_bound_s=min(time_s, self._lower_bound_s(batch) + update_s),  # sums in another order round differently
         )
         plan.check_covers(batch)
         return plan

@@ -23,7 +23,7 @@ from tests.runtime.train.runs import (
     train_on_one_device,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Relative error of a loss over ten steps; GPU kernels sum in another order, float32 products may use TF32."""
