@@ -71,7 +71,8 @@ class Planner:
             for ranks, packs in zip(strategy.ranks, self.arrange(self, batch))
         )
         busiest_s = max(sum(m.time_s for m in pipeline.micro_batches) for pipeline in pipelines)
-        time_s = busiest_s + update_s
+        time_s, bound_s = busiest_s + update_s, self._lower_bound_s(batch) + update_s
+        assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
         plan = StepPlan(
             step=batch.step,
             policy=self.policy,
@@ -79,7 +80,7 @@ class Planner:
             loss_normaliser=max(1, batch.num_targets),
             update_s=update_s,
             time_s=time_s,
-            lower_bound_s=min(time_s, self._lower_bound_s(batch) + update_s),  # sums in another order round differently
+            lower_bound_s=min(time_s, bound_s),  # sums in another order round differently
         )
         plan.check_covers(batch)
         return plan
