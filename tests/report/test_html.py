@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from lengthwise.report.figures import RunReport
-from lengthwise.report.html import render_page, write_page
+from lengthwise.report.html import render_page
 from lengthwise.report.record import read_record
 from lengthwise.report.summary import summarise_record
 from lengthwise.report.units import count, number, share
@@ -158,12 +158,6 @@ def test_the_length_rule_is_told_in_words(tmp_path):
     folder.write_json("ledger.json", {"rule": "truncate", "max_length": 4096, "truncated": 17, "tokens_cut": 70123})
     page = render_page([report(folder)])
     assert "at most 4,096 tokens, longer ones are cut off there; 17 sequences were cut, losing 70,123 tokens" in page
-
-
-def test_page_is_written_whole(tmp_path):
-    write_page(tmp_path / "page.html", "<p>é")
-    assert (tmp_path / "page.html").read_text(encoding="utf-8") == "<p>é"
-    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
 
 
 def luminance(colour: str) -> float:

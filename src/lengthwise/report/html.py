@@ -10,7 +10,6 @@ import jinja2
 from lengthwise.report import compare, figures, words
 from lengthwise.report.figures import RunReport
 from lengthwise.report.summary import slowest_steps
-from lengthwise.report.whole_file import write_whole
 
 _TEMPLATES = Path(__file__).parent / "templates"
 
@@ -34,11 +33,6 @@ def render_page(runs: Sequence[RunReport], *, trace: str = "", trace_note: str =
         trace_note=trace_note,
         style=(_TEMPLATES / "report.css").read_text(),
     )
-
-
-def write_page(path: Path, page: str) -> None:
-    """Write the page, whole or not at all."""
-    write_whole({path: page.encode()})
 
 
 @cache
