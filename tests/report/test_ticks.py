@@ -1,7 +1,7 @@
 import math
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lengthwise.report import ticks
@@ -12,6 +12,9 @@ STEP_ROUNDING = 1e-6
 """Ticks are sums of binary fractions: a step is 1, 2 or 5 times a power of ten only this closely."""
 
 
+@example(0.0, 5e-324)
+@example(1e-310, 2e-310)
+@example(-1e-281, 1e-279)
 @given(FINITE, FINITE)
 def test_nice_ticks_enclose_the_range_evenly_with_few_round_steps(a, b):
     low, high = min(a, b), max(a, b)

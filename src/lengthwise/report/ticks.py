@@ -10,6 +10,9 @@ from lengthwise.report.units import compact
 MOST_TICKS = 6
 """So many labels of a number fit under a chart on a telephone."""
 
+_NOTHING = 1e-280
+"""Below this, floating-point numbers lose digits and their steps have no power of ten; a chart draws them as zero."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
@@ -119,10 +122,12 @@ def range_axis(low: float, high: float, *, title: str = "", labels: Labels = pla
 
 def _widen(low: float, high: float) -> tuple[float, float]:
     """A range wide enough for floating-point ticks."""
-    least = 1e-9 * max(abs(low), abs(high))
-    if high - low > least:
+    largest = max(abs(low), abs(high))
+    if largest < _NOTHING:
+        return -0.5, 0.5
+    if high - low > 1e-9 * largest:
         return low, high
-    half = 0.5 * max(abs(low), abs(high)) or 0.5
+    half = 0.5 * largest
     return low - half, high + half
 
 
