@@ -1,7 +1,7 @@
-"""Tokens per second of `balanced` beside `padded`, `static` and transformers' Trainer, on the demo's corpus and model.
+"""Tokens per second of `auto` beside `padded`, `static` and transformers' Trainer, on the demo's corpus and model.
 
 Every side trains the same sequences on two ranks of one thread each. Sides take turns, several rounds, because the
-machine's speed drifts; a figure is the median over rounds of the ratio to `balanced` of the same round.
+machine's speed drifts; a figure is the median over rounds of the ratio to `auto` of the same round.
 
     python benchmarks/demo_policies.py [--rounds 3] [--steps 6] [--work DIR]
 """
@@ -56,7 +56,7 @@ def main() -> None:
     rows = {
         name: {
             "tokens_per_s": round(median(values)),
-            "balanced_is_faster_by": round(median(b / v for b, v in zip(speeds["balanced"], values)), 2),
+            "auto_is_faster_by": round(median(b / v for b, v in zip(speeds["auto"], values)), 2),
             **{key: round(median(shares), 3) for key, shares in others[name].items()},
         }
         for name, values in speeds.items()

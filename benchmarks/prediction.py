@@ -1,4 +1,4 @@
-"""Predicted against measured step time of `balanced` on the demo's corpus: the median absolute error over the steps.
+"""Predicted against measured step time of `auto` on the demo's corpus: the median absolute error over the steps.
 
 The profile is measured in the same run, once before and once after the steps; the error is given against the first
 (what a user has), and the drift of the machine between the two says how much of it is the machine's.
@@ -22,7 +22,7 @@ def main() -> None:
     options = parser.parse_args()
     prepare(options.work, options.steps)
     before = ProfileTable.load(options.work / "profile.json")
-    summary = run_policy(options.work, "balanced", 0)
+    summary = run_policy(options.work, "auto", 0)
     profile_again(options.work)
     after = ProfileTable.load(options.work / "profile.json")
     errors = [step.prediction_error for step in summary.timed]

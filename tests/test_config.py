@@ -34,7 +34,7 @@ def test_all_mistakes_are_named_at_once_with_the_nearest_key():
         "train.steps",
     ):
         assert expected in text
-    assert "'padded', 'static', 'packed' or 'balanced', not 'fast'" in text
+    assert "'hydraulis' or 'auto', not 'fast'" in text
 
 
 @pytest.mark.parametrize(

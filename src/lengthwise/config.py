@@ -47,15 +47,32 @@ class ClusterConfig(_Section):
 class PlanConfig(_Section):
     """Who computes what."""
 
-    policy: Literal["padded", "static", "packed", "balanced"] = "balanced"
+    policy: Literal[
+        "padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis", "auto"
+    ] = "auto"
     profile: str = Field(default="", description="file made by `lengthwise profile`; empty: analytic costs")
     batch_size: int | None = Field(
-        default=None, ge=1, description="sequences per micro-batch of `padded`; none: the most that fit at max length"
+        default=None, ge=1, description="sequences per micro-batch of `padded`; none: the fastest that fits"
     )
     max_tokens: int | None = Field(
         default=None, ge=1, description="most tokens of a micro-batch, padding included; none: what memory holds"
     )
-    recompute: bool = Field(default=False, description="recompute every layer in the backward")
+    max_degree: int = Field(
+        default=1, ge=1, description="most devices that share a layer; train executes 1, plan and simulate any"
+    )
+    max_stages: int = Field(
+        default=1, ge=1, description="most pipeline stages; train executes 1, plan and simulate any"
+    )
+    recompute: Literal["auto", "none", "all"] = Field(
+        default="auto", description="layers computed again in the backward; auto: as few as a micro-batch needs to fit"
+    )
+    objective: Literal["flow-shop", "max-times-count"] = Field(
+        default="flow-shop", description="how a pipeline's time is reckoned; max-times-count: Hydraulis Eq. (1)"
+    )
+    workers: int | None = Field(
+        default=None, ge=0, description="processes per rank that plan ahead; 0: none; none: 1 on GPUs, 0 on CPUs"
+    )
+    look_ahead: int = Field(default=4, ge=1, description="steps planned ahead of training, with workers")
 
 
 class OptimConfig(_Section):

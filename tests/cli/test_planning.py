@@ -18,7 +18,7 @@ def lengths(tmp_path, cli):
 def arguments(lengths, *more):
     return [
         f"data.index={lengths}", "model.preset=llama-7b", "cluster.name=1x8xH200-141GB", "train.dtype=bfloat16",
-        "data.tokens_per_step=200000", "plan.recompute=true", *more,
+        "data.tokens_per_step=200000", "plan.recompute=all", *more,
     ]  # fmt: skip
 
 
@@ -37,13 +37,13 @@ def test_plans_and_simulations_agree_and_need_no_profile(cli, lengths, tmp_path)
     assert summary == json.loads(cli("simulate", *arguments(lengths), "--steps", 3, "--json")[1])
 
 
-def test_balanced_beats_the_baselines_on_long_tailed_lengths(cli, lengths):
+def test_auto_beats_the_baselines_on_long_tailed_lengths(cli, lengths):
     speeds = {}
-    for policy in ("padded", "static", "packed", "balanced"):
+    for policy in ("padded", "static", "packed", "auto"):
         code, out, err = cli("simulate", *arguments(lengths, f"plan.policy={policy}"), "--json")
         assert code == 0, err
         speeds[policy] = json.loads(out)["tokens_per_s"]
-    assert max(speeds, key=speeds.get) == "balanced"
+    assert max(speeds, key=speeds.get) == "auto"
 
 
 def test_tables_are_printed_for_people(cli, lengths):
@@ -55,7 +55,7 @@ def test_tables_are_printed_for_people(cli, lengths):
     ("verb", "changes", "code", "message"),
     [
         ("plan", ["cluster.name="], 2, "cluster.name is not set"),
-        ("plan", ["plan.policy=balance"], 2, "'balanced', not 'balance'"),
+        ("plan", ["plan.policy=aut"], 2, "or 'auto', not 'aut'"),
         ("plan", ["data.index="], 2, "data.index is not set"),
         ("plan", ["cluster.name=8xA100-40GB"], 3, "a device has 40.0 GiB"),
         ("plan", ["plan.profile=nowhere.json"], 2, "no profile at nowhere.json"),

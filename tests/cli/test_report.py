@@ -28,7 +28,7 @@ def test_report_writes_page_and_trace_into_the_run(lengthwise, tmp_path):
     folder = make_run(tmp_path / "run", num_steps=5)
     before = {path.name for path in folder.path.iterdir()}
     code, out, _ = lengthwise("report", folder.path)
-    assert code == 0 and "tokens/s" in out and "balanced" in out
+    assert code == 0 and "tokens/s" in out and "auto" in out
     assert {path.name for path in folder.path.iterdir()} - before == {"report.html", "trace.json.gz"}
     events = json.loads(gzip.decompress(folder.trace.read_bytes()))["traceEvents"]
     names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -41,14 +41,14 @@ def test_report_json_is_one_document(lengthwise, tmp_path):
     document = json.loads(out)
     assert code == 0 and document["report"] == str(folder.report) and document["trace"] == str(folder.trace)
     (summary,) = document["runs"]
-    assert summary["num_steps"] == 5 and summary["num_warmup"] == 2 and summary["policy"] == "balanced"
+    assert summary["num_steps"] == 5 and summary["num_warmup"] == 2 and summary["policy"] == "auto"
 
 
 def test_several_runs_share_one_page_and_one_trace(lengthwise, tmp_path):
-    folders = [make_run(tmp_path / p, policy=p, name=p, num_steps=4).path for p in ("padded", "balanced")]
+    folders = [make_run(tmp_path / p, policy=p, name=p, num_steps=4).path for p in ("padded", "auto")]
     code, out, _ = lengthwise("report", *folders, "--out", tmp_path / "compare.html", "--json")
     document = json.loads(out)
-    assert code == 0 and [run["policy"] for run in document["runs"]] == ["padded", "balanced"]
+    assert code == 0 and [run["policy"] for run in document["runs"]] == ["padded", "auto"]
     assert "2 runs compared" in (tmp_path / "compare.html").read_text()
     events = json.loads(gzip.decompress((tmp_path / "compare.trace.json.gz").read_bytes()))["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "process_name"]

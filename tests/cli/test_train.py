@@ -39,11 +39,11 @@ def settings(corpus: Path, folder: Path, *more: str) -> list[str]:
 
 def test_two_ranks_train_report_and_export(corpus, tmp_path):
     folder = tmp_path / "run"
-    arguments = settings(corpus, folder, "train.steps=3", "train.tensorboard=true", "plan.policy=balanced")
+    arguments = settings(corpus, folder, "train.steps=3", "train.tensorboard=true", "plan.policy=auto")
     done = lengthwise("train", *arguments, "--nproc", 2, "--json")
     assert json.loads(done.stdout)["status"]["state"] == "done"
     line = next(line for line in done.stderr.splitlines() if line.startswith("step: 3/3"))
-    for part in ("loss: ", "grad_norm: ", "lr: ", "tokens: ", "pad: 0.0%", "imbalance: ", "mfu: n/a", "plan: balanced"):
+    for part in ("loss: ", "grad_norm: ", "lr: ", "tokens: ", "pad: 0.0%", "imbalance: ", "mfu: n/a", "plan: auto"):
         assert part in line
     rows = RunFolder(folder).read_metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]

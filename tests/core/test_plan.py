@@ -29,6 +29,7 @@ def plans(draw):
             pack=Pack(ids=(i,), lengths=(length,), padded_to=draw(st.sampled_from([0, length, length + 7]))),
             time_s=draw(st.floats(0, 1e3)),
             peak_bytes=draw(st.integers(0, 2**50)),
+            comm_s=draw(st.floats(0, 1)),
         )
         for i, length in enumerate(lengths)
     ]
@@ -45,13 +46,15 @@ def plans(draw):
         pipelines=(
             Pipeline(ranks=(0, 1, 3, 4), scheme=sharded, micro_batches=tuple(micro_batches)),
             Pipeline(ranks=(2,), scheme=dense_scheme(3), micro_batches=(override,)),
-            Pipeline(ranks=(5,), scheme=dense_scheme(3), micro_batches=()),
+            Pipeline(ranks=(5,), scheme=dense_scheme(3), micro_batches=(), state_bytes=draw(st.integers(0, 2**40))),
+            *(Pipeline(ranks=(rank,), scheme=dense_scheme(3), micro_batches=(), phase=1) for rank in range(6)),
         ),
         loss_normaliser=max(1, sum(lengths) - len(lengths) + 4),
         update_s=0.25,
         time_s=2.0,
         lower_bound_s=1.6,
         lr_factor=draw(st.floats(0.1, 10)),
+        switch_s=draw(st.floats(0, 1)),
     )
 
 
@@ -91,7 +94,7 @@ def test_gap_is_time_over_bound(plan):
 def example():
     return StepPlan(
         step=3,
-        policy="balanced",
+        policy="auto",
         pipelines=(
             Pipeline(
                 ranks=(0,),
@@ -137,4 +140,49 @@ def test_pipelines_must_tile_the_ranks(ranks):
         replace(
             example(),
             pipelines=tuple(Pipeline(ranks=r, scheme=dense_scheme(2), micro_batches=()) for r in ranks),
+        )
+
+
+@given(plans())
+def test_any_change_changes_the_digest(plan):
+    first = plan.pipelines[0]
+    m = first.micro_batches[0]
+    changed = (
+        replace(m, comm_s=m.comm_s + 1.0),
+        replace(m, peak_bytes=m.peak_bytes + 1),
+        replace(m, recompute=(False,) * 3),
+        replace(m, pack=replace(m.pack, padded_to=m.pack.num_tokens + 9)),
+    )
+    others = [replace(first, micro_batches=(each, *first.micro_batches[1:])) for each in changed]
+    others += [replace(first, state_bytes=first.state_bytes + 1), replace(first, micro_batches=())]
+    plans_ = [replace(plan, pipelines=(other, *plan.pipelines[1:])) for other in others]
+    plans_ += [replace(plan, switch_s=plan.switch_s + 1), replace(plan, step=plan.step + 1)]
+    assert len({plan.digest, *(each.digest for each in plans_)}) == len(plans_) + 1
+
+
+@given(plans())
+def test_each_rank_works_in_one_pipeline_per_phase(plan):
+    assert plan.num_phases == 2
+    assert [plan.pipeline_of(4, phase).scheme.degree for phase in range(2)] == [2, 1]
+    assert all(strategy.num_devices == plan.num_devices == 6 for strategy in plan.strategies)
+
+
+@pytest.mark.parametrize("phases", [(1,), (0, 2)])
+def test_phases_count_from_zero_without_gaps(phases):
+    pipelines = tuple(Pipeline(ranks=(0,), scheme=dense_scheme(1), micro_batches=(), phase=phase) for phase in phases)
+    with pytest.raises(InputError, match="phases must count from 0"):
+        StepPlan(
+            step=0, policy="any", pipelines=pipelines, loss_normaliser=1, update_s=0.0, time_s=0.0, lower_bound_s=0.0
+        )
+
+
+def test_phases_tile_the_same_ranks():
+    pipelines = (
+        Pipeline(ranks=(0,), scheme=dense_scheme(1), micro_batches=()),
+        Pipeline(ranks=(0,), scheme=dense_scheme(1), micro_batches=(), phase=1),
+        Pipeline(ranks=(1,), scheme=dense_scheme(1), micro_batches=(), phase=1),
+    )
+    with pytest.raises(InputError, match="same ranks"):
+        StepPlan(
+            step=0, policy="any", pipelines=pipelines, loss_normaliser=1, update_s=0.0, time_s=0.0, lower_bound_s=0.0
         )

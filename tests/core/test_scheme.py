@@ -1,7 +1,16 @@
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.scheme import Method, Scheme, Strategy, Weights, dense_scheme, homogeneous
+from lengthwise.core.scheme import (
+    Method,
+    Scheme,
+    Strategy,
+    Weights,
+    dense_scheme,
+    homogeneous,
+    spread,
+    uniform_scheme,
+)
 
 
 def sharded(degree=2, stage_layers=(2, 1), methods=(Method.METP,) * 3):
@@ -48,3 +57,23 @@ def test_a_scheme_needs_all_its_ranks():
 
 def test_dense_holds_the_whole_model_on_one_device():
     assert dense_scheme(5).num_devices == 1
+
+
+def test_uniform_schemes_spread_layers_and_recompute_evenly():
+    scheme = uniform_scheme(7, degree=2, stages=3, method=Method.RING, recomputed=3)
+    assert scheme.stage_layers == (3, 2, 2)
+    assert scheme.num_recomputed == 3
+    assert [sum(scheme.recompute[i] for i in scheme.layers_of_stage(stage)) for stage in range(3)] == [1, 1, 1]
+    assert scheme.weights is Weights.WHOLE
+    assert uniform_scheme(2, degree=2, method=Method.METP).weights is Weights.SHARDED
+
+
+@pytest.mark.parametrize(("count", "total"), [(0, 5), (5, 5), (3, 8), (1, 1)])
+def test_spread_sets_as_many_flags_as_asked(count, total):
+    assert sum(spread(count, total)) == count
+    assert len(spread(count, total)) == total
+
+
+def test_more_stages_than_layers_are_refused():
+    with pytest.raises(InputError, match="2 layers cannot form 3 stages"):
+        uniform_scheme(2, stages=3)

@@ -61,3 +61,10 @@ def test_digest_ignores_the_name_alone():
     values = {name: getattr(MODELS["llama-tiny"], name) for name in ModelSpec.__dataclass_fields__}
     assert ModelSpec(**{**values, "name": "other"}).digest == MODELS["llama-tiny"].digest
     assert ModelSpec(**{**values, "vocab_size": 9}).digest != MODELS["llama-tiny"].digest
+
+
+def test_attention_along_one_of_two_axes_reaches_the_square_root_of_the_tokens():
+    spec = model_preset("transformer-2d-1.2b")
+    per_token = 6.0 * (spec.num_layers * spec.layer_matmul_params + spec.hidden_size * spec.vocab_size)
+    short, long = (spec.train_flops(np.array([n]))[0] - per_token * n for n in (4096, 4 * 4096))
+    assert long == pytest.approx(8 * short)

@@ -21,7 +21,7 @@ class Fake:
     """What kind of run."""
 
     name: str = "demo"
-    policy: str = "balanced"
+    policy: str = "auto"
     num_steps: int = 24
     num_ranks: int = 4
     sequences_per_step: int = 24
@@ -85,7 +85,7 @@ def _plan(step: int, fake: Fake) -> StepPlan:
     items = list(enumerate(lengths, start=step * fake.sequences_per_step))
     packs = _padded_packs(items) if fake.policy == "padded" else _packs(items)
     loads: list[list[MicroBatch]] = [[] for _ in range(fake.num_ranks)]
-    balanced = fake.policy == "balanced"
+    balanced = fake.policy == "auto"
     order = sorted(packs, key=cost_s, reverse=True) if balanced else packs
     for k, pack in enumerate(order):
         lightest = min(range(fake.num_ranks), key=lambda r: sum(m.time_s for m in loads[r]))

@@ -50,9 +50,7 @@ class Balance(HTMLParser):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
-    return [
-        make_run(base / policy, policy=policy, name=f"stdlib-{policy}") for policy in ("padded", "packed", "balanced")
-    ]
+    return [make_run(base / policy, policy=policy, name=f"stdlib-{policy}") for policy in ("padded", "packed", "auto")]
 
 
 def test_page_has_the_key_figures_of_the_summary(folders):
@@ -83,7 +81,7 @@ def test_comparison_comes_first_and_names_the_factor(folders):
     page = render_page(runs)
     speeds = [run.summary.tokens_per_s for run in runs]
     factor = max(speeds) / min(speeds)
-    assert f"balanced trains {factor:.2f} times as many tokens per second as padded." in page
+    assert f"auto trains {factor:.2f} times as many tokens per second as padded." in page
     assert page.index("Loss over tokens") < page.index("What ran")
     assert page.count("<h2>") == 3 and f"{speeds[2] / speeds[0]:.2f}x" in page
 

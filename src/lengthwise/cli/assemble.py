@@ -1,20 +1,23 @@
 """From a configuration to the parts of a run that need no torch: sampler, model spec, costs, planner."""
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
+from lengthwise.cli.what_if import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
 from lengthwise.config import Config
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.scheme import dense_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.cost.fitted import FittedCost
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.policies import find_policy
+from lengthwise.plan.solve.shop import Objective
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 
@@ -83,19 +86,39 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
             f"{config.plan.profile} was measured in {table.dtype}, the run computes in {config.train.dtype}; "
             "profile again with the run's train.dtype"
         )
+    if config.plan.recompute not in ("auto", measured := "all" if table.recompute else "none"):
+        raise InputError(
+            f"{config.plan.profile} was measured with plan.recompute={measured}, the run has "
+            f"plan.recompute={config.plan.recompute}; profile again with the run's setting"
+        )
     return FittedCost(table, model=spec, cluster=cluster)
 
 
-def make_planner(config: Config, cost: CostModel, *, spec: ModelSpec, cluster: ClusterSpec, longest: int) -> Planner:
-    """The planner of the configured policy, one dense pipeline per device of ``cluster``."""
-    return Planner(
-        policy=config.plan.policy,
-        arrange=find_policy(config.plan.policy),
-        cost=cost,
-        scheme=dense_scheme(spec.num_layers, recompute=config.plan.recompute),
-        num_devices=cluster.num_devices,
-        memory_bytes=cluster.device.memory_bytes,
-        max_length=longest,
-        token_limit=config.plan.max_tokens,
-        batch_size=config.plan.batch_size,
+def make_planner(
+    config: Config, cost: CostModel, *, spec: ModelSpec, cluster: ClusterSpec, lengths: LengthIndex
+) -> Planner:
+    """The planner of the configured policy for a corpus.
+
+    Raises:
+        InfeasibleError: not even the model's state fits a device, or some sequence fits under no scheme.
+    """
+    plan = config.plan
+    pool = Pool(max_degree=plan.max_degree, max_stages=plan.max_stages, recompute=Recompute(plan.recompute))
+    problem = make_problem(
+        cost,
+        cluster=cluster,
+        num_layers=spec.num_layers,
+        max_length=lengths.max_length,
+        pool=pool,
+        samples=_samples(config, lengths),
+        token_limit=plan.max_tokens,
     )
+    problem.check_fits(lengths.lengths)
+    problem = replace(problem, batch_size=plan.batch_size, objective=Objective(plan.objective))
+    return Planner(policy=plan.policy, problem=problem)
+
+
+def _samples(config: Config, lengths: LengthIndex) -> list[np.ndarray]:
+    """Lengths of typical batches, drawn with another seed than those of the run."""
+    stream = make_sampler(config.model_copy(update={"seed": config.seed ^ SAMPLES_SEED}), lengths)
+    return [np.array(batch.lengths, dtype=np.int64) for batch in islice(stream, NUM_SAMPLES)]

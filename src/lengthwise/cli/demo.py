@@ -14,7 +14,7 @@ from lengthwise.core.run_folder import RunFolder
 if TYPE_CHECKING:
     from lengthwise.report.summary import RunSummary
 
-POLICIES = ("padded", "static", "balanced")
+POLICIES = ("padded", "static", "auto")
 NUM_RANKS = 2
 TRACE = "trace.json.gz"
 

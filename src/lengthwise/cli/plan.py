@@ -44,10 +44,8 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
     """
     corpus = open_corpus(config.data)
     spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
-    planner = make_planner(
-        config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, longest=corpus.lengths.max_length
-    )
-    planner.check_fits(corpus.lengths)
+    cost = make_cost(config, spec, cluster)
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, lengths=corpus.lengths)
     sampler = make_sampler(config, corpus.lengths)
     with progress() as bar:
         for _ in bar.track(range(steps), description="plan"):

@@ -72,7 +72,7 @@ def _measure(config: "Config", out: Path, *, longest: int, max_tokens: int, repe
             spec,
             world,
             packs=packs,
-            recompute=config.plan.recompute,
+            recompute=config.plan.recompute == "all",
             repeats=repeats,
             on_row=lambda: bar.advance(task),
         )

@@ -16,6 +16,7 @@ from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, DeviceSpec, ModelSpec, nearest
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.stats import histogram
+from lengthwise.plan.ahead import PlanAhead
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,28 +76,37 @@ def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -
         raise InputError(f"{config.data.index} holds lengths alone; training needs an index with tokens")
     spec = resolve_model(config, corpus)
     cluster = find_cluster(config, world)
-    planner = make_planner(
-        config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, longest=corpus.lengths.max_length
-    )
-    planner.check_fits(corpus.lengths)
+    planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, lengths=corpus.lengths)
     if world.is_first:
         _describe(folder, config, corpus, spec, cluster)
     is_gpu = world.device.type == "cuda"
+    workers = int(is_gpu) if config.plan.workers is None else config.plan.workers
+    ahead = PlanAhead(
+        make_sampler(config, corpus.lengths),
+        planner,
+        fallback=replace(planner, policy="static"),
+        workers=workers,
+        depth=config.plan.look_ahead,
+        warn=world.is_first,
+    )
     trainer = Trainer(
         config=config,
         spec=spec,
         model=build(config, spec, world),
         source=corpus,
-        stream=make_sampler(config, corpus.lengths),
-        planner=planner,
+        stream=ahead,
+        planner=ahead,
         folder=folder,
         world=world,
         peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
         callbacks=_callbacks(config, folder, cluster) if world.is_first else (),
     )
-    if resume:
-        trainer.resume(checkpoint.latest(folder.checkpoints))
-    trainer.fit()
+    try:
+        if resume:
+            trainer.resume(checkpoint.latest(folder.checkpoints))
+        trainer.fit()
+    finally:
+        ahead.close()
 
 
 def build(config: Config, spec: ModelSpec, world: "World") -> "nn.Module":

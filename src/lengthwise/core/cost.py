@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.scheme import Scheme, Strategy
@@ -34,15 +35,34 @@ class CostModel(Protocol):
         ...
 
     def update_s(self, strategy: Strategy) -> float:
-        """Seconds of a step outside its micro-batches: push, clip, optimizer, pull."""
+        """Seconds of a step outside its micro-batches: push, clip, optimizer, pull.
+
+        At least what it is under equal pipelines of any one of the strategy's schemes: the slowest rank decides.
+        """
         ...
 
-    def peak_bytes(self, num_tokens: int, scheme: Scheme, *, num_devices: int) -> int:
-        """Bytes per device while a micro-batch of ``num_tokens`` is computed on a cluster of ``num_devices``."""
+    def comm_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+        """Of ``sequence_times_s``, the seconds in communication that computation does not hide; 0 where unknown."""
+        ...
+
+    def switch_s(self, before: Strategy, after: Strategy) -> float:
+        """Seconds to move weights and gradients between two phases of one step; 0 where nothing moves."""
+        ...
+
+    def peak_bytes(self, num_tokens: ArrayLike, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+        """Bytes per device while micro-batches of ``num_tokens`` are computed on a cluster of ``num_devices``.
+
+        The bytes of the model state at 0 tokens. With stages, those of the first one, which keeps the most
+        micro-batches: all of them as large as this one. The shape is that of ``num_tokens``.
+        """
         ...
 
     def max_tokens(self, scheme: Scheme, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
+        ...
+
+    def util_tokens(self, scheme: Scheme) -> int:
+        """Mean tokens of a micro-batch below which more micro-batches are not worth a try; 1 where unknown."""
         ...
 
 

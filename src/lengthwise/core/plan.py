@@ -1,7 +1,6 @@
 """The only thing the deciding half hands to the executing half: who computes what in one step, and how."""
 
 import hashlib
-import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.scheme import Method, Scheme, Strategy, Weights, check_methods
 
-PLAN_SCHEMA_VERSION = 1
+PLAN_SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,8 @@ class MicroBatch:
     """One per layer; None: those of the scheme."""
     recompute: tuple[bool, ...] | None = None
     """One per layer; None: those of the scheme."""
+    comm_s: float = 0.0
+    """Of ``time_s``, the part in communication that computation does not hide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,10 @@ class Pipeline:
     ranks: tuple[int, ...]
     scheme: Scheme
     micro_batches: tuple[MicroBatch, ...]
+    phase: int = 0
+    """Phases run one after another; within one, pipelines run side by side."""
+    state_bytes: int = 0
+    """Predicted bytes per device before any token: weights, gradients, optimizer shard."""
 
     def __post_init__(self) -> None:
         for micro_batch in self.micro_batches:
@@ -66,24 +71,38 @@ class StepPlan:
     """No plan for this batch on this cluster is faster under the same cost model and the same schemes."""
     lr_factor: float = 1.0
     """Multiplies the scheduled learning-rate of this step."""
+    switch_s: float = 0.0
+    """Predicted seconds between phases, all of them together."""
 
     def __post_init__(self) -> None:
         if self.loss_normaliser < 1:
             raise InputError(f"step {self.step}: loss normaliser must be at least 1, not {self.loss_normaliser}")
-        _ = self.strategy  # checks that the pipelines tile the ranks
+        phases = sorted({pipeline.phase for pipeline in self.pipelines})
+        if phases != list(range(len(phases))) or not phases:
+            raise InputError(f"step {self.step}: phases must count from 0 without gaps; they are {phases}")
+        if len({strategy.num_devices for strategy in self.strategies}) > 1:  # also checks that each tiles the ranks
+            raise InputError(f"step {self.step}: every phase must tile the same ranks")
 
     @cached_property
-    def strategy(self) -> Strategy:
-        """The schemes and ranks of the pipelines."""
-        return Strategy(
-            schemes=tuple(pipeline.scheme for pipeline in self.pipelines),
-            ranks=tuple(pipeline.ranks for pipeline in self.pipelines),
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The schemes and ranks of the pipelines of each phase."""
+        held: dict[int, list[Pipeline]] = {}
+        for pipeline in self.pipelines:
+            held.setdefault(pipeline.phase, []).append(pipeline)
+        return tuple(
+            Strategy(schemes=tuple(p.scheme for p in held[phase]), ranks=tuple(p.ranks for p in held[phase]))
+            for phase in sorted(held)
         )
+
+    @property
+    def num_phases(self) -> int:
+        """Phases of the step; 1 unless the strategy changes within it."""
+        return len(self.strategies)
 
     @property
     def num_devices(self) -> int:
         """Ranks of the cluster the plan is for."""
-        return self.strategy.num_devices
+        return self.strategies[0].num_devices
 
     @property
     def gap(self) -> float:
@@ -101,9 +120,9 @@ class StepPlan:
         real = sum(sum(m.pack.lengths) for pipeline in self.pipelines for m in pipeline.micro_batches)
         return 1.0 - real / self.num_computed_tokens if self.num_computed_tokens else 0.0
 
-    def pipeline_of(self, rank: int) -> Pipeline:
-        """The pipeline that ``rank`` works in."""
-        return next(pipeline for pipeline in self.pipelines if rank in pipeline.ranks)
+    def pipeline_of(self, rank: int, phase: int = 0) -> Pipeline:
+        """The pipeline that ``rank`` works in during ``phase``."""
+        return next(p for p in self.pipelines if p.phase == phase and rank in p.ranks)
 
     def check_covers(self, batch: GlobalBatch) -> None:
         """Raise ``CheckError`` unless the plan computes every sequence of ``batch`` exactly once, at its length."""
@@ -126,8 +145,21 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """Sixteen hex digits over the whole plan; equal on every rank, or the ranks must not run it."""
-        canonical = json.dumps(self._document(), sort_keys=True, separators=(",", ":"))
-        return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
+        state = hashlib.blake2b(repr([getattr(self, name) for name in _PLAIN_FIELDS]).encode(), digest_size=8)
+        names: dict[Any, str] = {}  # schemes and overrides repeat: their many words are written once
+
+        def name(value: Any) -> str:
+            if value not in names:
+                names[value] = repr(value)
+            return names[value]
+
+        for p in self.pipelines:
+            state.update(f"{p.ranks}{p.phase}/{p.state_bytes}{name(p.scheme)}".encode())
+            for m in p.micro_batches:
+                pack, sizes = m.pack, (m.time_s, m.comm_s, m.peak_bytes)
+                overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
+                state.update(f"{pack.ids}{pack.lengths}{pack.padded_to}{sizes}{overrides}".encode())
+        return state.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON document that :meth:`from_json` turns back into an equal plan."""
@@ -136,18 +168,14 @@ class StepPlan:
     def _document(self) -> dict[str, Any]:
         schemes = list(dict.fromkeys(pipeline.scheme for pipeline in self.pipelines))
         return {
-            "step": self.step,
-            "policy": self.policy,
-            "loss_normaliser": self.loss_normaliser,
-            "update_s": self.update_s,
-            "time_s": self.time_s,
-            "lower_bound_s": self.lower_bound_s,
-            "lr_factor": self.lr_factor,
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "schemes": [_scheme_to_json(scheme) for scheme in schemes],
             "pipelines": [
                 {
                     "ranks": list(pipeline.ranks),
+                    "phase": pipeline.phase,
                     "scheme": schemes.index(pipeline.scheme),
+                    "state_bytes": pipeline.state_bytes,
                     "micro_batches": [_micro_batch_to_json(m) for m in pipeline.micro_batches],
                 }
                 for pipeline in self.pipelines
@@ -170,7 +198,9 @@ class StepPlan:
                 pipelines=tuple(
                     Pipeline(
                         ranks=tuple(pipeline["ranks"]),
+                        phase=pipeline["phase"],
                         scheme=schemes[pipeline["scheme"]],
+                        state_bytes=pipeline["state_bytes"],
                         micro_batches=tuple(map(_micro_batch_from_json, pipeline["micro_batches"])),
                     )
                     for pipeline in document["pipelines"]
@@ -187,7 +217,7 @@ class StepPlan:
         return plan
 
 
-_PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor")
+_PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
 
 
 def _scheme_to_json(scheme: Scheme) -> dict[str, Any]:
@@ -217,6 +247,7 @@ def _micro_batch_to_json(micro_batch: MicroBatch) -> dict[str, Any]:
         "lengths": list(pack.lengths),
         "padded_to": pack.padded_to,
         "time_s": micro_batch.time_s,
+        "comm_s": micro_batch.comm_s,
         "peak_bytes": micro_batch.peak_bytes,
         "methods": None if methods is None else [str(method) for method in methods],
         "recompute": None if recompute is None else [int(flag) for flag in recompute],
@@ -228,6 +259,7 @@ def _micro_batch_from_json(document: dict[str, Any]) -> MicroBatch:
     return MicroBatch(
         pack=Pack(ids=tuple(document["ids"]), lengths=tuple(document["lengths"]), padded_to=document["padded_to"]),
         time_s=document["time_s"],
+        comm_s=document["comm_s"],
         peak_bytes=document["peak_bytes"],
         methods=None if methods is None else tuple(Method(method) for method in methods),
         recompute=None if recompute is None else tuple(bool(flag) for flag in recompute),

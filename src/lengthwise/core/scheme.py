@@ -35,7 +35,7 @@ class Weights(StrEnum):
     SHARDED = "sharded"
 
 
-_WEIGHTS_OF = {
+WEIGHTS_OF = {
     Method.MEGATRON_TS: Weights.SHARDED,
     Method.MEGATRON_CZ: Weights.SHARDED,
     Method.ULYSSES_Z: Weights.SHARDED,
@@ -44,6 +44,7 @@ _WEIGHTS_OF = {
     Method.ULYSSES: Weights.WHOLE,
     Method.RING: Weights.WHOLE,
 }
+"""What each method needs of the scheme; dense runs with whole weights."""
 
 
 def check_methods(methods: tuple[Method, ...], degree: int, weights: Weights) -> None:
@@ -52,9 +53,9 @@ def check_methods(methods: tuple[Method, ...], degree: int, weights: Weights) ->
         if method is Method.DENSE:
             if degree != 1:
                 raise InputError(f"layer {layer}: method dense shares nothing, so degree must be 1, not {degree}")
-        elif _WEIGHTS_OF[method] is not weights:
+        elif WEIGHTS_OF[method] is not weights:
             raise InputError(
-                f"layer {layer}: method {method} needs {_WEIGHTS_OF[method]} weights, the scheme holds them {weights}"
+                f"layer {layer}: method {method} needs {WEIGHTS_OF[method]} weights, the scheme holds them {weights}"
             )
 
 
@@ -98,20 +99,54 @@ class Scheme:
         """Devices one pipeline of this scheme occupies."""
         return self.degree * self.num_stages
 
+    @property
+    def num_recomputed(self) -> int:
+        """Layers whose forward runs again in the backward."""
+        return sum(self.recompute)
+
+    @property
+    def name(self) -> str:
+        """Degree x stages, methods and recomputed layers, as tables show it: ``<8,2> ulysses r16``."""
+        methods = "+".join(dict.fromkeys(self.methods))
+        recomputed = f" r{self.num_recomputed}" if self.num_recomputed else ""
+        return f"<{self.degree},{self.num_stages}> {methods}{recomputed}"
+
     def layers_of_stage(self, stage: int) -> range:
         """The layers that ``stage`` holds."""
         ends = (0, *accumulate(self.stage_layers))
         return range(ends[stage], ends[stage + 1])
 
 
+def uniform_scheme(
+    num_layers: int, *, degree: int = 1, stages: int = 1, method: Method = Method.DENSE, recomputed: int = 0
+) -> Scheme:
+    """One method for every layer, layers and recomputed layers spread evenly over the stages.
+
+    Where they do not divide, the first stages hold one layer more: the last one also computes the head.
+
+    Raises:
+        InputError: more stages or recomputed layers than layers, or a method that ``degree`` excludes.
+    """
+    if not 1 <= stages <= num_layers or not 0 <= recomputed <= num_layers:
+        raise InputError(f"{num_layers} layers cannot form {stages} stages with {recomputed} of them recomputed")
+    each, more = divmod(num_layers, stages)
+    return Scheme(
+        degree=degree,
+        stage_layers=tuple(each + (stage < more) for stage in range(stages)),
+        methods=(method,) * num_layers,
+        recompute=spread(recomputed, num_layers),
+        weights=WEIGHTS_OF.get(method, Weights.WHOLE),
+    )
+
+
+def spread(count: int, total: int) -> tuple[bool, ...]:
+    """``count`` of ``total`` flags set, at even distances."""
+    return tuple((place + 1) * count // total > place * count // total for place in range(total))
+
+
 def dense_scheme(num_layers: int, *, recompute: bool = False) -> Scheme:
     """The whole model on one device."""
-    return Scheme(
-        degree=1,
-        stage_layers=(num_layers,),
-        methods=(Method.DENSE,) * num_layers,
-        recompute=(recompute,) * num_layers,
-    )
+    return uniform_scheme(num_layers, recomputed=num_layers if recompute else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,11 +68,14 @@ class ModelSpec:
 
         A matrix of P weights costs 6 P per token. Attention costs 12 l^2 per head and unit of head size
         (two products forward, four backward, 2 FLOPs each), half of it where a token sees only what is before it.
+        In a Transformer-2D a token attends along one of two axes, frames or patches; with as many of one as of the
+        other that is sqrt(l) tokens.
         """
         length = np.asarray(lengths, dtype=np.float64)
         matmuls = 6.0 * (self.num_layers * self.layer_matmul_params + self.hidden_size * self.vocab_size)
         attention = 12.0 * self.num_layers * self.num_heads * self.head_size * (0.5 if self.causal else 1.0)
-        return matmuls * length + attention * length**2
+        reach = np.sqrt(length) if self.family == "transformer-2d" else length
+        return matmuls * length + attention * length * reach
 
     @property
     def digest(self) -> str:
@@ -145,6 +148,17 @@ MODELS = {
         _llama(
             "transformer-2d-1.2b", 28, 1152, 4608, 16, gated_ffn=False, family="transformer-2d", vocab_size=1,
             causal=False,
+        ),
+        # ParaDySe, experiments: BERT-large's sizes (Devlin et al. 2019), LLaMA-65B's (Touvron et al. 2023) and GPT-3's
+        # (Brown et al. 2020).
+        _llama(
+            "bert-1024", 24, 1024, 4096, 16, gated_ffn=False, family="bert", vocab_size=30_522, causal=False,
+            tied_embeddings=True,
+        ),
+        _llama("llama-66b", 80, 8192, 22_016, 64),
+        _llama(
+            "gpt-12288", 96, 12_288, 49_152, 96, gated_ffn=False, family="gpt", vocab_size=50_257,
+            tied_embeddings=True,
         ),
         # Small enough for a CPU.
         _llama("llama-tiny", 4, 128, 384, 4, num_kv_heads=2, vocab_size=8192, tied_embeddings=True),

@@ -3,6 +3,7 @@
 The form is that of Hydraulis (section 4.2) with c charged per micro-batch, which is what its own runtime does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +11,10 @@ from scipy.optimize import nnls
 
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError
-from lengthwise.core.scheme import Scheme, Strategy
+from lengthwise.core.scheme import Scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.separable import SeparableCost, check_dense
+from lengthwise.cost.profiled import ProfiledCost, Tables
+from lengthwise.cost.separable import Line, LineMemory, SchemeCache
 
 MIN_ROWS = 3
 """Three coefficients need three measurements."""
@@ -36,11 +38,31 @@ class Fit:
     time_residuals: tuple[float, ...]
     """Predicted over measured time, minus one, per row."""
     bytes_residuals: tuple[float, ...]
+    left_out: tuple[tuple[float, float, float], ...]
+    """a, b and c fitted without each row in turn."""
 
     @property
     def median_error(self) -> float:
         """Median absolute relative error of the times."""
         return float(np.median(np.abs(self.time_residuals)))
+
+    def time_s(self, lengths: Sequence[int]) -> float:
+        """Seconds of a micro-batch."""
+        return float(features(lengths) @ (self.a_s, self.b_s, self.c_s))
+
+    def confidence(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """Between which seconds the prediction for a micro-batch moves when any one row is left out.
+
+        Narrow where many rows agree, wide where the prediction hangs on one of them, as beyond the longest measured.
+        """
+        times = np.array([*self.left_out, (self.a_s, self.b_s, self.c_s)]) @ features(lengths)
+        return float(times.min()), float(times.max())
+
+
+def features(lengths: Sequence[int]) -> np.ndarray:
+    """What a, b and c multiply: sum of l^2, sum of l, 1."""
+    length = np.asarray(lengths, dtype=np.float64)
+    return np.array([np.square(length).sum(), length.sum(), 1.0])
 
 
 def fit(table: ProfileTable) -> Fit:
@@ -53,25 +75,25 @@ def fit(table: ProfileTable) -> Fit:
         raise InputError(f"the profile has {len(table.rows)} rows; fitting a, b and c needs at least {MIN_ROWS}")
     times = np.array([row.time_s for row in table.rows])
     sizes = np.array([row.kept_bytes for row in table.rows], dtype=float)
-    tokens = np.array([sum(row.lengths) for row in table.rows], dtype=float)
-    squares = np.array([sum(length**2 for length in row.lengths) for row in table.rows], dtype=float)
-    ones = np.ones(len(tokens))
-    (a, b, c), time_residuals = _fit_relative(np.stack([squares, tokens, ones], axis=1), times)
-    (fixed, per_token), bytes_residuals = _fit_relative(np.stack([ones, tokens], axis=1), sizes)
+    columns = np.stack([features(row.lengths) for row in table.rows])
+    (a, b, c), time_residuals = _fit_relative(columns, times)
+    (fixed, per_token), bytes_residuals = _fit_relative(columns[:, [2, 1]], sizes)
+    others = [np.arange(len(times)) != row for row in range(len(times))]
     return Fit(
         a_s=a, b_s=b, c_s=c, fixed_bytes=fixed, bytes_per_token=per_token,
         time_residuals=time_residuals, bytes_residuals=bytes_residuals,
+        left_out=tuple(_fit_relative(columns[rest], times[rest])[0] for rest in others),  # type: ignore[misc]
     )  # fmt: skip
 
 
-def _fit_relative(features: np.ndarray, target: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Non-negative weights whose products come closest to ``target`` in relative terms, and their relative errors.
 
     Least absolute errors by repeated least squares, weighted by the error of the round before: a row that a busy moment
     of the machine spoiled does not pull the others along.
     """
-    scale = features.max(axis=0)  # columns differ by ten orders of magnitude
-    relative = features / scale / target[:, None]
+    scale = columns.max(axis=0)  # columns differ by ten orders of magnitude
+    relative = columns / scale / target[:, None]
     trust = np.ones(len(target))
     for _ in range(ROUNDS):
         weights = nnls(relative * trust[:, None], trust)[0]
@@ -80,42 +102,33 @@ def _fit_relative(features: np.ndarray, target: np.ndarray) -> tuple[tuple[float
     return tuple(map(float, weights / scale)), tuple(map(float, errors))
 
 
-class FittedCost(SeparableCost):
-    """The fitted times and bytes of one profiled model on one kind of device."""
+class FittedCost(ProfiledCost):
+    """The fitted times and bytes of one profiled model on one kind of device, one fit per profiled scheme."""
 
-    def __init__(self, table: ProfileTable, *, model: ModelSpec, cluster: ClusterSpec) -> None:
-        if table.model_digest != model.digest:
-            raise InputError(
-                f"the profile is of model {table.model_name} ({table.model_digest}), the run trains {model.name} "
-                f"({model.digest}); profile this model with: lengthwise profile"
-            )
-        super().__init__(model=model, cluster=cluster, dtype=table.dtype)
-        self.table = table
-        self.fit = fit(table)
+    def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
+        super().__init__(tables, model=model, cluster=cluster)
+        self.fits = {scheme: fit(table) for scheme, table in self.tables.items()}
+        self._fits = SchemeCache(self._find)
+        self._memory = LineMemory(self._make_lines)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
         """``a l^2 + b l`` of each sequence."""
-        self._check(scheme)
+        found = self._fits(scheme)
         length = np.asarray(lengths, dtype=np.float64)
-        return (self.fit.a_s * length + self.fit.b_s) * length
+        return (found.a_s * length + found.b_s) * length
 
     def overhead_s(self, scheme: Scheme) -> float:
         """``c``."""
-        self._check(scheme)
-        return self.fit.c_s
+        return self._fits(scheme).c_s
 
-    def update_s(self, strategy: Strategy) -> float:
-        """As measured on the profile's number of ranks."""
-        return self.table.update_s
+    def _bytes(self, tokens: np.ndarray, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+        return self._memory(tokens, scheme, num_devices=num_devices)
 
-    def _activation_bytes(self, scheme: Scheme) -> tuple[float, float]:
-        self._check(scheme)
-        return self.fit.fixed_bytes, max(self.fit.bytes_per_token, 1.0)
+    def _make_lines(self, scheme: Scheme, num_devices: int) -> tuple[Line, ...]:
+        found = self._fits(scheme)
+        state = max(self._state_bytes(scheme, num_devices))
+        return ((state + found.fixed_bytes, max(found.bytes_per_token, 1.0)),)
 
-    def _check(self, scheme: Scheme) -> None:
-        check_dense(scheme)
-        if set(scheme.recompute) != {self.table.recompute}:
-            raise InputError(
-                f"the profile was taken with recompute={str(self.table.recompute).lower()}; "
-                "profile again with the run's plan.recompute"
-            )
+    def _find(self, scheme: Scheme) -> Fit:
+        self._table(scheme)
+        return self.fits[scheme]

@@ -1,36 +1,61 @@
-"""Bytes of the model state and of what a dense layer keeps for its backward."""
+"""Bytes of the model state and of what layers keep for their backward."""
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.layout import shard_size
 from lengthwise.core.specs import ModelSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d")
+"""Those whose layers are one attention and one feed-forward, each behind a norm."""
 
 
-def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str) -> int:
-    """Bytes per device that are there whatever is computed, with weights whole and the optimizer fully sharded.
+def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> int:
+    """Bytes per device that are there whatever is computed: weights and gradients held, the optimizer fully sharded.
 
-    Weights in the compute dtype and gradients at master precision are whole. The two moments of AdamW are spread over
-    all devices, and so are the master weights unless the compute weights have their dtype and serve as such.
+    Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). The two
+    moments of AdamW are spread over all devices, and so are the master weights unless the compute weights have their
+    dtype and serve as such.
     """
     compute, master = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
     sharded = 2 * master if compute == master else 3 * master
-    return model.num_params * (compute + master) + sharded * shard_size(model.num_params, num_devices)
+    held = model.num_params if num_held is None else num_held
+    return held * (compute + master) + sharded * shard_size(model.num_params, num_devices)
 
 
 def kept_bytes_per_token(model: ModelSpec, *, dtype: str, recompute: bool) -> float:
     """Bytes per token that one forward leaves for the backward on a device that computes whole layers.
 
+    A recomputed layer keeps its input alone; one such layer is alive at a time while the backward runs. The loss keeps
+    the final norm's input, output and its gradient.
+
+    Raises:
+        InputError: no memory model for this family.
+    """
+    width = DTYPE_BYTES[dtype]
+    residual, layer = model.hidden_size, kept_bytes_per_layer(model, width)
+    layers = model.num_layers * residual * width + layer if recompute else model.num_layers * layer
+    return layers + loss_bytes_per_token(model, width)
+
+
+def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:
+    """Bytes per token that one layer leaves for its backward, in numbers of ``width`` bytes.
+
     Counted from the operators of ``runtime.model.llama``: the inputs of both norms, which are the residual stream, and
     of the products with weights; query, key, value and output of attention with a float32 log-sum-exp per head; the
-    activation's inputs and output; eight bytes of norm statistics. A recomputed layer keeps its input alone; one such
-    layer is alive at a time while the backward runs. The loss keeps the final norm's input, output and its gradient.
+    activation's inputs and output; eight bytes of norm statistics.
+
+    Raises:
+        InputError: no memory model for this family.
     """
-    if model.family != "llama":
-        raise InputError(f"no memory model yet for family {model.family!r} (model {model.name}); known: llama")
-    width = DTYPE_BYTES[dtype]
-    residual, heads = model.hidden_size, (model.num_heads + model.num_kv_heads) * model.head_size
+    if model.family not in FAMILIES:
+        raise InputError(
+            f"no memory model for family {model.family!r} (model {model.name}); known: {', '.join(FAMILIES)}"
+        )
+    heads = (model.num_heads + model.num_kv_heads) * model.head_size
     ffn = (3 if model.gated_ffn else 2) * model.ffn_size
-    layer = (4 * residual + 2 * heads + ffn) * width + 4 * model.num_heads + 8
-    layers = model.num_layers * residual * width + layer if recompute else model.num_layers * layer
-    return layers + 3 * residual * width
+    return (4 * model.hidden_size + 2 * heads + ffn) * width + 4 * model.num_heads + 8
+
+
+def loss_bytes_per_token(model: ModelSpec, width: int) -> float:
+    """Bytes per token that the loss keeps: the final norm's input, output and its gradient."""
+    return 3 * model.hidden_size * width

@@ -1,63 +1,134 @@
 """What every cost model of the form T = sum of f(l) + c per micro-batch shares: pricing packs and finding what fits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from lengthwise.core.errors import InputError
-from lengthwise.core.scheme import Method, Scheme, Strategy
+from lengthwise.core.scheme import Scheme, Strategy
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.holdings import Mover, held_params
 from lengthwise.cost.memory import state_bytes
+
+Made = TypeVar("Made")
+Line = tuple[float, float]
+"""Bytes at no token, and bytes per token, of one stage."""
+
+
+class SchemeCache(Generic[Made]):
+    """What ``make`` makes of a scheme, made once.
+
+    Planners ask for the same few objects many thousands of times, and hashing a scheme touches every layer of it, so
+    schemes are found by identity first.
+    """
+
+    MAX_OBJECTS = 4096
+
+    def __init__(self, make: Callable[[Scheme], Made]) -> None:
+        self._make = make
+        self._by_id: dict[int, tuple[Scheme, Made]] = {}
+        self._made: dict[Scheme, Made] = {}
+
+    def __call__(self, scheme: Scheme) -> Made:
+        """What ``make`` made of ``scheme``. What it raises is raised every time."""
+        known = self._by_id.get(id(scheme))
+        if known is not None and known[0] is scheme:  # an id is used again once its object is gone or unpickled
+            return known[1]
+        if scheme not in self._made:
+            self._made[scheme] = self._make(scheme)
+        if len(self._by_id) >= self.MAX_OBJECTS:
+            self._by_id.clear()
+        self._by_id[id(scheme)] = (scheme, self._made[scheme])
+        return self._made[scheme]
+
+
+class LineMemory:
+    """Bytes that are the largest of a few lines over the tokens of a micro-batch; one line per stage, made once."""
+
+    def __init__(self, make: Callable[..., tuple[Line, ...]]) -> None:
+        """``make`` takes a scheme and the keyword ``num_devices``."""
+        self._make = make
+        self._lines: dict[int, SchemeCache[tuple[Line, ...]]] = {}
+
+    def __call__(self, tokens: np.ndarray, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+        """Bytes per device on a cluster of ``num_devices``; the shape of ``tokens``."""
+        if num_devices not in self._lines:
+            self._lines[num_devices] = SchemeCache(partial(self._make, num_devices=num_devices))
+        lines = self._lines[num_devices](scheme)
+        return np.maximum.reduce([fixed + per_token * tokens for fixed, per_token in lines])
 
 
 class SeparableCost(ABC):
-    """A :class:`~lengthwise.core.cost.CostModel` for dense schemes, of one model in one dtype on one cluster."""
+    """A :class:`~lengthwise.core.cost.CostModel` of one model in one dtype on one cluster.
+
+    Subclasses say what sequences and micro-batches cost, in seconds and in bytes.
+    """
 
     def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str) -> None:
         self.model = model
         self.cluster = cluster
         self.dtype = dtype
+        self.mover = Mover(model=model, cluster=cluster, dtype=dtype)
 
     @abstractmethod
     def sequence_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
-        """Seconds, forward and backward, that each sequence adds to a micro-batch."""
+        """Seconds, forward and backward, that each sequence adds to a micro-batch (one stage of ``scheme``)."""
 
     @abstractmethod
     def overhead_s(self, scheme: Scheme) -> float:
         """Seconds that a micro-batch costs before its first token."""
 
     @abstractmethod
-    def update_s(self, strategy: Strategy) -> float:
-        """Seconds of a step outside its micro-batches."""
-
-    @abstractmethod
-    def _activation_bytes(self, scheme: Scheme) -> tuple[float, float]:
-        """Bytes of a micro-batch: a constant, and what each token adds."""
+    def _bytes(self, tokens: np.ndarray, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+        """Bytes per device for micro-batches of ``tokens``: the same shape, never fewer for more tokens."""
 
     def time_s(self, lengths: Sequence[int], scheme: Scheme) -> float:
         """Seconds of one micro-batch that packs sequences of ``lengths``, forward and backward."""
         return float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
 
-    def peak_bytes(self, num_tokens: int, scheme: Scheme, *, num_devices: int) -> int:
-        """Bytes per device while a micro-batch of ``num_tokens`` is computed on a cluster of ``num_devices``."""
-        fixed, per_token = self._activation_bytes(scheme)
-        return int(self._state_bytes(num_devices) + fixed + per_token * num_tokens)
+    def comm_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+        """Unknown: zeros."""
+        return np.zeros(len(lengths))
+
+    def update_s(self, strategy: Strategy) -> float:
+        """Seconds of a step outside its micro-batches: push, clip, optimizer, pull."""
+        return self.mover.update_s(strategy)
+
+    def switch_s(self, before: Strategy, after: Strategy) -> float:
+        """Seconds to move weights and gradients between two phases of one step; 0 where nothing moves."""
+        return self.mover.switch_s(before, after)
+
+    def util_tokens(self, scheme: Scheme) -> int:
+        """Fewest tokens of a micro-batch that use a device well; 1 where the model knows no such limit."""
+        return 1
+
+    def peak_bytes(self, num_tokens: ArrayLike, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+        """Bytes per device while micro-batches of ``num_tokens`` are computed on a cluster of ``num_devices``."""
+        tokens = np.asarray(num_tokens, dtype=np.float64)
+        return np.asarray(self._bytes(tokens, scheme, num_devices=num_devices)).astype(np.int64)
 
     def max_tokens(self, scheme: Scheme, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
-        fixed, per_token = self._activation_bytes(scheme)
-        free = self.cluster.device.memory_bytes - self._state_bytes(num_devices) - fixed
-        return max(0, int(free / per_token))
+        fits, too_many = 0, int(self.memory_limit_bytes) + 1  # a token keeps at least a byte
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.peak_bytes(middle, scheme, num_devices=num_devices) <= self.memory_limit_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
 
-    def _state_bytes(self, num_devices: int) -> int:
-        return state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
+    @property
+    def memory_limit_bytes(self) -> float:
+        """Bytes that a micro-batch and everything beside it may take."""
+        return self.cluster.device.memory_bytes
 
-
-def check_dense(scheme: Scheme) -> None:
-    """Raise ``InputError`` for schemes this version has no costs for, naming the field."""
-    if scheme.degree != 1 or scheme.num_stages != 1 or set(scheme.methods) != {Method.DENSE}:
-        raise InputError(
-            f"no costs yet for degree {scheme.degree}, {scheme.num_stages} stages and methods "
-            f"{sorted(set(scheme.methods))}; only dense schemes of one device are priced"
+    def _state_bytes(self, scheme: Scheme, num_devices: int) -> tuple[int, ...]:
+        """Bytes of the model state on a device of each stage."""
+        held = (held_params(self.model, scheme, stage=stage) for stage in range(scheme.num_stages))
+        return tuple(
+            state_bytes(self.model, num_devices=num_devices, dtype=self.dtype, num_held=number) for number in held
         )

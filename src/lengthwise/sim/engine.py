@@ -1,39 +1,78 @@
 """A second executor of the same plan: virtual time instead of tensors, the same Timeline out."""
 
-from lengthwise.core.errors import InputError
+from collections.abc import Iterable, Iterator
+
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
+from lengthwise.sim.options import SimOptions
+from lengthwise.sim.pipeline import Pass, PipelineRun
+from lengthwise.sim.step import PhaseRun, run_step
+
+BUBBLE = "bubble"
+"""Name of the waits of a stage for other stages of its pipeline."""
+IMBALANCE = "wait"
+"""Name of the waits of a pipeline for other pipelines."""
+SWITCH = "switch"
+"""Name of the communication between two phases."""
+
+Stretch = tuple[float, float, SpanKind, str]
+"""Start, end, kind and name of what all ranks of a stage do."""
+
+_EXACT = SimOptions()
 
 
-def simulate(plan: StepPlan) -> Timeline:
-    """Run every pipeline's micro-batches one after another, wait for the slowest, then update together.
+def simulate(plan: StepPlan, options: SimOptions = _EXACT) -> Timeline:
+    """Execute a plan in virtual time: what every rank does when, and the bytes it holds.
+
+    The spans of a rank follow one another without gaps, from the start of the step to its end. Memory is sampled at the
+    start of each phase and at every change.
 
     Raises:
-        InputError: a pipeline has several stages, which this version does not simulate.
+        InputError: a straggler is not a rank of the plan.
     """
+    step = run_step(plan, options)
     spans: list[Span] = []
     memory: list[MemorySample] = []
-    ends_s = {}
-    for pipeline in plan.pipelines:
-        if pipeline.scheme.num_stages > 1:
-            raise InputError(f"pipelines of {pipeline.scheme.num_stages} stages are not simulated yet")
-        for rank in pipeline.ranks:
-            now_s = 0.0
-            for number, micro_batch in enumerate(pipeline.micro_batches):
-                end_s = now_s + micro_batch.time_s
-                spans.append(_span(now_s, end_s, rank, SpanKind.COMPUTE, f"micro-batch {number}"))
-                memory.append(MemorySample(time_s=now_s, rank=rank, num_bytes=micro_batch.peak_bytes))
-                now_s = end_s
-            ends_s[rank] = now_s
-    meet_s = max(ends_s.values())
-    for rank, end_s in ends_s.items():
-        if end_s < meet_s:
-            spans.append(_span(end_s, meet_s, rank, SpanKind.WAIT, "wait"))
-        spans.append(_span(meet_s, meet_s + plan.update_s, rank, SpanKind.UPDATE, "update"))
-    return Timeline(
-        step=plan.step, num_ranks=plan.num_devices, spans=tuple(sorted(spans)), memory=tuple(sorted(memory))
-    )
+    for phase in step.phases:
+        for run in phase.pipelines:
+            for stage in range(len(run.stages)):
+                ranks = run.ranks_of(stage)
+                spans += _on_ranks(ranks, _stretches(run, stage, phase))
+                memory += [
+                    MemorySample(time_s=time_s, rank=rank, num_bytes=num_bytes)
+                    for time_s, num_bytes in run.memory_of(stage)
+                    for rank in ranks
+                ]
+    spans += _on_ranks(range(plan.num_devices), _lasting(step.meet_s, step.end_s, SpanKind.UPDATE, "update"))
+    return Timeline(step=plan.step, num_ranks=plan.num_devices, spans=tuple(spans), memory=tuple(memory))
 
 
-def _span(start_s: float, end_s: float, rank: int, kind: SpanKind, name: str) -> Span:
-    return Span(start_s=start_s, end_s=end_s, rank=rank, kind=kind, name=name)
+def _on_ranks(ranks: Iterable[int], stretches: Iterable[Stretch]) -> Iterator[Span]:
+    for start_s, end_s, kind, name in stretches:
+        for rank in ranks:
+            yield Span(start_s=start_s, end_s=end_s, rank=rank, kind=kind, name=name)
+
+
+def _stretches(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[Stretch]:
+    """What the ranks of a stage do from the start of a phase to the start of the next."""
+    now_s = phase.start_s
+    for one in run.stages[stage]:
+        yield from _lasting(now_s, one.start_s, SpanKind.WAIT, BUBBLE)
+        yield from _pass(one, run.comm_shares[one.micro_batch])
+        now_s = one.end_s
+    yield from _lasting(now_s, run.end_s, SpanKind.WAIT, BUBBLE)
+    yield from _lasting(run.end_s, phase.end_s, SpanKind.WAIT, IMBALANCE)
+    yield from _lasting(phase.end_s, phase.switch_end_s, SpanKind.COMMUNICATE, SWITCH)
+
+
+def _pass(one: Pass, comm_share: float) -> Iterator[Stretch]:
+    """A forward or backward: first what computes, then what only communicates."""
+    name = f"{'backward' if one.is_backward else 'forward'} {one.micro_batch}"
+    computed_s = max(one.start_s, one.end_s - comm_share * (one.end_s - one.start_s))
+    yield from _lasting(one.start_s, computed_s, SpanKind.COMPUTE, name)
+    yield from _lasting(computed_s, one.end_s, SpanKind.COMMUNICATE, name)
+
+
+def _lasting(start_s: float, end_s: float, kind: SpanKind, name: str) -> Iterator[Stretch]:
+    if end_s > start_s:
+        yield start_s, end_s, kind, name

@@ -41,7 +41,7 @@ def random_batch(rng: random.Random, step: int) -> GlobalBatch:
 
 
 def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepPlan:
-    """Any distribution of the sequences: uneven, with idle ranks, padded packs and recomputed layers."""
+    """Any distribution of the sequences: uneven, idle ranks, two phases, padded packs and recomputed layers."""
     held: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     busy = rng.sample(range(num_ranks), rng.randint(1, num_ranks))
     for position in range(len(batch.ids)):
@@ -50,6 +50,7 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepP
             rng.choice(packs).append(position)
         else:
             packs.append([position])
+    num_phases = rng.randint(1, 2)
     pipelines = []
     for rank, packs in enumerate(held):
         micro_batches = []
@@ -59,9 +60,11 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepP
             pack = Pack(ids=tuple(batch.ids[i] for i in positions), lengths=lengths, padded_to=padded_to)
             recompute = tuple(rng.random() < 0.5 for _ in range(SPEC.num_layers)) if rng.random() < 0.5 else None
             micro_batches.append(MicroBatch(pack=pack, time_s=1.0, peak_bytes=1, recompute=recompute))
-        pipelines.append(
-            Pipeline(ranks=(rank,), scheme=dense_scheme(SPEC.num_layers), micro_batches=tuple(micro_batches))
-        )
+        cut = rng.randrange(len(micro_batches) + 1) if num_phases > 1 else len(micro_batches)
+        for phase, held in enumerate((micro_batches[:cut], micro_batches[cut:])[:num_phases]):
+            pipelines.append(
+                Pipeline(ranks=(rank,), scheme=dense_scheme(SPEC.num_layers), micro_batches=tuple(held), phase=phase)
+            )
     plan = StepPlan(
         step=batch.step, policy="random", pipelines=tuple(pipelines), loss_normaliser=max(1, batch.num_targets),
         update_s=0.0, time_s=1.0, lower_bound_s=1.0,

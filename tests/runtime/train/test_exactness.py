@@ -49,7 +49,8 @@ def _check_gradients(seeds):
 
         model, state = new_state(world, torch.float64)
         source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
-        for micro_batch in plan.pipeline_of(world.rank).micro_batches:
+        pipelines = [plan.pipeline_of(world.rank, phase) for phase in range(plan.num_phases)]
+        for micro_batch in (m for pipeline in pipelines for m in pipeline.micro_batches):
             fed = feed(source, micro_batch.pack, world.device)
             loss = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T, recompute=micro_batch.recompute)
             (loss / plan.loss_normaliser).backward()

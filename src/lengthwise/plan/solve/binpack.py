@@ -12,22 +12,29 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     Raises:
         ValueError: an item is larger than a bin.
     """
-    if sizes and max(sizes) > capacity:
+    if not sizes:
+        return []
+    if max(sizes) > capacity:
         raise ValueError(f"an item of size {max(sizes)} is larger than a bin of {capacity}")
+    most_bins = min(len(sizes), 2 * sum(sizes) // capacity + 1)  # any two bins hold more than one capacity together
     width = 1
-    while width < len(sizes):
+    while width < most_bins:
         width *= 2
     room = [capacity] * (2 * width)
-    bins: list[list[int]] = [[] for _ in sizes]
+    bins: list[list[int]] = [[] for _ in range(width)]
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        node = 1
+        size, node = sizes[item], 1
         while node < width:
             node *= 2
-            if room[node] < sizes[item]:
+            if room[node] < size:
                 node += 1
         bins[node - width].append(item)
-        room[node] -= sizes[item]
+        room[node] -= size
         while node > 1:
             node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
+            left, right = room[2 * node], room[2 * node + 1]
+            most = left if left > right else right
+            if room[node] == most:
+                break  # so it is above
+            room[node] = most
     return [items for items in bins if items]

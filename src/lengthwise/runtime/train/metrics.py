@@ -69,10 +69,13 @@ def step_row(
     plan: StepPlan, result: StepResult, measured: Measured, *, model: ModelSpec, peak_flops_per_s: float | None
 ) -> Row:
     """The metrics of one step, named as other trainers name them. Tokens are those trained, padding left out."""
-    packs = [[m.pack for m in pipeline.micro_batches] for pipeline in plan.pipelines]
-    lengths = [length for held in packs for pack in held for length in pack.lengths]
+    lengths = [length for p in plan.pipelines for m in p.micro_batches for length in m.pack.lengths]
     tokens = sum(lengths)
-    by_device = [sum(pack.num_tokens for pack in held) for held in packs]
+    by_device = [0.0] * plan.num_devices
+    for pipeline in plan.pipelines:
+        share = sum(m.pack.num_tokens for m in pipeline.micro_batches) / pipeline.scheme.degree
+        for rank in pipeline.ranks:
+            by_device[rank] += share
     flops_per_s = float(model.train_flops(np.asarray(lengths)).sum()) / measured.step_s / plan.num_devices
     return {
         "step": plan.step,

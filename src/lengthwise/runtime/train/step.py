@@ -71,9 +71,10 @@ def run_step(
     """
     world = state.world
     check_executable(plan, world.size)
-    pipeline = plan.pipeline_of(world.rank)
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    for number, micro_batch in enumerate(pipeline.micro_batches):
+    pipelines = [plan.pipeline_of(world.rank, phase) for phase in range(plan.num_phases)]
+    work = [(pipeline, micro_batch) for pipeline in pipelines for micro_batch in pipeline.micro_batches]
+    for number, (pipeline, micro_batch) in enumerate(work):
         with clock.span(SpanKind.DATA, f"micro-batch {number}"):
             fed = feed(source, micro_batch.pack, world.device)
         with clock.span(SpanKind.COMPUTE, f"micro-batch {number}"):

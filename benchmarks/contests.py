@@ -1,0 +1,49 @@
+"""Policies against each other by name: what ``lengthwise compare`` runs, for the tables."""
+
+from lengthwise.cli.compare import TOKENS_PER_DEVICE
+from lengthwise.cli.contest import Contest
+from lengthwise.cli.what_if import Pool, make_cluster, open_source
+from lengthwise.core.scheme import Method
+from lengthwise.core.specs import model_preset
+from lengthwise.plan.policies import POLICIES
+from lengthwise.report.policies import ClusterResult
+
+SEED = 0
+METHODS = (
+    Method.ULYSSES,
+    Method.RING,
+    Method.MEGATRON_TS,
+    Method.MEGATRON_CZ,
+    Method.ULYSSES_Z,
+    Method.METP,
+)
+"""What the published systems use between them, so that each has its own."""
+
+
+def play(
+    model: str,
+    lengths: str,
+    *,
+    gpus: int,
+    steps: int,
+    device: str = "H100-80GB",
+    memory_gib: float | None = None,
+    policies: tuple[str, ...] = tuple(POLICIES),
+) -> ClusterResult:
+    """Every policy on the same steps of one corpus; nodes of 8 devices, schemes of every degree up to 8 stages.
+
+    A step holds 3,125 tokens a device, or one sequence of the longest length.
+    """
+    cluster = make_cluster(device, gpus, devices_per_node=8, memory_gib=memory_gib)
+    index = open_source(lengths, seed=SEED)
+    contest = Contest(
+        model=model_preset(model),
+        dtype="bfloat16",
+        pool=Pool(methods=METHODS),
+        policies=policies,
+        lengths=index,
+        num_steps=steps,
+        seed=SEED,
+    )
+    budget = max(round(TOKENS_PER_DEVICE * gpus), index.max_length)
+    return contest.run(cluster, tokens_per_step=budget, with_steps=False, on_step=lambda *_: None)

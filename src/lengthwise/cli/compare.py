@@ -1,0 +1,237 @@
+"""`lengthwise compare`: what every policy would make of some lengths, a model and a cluster; needs no torch."""
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lengthwise.cli.console import emit_json, progress, stdout
+from lengthwise.cli.options import (
+    DeviceName,
+    DevicesPerNode,
+    Dtype,
+    DtypeOption,
+    Json,
+    MaxDegree,
+    MaxStages,
+    MemoryGib,
+    Methods,
+    ModelName,
+)  # fmt: skip
+from lengthwise.cli.what_if import Pool, Recompute, make_cluster, open_source, parse_counts, parse_methods, parse_names
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.specs import GIB, ClusterSpec, model_preset
+from lengthwise.data.rules import Ledger, View, apply_max_length
+from lengthwise.plan.policies import POLICIES
+
+if TYPE_CHECKING:
+    from lengthwise.cli.contest import Contest
+    from lengthwise.report.policies import ClusterResult
+
+TOKENS_PER_DEVICE = 200_000 / 64
+"""Of a global batch by default: Hydraulis' 200K tokens on 64 devices, 3.2M on 1024."""
+
+
+class OverLength(StrEnum):
+    """Choices of --over-length."""
+
+    DROP = "drop"
+    TRUNCATE = "truncate"
+    SPLIT = "split"
+    ERROR = "error"
+
+
+def run(
+    lengths: Annotated[
+        str, typer.Option(metavar="FILE.npy|INDEX|NAME", help="Lengths in tokens; NAME: such as commoncrawl.")
+    ],
+    model: ModelName,
+    device: DeviceName,
+    gpus: Annotated[str, typer.Option(metavar="N[,N...]", help="Devices; several sizes show how policies scale.")],
+    max_length: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Longest sequence trained; default: no limit.")
+    ] = None,
+    over_length: Annotated[OverLength, typer.Option(help="What becomes of sequences over it.")] = OverLength.SPLIT,
+    tokens_per_step: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="TOKENS", help="Of a global batch; default: 3125 a device, or the longest."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Global batches that every policy plans.")] = 10,
+    policies: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")] = None,
+    hbm: MemoryGib = None,
+    devices_per_node: DevicesPerNode = 8,
+    max_degree: MaxDegree = None,
+    max_stages: MaxStages = None,
+    methods: Methods = None,
+    recompute: Annotated[Recompute, typer.Option(help="Layers that schemes recompute.")] = Recompute.AUTO,
+    dtype: DtypeOption = Dtype.BFLOAT16,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of the sequences.")] = 0,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")] = None,
+    json: Json = False,
+) -> None:
+    """Plan and simulate the same global batches under every policy."""
+    from lengthwise.cli.contest import Contest
+
+    spec = model_preset(model)
+    clusters = [
+        make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm)
+        for count in parse_counts(gpus, "--gpus")
+    ]
+    names = tuple(parse_names(policies, list(POLICIES), "--policies"))
+    pool = Pool(max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), recompute=recompute)
+    _check_folder(html)
+    view = apply_max_length(open_source(lengths, seed=seed), max_length=max_length, rule=over_length.value)
+    contest = Contest(
+        model=spec, dtype=dtype.value, pool=pool, policies=names, lengths=view.lengths, num_steps=steps, seed=seed
+    )
+    budgets = [_budget(cluster, tokens_per_step, view) for cluster in clusters]
+    results = _play(contest, clusters, budgets, with_steps=html is not None)
+    if html is not None:
+        _write_page(html, contest, clusters, lengths, view.ledger, results)
+    if json:
+        documents = [result.to_json() for result in results]
+        about = _about(contest, lengths, view.ledger)
+        emit_json({**(documents[0] if len(documents) == 1 else {"clusters": documents}), **about})
+    else:
+        _print(results, view.ledger, html)
+
+
+def _check_folder(html: Path | None) -> None:
+    if html is not None and not html.parent.is_dir():
+        raise InputError(f"cannot write {html}: there is no folder {html.parent}; make it first")
+
+
+def _budget(cluster: ClusterSpec, wanted: int | None, view: View) -> int:
+    return wanted or max(round(TOKENS_PER_DEVICE * cluster.num_devices), view.lengths.max_length)
+
+
+def _play(
+    contest: "Contest", clusters: list[ClusterSpec], budgets: list[int], *, with_steps: bool
+) -> list["ClusterResult"]:
+    """Results by cluster; timelines of the first alone, which a page can hold.
+
+    Raises:
+        InfeasibleError: no policy can run on any of them.
+    """
+    results: list[ClusterResult] = []
+    with progress() as bar:
+        task = bar.add_task("plan", total=len(clusters) * len(contest.policies) * contest.num_steps)
+        for cluster, tokens in zip(clusters, budgets):
+
+            def hear(policy: str, num_done: int, size: int = cluster.num_devices) -> None:
+                bar.update(task, advance=num_done, description=f"{size} devices, {policy}")
+
+            is_first = not any(result.ranked for result in results)
+            results.append(
+                contest.run(cluster, tokens_per_step=tokens, with_steps=with_steps and is_first, on_step=hear)
+            )
+    if not any(result.ranked for result in results):
+        raise InfeasibleError(results[-1].policies[0].refused)
+    return results
+
+
+def _about(contest: "Contest", source: str, ledger: Ledger) -> dict[str, Any]:
+    return {
+        "model": contest.model.name,
+        "lengths": source,
+        "num_steps": contest.num_steps,
+        "dtype": contest.dtype,
+        "seed": contest.seed,
+        "ledger": ledger.to_json(),
+    }
+
+
+def _print(results: list["ClusterResult"], ledger: Ledger, html: Path | None) -> None:
+    from rich.markup import escape
+
+    from lengthwise.report.policies import headline
+
+    console = stdout()
+    for result in results:
+        console.print(
+            f"{result.cluster}, {result.tokens_per_step:,} tokens a step, {_ledger_words(ledger)}", soft_wrap=True
+        )
+        if result.ranked:
+            console.print(_table(result))
+            console.print(headline(result), soft_wrap=True)
+        for one in result.policies:
+            if one.refused:
+                console.print(f"{one.policy}: refused: {one.refused}", soft_wrap=True, markup=False)
+        console.print()
+    console.print("simulated on an analytic cost model, not measured")
+    if html is not None:
+        console.print(f"page: {escape(str(html))}", soft_wrap=True)
+
+
+def _table(result: "ClusterResult") -> Any:
+    """Policies that can run, the fastest first, in eighty columns."""
+    from rich.table import Table
+
+    from lengthwise.report.policies import row
+
+    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    headings = ("policy", "tokens/s", "static", "step", "idle", "bubble", "padding", "gap", "peak", "plan")
+    for heading in headings:
+        shown.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
+    for one in result.ranked:
+        shown.add_row(*row(result, one))
+    return shown
+
+
+def _ledger_words(ledger: Ledger) -> str:
+    if not (ledger.dropped or ledger.truncated or ledger.split):
+        return "every token of every sequence is kept"
+    return {
+        "drop": f"{ledger.dropped:,} sequences ({ledger.tokens_dropped:,} tokens) over {ledger.max_length:,} left out",
+        "truncate": f"{ledger.truncated:,} sequences cut at {ledger.max_length:,}, losing {ledger.tokens_cut:,} tokens",
+        "split": f"{ledger.split:,} sequences over {ledger.max_length:,} split into {ledger.pieces:,} pieces",
+    }.get(ledger.rule, "")
+
+
+def _write_page(
+    html: Path, contest: "Contest", clusters: list[ClusterSpec], source: str, ledger: Ledger,
+    results: list["ClusterResult"],
+) -> None:  # fmt: skip
+    from lengthwise.data.stats import histogram
+    from lengthwise.report.histogram import LengthBin
+    from lengthwise.report.policies import Comparison
+    from lengthwise.report.policies_page import render_comparison
+    from lengthwise.report.whole_file import write_whole
+
+    edges = tuple(1 << power for power in range(7, 21))
+    bins = histogram(contest.lengths.lengths, edges=edges)
+    comparison = Comparison(
+        model=contest.model.name,
+        device=clusters[0].device.name,
+        source=source,
+        num_steps=contest.num_steps,
+        facts=tuple(_facts(contest, clusters, source, ledger)),
+        clusters=tuple(results),
+        length_bins=tuple(
+            LengthBin(low=one.low, high=one.high, num_sequences=one.num_sequences, num_tokens=one.num_tokens)
+            for one in bins
+        ),
+    )
+    write_whole({html: render_comparison(comparison).encode()})
+
+
+def _facts(contest: "Contest", clusters: list[ClusterSpec], source: str, ledger: Ledger) -> Iterator[tuple[str, str]]:
+    """What was asked, in words."""
+    from lengthwise.report.units import compact
+
+    lengths, pool, device = contest.lengths, contest.pool, clusters[0].device
+    limits = [
+        f"{name} at most {limit}"
+        for name, limit in (("degree", pool.max_degree), ("stages", pool.max_stages))
+        if limit is not None
+    ]
+    yield "Model", f"{contest.model.name}, {compact(contest.model.num_params)} parameters, {contest.dtype}"
+    yield "Clusters", f"{', '.join(cluster.name for cluster in clusters)}, {device.memory_bytes / GIB:g} GiB a device"
+    yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
+    yield "Longest", f"{lengths.max_length:,} tokens; {_ledger_words(ledger)}"
+    yield "Schemes", ", ".join([*map(str, pool.methods), f"recompute {pool.recompute}", *limits])
+    yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
+    for name in contest.policies:
+        yield name, POLICIES[name]

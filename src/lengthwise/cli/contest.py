@@ -1,0 +1,170 @@
+"""Policies on the same global batches: planned, simulated, summed up."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+from statistics import median
+from time import perf_counter
+
+from lengthwise.cli.what_if import Pool, check_longest, first_batches, make_problem, sample_lengths
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic import AnalyticCost
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.policies import prepare
+from lengthwise.plan.problem import Problem
+from lengthwise.report.policies import ClusterResult, PolicyResult, Step
+from lengthwise.sim.engine import simulate
+from lengthwise.sim.summary import StepSummary, summary
+
+OnStep = Callable[[str, int], None]
+"""Hears which policy is at work, and how many more steps it is done with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """What does not change between clusters."""
+
+    model: ModelSpec
+    dtype: str
+    pool: Pool
+    policies: tuple[str, ...]
+    lengths: LengthIndex
+    num_steps: int
+    seed: int
+
+    def run(self, cluster: ClusterSpec, *, tokens_per_step: int, with_steps: bool, on_step: OnStep) -> ClusterResult:
+        """Every policy on ``cluster``; one that cannot hold some sequence says why, and the others go on.
+
+        Args:
+            cluster: the devices.
+            tokens_per_step: token budget of a global batch.
+            with_steps: also keep one typical step of every policy, for the page.
+            on_step: hears of progress.
+        """
+        draw = {"tokens_per_step": tokens_per_step, "seed": self.seed}
+        batches = first_batches(self.lengths, steps=self.num_steps, **draw)
+        results, planners = [], {}
+        try:
+            cost = AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype)
+            problem = make_problem(
+                cost,
+                cluster=cluster,
+                num_layers=self.model.num_layers,
+                max_length=self.lengths.max_length,
+                pool=self.pool,
+                samples=sample_lengths(self.lengths, **draw),
+            )
+            check_longest(problem, self.lengths)
+        except InfeasibleError as error:
+            results = [PolicyResult(policy=name, refused=str(error)) for name in self.policies]
+        else:
+            for name in self.policies:
+                planners[name] = Planner(policy=name, problem=problem)
+                results.append(play(planners[name], batches, on_step=on_step))
+        found = ClusterResult(
+            num_devices=cluster.num_devices,
+            cluster=cluster.name,
+            tokens_per_step=tokens_per_step,
+            policies=tuple(results),
+        )
+        return _with_steps(found, planners, batches) if with_steps else found
+
+
+def play(planner: Planner, batches: Sequence[GlobalBatch], *, on_step: OnStep) -> PolicyResult:
+    """One policy on all batches, or why it cannot run."""
+    name = planner.policy
+    played: list[_Played] = []
+    on_step(name, 0)
+    try:
+        start_s = perf_counter()
+        prepare(name, planner.problem)
+        preparing_s = perf_counter() - start_s
+        for batch in batches:
+            start_s = perf_counter()
+            plan = planner(batch)
+            planning_s = perf_counter() - start_s
+            played.append(_Played.of(plan, planner.problem, planning_s=planning_s))
+            on_step(name, 1)
+    except InfeasibleError as error:
+        on_step(name, len(batches) - len(played))
+        return PolicyResult(policy=name, refused=str(error))
+    return replace(_result(name, batches, played), preparing_s=preparing_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Played:
+    """What is kept of a step: plans of a thousand devices are large."""
+
+    summary: StepSummary
+    device_s: float
+    padding_s: float
+    num_computed_tokens: int
+    gap: float
+    planning_s: float
+
+    @classmethod
+    def of(cls, plan: StepPlan, problem: Problem, *, planning_s: float) -> "_Played":
+        found = summary(plan)
+        return cls(
+            summary=found,
+            device_s=found.step_time_s * plan.num_devices,
+            padding_s=fsum(_padding_s(problem, p, m) for p in plan.pipelines for m in p.micro_batches),
+            num_computed_tokens=plan.num_computed_tokens,
+            gap=plan.gap,
+            planning_s=planning_s,
+        )
+
+
+def _padding_s(problem: Problem, pipeline: Pipeline, micro_batch: MicroBatch) -> float:
+    """Device-seconds of computation that the same sequences without padding would not take."""
+    if not micro_batch.pack.padded_to or not micro_batch.time_s:
+        return 0.0
+    scheme = pipeline.scheme
+    ran_as = replace(
+        scheme,
+        methods=micro_batch.methods or scheme.methods,
+        recompute=micro_batch.recompute or scheme.recompute,
+    )
+    needed_s = problem.kinds[0].cost.time_s(micro_batch.pack.lengths, ran_as)
+    computing = 1.0 - micro_batch.comm_s / micro_batch.time_s
+    return max(0.0, micro_batch.time_s - needed_s) * computing * scheme.num_devices
+
+
+def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Played]) -> PolicyResult:
+    """Figures over all steps, shares weighted by time."""
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    time_s = fsum(one.summary.step_time_s for one in played)
+    device_s = fsum(one.device_s for one in played)
+    spent_s = {
+        name: fsum(getattr(one.summary.losses, name) * one.device_s for one in played)
+        for name in ("compute", "communicate", "bubble", "imbalance", "switch", "update")
+    }
+    padding_s = min(spent_s["compute"], fsum(one.padding_s for one in played))
+    spent_s |= {"compute": spent_s["compute"] - padding_s, "padding": padding_s}
+    return PolicyResult(
+        policy=policy,
+        tokens_per_s=num_tokens / time_s,
+        step_time_s=time_s / len(played),
+        idle=(spent_s["bubble"] + spent_s["imbalance"]) / device_s,
+        bubble=spent_s["bubble"] / device_s,
+        padding=1.0 - num_tokens / sum(one.num_computed_tokens for one in played),
+        gap=median(one.gap for one in played),
+        peak_bytes=max(one.summary.peak_bytes for one in played),
+        planning_s=median(one.planning_s for one in played),
+        spent_s=spent_s,
+        times_s=tuple(one.summary.step_time_s for one in played),
+    )
+
+
+def _with_steps(cluster: ClusterResult, planners: dict[str, Planner], batches: Sequence[GlobalBatch]) -> ClusterResult:
+    """With the step whose time under the fastest policy is nearest to the median, under every policy that can run."""
+    if not cluster.ranked:
+        return cluster
+    times_s = cluster.ranked[0].times_s
+    typical = min(range(len(times_s)), key=lambda k: abs(times_s[k] - median(times_s)))
+    plans = {one.policy: planners[one.policy](batches[typical]) for one in cluster.ranked}
+    return replace(cluster, steps={name: Step(plan=plan, timeline=simulate(plan)) for name, plan in plans.items()})

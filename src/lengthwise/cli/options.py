@@ -1,0 +1,32 @@
+"""Options that the what-if verbs share."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+
+class Dtype(StrEnum):
+    """What forward and backward compute in."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+ModelName = Annotated[
+    str, typer.Option("--model", metavar="NAME", help="A model preset; list them with: lengthwise config --presets")
+]
+DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="A device preset, such as H100-80GB.")]
+DevicesPerNode = Annotated[int, typer.Option(metavar="N", help="Devices that share a fast link.")]
+MemoryGib = Annotated[
+    float | None, typer.Option("--hbm", metavar="GIB", help="Memory of a device; default: all that it has.")
+]
+MaxDegree = Annotated[
+    int | None, typer.Option(metavar="N", help="Most devices that share a layer; default: any number.")
+]
+MaxStages = Annotated[int | None, typer.Option(metavar="N", help="Most pipeline stages; default: 8.")]
+Methods = Annotated[
+    str | None, typer.Option(metavar="A,B", help="How devices share a layer; default: ulysses,ring,megatron_ts.")
+]
+DtypeOption = Annotated[Dtype, typer.Option(help="What forward and backward compute in.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]

@@ -1,0 +1,58 @@
+"""Seconds that bytes take between the ranks of a group, from the speeds of links and network ports.
+
+A group of p ranks sits on consecutive ranks, so it lies within a node where p fits one. Beyond that, with m devices per
+node: the rings of all-gather, reduce-scatter, broadcast and reduce are laid through every device's port, so a node
+sends as fast as its m ports together; in an all-to-all each rank sends (p - m) / (p - 1) of its bytes through its own
+port; a hop of a plain ring crosses from one node to the next through one port.
+"""
+
+from lengthwise.core.specs import ClusterSpec
+from lengthwise.cost.volume import Sent
+
+LINK_EFFICIENCY = 0.8
+"""Share of the data sheet's rate that large messages reach: NCCL's all-gather over eight A100s runs at 230-240 of 300
+GB/s."""
+CALL_S = 3e-5
+"""Seconds before the first byte of a collective call or hop on GPUs."""
+CPU_CALL_S = 3e-4
+"""The same for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
+
+
+def call_s(cluster: ClusterSpec) -> float:
+    """Seconds of a collective call that moves nothing."""
+    return CPU_CALL_S if cluster.device.name == "cpu" else CALL_S
+
+
+def hop_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
+    """Rate from one rank to the next in a group of ``degree``: that of its slowest hop."""
+    device = cluster.device
+    within = degree <= cluster.devices_per_node
+    return LINK_EFFICIENCY * (device.link_bytes_per_s if within else device.network_bytes_per_s)
+
+
+def collective_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
+    """Bytes that each rank sends per second in a ring collective of ``degree`` ranks."""
+    device, per_node = cluster.device, cluster.devices_per_node
+    ports = device.network_bytes_per_s * per_node
+    within = degree <= per_node
+    return LINK_EFFICIENCY * (device.link_bytes_per_s if within else min(device.link_bytes_per_s, ports))
+
+
+def exchange_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
+    """Bytes that each rank sends per second in an all-to-all of ``degree`` ranks."""
+    device, per_node = cluster.device, cluster.devices_per_node
+    if degree <= per_node:
+        return LINK_EFFICIENCY * device.link_bytes_per_s
+    outside = (degree - per_node) / (degree - 1)
+    return LINK_EFFICIENCY * min(device.network_bytes_per_s / outside, device.link_bytes_per_s / (1 - outside))
+
+
+def ring_s(sent: Sent, *, degree: int, cluster: ClusterSpec) -> float:
+    """Seconds of the hops of a ring, latencies left out."""
+    return sent.ring / hop_bytes_per_s(degree, cluster)
+
+
+def collectives_s(sent: Sent, *, degree: int, cluster: ClusterSpec) -> float:
+    """Seconds of everything but rings, latencies left out."""
+    rings = sent.all_gather + sent.reduce_scatter + sent.broadcast + sent.reduce
+    return rings / collective_bytes_per_s(degree, cluster) + sent.all_to_all / exchange_bytes_per_s(degree, cluster)

@@ -1,0 +1,181 @@
+"""What policies answer: who computes which sequences of a batch, in positions of the batch; priced and made a plan."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.scheme import Strategy
+from lengthwise.plan.kind import Kind
+from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.solve.shop import Objective
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lane:
+    """One pipeline and the packs it computes."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    packs: tuple[tuple[int, ...], ...] = ()
+    """Positions in the batch of each pack's sequences."""
+    runs: tuple[Kind, ...] = ()
+    """The kind each pack runs as, of the lane's family; empty: all as ``kind``."""
+    padded_to: tuple[int, ...] = ()
+    """Tokens that each pack's sequences are padded to; empty: none is."""
+
+
+Phase = tuple[Lane, ...]
+"""Pipelines side by side, tiling the cluster."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrangement:
+    """Who computes what in one step."""
+
+    phases: tuple[Phase, ...]
+    lower_bound_s: float = 0.0
+    """Seconds that no plan of the schemes the policy may use is faster than, this plan's update left out."""
+
+
+def pack_times_s(priced: PricedBatch, lane: Lane) -> list[float]:
+    """Seconds per stage of each pack of the lane, overhead included."""
+    if lane.padded_to:
+        each_s = lane.kind.times_s(np.array(lane.padded_to)).tolist()
+        overhead_s, per_sequence = lane.kind.overhead_s, priced.problem.overhead_per_sequence
+        return [
+            time_s * len(pack) + overhead_s * (len(pack) if per_sequence else 1)
+            for time_s, pack in zip(each_s, lane.packs)
+        ]
+    runs = lane.runs or (lane.kind,) * len(lane.packs)
+    return [
+        float(priced.times_s(kind)[list(pack)].sum()) + priced.overhead_s(kind) for kind, pack in zip(runs, lane.packs)
+    ]
+
+
+def pipeline_time_s(times_s: list[float], num_stages: int, objective: Objective) -> float:
+    """Seconds of a pipeline from its packs' seconds per stage: flow shop, or Hydraulis' Eq. (1)."""
+    if not times_s:
+        return 0.0
+    longest = max(times_s)
+    if objective is Objective.MAX_TIMES_COUNT:
+        return longest * (num_stages - 1 + len(times_s))
+    return sum(times_s) + (num_stages - 1) * longest
+
+
+def step_times_s(priced: PricedBatch, arrangement: Arrangement) -> tuple[float, float, float]:
+    """Predicted seconds of a step's phases, of the switches between them, and of its update."""
+    return _step_times_s(priced.problem, arrangement, _times_s(priced, arrangement))
+
+
+def _times_s(priced: PricedBatch, arrangement: Arrangement) -> list[list[list[float]]]:
+    """Of each phase, each lane, each pack."""
+    return [[pack_times_s(priced, lane) for lane in phase] for phase in arrangement.phases]
+
+
+def _step_times_s(
+    problem: Problem, arrangement: Arrangement, times_s: list[list[list[float]]]
+) -> tuple[float, float, float]:
+    phases_s = sum(
+        max(pipeline_time_s(packs_s, lane.kind.num_stages, problem.objective) for lane, packs_s in zip(phase, lanes_s))
+        for phase, lanes_s in zip(arrangement.phases, times_s)
+    )
+    cost = problem.cost
+    strategies = [strategy_of(phase) for phase in arrangement.phases]
+    switch_s = sum(cost.switch_s(before, after) for before, after in pairwise(strategies))
+    return phases_s, switch_s, max(cost.update_s(strategy) for strategy in strategies)
+
+
+def time_s(priced: PricedBatch, arrangement: Arrangement) -> float:
+    """Predicted seconds of the whole step."""
+    return sum(step_times_s(priced, arrangement))
+
+
+def strategy_of(phase: Phase) -> Strategy:
+    """Schemes and ranks of a phase."""
+    return Strategy(schemes=tuple(lane.kind.scheme for lane in phase), ranks=tuple(lane.ranks for lane in phase))
+
+
+def to_plan(priced: PricedBatch, arrangement: Arrangement, *, policy: str) -> StepPlan:
+    """The plan of an arrangement: priced, in issue order, checked to compute each sequence once and to fit.
+
+    Raises:
+        InfeasibleError: a pack exceeds a device's memory.
+    """
+    batch = priced.batch
+    times_s = _times_s(priced, arrangement)
+    phases_s, switch_s, update_s = _step_times_s(priced.problem, arrangement, times_s)
+    time_s, bound_s = phases_s + switch_s + update_s, arrangement.lower_bound_s + update_s
+    assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
+    plan = StepPlan(
+        step=batch.step,
+        policy=policy,
+        pipelines=tuple(
+            Pipeline(
+                ranks=lane.ranks,
+                scheme=lane.kind.scheme,
+                micro_batches=_micro_batches(priced, lane, packs_s, policy),
+                phase=number,
+                state_bytes=lane.kind.state_bytes,
+            )
+            for number, phase in enumerate(arrangement.phases)
+            for lane, packs_s in zip(phase, times_s[number])
+        ),
+        loss_normaliser=max(1, batch.num_targets),
+        update_s=update_s,
+        switch_s=switch_s,
+        time_s=time_s,
+        lower_bound_s=min(time_s, bound_s),  # sums in another order round differently
+    )
+    plan.check_covers(batch)
+    return plan
+
+
+def _micro_batches(priced: PricedBatch, lane: Lane, times_s: list[float], policy: str) -> tuple[MicroBatch, ...]:
+    if not lane.packs:
+        return ()
+    batch, runs = priced.batch, lane.runs or (lane.kind,) * len(lane.packs)
+    packs = [
+        Pack(
+            ids=tuple([batch.ids[i] for i in held]),
+            lengths=tuple([batch.lengths[i] for i in held]),
+            padded_to=lane.padded_to[number] if lane.padded_to else 0,
+        )
+        for number, held in enumerate(lane.packs)
+    ]
+    tokens = np.array([pack.num_tokens for pack in packs])
+    comm_s, peaks = np.zeros(len(packs)), np.zeros(len(packs), dtype=np.int64)
+    for kind in dict.fromkeys(runs):
+        mine = np.array([run is kind for run in runs])
+        _check_fits(priced.problem, kind, [pack for pack, is_mine in zip(packs, mine) if is_mine], policy)
+        peaks[mine] = kind.peak_bytes(tokens[mine])
+        held = [pack.computed_lengths for pack, is_mine in zip(packs, mine) if is_mine]
+        flat = kind.cost.comm_times_s(np.concatenate(held), kind.scheme)
+        comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, held)])[:-1])
+    own = lane.kind.scheme
+    micro_batches = [
+        MicroBatch(
+            pack=pack,
+            time_s=time_s,
+            comm_s=float(comm),
+            peak_bytes=int(peak),
+            methods=None if run.scheme.methods == own.methods else run.scheme.methods,
+            recompute=None if run.scheme.recompute == own.recompute else run.scheme.recompute,
+        )
+        for pack, run, time_s, comm, peak in zip(packs, runs, times_s, comm_s, peaks)
+    ]
+    return tuple(sorted(micro_batches, key=lambda m: (-m.time_s, m.pack.ids)))
+
+
+def _check_fits(problem: Problem, kind: Kind, packs: list[Pack], policy: str) -> None:
+    for pack in packs:
+        if pack.num_tokens > kind.max_tokens:
+            padded = f" padded to {pack.padded_to:,} tokens ({pack.num_tokens:,} in all)" if pack.padded_to else ""
+            way_out = "Lower plan.batch_size or data.max_length." if pack.padded_to else "Lower data.max_length."
+            raise InfeasibleError(
+                f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
+                f"{problem.needs(kind, pack.num_tokens)} {way_out}"
+            )

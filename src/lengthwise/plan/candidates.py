@@ -1,0 +1,42 @@
+"""Candidate strategies for a step: bounded first, then planned in the order of their bounds while that can still win."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lengthwise.plan.arrangement import Phase
+from lengthwise.plan.dispatch import PlacedStrategy
+from lengthwise.plan.problem import PricedBatch
+
+SLACK = 1e-9
+
+
+class Candidates:
+    """Strategies one of which a step uses. Seconds are of whole steps, their update included."""
+
+    def __init__(self, strategies: Sequence[PlacedStrategy]) -> None:
+        self.strategies = tuple(strategies)
+
+    def bounds_s(self, priced: PricedBatch) -> list[float]:
+        """Seconds that a step takes at least under each strategy; inf where a sequence does not fit."""
+        return [strategy.bound_s(priced) + strategy.update_s for strategy in self.strategies]
+
+    def best(
+        self, priced: PricedBatch, bounds_s: Sequence[float], *, limit_s: float = np.inf
+    ) -> tuple[Phase | None, float]:
+        """The fastest strategy's pipelines and seconds; None and ``limit_s`` where none is faster than that.
+
+        Args:
+            priced: the batch.
+            bounds_s: what :meth:`bounds_s` said of it.
+            limit_s: seconds of a plan that is there already.
+        """
+        best: Phase | None = None
+        for number in np.argsort(bounds_s, kind="stable").tolist():
+            if bounds_s[number] >= limit_s * (1 - SLACK):
+                break
+            strategy = self.strategies[number]
+            phase, found = strategy.assign(priced, bound_s=bounds_s[number] - strategy.update_s)
+            if found.makespan + strategy.update_s < limit_s:
+                best, limit_s = phase, found.makespan + strategy.update_s
+        return best, limit_s

@@ -1,0 +1,130 @@
+"""Two-stage assignment (Hydraulis Eq. 1 to 3): sequences to the pipelines of a strategy, then to micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lengthwise.core.scheme import Strategy
+from lengthwise.plan.arrangement import Lane, Phase
+from lengthwise.plan.kind import Kind
+from lengthwise.plan.place import place
+from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.solve.shop import Machines, Schedule, lower_bound, schedule
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tile:
+    """Equal pipelines of a strategy."""
+
+    kind: Kind
+    """How packs run."""
+    count: int
+    leaner: tuple[Kind, ...] = ()
+    """Kinds of the same family for sequences too long for ``kind``, which then have a pack of their own: each holds
+    more tokens than the one before, in more time."""
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """Most tokens of each kind, ``kind`` first."""
+        return np.array([kind.max_tokens for kind in (self.kind, *self.leaner)])
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence a pipeline holds."""
+        return int(self.limits[-1])
+
+    def times_s(self, priced: PricedBatch) -> np.ndarray:
+        """[num_sequences] seconds per stage of each sequence, inf where it does not fit."""
+        lengths = priced.lengths
+        times_s = priced.times_s(self.kind)
+        if lengths.max() <= self.limits[0]:
+            return times_s
+        times_s = times_s.copy()
+        needed = np.searchsorted(self.limits, lengths)
+        for number, kind in enumerate(self.leaner, start=1):
+            mine = needed == number
+            if mine.any():
+                times_s[mine] = priced.times_s(kind)[mine] + priced.overhead_s(kind) - priced.overhead_s(self.kind)
+        times_s[lengths > self.limits[-1]] = np.inf
+        return times_s
+
+    def run_of(self, num_tokens: int) -> Kind:
+        """The kind that a pack of ``num_tokens`` runs as."""
+        return (self.kind, *self.leaner)[int(np.searchsorted(self.limits, num_tokens))]
+
+    def machines(self, problem: Problem) -> Machines:
+        """What the scheduler knows of these pipelines."""
+        return Machines(
+            count=self.count,
+            stages=self.kind.num_stages,
+            setup=0.0 if problem.overhead_per_sequence else self.kind.overhead_s,
+            capacity=self.kind.max_tokens,
+            min_fill=self.kind.cost.util_tokens(self.kind.scheme),
+            takes_larger=bool(self.leaner),
+        )
+
+
+class PlacedStrategy:
+    """Tiles on the ranks of a cluster, ready to be given batches."""
+
+    def __init__(self, problem: Problem, tiles: Sequence[Tile]) -> None:
+        self.problem = problem
+        self.tiles = tuple(tiles)
+        self.max_length = max(tile.max_length for tile in tiles)
+        self._machines = [tile.machines(problem) for tile in tiles]
+        counts = [(tile.kind, tile.count) for tile in tiles]
+        ranks: dict[Kind, list[tuple[int, ...]]] = {}
+        for kind, held in place(counts, problem.num_devices, problem.devices_per_node):
+            ranks.setdefault(kind, []).append(held)
+        self._ranks = [ranks[tile.kind].pop(0) for tile in tiles for _ in range(tile.count)]
+        self._tile_of = [tile for tile in tiles for _ in range(tile.count)]
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of a step outside its micro-batches."""
+        schemes = tuple(tile.kind.scheme for tile in self._tile_of)
+        return self.problem.cost.update_s(Strategy(schemes=schemes, ranks=tuple(self._ranks)))
+
+    @property
+    def name(self) -> str:
+        """Counts and schemes, as tables show them."""
+        return " + ".join(f"{tile.count} x {tile.kind.scheme.name}" for tile in self.tiles)
+
+    @property
+    def num_pipelines(self) -> int:
+        """Pipelines of all tiles."""
+        return len(self._ranks)
+
+    def alone_s(self, priced: PricedBatch, positions: np.ndarray) -> np.ndarray:
+        """Seconds of each of some sequences alone on its best pipeline."""
+        stages = np.array([[tile.kind.num_stages] for tile in self.tiles])
+        overheads_s = np.array([[priced.overhead_s(tile.kind)] for tile in self.tiles])
+        return ((self._work(priced)[:, positions] + overheads_s) * stages).min(axis=0)
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that the micro-batches of ``priced`` take at least on these pipelines; inf if one fits nowhere."""
+        if priced.lengths.max() > self.max_length:
+            return np.inf
+        return lower_bound(self._work(priced), priced.lengths, self._machines, objective=self.problem.objective)
+
+    def assign(self, priced: PricedBatch, *, bound_s: float | None = None) -> tuple[Phase, Schedule]:
+        """The pipelines with their packs; micro-batches of the schedule in issue order."""
+        found = schedule(
+            self._work(priced), priced.lengths, self._machines, objective=self.problem.objective, bound=bound_s
+        )
+        return tuple(map(self._lane, self._tile_of, self._ranks, found.batches, [priced] * len(self._ranks))), found
+
+    def _lane(
+        self, tile: Tile, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch
+    ) -> Lane:
+        runs: tuple[Kind, ...] = ()
+        if tile.leaner and packs:
+            lengths = priced.batch.lengths
+            runs = tuple(tile.run_of(sum(lengths[i] for i in pack)) for pack in packs)
+            runs = () if all(run is tile.kind for run in runs) else runs
+        return Lane(kind=tile.kind, ranks=ranks, packs=packs, runs=runs)
+
+    def _work(self, priced: PricedBatch) -> np.ndarray:
+        return np.stack([tile.times_s(priced) for tile in self.tiles])

@@ -1,0 +1,78 @@
+"""The naive default: a fixed number of sequences per micro-batch, padded to the longest of them.
+
+Sequences are taken in the sampler's order, micro-batches are dealt to equal pipelines in turn.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.plan.arrangement import pipeline_time_s
+from lengthwise.plan.homogeneous import Homogeneous, Pack, in_turn
+from lengthwise.plan.kind import Kind
+from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.tune import tiling_kinds, tuning_batches, update_s
+
+
+def prepare(problem: Problem) -> Homogeneous:
+    """The scheme and batch size that are fastest on the problem's samples; ``problem.batch_size`` is kept if set.
+
+    Raises:
+        InfeasibleError: no homogeneous scheme holds the longest sequence, or ``batch_size`` times that.
+    """
+    kinds = tiling_kinds(problem, policy="padded")
+    if problem.batch_size:
+        kinds = _holding(problem, kinds, problem.batch_size)
+    batches = tuning_batches(problem)
+    most = max(len(batch.lengths) for batch in batches)
+    best, best_s = (kinds[0], 1), np.inf
+    for kind in kinds:
+        outside_s = update_s(problem, kind)
+        for size in [problem.batch_size] if problem.batch_size else _sizes(problem, kind, most):
+            mean_s = outside_s + float(np.mean([step_s(priced, kind, size=size) for priced in batches]))
+            best, best_s = ((kind, size), mean_s) if mean_s < best_s else (best, best_s)
+    return padded(problem, best[0], size=best[1])
+
+
+def padded(problem: Problem, kind: Kind, *, size: int) -> Homogeneous:
+    """The policy with a given scheme and ``size`` sequences per micro-batch."""
+    deal = partial(_deal, size=size)
+    return Homogeneous(problem=problem, kind=kind, deal=deal, is_padded=True, setting=f"{size} sequences each")
+
+
+def step_s(priced: PricedBatch, kind: Kind, *, size: int) -> float:
+    """Seconds of the micro-batches of a step, without arranging them."""
+    starts = np.arange(0, len(priced.lengths), size)
+    counts = np.diff(starts, append=len(priced.lengths))
+    overheads = counts if priced.problem.overhead_per_sequence else 1
+    times_s = kind.times_s(np.maximum.reduceat(priced.lengths, starts)) * counts + kind.overhead_s * overheads
+    num_pipelines = priced.problem.num_devices // kind.num_devices
+    dealt = [times_s[number::num_pipelines].tolist() for number in range(min(num_pipelines, len(starts)))]
+    return max(pipeline_time_s(held, kind.num_stages, priced.problem.objective) for held in dealt)
+
+
+def _sizes(problem: Problem, kind: Kind, most: int) -> list[int]:
+    """Powers of two that memory holds at the longest length, up to the first that takes a whole batch of ``most``."""
+    limit = min(kind.max_tokens // problem.max_length, 2 * most - 1)
+    return [2**power for power in range(limit.bit_length())]
+
+
+def _holding(problem: Problem, kinds: list[Kind], size: int) -> list[Kind]:
+    """Kinds that hold ``size`` sequences of the longest length."""
+    needed = size * problem.max_length
+    holding = [kind for kind in kinds if kind.max_tokens >= needed]
+    if not holding:
+        leanest = max(kinds, key=lambda kind: kind.max_tokens)
+        raise InfeasibleError(
+            f"policy padded: a micro-batch of {size} sequences padded to {problem.max_length:,} tokens ({needed:,} in "
+            f"all) {problem.needs(leanest, needed)} Lower plan.batch_size or data.max_length."
+        )
+    return holding
+
+
+def _deal(priced: PricedBatch, kind: Kind, num_pipelines: int, *, size: int) -> Sequence[Sequence[Pack]]:
+    count = len(priced.lengths)
+    packs = [tuple(range(start, min(start + size, count))) for start in range(0, count, size)]
+    return in_turn(packs, num_pipelines)

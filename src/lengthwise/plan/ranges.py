@@ -1,0 +1,111 @@
+"""Length ranges with a homogeneous strategy each: which ranges and which strategies promise to be fast."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lengthwise.core.scheme import homogeneous
+from lengthwise.plan.kind import Kind
+from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.solve.segments import best_segmentations
+from lengthwise.plan.solve.shop import Objective
+
+MAX_RANGES = 4
+"""Strategies within one step that HotSPa sets (Hydraulis, section 8.1)."""
+MAX_MODES = 12
+"""Modes among which ranges choose: those that are best for the most ranges."""
+EDGE_RATIO = 2**0.25
+"""Least ratio of neighbouring edges: a narrower range would follow the samples, not the corpus."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """A homogeneous strategy, and how finely its pipelines pack."""
+
+    kind: Kind
+    rounds: int = 1
+    """Packs of a pipeline at least, where sequences are short enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Sequences longer than those of the range before, and how they are computed."""
+
+    mode: Mode
+    up_to: int
+    """Longest length, in tokens."""
+
+
+def propose_ranges(problem: Problem, modes: Sequence[Mode], batches: Sequence[PricedBatch]) -> list[tuple[Range, ...]]:
+    """Promising ways to cut lengths into ranges, the one with the least estimated time first."""
+    edges = _edges(problem, modes, shortest=min(int(priced.lengths.min()) for priced in batches))
+    costs_s = np.array([np.mean([estimate_s(priced, mode, edges) for priced in batches], axis=0) for mode in modes])
+    limits = np.array([mode.kind.max_tokens for mode in modes])
+    present = np.mean([_counts(priced, edges) > 0 for priced in batches], axis=0)
+    allowed = (edges <= limits[:, None, None]) & (present > 0)
+    costs_s = np.where(allowed, costs_s, np.inf)
+    kept = _best_somewhere(costs_s)
+    found = best_segmentations(
+        costs_s[kept], _switches_s(problem, [modes[at].kind for at in kept]), present, most=MAX_RANGES
+    )
+    return [
+        tuple(Range(mode=modes[kept[at]], up_to=int(edges[end])) for at, _, end in segments) for _, segments in found
+    ]
+
+
+def estimate_s(priced: PricedBatch, mode: Mode, edges: np.ndarray) -> np.ndarray:
+    """[P, P] seconds of the sequences longer than ``edges[i]`` and not longer than ``edges[j]``, perfectly balanced."""
+    kind, overhead_s = mode.kind, priced.overhead_s(mode.kind)
+    num_pipelines = priced.problem.num_devices // kind.num_devices
+    order = np.argsort(priced.lengths, kind="stable")
+    times_s = priced.times_s(kind)[order]
+    at = np.searchsorted(priced.lengths[order], edges, side="right")
+    work_s = _between(np.concatenate([[0.0], np.cumsum(times_s)])[at])
+    tokens = _between(np.concatenate([[0], np.cumsum(priced.lengths[order])])[at])
+    counts = np.maximum(_between(at), 0)
+    packs = np.maximum(-(-tokens // kind.max_tokens), np.minimum(counts, num_pipelines * mode.rounds))
+    packs = np.maximum(packs, 1)
+    load_s = work_s + packs * overhead_s
+    longest_s = np.maximum(load_s / packs, times_s[np.maximum(at - 1, 0)][None, :] + overhead_s)
+    if priced.problem.objective is Objective.MAX_TIMES_COUNT:
+        total_s = longest_s * (kind.num_stages - 1 + np.ceil(packs / num_pipelines))
+    else:
+        total_s = np.maximum(load_s / num_pipelines, longest_s) + (kind.num_stages - 1) * longest_s
+    return np.where(counts > 0, total_s, 0.0)
+
+
+def _between(cumulated: np.ndarray) -> np.ndarray:
+    return cumulated[None, :] - cumulated[:, None]
+
+
+def _counts(priced: PricedBatch, edges: np.ndarray) -> np.ndarray:
+    return _between(np.searchsorted(np.sort(priced.lengths), edges, side="right"))
+
+
+def _edges(problem: Problem, modes: Sequence[Mode], *, shortest: int) -> np.ndarray:
+    """0, halves of the longest length down to the shortest, and what each mode holds; none too near to another."""
+    longest = problem.max_length
+    halves = {longest >> power for power in range(1, longest.bit_length())}
+    edges = [0]
+    for edge in sorted(halves | {mode.kind.max_tokens for mode in modes}):
+        if shortest <= edge <= longest / EDGE_RATIO and edge >= edges[-1] * EDGE_RATIO:
+            edges.append(edge)
+    return np.array([*edges, longest])
+
+
+def _best_somewhere(costs_s: np.ndarray) -> list[int]:
+    """The modes that are the cheapest for some range, those that are for the most ranges; always for the whole."""
+    votes = np.bincount(costs_s.argmin(axis=0)[np.isfinite(costs_s).any(axis=0)], minlength=len(costs_s))
+    votes[costs_s[:, 0, -1].argmin()] = costs_s[0].size + 1
+    ranked = np.argsort(-votes, kind="stable")[:MAX_MODES]
+    return sorted(ranked[votes[ranked] > 0].tolist())
+
+
+def _switches_s(problem: Problem, kinds: Sequence[Kind]) -> np.ndarray:
+    """[modes, modes] seconds between phases; inf between equal ones, which would be one phase."""
+    strategies = [homogeneous(kind.scheme, problem.num_devices) for kind in kinds]
+    cost = problem.kinds[0].cost
+    return np.array(
+        [[np.inf if before == after else cost.switch_s(before, after) for after in strategies] for before in strategies]
+    )

@@ -1,0 +1,194 @@
+"""Between machines: take time off the machine that ends last, by moving a job away or swapping it."""
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from lengthwise.plan.solve.shop.model import Problem
+from lengthwise.plan.solve.shop.pack import Batches, pack
+
+PARTNERS = 4
+"""Most machines of each type that are looked at: those that end first."""
+PARTNER_JOBS = 96
+"""Jobs of all those machines together, roughly."""
+PROPOSALS = 16
+"""Exchanges, the most promising first, that are estimated until one helps."""
+TRIES = 8
+"""Of these, how many are packed if their estimates say that they help."""
+
+EVEN = 5e-4
+"""Relative distance of the last end from the mean at which there is nothing left to even out."""
+LEAST_GAIN = 1e-5
+"""Relative gain for which an exchange is made."""
+
+Evaluate = Callable[[int, list[int], float], tuple[float, Batches]]
+"""Span and batches of a machine of a type that holds the given jobs; content with a span of the last argument."""
+
+
+class Assignment:
+    """Jobs of every machine, with the span of each as far as it is known."""
+
+    def __init__(self, problem: Problem, jobs: list[list[int]], evaluate: Evaluate) -> None:
+        self.problem = problem
+        self.jobs = jobs
+        self.first = np.cumsum([0] + [each.count for each in problem.machines])
+        # One more column for "no job".
+        self.work = np.concatenate([problem.work, np.zeros((len(problem.machines), 1))], axis=1)
+        self.evaluate(evaluate, 0.0)
+
+    @property
+    def makespan(self) -> float:
+        """When the last machine ends."""
+        return float(self.spans.max())
+
+    def lightest(self) -> list[int]:
+        """A few machines of each type that end first."""
+        few = min(max(PARTNER_JOBS * len(self.jobs) // len(self.problem.sizes), 1), PARTNERS)
+        chosen: list[int] = []
+        for start, end in zip(self.first.tolist(), self.first[1:].tolist()):
+            part = self.spans[start:end]
+            at = np.argpartition(part, few)[: few + 1].tolist() if end - start > few + 1 else range(end - start)
+            chosen.extend(sorted(start + each for each in at))
+        return chosen
+
+    def evaluate(self, evaluate: Evaluate, enough: float) -> None:
+        """Find the span of every machine anew."""
+        found = [evaluate(kind, jobs, enough) for kind, jobs in zip(self.problem.kinds, self.jobs)]
+        self.spans = np.array([span for span, _ in found])
+        self.batches = [batches for _, batches in found]
+
+
+def estimating(problem: Problem) -> Evaluate:
+    """Spans as if batches could be balanced."""
+    work, taken = problem.work_rows, problem.taken_rows
+
+    def evaluate(kind: int, jobs: list[int], enough: float) -> tuple[float, Batches]:
+        if not jobs:
+            return 0.0, []
+        row = work[kind]
+        total, size = sum([row[job] for job in jobs]), sum([taken[kind][job] for job in jobs])
+        return problem.estimators[kind](total, row[jobs[0]], size), []
+
+    return evaluate
+
+
+def packing(problem: Problem, *, swaps: int) -> Evaluate:
+    """Spans of batches, found with little effort once they are at most `enough`."""
+    work, taken = problem.work_rows, problem.taken_rows
+
+    def evaluate(kind: int, jobs: list[int], enough: float) -> tuple[float, Batches]:
+        row, machines, objective = work[kind], problem.machines[kind], problem.objective
+        return pack(
+            [row[job] for job in jobs],
+            [taken[kind][job] for job in jobs],
+            machines,
+            objective=objective,
+            enough=enough,
+            swaps=swaps,
+        )
+
+    return evaluate
+
+
+def exchange(assignment: Assignment, evaluate: Evaluate, *, goal: float, budget: int) -> None:
+    """While the last machine ends after `goal`: the first of the most promising exchanges that makes it end earlier.
+
+    A machine that becomes the last is first tried to be packed better.
+    """
+    tried: set[int] = set()
+    while budget > 0:
+        worst = int(assignment.spans.argmax())
+        last = float(assignment.spans[worst])
+        if last <= goal or last - float(assignment.spans.mean()) <= EVEN * last:
+            return
+        if worst not in tried:
+            tried.add(worst)
+            budget -= len(assignment.jobs[worst])
+            span, batches = evaluate(assignment.problem.kinds[worst], assignment.jobs[worst], goal)
+            if span < assignment.spans[worst]:
+                assignment.spans[worst], assignment.batches[worst] = span, batches
+                continue
+        used, partner = _improve(assignment, evaluate, worst, budget)
+        if partner < 0:
+            return
+        tried -= {worst, partner}
+        budget -= used
+
+
+def _improve(assignment: Assignment, evaluate: Evaluate, worst: int, budget: int) -> tuple[int, int]:
+    """Jobs of machines that were evaluated, and partner of the exchange that was made or -1."""
+    limit = float(assignment.spans[worst]) * (1 - LEAST_GAIN)
+    kinds, used, tries = assignment.problem.kinds, 0, 0
+    estimate = estimating(assignment.problem)
+    for partner, mine, theirs in _proposals(assignment, worst):
+        if used >= budget or tries >= TRIES:
+            break
+        ours, others = list(assignment.jobs[worst]), list(assignment.jobs[partner])
+        ours.remove(mine)
+        insort(others, mine)
+        if theirs >= 0:
+            others.remove(theirs)
+            insort(ours, theirs)
+        used += 1
+        if estimate(kinds[partner], others, limit)[0] > limit or estimate(kinds[worst], ours, limit)[0] > limit:
+            continue
+        tries += 1
+        used += len(ours)
+        span, batches = evaluate(kinds[worst], ours, limit)
+        if span > limit:
+            continue
+        used += len(others)
+        other_span, other_batches = evaluate(kinds[partner], others, limit)
+        if other_span > limit:
+            continue
+        for machine, jobs, value, packed in (worst, ours, span, batches), (partner, others, other_span, other_batches):
+            assignment.jobs[machine], assignment.batches[machine] = jobs, packed
+            assignment.spans[machine] = value
+        return used, partner
+    return used, -1
+
+
+def _proposals(assignment: Assignment, worst: int) -> Iterator[tuple[int, int, int]]:
+    """Partner, job given to it and job taken from it (-1: none), by the larger of both spans to first order.
+
+    To first order a span changes by the work that comes and goes, and by (stages - 1) times the change of the longest.
+    """
+    problem, spans, jobs, work = assignment.problem, assignment.spans, assignment.jobs, assignment.work
+    kind, later = problem.kinds[worst], problem.later
+    partners = [machine for machine in assignment.lightest() if machine != worst]
+    if not partners:
+        return
+    mine, lengths = np.array(jobs[worst]), [len(jobs[machine]) + 1 for machine in partners]
+    theirs = np.array([job for machine in partners for job in (*jobs[machine], -1)])
+    kinds = np.array([problem.kinds[machine] for machine in partners])
+    largest = np.array([jobs[machine][0] if jobs[machine] else -1 for machine in partners])
+    second = np.array([jobs[machine][1] if len(jobs[machine]) > 1 else -1 for machine in partners])
+    ends = np.cumsum(lengths)
+    owner = np.repeat(np.arange(len(partners)), lengths)
+    # What remains the longest there once a job is taken away: the second if it is the first.
+    longest = np.repeat(work[kinds, largest], lengths)
+    heads = ends - np.array(lengths)
+    remaining = longest.copy()
+    remaining[heads] = work[kinds, second]
+    types = kinds[owner]
+    stages = later[types, 0]
+    given = work.T[mine][:, types]
+    after = given + (spans[partners][owner] - work[types, theirs] - stages * longest)
+    if stages.any():
+        with np.errstate(invalid="ignore"):
+            after += stages * np.maximum(given, remaining)
+    own = work[kind]
+    taken = own[theirs]
+    left = (spans[worst] - own[mine])[:, None] + taken
+    if later[kind, 0]:
+        next_longest = np.full(len(mine), own[mine[0]])
+        next_longest[0] = own[mine[1]] if len(mine) > 1 else 0.0
+        left += later[kind, 0] * (np.maximum(next_longest[:, None], taken) - own[mine[0]])
+    flat = np.maximum(after, left).ravel()
+    flat[np.isnan(flat)] = np.inf  # 0 stages times an infinite work
+    best = np.argpartition(flat, PROPOSALS)[:PROPOSALS] if len(flat) > PROPOSALS else np.arange(len(flat))
+    best = best[np.lexsort((best, flat[best]))]
+    for index in best[flat[best] < np.inf].tolist():
+        at, column = divmod(index, len(theirs))
+        yield partners[int(owner[column])], int(mine[at]), int(theirs[column])

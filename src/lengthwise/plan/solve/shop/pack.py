@@ -1,0 +1,195 @@
+"""One machine: its jobs into batches of bounded size, so that it ends early."""
+
+import heapq
+import math
+from bisect import insort
+from collections.abc import Iterator, Sequence
+
+from lengthwise.plan.solve.binpack import first_fit_decreasing
+from lengthwise.plan.solve.shop.model import Machines, Objective, balanced_span, ideal_count, span
+
+Batches = list[list[int]]
+COUNTS = 16
+"""Numbers of batches that are tried, the most promising first."""
+IMPROVED = 3
+"""Numbers of batches for which moves and swaps are tried, the best first."""
+PARTNERS = 4
+"""Batches, the shortest first, that the longest one exchanges jobs with."""
+CLOSE = 1e-4
+"""Relative distance to what could be reached at best at which packing is content."""
+
+
+def pack(
+    work: Sequence[float],
+    sizes: Sequence[int],
+    machines: Machines,
+    *,
+    objective: Objective,
+    enough: float = 0.0,
+    swaps: int = 20,
+) -> tuple[float, Batches]:
+    """Span and batches of one machine, in positions of `work`, which does not increase; a span of `enough` will do.
+
+    Numbers of batches are tried in the order of the span that they could reach, until none can beat the best found.
+    """
+    if not work:
+        return 0.0, []
+    whole = [list(range(len(work)))]
+    if machines.stages == 1:
+        if sum(sizes) <= machines.capacity:
+            return math.fsum(work) + machines.setup, whole
+        if objective is Objective.FLOW_SHOP:
+            batches = fewest_batches(sizes, machines.capacity)
+            return math.fsum(work) + len(batches) * machines.setup, batches
+    total_size = sum(sizes)
+    most = max(-(-total_size // machines.capacity), min(len(work), total_size // machines.min_fill))
+    found: list[tuple[float, float, int, Batches]] = []
+    best = math.inf
+    for ideal, count in _counts(work, sizes, machines, objective):
+        if found and (best <= enough or ideal * (1 + CLOSE) >= best or count > most or len(found) >= COUNTS):
+            break
+        batches = spread(work, sizes, count, machines.capacity)
+        if batches:
+            found.append((_value(work, batches, machines, objective), ideal, count, batches))
+            best = min(best, found[-1][0])
+    found.sort(key=lambda each: each[0])
+    for value, ideal, _, batches in found[:IMPROVED] if swaps else []:
+        if best > enough and ideal * (1 + CLOSE) < best and value > ideal * (1 + CLOSE):
+            improve(work, sizes, batches, capacity=machines.capacity, swaps=swaps)
+            best = min(best, _value(work, batches, machines, objective))
+    batches = min((each[3] for each in found), key=lambda each: _value(work, each, machines, objective))
+    return best, batches
+
+
+def _value(work: Sequence[float], batches: Batches, machines: Machines, objective: Objective) -> float:
+    """Span of these batches; infinite without any."""
+    if not batches:
+        return math.inf
+    times = [sum([work[job] for job in batch]) + machines.setup for batch in batches]
+    return span(times, machines.stages, objective)
+
+
+def fewest_batches(sizes: Sequence[int], capacity: int) -> Batches:
+    """Few batches: evenly filled if the least conceivable number can be, else first fit decreasing."""
+    return spread(sizes, sizes, -(-sum(sizes) // capacity), capacity) or first_fit_decreasing(sizes, capacity)
+
+
+def _counts(
+    work: Sequence[float], sizes: Sequence[int], machines: Machines, objective: Objective
+) -> Iterator[tuple[float, int]]:
+    """Span that balance would reach and number of batches, best first: outwards from the ideal, as the span is convex.
+
+    Numbers beyond `min_fill` come last: they are of use only if all others failed for lack of capacity.
+    """
+    total = math.fsum(work)
+    fewest = -(-sum(sizes) // machines.capacity)
+    most = max(fewest, min(len(work), sum(sizes) // machines.min_fill))
+
+    def reachable(count: int) -> float:
+        if not fewest <= count <= most:
+            return math.inf
+        return balanced_span(machines, objective, total=total, largest=work[0], count=count)
+
+    below = min(max(ideal_count(machines, objective, total=total, largest=work[0]), fewest), most)
+    above = below + 1
+    left, right = reachable(below), reachable(above)
+    while left < math.inf or right < math.inf:
+        if left <= right:
+            yield left, below
+            below -= 1
+            left = reachable(below)
+        else:
+            yield right, above
+            above += 1
+            right = reachable(above)
+    for count in range(most + 1, len(work) + 1):
+        yield 0.0, count
+
+
+def spread(work: Sequence[float], sizes: Sequence[int], count: int, capacity: int) -> Batches:
+    """`count` batches of nearly equal work: longest first onto the least work. Empty: no room."""
+    if count == 1:
+        return [list(range(len(work)))] if sum(sizes) <= capacity else []
+    if count >= len(work):
+        return [[job] for job in range(len(work))]
+    placed = _least_work(work, sizes, count, capacity) or _most_size(sizes, count, capacity)
+    if not placed:
+        return []
+    batches: Batches = [[] for _ in range(count)]
+    for job, batch in enumerate(placed):
+        batches[batch].append(job)
+    return [batch for batch in batches if batch]
+
+
+def _least_work(work: Sequence[float], sizes: Sequence[int], count: int, capacity: int) -> list[int]:
+    """Batch of each job: the one of least work that has room. Empty: no room."""
+    heap = [(0.0, batch) for batch in range(count)]
+    room = [capacity] * count
+    placed = []
+    for value, size in zip(work, sizes):
+        load, batch = heap[0]
+        if size <= room[batch]:
+            heapq.heapreplace(heap, (load + value, batch))
+        else:
+            skipped = []
+            while heap and room[heap[0][1]] < size:
+                skipped.append(heapq.heappop(heap))
+            if not heap:
+                return []
+            load, batch = heap[0]
+            heapq.heapreplace(heap, (load + value, batch))
+            for entry in skipped:
+                heapq.heappush(heap, entry)
+        room[batch] -= size
+        placed.append(batch)
+    return placed
+
+
+def _most_size(sizes: Sequence[int], count: int, capacity: int) -> list[int]:
+    """Batch of each job: the fullest that has room. Empty: no room."""
+    room = [capacity] * count
+    placed = []
+    for size in sizes:
+        batch = min((batch for batch in range(count) if room[batch] >= size), key=room.__getitem__, default=-1)
+        if batch < 0:
+            return []
+        room[batch] -= size
+        placed.append(batch)
+    return placed
+
+
+def improve(work: Sequence[float], sizes: Sequence[int], batches: Batches, *, capacity: int, swaps: int) -> None:
+    """Shorten the longest batch by the best move or swap with one of the shortest, while one helps."""
+    loads = [sum([work[job] for job in batch]) for batch in batches]
+    space = [capacity - sum([sizes[job] for job in batch]) for batch in batches]
+    target = max(sum(loads) / len(batches), work[0]) * (1 + CLOSE)
+    for _ in range(swaps):
+        longest = max(range(len(loads)), key=loads.__getitem__)
+        load = loads[longest]
+        if load <= target:
+            return
+        best, found = load * (1 - CLOSE / 10), None
+        for partner in heapq.nsmallest(PARTNERS, range(len(loads)), key=loads.__getitem__):
+            other = loads[partner]
+            for mine in batches[longest]:
+                for theirs in (-1, *batches[partner]):
+                    relief = work[mine] - (work[theirs] if theirs >= 0 else 0.0)
+                    if relief <= 0:
+                        continue
+                    after = max(load - relief, other + relief)
+                    if after < best:
+                        grown = sizes[mine] - (sizes[theirs] if theirs >= 0 else 0)
+                        if grown <= space[partner] and -grown <= space[longest]:
+                            best, found = after, (partner, mine, theirs, relief, grown)
+        if found is None:
+            return
+        partner, mine, theirs, relief, grown = found
+        batches[longest].remove(mine)
+        insort(batches[partner], mine)
+        if theirs >= 0:
+            batches[partner].remove(theirs)
+            insort(batches[longest], theirs)
+        loads[longest] -= relief
+        loads[partner] += relief
+        space[longest] += grown
+        space[partner] -= grown

@@ -1,0 +1,82 @@
+"""A step in two phases: the longest sequences first on pipelines of a high degree, then the others on smaller ones.
+
+One strategy must hold the longest sequence somewhere, and that pipeline's device group is as large for the whole step.
+Switching within the step frees it; with whole weights nothing moves for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lengthwise.plan.arrangement import Arrangement, Lane, Phase, time_s
+from lengthwise.plan.candidates import Candidates
+from lengthwise.plan.dispatch import PlacedStrategy
+from lengthwise.plan.pool_bound import PoolBound
+from lengthwise.plan.problem import PricedBatch
+
+FULL_PLANS = 2
+"""Splits planned in full per step, the most promising by estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    estimate_s: float
+    front: PlacedStrategy
+    cut: int
+
+
+class SplitSearch:
+    """Finds two-phase plans that beat what is there."""
+
+    def __init__(self, fronts: Sequence[PlacedStrategy], rest: Candidates, bound: PoolBound) -> None:
+        self.fronts, self.rest, self.bound = tuple(fronts), rest, bound
+
+    def best(self, priced: PricedBatch, limit_s: float) -> tuple[Arrangement | None, float]:
+        """The fastest two-phase plan found and its seconds, or None and ``limit_s``."""
+        order = np.argsort(-priced.lengths, kind="stable")
+        splits = [split for front in self.fronts for split in self._estimates(priced, order, front)]
+        best: Arrangement | None = None
+        for split in sorted(splits, key=lambda split: split.estimate_s)[:FULL_PLANS]:
+            if split.estimate_s >= limit_s:
+                break
+            found = self._plan(priced, order, split)
+            if found is not None and (found_s := time_s(priced, found)) < limit_s:
+                best, limit_s = found, found_s
+        return best, limit_s
+
+    def _estimates(self, priced: PricedBatch, order: np.ndarray, front: PlacedStrategy) -> list[_Split]:
+        """Cuts that fill the front's pipelines evenly: one sequence, then whole rounds."""
+        if priced.lengths[order[0]] > front.max_length or len(order) < 2:
+            return []
+        width = front.num_pipelines
+        cuts = sorted({cut for cut in (1, width, 2 * width, 4 * width) if cut < len(order)})
+        splits = []
+        for cut in cuts:
+            alone_s = front.alone_s(priced, order[:cut])
+            front_s = max(float(alone_s.max()), float(alone_s.sum()) / width)
+            rest_s = self.bound(priced.part(order[cut:]))
+            splits.append(_Split(estimate_s=front_s + rest_s + front.update_s, front=front, cut=cut))
+        return splits
+
+    def _plan(self, priced: PricedBatch, order: np.ndarray, split: _Split) -> Arrangement | None:
+        long, short = np.sort(order[: split.cut]), np.sort(order[split.cut :])
+        first, _ = split.front.assign(priced.part(long))
+        rest = priced.part(short)
+        second, _ = self.rest.best(rest, self.rest.bounds_s(rest))
+        if second is None:
+            return None
+        return Arrangement(phases=(_renumber(first, long), _renumber(second, short)))
+
+
+def _renumber(phase: Phase, positions: np.ndarray) -> Phase:
+    """Packs in positions of the whole batch."""
+    return tuple(
+        Lane(
+            kind=lane.kind,
+            ranks=lane.ranks,
+            packs=tuple(tuple(positions[list(pack)].tolist()) for pack in lane.packs),
+            runs=lane.runs,
+        )
+        for lane in phase
+    )

@@ -1,0 +1,67 @@
+"""The page of a comparison: one HTML file that needs nothing else, neither script nor network."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from lengthwise.report.policies import COLUMNS, ClusterResult, Comparison, certificate, headline, row, tiles
+from lengthwise.report.policies_figures import length_figure, scaling_figure, speed_figure, step_figures, time_figure
+from lengthwise.report.units import count
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page; all text is escaped.
+
+    Args:
+        comparison: at least one policy of its first cluster can run.
+    """
+    clusters = [cluster for cluster in comparison.clusters if cluster.ranked]
+    assert clusters, "a page needs a policy that can run"
+    many = len(comparison.clusters) > 1
+    sizes = ", ".join(str(cluster.num_devices) for cluster in comparison.clusters)
+    return _environment().get_template("policies.html.j2").render(
+        title=f"{comparison.model} on {sizes} {comparison.device}",
+        headlines=[headline(cluster) for cluster in clusters],
+        certificate="" if many else certificate(clusters[0]),
+        comparison=comparison,
+        scaling=scaling_figure(comparison.clusters) if many else None,
+        clusters=[_section(cluster, many) for cluster in comparison.clusters],
+        lengths=length_figure(comparison),
+        style="".join((_TEMPLATES / name).read_text() for name in ("report.css", "policies.css")),
+    )  # fmt: skip
+
+
+def _section(cluster: ClusterResult, many: bool) -> dict[str, Any]:
+    if not cluster.ranked:
+        return {"title": _title(cluster), "refused": _refusals(cluster), "tiles": []}
+    return {
+        "title": _title(cluster) if many else "",
+        "sentence": certificate(cluster) if many else "",
+        "tiles": tiles(cluster),
+        "columns": COLUMNS,
+        "rows": [row(cluster, one) for one in cluster.ranked],
+        "refused": _refusals(cluster),
+        "figures": [speed_figure(cluster), time_figure(cluster)],
+        "steps": step_figures(cluster),
+    }
+
+
+def _title(cluster: ClusterResult) -> str:
+    return f"{cluster.num_devices} devices, {count(cluster.tokens_per_step)} tokens a step"
+
+
+def _refusals(cluster: ClusterResult) -> list[tuple[str, str]]:
+    return [(one.policy, one.refused) for one in cluster.policies if one.refused]
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    """Escapes everything, refuses unknown names; compiled templates are kept."""
+    loader = jinja2.FileSystemLoader(_TEMPLATES)
+    return jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )

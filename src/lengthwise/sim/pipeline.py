@@ -1,0 +1,142 @@
+"""One pipeline in virtual time: stages under 1F1B, micro-batches in issue order.
+
+1F1B is the schedule of PipeDream-Flush (Narayanan et al. 2021, section 2.2). S stages, V micro-batches.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from lengthwise.core.plan import Pipeline
+
+
+class Pass(NamedTuple):
+    """A forward or a backward of one micro-batch on one stage."""
+
+    start_s: float
+    end_s: float
+    micro_batch: int
+    is_backward: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineRun:
+    """When each stage of a pipeline computed what, in seconds from the start of the step."""
+
+    pipeline: Pipeline
+    start_s: float
+    stages: tuple[tuple[Pass, ...], ...]
+    """The passes of each stage, one after another."""
+
+    @cached_property
+    def end_s(self) -> float:
+        """When the last stage is done; ``start_s`` without micro-batches."""
+        return max((passes[-1].end_s for passes in self.stages if passes), default=self.start_s)
+
+    @cached_property
+    def comm_shares(self) -> tuple[float, ...]:
+        """[V] of each micro-batch's time, the share in communication that computation does not hide."""
+        return tuple(m.comm_s / m.time_s if m.time_s else 0.0 for m in self.pipeline.micro_batches)
+
+    @cached_property
+    def kept_bytes(self) -> tuple[int, ...]:
+        """[V] what each micro-batch keeps on each stage from its forward to its backward.
+
+        A plan's peak is that of the first stage with S micro-batches as large as this one in flight, so one of them
+        keeps an S-th of what is above the model state.
+        """
+        state, stages = self.pipeline.state_bytes, self.pipeline.scheme.num_stages
+        return tuple(max(0, m.peak_bytes - state) // stages for m in self.pipeline.micro_batches)
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that compute ``stage`` together."""
+        degree = self.pipeline.scheme.degree
+        return self.pipeline.ranks[stage * degree : (stage + 1) * degree]
+
+    def memory_of(self, stage: int) -> list[tuple[float, int]]:
+        """Bytes in use on each rank of ``stage``: the time of each change and the bytes from then on."""
+        held = self.pipeline.state_bytes
+        held_at = {self.start_s: held}  # what is freed and taken at the same moment is one change
+        for one in self.stages[stage]:
+            kept = self.kept_bytes[one.micro_batch]
+            held += -kept if one.is_backward else kept
+            held_at[one.end_s if one.is_backward else one.start_s] = held
+        samples = list(held_at.items())
+        return samples[:1] + [after for before, after in pairwise(samples) if after[1] != before[1]]
+
+
+def forwards_s(pipeline: Pipeline) -> list[float]:
+    """[V] seconds of each forward on one stage.
+
+    Of a micro-batch's time, the forward is one part, the backward two, and each recomputed layer's forward runs again.
+    """
+    own = 3.0 + pipeline.scheme.num_recomputed / pipeline.scheme.num_layers
+    return [
+        m.time_s / (own if m.recompute is None else 3.0 + sum(m.recompute) / len(m.recompute))
+        for m in pipeline.micro_batches
+    ]
+
+
+def run_pipeline(
+    pipeline: Pipeline, slowdowns: Sequence[Sequence[float]], *, start_s: float = 0.0, transfer_s: float = 0.0
+) -> PipelineRun:
+    """Execute a pipeline.
+
+    Args:
+        pipeline: its micro-batches run in the order they have.
+        slowdowns: [S][V] how many times longer than predicted each stage takes.
+        start_s: when the first forward starts.
+        transfer_s: from the end of a pass until the neighbouring stage has its result.
+    """
+    forwards = forwards_s(pipeline)
+    backwards = [m.time_s - f for m, f in zip(pipeline.micro_batches, forwards)]
+    times = [
+        ([f * k for f, k in zip(forwards, factors)], [b * k for b, k in zip(backwards, factors)])
+        for factors in slowdowns
+    ]
+    return PipelineRun(pipeline=pipeline, start_s=start_s, stages=_run_stages(times, start_s, transfer_s))
+
+
+def issue_order(stage: int, *, num_stages: int, num_micro_batches: int) -> list[tuple[bool, int]]:
+    """1F1B on one stage: (is it a backward, micro-batch) of each pass.
+
+    Warm-up: as many forwards as there are stages behind this one; then a forward and a backward in turn; then the rest.
+    """
+    warm_up = min(num_stages - 1 - stage, num_micro_batches)
+    order = [(False, i) for i in range(warm_up)]
+    for i in range(num_micro_batches - warm_up):
+        order += [(False, warm_up + i), (True, i)]
+    return order + [(True, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
+
+
+def _run_stages(
+    times: Sequence[tuple[list[float], list[float]]], start_s: float, transfer_s: float
+) -> tuple[tuple[Pass, ...], ...]:
+    """Times are seconds [V] of the forwards and of the backwards of each stage."""
+    num_stages, count = len(times), len(times[0][0])
+    last = num_stages - 1
+    orders = [issue_order(s, num_stages=num_stages, num_micro_batches=count) for s in range(num_stages)]
+    inputs = [[math.inf if stage else start_s] * count for stage in range(num_stages)]  # when each one is there
+    gradients = [[math.inf] * count for _ in range(num_stages)]
+    done: list[list[Pass]] = [[] for _ in range(num_stages)]
+    while any(len(passes) < 2 * count for passes in done):
+        for stage, passes in enumerate(done):
+            now_s = passes[-1].end_s if passes else start_s
+            while len(passes) < 2 * count:
+                is_backward, i = orders[stage][len(passes)]
+                ready_s = (gradients if is_backward else inputs)[stage][i]
+                if ready_s == math.inf:
+                    break
+                begin_s = max(now_s, ready_s)
+                now_s = begin_s + times[stage][is_backward][i]
+                passes.append(Pass(begin_s, now_s, i, is_backward))
+                if is_backward and stage:
+                    gradients[stage - 1][i] = now_s + transfer_s
+                elif not is_backward and stage < last:
+                    inputs[stage + 1][i] = now_s + transfer_s
+                elif not is_backward:
+                    gradients[stage][i] = now_s
+    return tuple(map(tuple, done))

@@ -1,0 +1,172 @@
+"""Comparing policies through the command line."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.plan import planner
+from lengthwise.plan.policies import POLICIES
+
+FEW = "padded,static,packed"
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    """A file with the lengths of 2,000 sequences, most of them short."""
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.random.default_rng(0).lognormal(6.0, 1.2, 2000).astype(np.int32) + 2)
+    return path
+
+
+def arguments(lengths, *more):
+    given = dict(zip(more[::2], more[1::2]))
+    given = {
+        "--lengths": lengths, "--model": "llama-tiny", "--device": "H100-80GB", "--gpus": 4, "--steps": 3,
+        "--max-stages": 1, "--policies": FEW, "--tokens-per-step": 30_000, **given,
+    }  # fmt: skip
+    return ["compare", *(word for pair in given.items() for word in pair)]
+
+
+def compare(cli, lengths, *more):
+    code, out, err = cli(*arguments(lengths, *more), "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_every_policy_trains_the_same_tokens(cli, lengths):
+    document = compare(cli, lengths)
+    trained = [one["tokens_per_s"] * one["step_time_s"] for one in document["policies"]]
+    assert [one["policy"] for one in document["policies"]] == FEW.split(",")
+    assert trained == pytest.approx([trained[0]] * 3)
+    assert 0.8 * 30_000 < trained[0] <= 30_000
+
+
+def test_shares_of_time_are_whole_and_idle_is_bubbles_and_waiting(cli, lengths):
+    for one in compare(cli, lengths, "--max-stages", 2)["policies"]:
+        shares = one["time_shares"]
+        assert sum(shares.values()) == pytest.approx(1)
+        assert one["idle"] == pytest.approx(shares["bubble"] + shares["imbalance"])
+        assert one["bubble"] == pytest.approx(shares["bubble"])
+        assert one["gap"] >= 0
+        assert 0 < one["peak_gib"] < 80
+
+
+def test_speeds_are_relative_to_static_and_to_the_best_of_the_others(cli, lengths):
+    rows = {one["policy"]: one for one in compare(cli, lengths)["policies"]}
+    speeds = {name: one["tokens_per_s"] for name, one in rows.items()}
+    for name, one in rows.items():
+        assert one["over_static"] == pytest.approx(speeds[name] / speeds["static"])
+        assert one["over_best_other"] == pytest.approx(
+            speeds[name] / max(speed for other, speed in speeds.items() if other != name)
+        )
+
+
+def test_auto_is_never_slower_than_another_policy(cli, lengths):
+    rows = compare(cli, lengths, "--policies", ",".join(POLICIES), "--gpus", 2)["policies"]
+    speeds = {one["policy"]: one["tokens_per_s"] or 0.0 for one in rows}
+    assert speeds["auto"] >= max(speeds.values()) * (1 - 1e-9)
+
+
+def test_equal_questions_have_equal_answers(cli, lengths):
+    first, second = (compare(cli, lengths) for _ in range(2))
+    for one in (*first["policies"], *second["policies"]):
+        del one["planning_s"], one["preparing_s"]
+    assert first == second
+
+
+def test_several_clusters_are_listed_and_their_batches_grow(cli, lengths):
+    document = compare(cli, lengths, "--gpus", "2,4", "--tokens-per-step", 30_000)
+    assert [cluster["gpus"] for cluster in document["clusters"]] == [2, 4]
+    assert "policies" not in document
+    code, out, err = cli(
+        "compare", "--lengths", "commoncrawl", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8,16",
+        "--policies", "static", "--steps", 1, "--max-stages", 1, "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert [cluster["tokens_per_step"] for cluster in json.loads(out)["clusters"]] == [32_768, 50_000]
+
+
+def test_a_policy_that_cannot_run_says_why_and_the_others_go_on(cli, lengths, monkeypatch, tmp_path):
+    prepare = planner.prepare
+
+    def refuse_static(name, problem):
+        if name == "static":
+            raise InfeasibleError("static holds no <long> sequence")
+        return prepare(name, problem)
+
+    monkeypatch.setattr(planner, "prepare", refuse_static)
+    rows = {one["policy"]: one for one in compare(cli, lengths)["policies"]}
+    assert rows["static"]["refused"] == "static holds no <long> sequence"
+    assert rows["static"]["tokens_per_s"] is rows["packed"]["over_static"] is rows["packed"]["refused"] is None
+    assert rows["packed"]["tokens_per_s"] > 0
+    code, out, _ = cli(*arguments(lengths, "--html", tmp_path / "page.html"))
+    assert code == 0
+    assert "static: refused: static holds no <long> sequence" in out
+    assert "static holds no &lt;long&gt; sequence" in (tmp_path / "page.html").read_text()
+
+
+def test_a_cluster_that_is_too_small_does_not_stop_the_larger_one(cli, tmp_path):
+    np.save(tmp_path / "long.npy", np.array([400_000, 50, 60]))
+    document = compare(cli, tmp_path / "long.npy", "--gpus", "1,4", "--hbm", 2, "--tokens-per-step", 400_000)
+    small, large = document["clusters"]
+    assert all("needs" in one["refused"] for one in small["policies"])
+    assert not any(one["refused"] for one in large["policies"])
+
+
+@pytest.mark.parametrize("rule", ["split", "drop", "truncate"])
+def test_what_the_length_rule_does_is_counted(cli, lengths, rule):
+    ledger = compare(cli, lengths, "--max-length", 2000, "--over-length", rule)["ledger"]
+    over = np.load(lengths)
+    over = over[over > 2000]
+    counted = {"split": "split", "drop": "dropped", "truncate": "truncated"}[rule]
+    assert ledger[counted] == len(over)
+    assert ledger["tokens_in"] - ledger["tokens_out"] == {
+        "split": 0, "drop": over.sum(), "truncate": (over - 2000).sum(),
+    }[rule]  # fmt: skip
+    assert f"{len(over):,} sequences" in cli(*arguments(lengths, "--max-length", 2000, "--over-length", rule))[1]
+
+
+def test_a_table_is_printed_for_people(cli, lengths):
+    code, out, _ = cli(*arguments(lengths))
+    assert code == 0
+    assert "tokens/s" in out and "not measured" in out
+    assert all(name in out for name in FEW.split(","))
+    assert "…" not in out
+
+
+def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
+    page = tmp_path / "page.html"
+    code, out, _ = cli(*arguments(lengths, "--html", page, "--gpus", "2,4"))
+    assert code == 0
+    assert str(page.name) in out
+    content = page.read_text()
+    assert content.startswith("<!doctype html>")
+    assert "<script" not in content and "http" not in content
+    for words in ("Simulated, not measured", "Scaling", "Where the time goes", "Tokens per second", "Sequence lengths"):
+        assert words in content
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (["--model", "llama-tin"], 2, "did you mean llama-tiny"),
+        (["--device", "H100"], 2, "did you mean H100-80GB"),
+        (["--policies", "static,hydraulic"], 2, "did you mean hydraulis"),
+        (["--methods", "ulyses"], 2, "did you mean ulysses"),
+        (["--lengths", "commoncraw"], 2, "did you mean commoncrawl"),
+        (["--gpus", "four"], 2, "not a list of numbers"),
+        (["--gpus", "12"], 2, "do not fill nodes of 8"),
+        (["--html", "nowhere/page.html"], 2, "there is no folder nowhere"),
+        (["--max-degree", "0"], 2, "at least 1"),
+        (["--max-length", "100", "--over-length", "error"], 2, "over data.max_length 100"),
+        (["--hbm", "0.01"], 3, "no scheme fits"),
+        (["--lengths", "grch38", "--hbm", "2", "--max-degree", "1"], 3, "Give --max-length"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_with_the_right_exit_code(cli, lengths, changes, code, message):
+    found, out, err = cli(*arguments(lengths, *changes), "--json")
+    assert found == code
+    assert message in err
+    assert json.loads(out)["exit_code"] == code

@@ -1,0 +1,70 @@
+"""What fits, through the command line."""
+
+import json
+
+import pytest
+
+GIVEN = ("memory", "--model", "llama-tiny", "--device", "H100-80GB", "--gpus", "8")
+
+
+def ask(cli, *more):
+    code, out, err = cli(*GIVEN, *more, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_more_recompute_and_more_devices_hold_longer_sequences(cli):
+    longest = {(s["method"], s["degree"], s["stages"], s["recomputed_layers"]): s["max_tokens"]
+               for s in ask(cli)["schemes"]}  # fmt: skip
+    for (method, degree, stages, recomputed), tokens in longest.items():
+        if recomputed:
+            assert tokens >= longest[method, degree, stages, 0]
+        if degree == 2 and method != "dense":
+            assert tokens > longest["dense", 1, stages, recomputed]
+
+
+def test_the_longest_is_the_longest(cli):
+    document = ask(cli)
+    assert document["longest"]["max_tokens"] == max(scheme["max_tokens"] for scheme in document["schemes"])
+    assert document["fits"] is None
+
+
+def test_the_cheapest_scheme_for_a_length_holds_it_and_takes_the_least_work(cli):
+    document = ask(cli, "--length", "100000")
+    cheapest, fits = document["cheapest"], document["fits"]
+    assert cheapest["max_tokens"] >= 100_000
+    assert cheapest["device_s"] == min(fit["device_s"] for fit in fits)
+    assert all(fit["peak_gib"] <= document["memory_gib"] for fit in fits)
+
+
+def test_less_memory_holds_less(cli):
+    assert ask(cli, "--hbm", "10")["longest"]["max_tokens"] < ask(cli)["longest"]["max_tokens"]
+
+
+def test_limits_limit_the_schemes(cli):
+    schemes = ask(cli, "--max-degree", "2", "--max-stages", "2", "--methods", "ring")["schemes"]
+    assert {scheme["method"] for scheme in schemes} == {"dense", "ring"}
+    assert max(scheme["degree"] for scheme in schemes) == max(scheme["stages"] for scheme in schemes) == 2
+
+
+def test_tables_are_printed_for_people(cli):
+    code, out, _ = cli(*GIVEN, "--length", "100000")
+    assert code == 0
+    assert "longest sequence" in out and "schemes hold a sequence of 100,000 tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (["--model", "llama-tin"], 2, "did you mean llama-tiny"),
+        (["--device", "A100"], 2, "did you mean A100-"),
+        (["--gpus", "12"], 2, "do not fill nodes"),
+        (["--hbm", "0.01"], 3, "no scheme fits a token"),
+        (["--length", "1000000000000"], 3, "The longest that fits has"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_right_exit_code(cli, changes, code, message):
+    found, out, err = cli(*GIVEN, *changes, "--json")
+    assert found == code
+    assert message in err
+    assert json.loads(out)["exit_code"] == code

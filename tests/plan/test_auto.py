@@ -1,0 +1,124 @@
+"""The product's default is never slower than any policy, under any cost model, and its bound holds for all of them."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.scheme import Method
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.policies import POLICIES
+from tests.plan.costs import SimpleCost, make_batch, make_problem
+
+OTHERS = [name for name in POLICIES if name != "auto"]
+
+
+@st.composite
+def problems(draw):
+    """Random costs, clusters and batches, with a sampled corpus that may or may not look like the batch."""
+    cost = SimpleCost(
+        a_s=draw(st.sampled_from([0.0, 1e-4, 1e-2])),
+        b_s=draw(st.sampled_from([1e-3, 1e-2, 1.0])),
+        c_s=draw(st.sampled_from([0.0, 0.5, 20.0])),
+        loss=draw(st.sampled_from([0.0, 0.1, 1.0])),
+        capacity=draw(st.integers(30, 300)),
+        method_factors={Method.RING: draw(st.sampled_from([0.8, 1.3]))},
+    )
+    num_devices = draw(st.integers(1, 6))
+    lengths = st.lists(st.integers(1, 100), min_size=1, max_size=25)
+    samples = draw(st.lists(lengths, max_size=3))
+    problem = make_problem(
+        cost,
+        num_devices=num_devices,
+        devices_per_node=draw(st.sampled_from([2, 4, 8])) if num_devices % 4 == 0 else 8,
+        methods=(Method.ULYSSES, Method.RING),
+        recomputed=draw(st.sampled_from([(0,), (0, 4), (0, 2, 4)])),
+        samples=samples,
+        stages=[1, 2] if num_devices > 1 else [1],
+    )
+    longest = min(100, problem.leanest.max_tokens)
+    return problem, [min(length, longest) for length in draw(lengths)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_auto_is_never_slower_than_any_policy(case):
+    problem, lengths = case
+    batch = make_batch(lengths)
+    best = Planner(policy="auto", problem=problem)(batch)
+    for policy in OTHERS:
+        try:
+            other = Planner(policy=policy, problem=problem)(batch)
+        except InfeasibleError:
+            continue
+        assert best.time_s <= other.time_s * (1 + 1e-8), policy
+        assert best.lower_bound_s - best.update_s <= (other.time_s - other.update_s) * (1 + 1e-9), policy
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.sampled_from(["auto", "hydraulis"]))
+def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, policy):
+    problem, lengths = case
+    if max(lengths) > max(k.max_tokens for k in problem.kinds if k.scheme.num_recomputed == 0) and policy != "auto":
+        return
+    batch = make_batch(lengths)
+    plan = Planner(policy=policy, problem=problem)(batch)
+    plan.check_covers(batch)
+    assert 0 < plan.lower_bound_s <= plan.time_s
+    capacity = problem.cost.capacity * 2**30
+    assert all(m.peak_bytes <= capacity for pipeline in plan.pipelines for m in pipeline.micro_batches)
+    assert plan.digest == Planner(policy=policy, problem=problem)(batch).digest
+
+
+def test_one_long_sequence_goes_first_on_all_devices_and_the_short_ones_after_it_on_one_each():
+    cost = SimpleCost(a_s=1e-4, b_s=1e-4, c_s=0.0, loss=0.2, capacity=1000)
+    lengths = [900, *[20] * 400]
+    problem = make_problem(cost, num_devices=4, stages=[1], max_length=900, samples=[lengths] * 4)
+    plan = Planner(policy="auto", problem=problem)(make_batch(lengths))
+    assert plan.num_phases == 2
+    assert plan.strategies[0].schemes[0].degree > plan.strategies[1].schemes[0].degree == 1
+    assert plan.gap < 0.05
+
+
+def test_a_sequence_too_long_for_the_fastest_kind_recomputes_as_few_layers_as_it_needs():
+    problem = make_problem(
+        SimpleCost(capacity=100),
+        num_devices=1,
+        num_layers=8,
+        max_length=390,
+        recomputed=tuple(range(9)),
+        samples=[[50]],
+    )
+    plan = Planner(policy="auto", problem=problem)(make_batch([190, 50, 40, 5]))
+    (pipeline,) = plan.pipelines
+    for m in pipeline.micro_batches:
+        flags = m.recompute or pipeline.scheme.recompute
+        assert sum(flags) == (3 if 190 in m.pack.lengths else 0)  # 100 (1 + 3 r / 8) >= 190 from r = 3 on
+    assert pipeline.micro_batches[0].pack.lengths == (190,)
+
+
+def test_hydraulis_uses_heterogeneous_strategies_where_they_pay():
+    cost = SimpleCost(a_s=0, b_s=1e-2, c_s=0.01, loss=0.5, capacity=30)
+    rng = np.random.default_rng(0)
+    samples = [np.append(rng.integers(2, 20, 200), 100) for _ in range(8)]
+    problem = make_problem(cost, num_devices=8, stages=[1], samples=samples)
+    plan = Planner(policy="hydraulis", problem=problem)(make_batch(samples[0]))
+    assert len({scheme.degree for scheme in plan.strategies[0].schemes}) > 1
+    assert plan.time_s < 0.9 * Planner(policy="static", problem=problem)(make_batch(samples[0])).time_s
+
+
+def test_a_sequence_that_fits_nowhere_is_refused_with_the_number_the_limit_and_the_way_out():
+    problem = make_problem(SimpleCost(capacity=100), num_devices=2, max_length=200)
+    with pytest.raises(
+        InfeasibleError, match=r"sequence 11 \(201 tokens\) needs .* GiB .* data.max_length=200 or less"
+    ):
+        Planner(policy="auto", problem=problem)(make_batch([5, 201]))
+
+
+def test_equal_batches_priced_anew_get_equal_plans():
+    problem = make_problem(num_devices=4, samples=[[30, 20, 10]] * 4)
+    planner = Planner(policy="auto", problem=problem)
+    first = planner(make_batch([70, 20, 10, 5]))
+    planner(make_batch([3, 2, 1]))
+    assert planner(make_batch([70, 20, 10, 5])).digest == first.digest

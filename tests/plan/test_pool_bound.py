@@ -1,0 +1,64 @@
+"""The pool's bound holds for every strategy, every packing and every switch within a step."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.plan.arrangement import Arrangement, Lane, step_times_s
+from lengthwise.plan.pool_bound import PoolBound
+from lengthwise.plan.problem import PricedBatch
+from tests.plan.costs import SimpleCost, make_batch, make_problem
+
+
+@st.composite
+def arrangements(draw):
+    """A random valid arrangement: up to three phases, random kinds tiling the devices, random packs that fit."""
+    num_devices = draw(st.integers(1, 6))
+    cost = SimpleCost(c_s=draw(st.floats(0, 5)), a_s=draw(st.floats(0, 1e-2)), loss=draw(st.floats(0, 1)), capacity=50)
+    problem = make_problem(
+        cost, num_devices=num_devices, recomputed=(0, 2, 4), overhead_per_sequence=draw(st.booleans()), max_length=80
+    )
+    longest = min(80, problem.leanest.max_tokens)
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=12))
+    phases = [[] for _ in range(draw(st.integers(1, 3)))]
+    for phase in phases:
+        used = 0
+        while used < num_devices:
+            fitting = [kind for kind in problem.kinds if kind.num_devices <= num_devices - used]
+            kind = draw(st.sampled_from(fitting))
+            phase.append((kind, tuple(range(used, used + kind.num_devices)), []))
+            used += kind.num_devices
+    everywhere = [lane for phase in phases for lane in phase]
+    for position, length in enumerate(lengths):
+        able = [lane for lane in everywhere if lane[0].max_tokens >= length]
+        if not able:
+            lengths[position] = 1
+            able = everywhere
+        kind, _, packs = draw(st.sampled_from(able))
+        open_packs = [p for p in packs if sum(lengths[i] for i in p) + lengths[position] <= kind.max_tokens]
+        if open_packs and draw(st.booleans()):
+            draw(st.sampled_from(open_packs)).append(position)
+        else:
+            packs.append([position])
+    made = tuple(
+        tuple(Lane(kind=k, ranks=r, packs=tuple(map(tuple, packs))) for k, r, packs in phase) for phase in phases
+    )
+    return PricedBatch(problem, make_batch(lengths)), Arrangement(phases=made)
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrangements())
+def test_no_arrangement_of_the_pools_kinds_beats_the_bound(case):
+    priced, arrangement = case
+    problem = priced.problem
+    bound = PoolBound(problem, problem.kinds)
+    assert bound(priced) <= step_times_s(priced, arrangement)[0] * (1 + 1e-9)
+
+
+def test_the_bound_is_tight_where_one_device_fills_its_packs():
+    problem = make_problem(SimpleCost(capacity=100), num_devices=1)
+    priced = PricedBatch(problem, make_batch([50, 50, 60, 40]))
+    kind = problem.kinds[0]
+    arrangement = Arrangement(phases=((Lane(kind=kind, ranks=(0,), packs=((0, 1), (2, 3))),),))
+    bound = PoolBound(problem, problem.kinds)
+    np.testing.assert_allclose(bound(priced), step_times_s(priced, arrangement)[0])
