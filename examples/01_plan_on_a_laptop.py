@@ -5,8 +5,8 @@ python examples/01_plan_on_a_laptop.py
 
 import numpy as np
 
+from lengthwise.cli.what_if import Pool, Recompute, make_problem
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.scheme import dense_scheme
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.data.sampler import Sampler
@@ -20,16 +20,11 @@ corpus = LengthIndex(lengths=lengths)
 model, cluster = model_preset("llama-7b"), cluster_preset("1x8xH200-141GB")
 cost = AnalyticCost(model=model, cluster=cluster)
 
-for policy, arrange in POLICIES.items():
-    planner = Planner(
-        policy=policy,
-        arrange=arrange,
-        cost=cost,
-        scheme=dense_scheme(model.num_layers, recompute=True),
-        num_devices=cluster.num_devices,
-        memory_bytes=cluster.device.memory_bytes,
-        max_length=corpus.max_length,
-    )
+pool = Pool(max_stages=1, recompute=Recompute.ALL)
+problem = make_problem(cost, cluster=cluster, num_layers=model.num_layers, max_length=corpus.max_length, pool=pool)
+
+for policy in POLICIES:
+    planner = Planner(policy=policy, problem=problem)
     sampler = Sampler(corpus, seed=0, tokens_per_step=400_000)
     plans = [planner(next(sampler)) for _ in range(10)]
     timelines = [simulate(plan) for plan in plans]

@@ -1,4 +1,4 @@
-"""Candidate strategies for a step: bounded first, then planned in the order of their bounds while that can still win."""
+"""Candidate strategies for a step: bounded first, then planned in the order of their bounds while one can win."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """A bound that no plan of a pool's schemes beats: any strategy, heterogeneous or switched within the step, any packing.
 
 Say a step takes T at most. Under scheme k it has T - u_k left for micro-batches, since the update takes at least u_k. A
-pipeline of S_k stages whose longest sequence takes x holds work of at most T - u_k - (S_k - 1) x. So a sequence of work w
+pipeline of S_k stages whose longest sequence takes x holds work of at most T - u_k - (S_k - 1) x. So one of work w
 takes at least N_k w / (T - u_k - (S_k - 1) w) of the cluster's N devices under the scheme of N_k devices, and all
 sequences together, each under the scheme where that is least, must not take more than N. Phases of a step only shorten
 what each has left. Where T - u_k does not suffice for a sequence alone, the scheme is out. This is the certificate of

@@ -39,8 +39,8 @@ class Problem:
     def __post_init__(self) -> None:
         if not self.kinds:
             raise InfeasibleError(
-                f"no scheme fits: weights, gradients and each device's share of the optimizer alone exceed "
-                f"{self.memory_bytes / GIB:.1f} GiB under every degree and number of stages allowed. Use devices with "
+                f"no scheme fits: weights, gradients and each device's share of the optimizer alone take more; "
+                f"a device has {self.memory_bytes / GIB:.1f} GiB, under every degree and number of stages allowed. Use devices with "
                 "more memory, more of them, a smaller model or a narrower train.dtype."
             )
 
@@ -67,7 +67,7 @@ class Problem:
         return {family: tuple(sorted(held, key=lambda k: -k.max_tokens)) for family, held in families.items()}
 
     def check_fits(self, lengths: np.ndarray, ids: np.ndarray | None = None) -> None:
-        """Raise ``InfeasibleError`` if some sequence fits under no scheme, with the number, the limit and the way out."""
+        """Raise ``InfeasibleError`` if some sequence fits under no scheme: number, limit and way out."""
         longest = int(np.argmax(lengths))
         if lengths[longest] > self.leanest.max_tokens:
             self.refuse(longest if ids is None else int(ids[longest]), int(lengths[longest]))

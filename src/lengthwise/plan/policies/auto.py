@@ -11,6 +11,7 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.plan.arrangement import Arrangement, step_times_s
+from lengthwise.plan.assign import mixed_kinds
 from lengthwise.plan.candidates import SLACK, Candidates
 from lengthwise.plan.dispatch import PlacedStrategy
 from lengthwise.plan.flexible import FlexibleKind, flexible_kinds
@@ -42,7 +43,7 @@ class Auto:
     """The fastest plan that all moves together find."""
 
     def __init__(self, problem: Problem, others: dict[str, Policy]) -> None:
-        self.bound = PoolBound(problem, problem.kinds)
+        self.bound = PoolBound(problem, (*problem.kinds, *mixed_kinds(problem)))
         self.others = others
         kinds = flexible_kinds(problem)
         self.candidates = Candidates([_placed(problem, proposal.counts) for proposal in propose(problem, kinds)])
