@@ -40,7 +40,7 @@ class Problem:
         if not self.kinds:
             raise InfeasibleError(
                 f"no scheme fits: weights, gradients and each device's share of the optimizer alone take more; "
-                f"a device has {self.memory_bytes / GIB:.1f} GiB, under every degree and number of stages allowed. Use devices with "
+                f"a device has {self.memory_bytes / GIB:.1f} GiB, whatever the degree and stages. Use devices with "
                 "more memory, more of them, a smaller model or a narrower train.dtype."
             )
 
