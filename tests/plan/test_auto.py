@@ -9,6 +9,7 @@ from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.scheme import Method
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
+from lengthwise.plan.problem import PricedBatch
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 OTHERS = [name for name in POLICIES if name != "auto"]
@@ -123,3 +124,12 @@ def test_equal_batches_priced_anew_get_equal_plans():
     first = planner(make_batch([70, 20, 10, 5]))
     planner(make_batch([3, 2, 1]))
     assert planner(make_batch([70, 20, 10, 5])).digest == first.digest
+
+
+def test_what_other_policies_have_planned_of_a_batch_changes_nothing_but_the_work():
+    problem = make_problem(num_devices=4, samples=[[30, 20, 10]] * 4)
+    alone = Planner(policy="auto", problem=problem)(make_batch([70, 20, 10, 5]))
+    priced = PricedBatch(problem, make_batch([70, 20, 10, 5]))
+    plans = [Planner(policy=name, problem=problem).plan(priced) for name in ("packed", "hydraulis", "auto")]
+    assert [plan.policy for plan in plans] == ["packed", "hydraulis", "auto"]
+    assert plans[-1].digest == alone.digest

@@ -62,3 +62,14 @@ def test_the_bound_is_tight_where_one_device_fills_its_packs():
     arrangement = Arrangement(phases=((Lane(kind=kind, ranks=(0,), packs=((0, 1), (2, 3))),),))
     bound = PoolBound(problem, problem.kinds)
     np.testing.assert_allclose(bound(priced), step_times_s(priced, arrangement)[0], rtol=TOLERANCE)
+
+
+def test_a_scheme_that_does_not_hold_a_sequence_is_no_part_of_its_bound():
+    problem = make_problem(SimpleCost(capacity=100), num_devices=2, stages=[1], max_length=150)
+    small, large = sorted(problem.kinds, key=lambda kind: kind.num_devices)[:2]
+    priced = PricedBatch(problem, make_batch([150]))
+    assert small.max_tokens < 150 <= large.max_tokens
+    bound = PoolBound(problem, [small, large])
+    alone_s = float(large.times_s(np.array([150]))[0]) + large.overhead_s
+    for found_s in (bound.floor_s(priced), bound(priced)):
+        np.testing.assert_allclose(found_s, alone_s, rtol=1e-2)  # lengths are tabulated by steps of half a percent

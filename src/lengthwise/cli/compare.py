@@ -58,7 +58,7 @@ def run(
         int | None,
         typer.Option(min=1, metavar="TOKENS", help="Of a global batch; default: 3125 a device, or the longest."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Global batches that every policy plans.")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Global batches that every policy plans.")] = 8,
     policies: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")] = None,
     hbm: MemoryGib = None,
     devices_per_node: DevicesPerNode = 8,
@@ -116,17 +116,16 @@ def _play(
         InfeasibleError: no policy can run on any of them.
     """
     results: list[ClusterResult] = []
-    with progress() as bar:
+    entries = [contest.enter(cluster, tokens_per_step=tokens) for cluster, tokens in zip(clusters, budgets)]
+    with contest.ahead(entries), progress() as bar:
         task = bar.add_task("plan", total=len(clusters) * len(contest.policies) * contest.num_steps)
-        for cluster, tokens in zip(clusters, budgets):
+        for entry in entries:
 
-            def hear(policy: str, num_done: int, size: int = cluster.num_devices) -> None:
+            def hear(policy: str, num_done: int, size: int = entry.cluster.num_devices) -> None:
                 bar.update(task, advance=num_done, description=f"{size} devices, {policy}")
 
             is_first = not any(result.ranked for result in results)
-            results.append(
-                contest.run(cluster, tokens_per_step=tokens, with_steps=with_steps and is_first, on_step=hear)
-            )
+            results.append(contest.run(entry, with_steps=with_steps and is_first, on_step=hear))
     if not any(result.ranked for result in results):
         raise InfeasibleError(results[-1].policies[0].refused)
     return results

@@ -1,6 +1,8 @@
 """Policies on the same global batches: planned, simulated, summed up."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import fsum
 from statistics import median
@@ -13,12 +15,20 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic import AnalyticCost
+from lengthwise.plan.flexible import flexible_kinds
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
-from lengthwise.plan.problem import Problem
+from lengthwise.plan.policies.hydraulis import published_space
+from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.propose.beforehand import Space, searching
 from lengthwise.report.policies import ClusterResult, PolicyResult, Step
 from lengthwise.sim.engine import simulate
 from lengthwise.sim.summary import StepSummary, summary
+
+WORTH_OTHER_PROCESSES = 32
+"""Devices from which on searching proposals takes longer than starting a process for it."""
+SEARCHED: dict[str, Space] = {"hydraulis": published_space, "auto": flexible_kinds}
+"""Policies that propose strategies, and what of."""
 
 OnStep = Callable[[str, int], None]
 """Hears which policy is at work, and how many more steps it is done with."""
@@ -36,45 +46,75 @@ class Contest:
     num_steps: int
     seed: int
 
-    def run(self, cluster: ClusterSpec, *, tokens_per_step: int, with_steps: bool, on_step: OnStep) -> ClusterResult:
-        """Every policy on ``cluster``; one that cannot hold some sequence says why, and the others go on.
-
-        Args:
-            cluster: the devices.
-            tokens_per_step: token budget of a global batch.
-            with_steps: also keep one typical step of every policy, for the page.
-            on_step: hears of progress.
-        """
-        draw = {"tokens_per_step": tokens_per_step, "seed": self.seed}
-        batches = first_batches(self.lengths, steps=self.num_steps, **draw)
-        results, planners = [], {}
+    def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "Entry":
+        """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
+        problem, refused = None, ""
         try:
-            cost = AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype)
             problem = make_problem(
-                cost,
+                AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype),
                 cluster=cluster,
                 num_layers=self.model.num_layers,
                 max_length=self.lengths.max_length,
                 pool=self.pool,
-                samples=sample_lengths(self.lengths, **draw),
+                samples=sample_lengths(self.lengths, tokens_per_step=tokens_per_step, seed=self.seed),
             )
             check_longest(problem, self.lengths)
         except InfeasibleError as error:
-            results = [PolicyResult(policy=name, refused=str(error)) for name in self.policies]
+            problem, refused = None, str(error)
+        return Entry(cluster=cluster, tokens_per_step=tokens_per_step, problem=problem, refused=refused)
+
+    @contextmanager
+    def ahead(self, entries: Sequence["Entry"]) -> Iterator[None]:
+        """Meanwhile, other processes search what takes longest, where that pays for starting them."""
+        large = [
+            entry.problem for entry in entries if entry.problem and entry.problem.num_devices >= WORTH_OTHER_PROCESSES
+        ]
+        spaces = [space for name, space in SEARCHED.items() if name in self.policies]
+        workers = min(len(large) * len(spaces), os.cpu_count() or 1)
+        if workers < 1:
+            yield
+            return
+        with searching(large, spaces, workers=workers):
+            yield
+
+    def run(self, entry: "Entry", *, with_steps: bool, on_step: OnStep) -> ClusterResult:
+        """Every policy on a cluster; one that cannot hold some sequence says why, and the others go on.
+
+        Args:
+            entry: the cluster.
+            with_steps: also keep one typical step of every policy, for the page.
+            on_step: hears of progress.
+        """
+        drawn = first_batches(self.lengths, steps=self.num_steps, tokens_per_step=entry.tokens_per_step, seed=self.seed)
+        results, planners, batches = [], {}, list[PricedBatch]()
+        if entry.problem is None:
+            results = [PolicyResult(policy=name, refused=entry.refused) for name in self.policies]
         else:
+            batches = [PricedBatch(entry.problem, batch) for batch in drawn]
             for name in self.policies:
-                planners[name] = Planner(policy=name, problem=problem)
+                planners[name] = Planner(policy=name, problem=entry.problem)
                 results.append(play(planners[name], batches, on_step=on_step))
         found = ClusterResult(
-            num_devices=cluster.num_devices,
-            cluster=cluster.name,
-            tokens_per_step=tokens_per_step,
+            num_devices=entry.cluster.num_devices,
+            cluster=entry.cluster.name,
+            tokens_per_step=entry.tokens_per_step,
             policies=tuple(results),
         )
         return _with_steps(found, planners, batches) if with_steps else found
 
 
-def play(planner: Planner, batches: Sequence[GlobalBatch], *, on_step: OnStep) -> PolicyResult:
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A cluster, ready to be played on."""
+
+    cluster: ClusterSpec
+    tokens_per_step: int
+    problem: Problem | None
+    """None where nothing can run, for the reason in ``refused``."""
+    refused: str = ""
+
+
+def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -> PolicyResult:
     """One policy on all batches, or why it cannot run."""
     name = planner.policy
     played: list[_Played] = []
@@ -85,14 +125,14 @@ def play(planner: Planner, batches: Sequence[GlobalBatch], *, on_step: OnStep) -
         preparing_s = perf_counter() - start_s
         for batch in batches:
             start_s = perf_counter()
-            plan = planner(batch)
+            plan = planner.plan(batch)
             planning_s = perf_counter() - start_s
             played.append(_Played.of(plan, planner.problem, planning_s=planning_s))
             on_step(name, 1)
     except InfeasibleError as error:
         on_step(name, len(batches) - len(played))
         return PolicyResult(policy=name, refused=str(error))
-    return replace(_result(name, batches, played), preparing_s=preparing_s)
+    return replace(_result(name, [each.batch for each in batches], played), preparing_s=preparing_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,11 +200,11 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
     )
 
 
-def _with_steps(cluster: ClusterResult, planners: dict[str, Planner], batches: Sequence[GlobalBatch]) -> ClusterResult:
+def _with_steps(cluster: ClusterResult, planners: dict[str, Planner], batches: Sequence[PricedBatch]) -> ClusterResult:
     """With the step whose time under the fastest policy is nearest to the median, under every policy that can run."""
     if not cluster.ranked:
         return cluster
     times_s = cluster.ranked[0].times_s
     typical = min(range(len(times_s)), key=lambda k: abs(times_s[k] - median(times_s)))
-    plans = {one.policy: planners[one.policy](batches[typical]) for one in cluster.ranked}
+    plans = {one.policy: planners[one.policy].plan(batches[typical]) for one in cluster.ranked}
     return replace(cluster, steps={name: Step(plan=plan, timeline=simulate(plan)) for name, plan in plans.items()})

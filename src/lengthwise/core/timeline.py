@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 
 
 class SpanKind(StrEnum):
@@ -50,7 +51,7 @@ class Timeline:
     spans: tuple[Span, ...]
     memory: tuple[MemorySample, ...] = ()
 
-    @property
+    @cached_property
     def step_time_s(self) -> float:
         """Seconds until the last span of the last rank ends."""
         return max((span.end_s for span in self.spans), default=0.0)

@@ -13,6 +13,9 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.holdings import Mover, held_params
 from lengthwise.cost.memory import state_bytes
 
+PROBES = 128
+"""Parts in which a range of tokens is cut while the most that fits is searched."""
+
 Made = TypeVar("Made")
 Line = tuple[float, float]
 """Bytes at no token, and bytes per token, of one stage."""
@@ -114,11 +117,12 @@ class SeparableCost(ABC):
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
         fits, too_many = 0, int(self.memory_limit_bytes) + 1  # a token keeps at least a byte
         while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self.peak_bytes(middle, scheme, num_devices=num_devices) <= self.memory_limit_bytes:
-                fits = middle
-            else:
-                too_many = middle
+            between = fits + (too_many - fits) * np.arange(1, PROBES) // PROBES
+            between = np.unique(between[between > fits])
+            needed = self.peak_bytes(between, scheme, num_devices=num_devices)
+            number = int(np.searchsorted(needed, self.memory_limit_bytes, side="right"))
+            limits = [fits, *between.tolist(), too_many]
+            fits, too_many = limits[number], limits[number + 1]
         return fits
 
     @property

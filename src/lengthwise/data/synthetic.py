@@ -10,7 +10,6 @@ from collections.abc import Callable
 from math import log
 
 import numpy as np
-from scipy.special import ndtri
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import nearest
@@ -68,6 +67,8 @@ def synthetic_lengths(name: str, num_sequences: int, seed: int = 0) -> np.ndarra
 
 
 def _documents(which: np.ndarray, rank: np.ndarray) -> np.ndarray:
+    from scipy.special import ndtri  # slow to import, and of use here alone
+
     part = _choose(which, [share for share, _, _ in DOCUMENTS])
     median = np.array([log(tokens) for _, tokens, _ in DOCUMENTS])[part]
     sigma = np.array([sigma for _, _, sigma in DOCUMENTS])[part]

@@ -1,7 +1,7 @@
 """What policies answer: who computes which sequences of a batch, in positions of the batch; priced and made a plan."""
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -51,9 +51,14 @@ def pack_times_s(priced: PricedBatch, lane: Lane) -> list[float]:
             for time_s, pack in zip(each_s, lane.packs)
         ]
     runs = lane.runs or (lane.kind,) * len(lane.packs)
-    return [
-        float(priced.times_s(kind)[list(pack)].sum()) + priced.overhead_s(kind) for kind, pack in zip(runs, lane.packs)
-    ]
+    sums_s = np.zeros(len(runs))
+    for kind in dict.fromkeys(runs):
+        mine = [number for number, run in enumerate(runs) if run is kind]
+        held = [lane.packs[number] for number in mine]
+        starts = [0, *accumulate(map(len, held))][:-1]
+        sums_s[mine] = np.add.reduceat(priced.times_s(kind)[list(chain(*held))], starts) + priced.overhead_s(kind)
+    times_s: list[float] = sums_s.tolist()
+    return times_s
 
 
 def pipeline_time_s(times_s: list[float], num_stages: int, objective: Objective) -> float:

@@ -36,7 +36,7 @@ class Candidates:
             if bounds_s[number] >= limit_s * (1 - SLACK):
                 break
             strategy = self.strategies[number]
-            phase, found = strategy.assign(priced, bound_s=bounds_s[number] - strategy.update_s)
+            phase, found = strategy.assign(priced)
             if found.makespan + strategy.update_s < limit_s:
                 best, limit_s = phase, found.makespan + strategy.update_s
         return best, limit_s

@@ -11,7 +11,7 @@ from lengthwise.plan.arrangement import Lane, Phase
 from lengthwise.plan.kind import Kind
 from lengthwise.plan.place import place
 from lengthwise.plan.problem import PricedBatch, Problem
-from lengthwise.plan.solve.shop import Machines, Schedule, lower_bound, schedule
+from lengthwise.plan.solve.shop import Certificate, Machines, Schedule, certify, schedule
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,14 +107,25 @@ class PlacedStrategy:
         """Seconds that the micro-batches of ``priced`` take at least on these pipelines; inf if one fits nowhere."""
         if priced.lengths.max() > self.max_length:
             return np.inf
-        return lower_bound(self._work(priced), priced.lengths, self._machines, objective=self.problem.objective)
+        return self._certificate(priced).bound
 
-    def assign(self, priced: PricedBatch, *, bound_s: float | None = None) -> tuple[Phase, Schedule]:
+    def assign(self, priced: PricedBatch) -> tuple[Phase, Schedule]:
         """The pipelines with their packs; micro-batches of the schedule in issue order."""
         found = schedule(
-            self._work(priced), priced.lengths, self._machines, objective=self.problem.objective, bound=bound_s
+            self._work(priced),
+            priced.lengths,
+            self._machines,
+            objective=self.problem.objective,
+            certificate=self._certificate(priced),
         )
         return tuple(map(self._lane, self._tile_of, self._ranks, found.batches, [priced] * len(self._ranks))), found
+
+    def _certificate(self, priced: PricedBatch) -> Certificate:
+        if self not in priced.certificates:
+            priced.certificates[self] = certify(
+                self._work(priced), priced.lengths, self._machines, objective=self.problem.objective
+            )
+        return priced.certificates[self]
 
     def _lane(
         self, tile: Tile, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch

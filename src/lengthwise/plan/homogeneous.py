@@ -11,7 +11,7 @@ from lengthwise.plan.kind import Kind
 from lengthwise.plan.place import place
 from lengthwise.plan.problem import PricedBatch, Problem
 from lengthwise.plan.solve.binpack import first_fit_decreasing
-from lengthwise.plan.solve.shop import Machines, lower_bound
+from lengthwise.plan.solve.shop import Machines, certify
 
 Pack = tuple[int, ...]
 """Positions in the batch of the sequences of one micro-batch."""
@@ -101,7 +101,7 @@ def strategy_bound_s(priced: PricedBatch, kind: Kind) -> float:
         setup=priced.overhead_s(kind),
         capacity=kind.max_tokens,
     )
-    return lower_bound(priced.times_s(kind)[None, :], priced.lengths, [machines], objective=problem.objective)
+    return certify(priced.times_s(kind)[None, :], priced.lengths, [machines], objective=problem.objective).bound
 
 
 def longest(priced: PricedBatch, pack: Pack) -> int:

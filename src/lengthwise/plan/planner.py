@@ -24,6 +24,11 @@ class Planner:
         Raises:
             InfeasibleError: a sequence, or a micro-batch of the policy's fixed size, exceeds a device's memory.
         """
-        priced = PricedBatch(self.problem, batch)
-        self.problem.check_fits(priced.lengths, np.asarray(batch.ids))
-        return to_plan(priced, prepare(self.policy, self.problem)(priced), policy=self.policy)
+        return self.plan(PricedBatch(self.problem, batch))
+
+    def plan(self, priced: PricedBatch) -> StepPlan:
+        """The same for a batch that other policies may have planned, whose work is not done again."""
+        self.problem.check_fits(priced.lengths, np.asarray(priced.batch.ids))
+        if self.policy not in priced.arranged:
+            priced.arranged[self.policy] = prepare(self.policy, self.problem)(priced)
+        return to_plan(priced, priced.arranged[self.policy], policy=self.policy)

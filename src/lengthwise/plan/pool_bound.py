@@ -61,23 +61,27 @@ class PoolBound:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least, pipelines never filling or draining; the cheapest to tell."""
-        at = self._at(priced)
+        at = self._at(priced.lengths)
         alone_s = ((self._later + 1) * self._alone_s[:, at]).min(axis=0)
         return max(float(self._device_s[:, at].min(axis=0).sum()) / self._num_devices, float(alone_s.max()))
 
     def __call__(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches of a step take at least."""
-        return self._largest_refuted_s(priced, np.zeros_like(self._updates_s))
+        return self.of(priced.lengths)
+
+    def of(self, lengths: np.ndarray) -> float:
+        """The same for sequences of these lengths."""
+        return self._largest_refuted_s(lengths, np.zeros_like(self._updates_s))
 
     def step_s(self, priced: PricedBatch) -> float:
         """Seconds that the whole step takes at least, its update included."""
-        return self._largest_refuted_s(priced, self._updates_s)
+        return self._largest_refuted_s(priced.lengths, self._updates_s)
 
-    def _at(self, priced: PricedBatch) -> np.ndarray:
-        return np.searchsorted(self._grid, priced.lengths, side="right") - 1
+    def _at(self, lengths: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self._grid, lengths, side="right") - 1
 
-    def _largest_refuted_s(self, priced: PricedBatch, updates_s: np.ndarray) -> float:
-        at, counts = np.unique(self._at(priced), return_counts=True)
+    def _largest_refuted_s(self, lengths: np.ndarray, updates_s: np.ndarray) -> float:
+        at, counts = np.unique(self._at(lengths), return_counts=True)
         device_s, alone_s = self._device_s[:, at], self._alone_s[:, at]
         later_s = np.multiply(self._later, alone_s, out=np.zeros_like(alone_s), where=self._later > 0)  # 0 x inf is 0
         taken_s = updates_s + later_s

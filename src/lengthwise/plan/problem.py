@@ -11,7 +11,7 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.specs import GIB
 from lengthwise.plan.kind import Family, Kind
-from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.solve.shop import Certificate, Objective
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,6 +105,10 @@ class PricedBatch:
     problem: Problem
     batch: GlobalBatch
     _times_s: dict[Kind, np.ndarray] = field(default_factory=dict)
+    certificates: dict[Any, Certificate] = field(default_factory=dict)
+    """Bounds by placed strategy, proven once."""
+    arranged: dict[str, Any] = field(default_factory=dict)
+    """Arrangements by policy, of those that have planned the batch: some are moves of others."""
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -35,7 +35,7 @@ class SplitSearch:
     def best(self, priced: PricedBatch, limit_s: float) -> tuple[Arrangement | None, float]:
         """The fastest two-phase plan found and its seconds, or None and ``limit_s``."""
         order = np.argsort(-priced.lengths, kind="stable")
-        splits = [split for front in self.fronts for split in self._estimates(priced, order, front)]
+        splits = self._estimates(priced, order, limit_s)
         best: Arrangement | None = None
         for split in sorted(splits, key=lambda split: split.estimate_s)[:FULL_PLANS]:
             if split.estimate_s >= limit_s:
@@ -45,18 +45,22 @@ class SplitSearch:
                 best, limit_s = found, found_s
         return best, limit_s
 
-    def _estimates(self, priced: PricedBatch, order: np.ndarray, front: PlacedStrategy) -> list[_Split]:
-        """Cuts that fill the front's pipelines evenly: one sequence, then whole rounds."""
-        if priced.lengths[order[0]] > front.max_length or len(order) < 2:
-            return []
-        width = front.num_pipelines
-        cuts = sorted({cut for cut in (1, width, 2 * width, 4 * width) if cut < len(order)})
+    def _estimates(self, priced: PricedBatch, order: np.ndarray, limit_s: float) -> list[_Split]:
+        """Cuts that fill a front's pipelines evenly, one sequence, then whole rounds; none whose front is too slow."""
         splits = []
-        for cut in cuts:
-            alone_s = front.alone_s(priced, order[:cut])
-            front_s = max(float(alone_s.max()), float(alone_s.sum()) / width)
-            rest_s = self.bound(priced.part(order[cut:]))
-            splits.append(_Split(estimate_s=front_s + rest_s + front.update_s, front=front, cut=cut))
+        rests_s: dict[int, float] = {}
+        for front in self.fronts:
+            if priced.lengths[order[0]] > front.max_length:
+                continue
+            width = front.num_pipelines
+            for cut in sorted({cut for cut in (1, width, 2 * width, 4 * width) if cut < len(order)}):
+                alone_s = front.alone_s(priced, order[:cut])
+                estimate_s = max(float(alone_s.max()), float(alone_s.sum()) / width) + front.update_s
+                if estimate_s >= limit_s:
+                    break
+                if cut not in rests_s:
+                    rests_s[cut] = self.bound.of(priced.lengths[order[cut:]])
+                splits.append(_Split(estimate_s=estimate_s + rests_s[cut], front=front, cut=cut))
         return splits
 
     def _plan(self, priced: PricedBatch, order: np.ndarray, split: _Split) -> Arrangement | None:

@@ -17,7 +17,7 @@ from lengthwise.plan.kind import Kind
 from lengthwise.plan.problem import PricedBatch, Problem
 
 MAX_BATCHES = 8
-MAX_SEQUENCES = 16_000
+MAX_SEQUENCES = 6_000
 """Of all batches looked at together; one batch is looked at however many it holds."""
 OCTAVES = 6
 """Lengths of the made-up batch, where there is no sample: each half of the one before."""

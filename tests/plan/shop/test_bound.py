@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lengthwise.plan.solve.shop import Effort, Machines, Objective, lower_bound, lower_bound_of_classes, schedule
+from lengthwise.plan.solve.shop import Effort, Machines, Objective, certify, lower_bound_of_classes, schedule
 
 from .brute import largest_job, optima, random_instance
 
@@ -67,7 +67,7 @@ def times(sizes, slopes=(0.03, 0.04, 0.02)):
 def test_classes_are_bounded_like_the_jobs_they_stand_for(objective):
     sizes = np.repeat(lengths(np.random.default_rng(3), 60), 5)
     values, counts = np.unique(sizes, return_counts=True)
-    jobs = lower_bound(times(sizes), sizes, MIXED, objective=objective)
+    jobs = certify(times(sizes), sizes, MIXED, objective=objective).bound
     classes = lower_bound_of_classes(times(values), values, counts, MIXED, objective=objective)
     assert classes == pytest.approx(jobs, rel=CLASS_LOSS)
 
@@ -85,9 +85,9 @@ def test_twice_the_jobs_of_each_class_on_twice_the_machines_are_bounded_alike(ob
 def test_more_machines_never_raise_the_bound(objective):
     sizes = lengths(np.random.default_rng(5), 200)
     bounds = [
-        lower_bound(
+        certify(
             times(sizes), sizes, [*MIXED[:2], Machines(count=count, stages=4, capacity=2000)], objective=objective
-        )
+        ).bound
         for count in (1, 2, 4, 8)
     ]
     assert all(later <= earlier * (1 + CLASS_LOSS) for earlier, later in pairwise(bounds))
@@ -95,16 +95,16 @@ def test_more_machines_never_raise_the_bound(objective):
 
 def test_one_long_job_takes_all_its_stages():
     machines = [Machines(count=3, stages=4, setup=2.0, capacity=100)]
-    assert lower_bound(np.array([[10.0]]), np.array([50]), machines) == pytest.approx(4 * 12.0)
+    assert certify(np.array([[10.0]]), np.array([50]), machines).bound == pytest.approx(4 * 12.0)
 
 
 def test_the_bound_of_equal_machines_is_the_mean_work_if_jobs_are_small():
     sizes = np.full(1000, 10)
-    bound = lower_bound(np.full((1, 1000), 2.0), sizes, [Machines(count=10, capacity=10_000)])
+    bound = certify(np.full((1, 1000), 2.0), sizes, [Machines(count=10, capacity=10_000)]).bound
     assert bound == pytest.approx(200.0, rel=1e-4)
 
 
 def test_long_jobs_are_counted_one_by_one():
     """Five jobs of 10 on two machines take three turns, not two and a half."""
-    bound = lower_bound(np.full((1, 5), 10.0), np.full(5, 60), [Machines(count=2, capacity=100)])
+    bound = certify(np.full((1, 5), 10.0), np.full(5, 60), [Machines(count=2, capacity=100)]).bound
     assert bound == pytest.approx(30.0, rel=1e-4)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.plan.solve.shop import Effort, Machines, Objective, lower_bound, schedule
+from lengthwise.plan.solve.shop import Effort, Machines, Objective, certify, schedule
 
 from .brute import span_of
 from .one_f_one_b import one_f_one_b
@@ -74,9 +74,10 @@ def test_more_effort_never_loosens_the_bound(problem):
     machines, sizes, objective = problem
     sizes = np.array(sizes)
     work = work_of(sizes, machines)
-    bound = lower_bound(work, sizes, machines, objective=objective)
-    found = schedule(work, sizes, machines, objective=objective, bound=bound, effort=Effort(packed_jobs=2000))
-    assert found.lower_bound >= bound * (1 - SUM_ROUNDING)
+    certificate = certify(work, sizes, machines, objective=objective)
+    effort = Effort(packed_jobs=2000)
+    found = schedule(work, sizes, machines, objective=objective, certificate=certificate, effort=effort)
+    assert found.lower_bound >= certificate.bound * (1 - SUM_ROUNDING)
 
 
 @settings(deadline=None, max_examples=200)

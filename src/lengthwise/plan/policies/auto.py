@@ -20,7 +20,7 @@ from lengthwise.plan.policies import POLICIES, Policy
 from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.pool_bound import PoolBound
 from lengthwise.plan.problem import PricedBatch, Problem
-from lengthwise.plan.propose import propose
+from lengthwise.plan.propose.beforehand import proposals
 from lengthwise.plan.split import SplitSearch
 
 ENOUGH = 0.01
@@ -46,7 +46,8 @@ class Auto:
         self.bound = PoolBound(problem, (*problem.kinds, *mixed_kinds(problem)))
         self.others = others
         kinds = flexible_kinds(problem)
-        self.candidates = Candidates([_placed(problem, proposal.counts) for proposal in propose(problem, kinds)])
+        proposed = proposals(problem, flexible_kinds)
+        self.candidates = Candidates([_placed(problem, proposal.counts) for proposal in proposed])
         self.splits = SplitSearch(_fronts(problem, kinds), self.candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> Arrangement:
@@ -57,9 +58,10 @@ class Auto:
         if best_s > bound_s * (1 + ENOUGH):
             split, split_s = self.splits.best(priced, best_s)
             best, best_s = (split, split_s) if split is not None else (best, best_s)
-        for policy in self.others.values():
-            if can_win(policy, priced, best_s * (1 - SLACK)):
-                found = Arrangement(phases=policy.phases(priced))
+        for name, policy in self.others.items():
+            if name in priced.arranged or can_win(policy, priced, best_s * (1 - SLACK)):
+                known = priced.arranged.get(name)
+                found = known or Arrangement(phases=policy.phases(priced))
                 found_s = sum(step_times_s(priced, found))
                 best, best_s = (found, found_s) if found_s < best_s else (best, best_s)
         assert best is not None, "some policy holds every sequence that the pool holds"

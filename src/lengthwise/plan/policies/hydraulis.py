@@ -11,7 +11,7 @@ from lengthwise.plan.dispatch import PlacedStrategy, Tile
 from lengthwise.plan.kind import Kind
 from lengthwise.plan.pool_bound import PoolBound
 from lengthwise.plan.problem import PricedBatch, Problem
-from lengthwise.plan.propose import propose
+from lengthwise.plan.propose.beforehand import proposals
 
 
 def prepare(problem: Problem) -> "Hydraulis":
@@ -19,7 +19,7 @@ def prepare(problem: Problem) -> "Hydraulis":
     kinds = published_space(problem)
     strategies = [
         PlacedStrategy(problem, [Tile(kind=kind, count=count) for kind, count in proposal.counts])
-        for proposal in propose(problem, kinds)
+        for proposal in proposals(problem, published_space)
     ]
     return Hydraulis(Candidates(strategies), PoolBound(problem, kinds))
 

@@ -32,7 +32,7 @@ FEWEST_CHECKED, CHECKED_SEQUENCES = 4, 16_000
 """Steps that are checked on at least, and sequences of all of them: more steps than that only if they are small."""
 RUNNERS_UP = 3
 """Strategies planned after the fastest, by estimates of the average step."""
-FEW_PLANS, MOST_PLANS, PLANNED_SEQUENCES = 8, 80, 100_000
+FEW_PLANS, MOST_PLANS, PLANNED_SEQUENCES = 8, 40, 100_000
 """Strategies times steps that are planned besides those that a promise needs, and sequences of all of them."""
 ENOUGH = 1e-3
 """Relative gain of a search below which there is no further one."""
@@ -92,7 +92,7 @@ def propose(
 def _split(samples: Sequence[np.ndarray], num_devices: int) -> tuple[list[int], list[int]]:
     """Steps to search on and steps to check on, fewer of them where devices are few or steps are large."""
     every = list(range(len(samples)))
-    most = max(FEWEST_CHECKED, min(num_devices // 4, int(CHECKED_SEQUENCES / _mean_size(samples))))
+    most = max(FEWEST_CHECKED, min(num_devices // 8, int(CHECKED_SEQUENCES / _mean_size(samples))))
     if len(samples) < FEW_SAMPLES:
         return every, every[:most]
     unseen = every[CHECKED - 1 :: CHECKED][:most]

@@ -9,6 +9,7 @@ Good prices are searched on classes of similar jobs (`prices`); the proof adds u
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,15 +28,24 @@ PROOF_MARGIN = 1e-9
 """Relative excess of a sum over its limit that rounding cannot explain."""
 
 
-def lower_bound(
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """A time before which no schedule ends, and what proves it."""
+
+    bound: float
+    prices: np.ndarray
+    """[K, kinds] of machine time, one per type and kind of share."""
+
+
+def certify(
     work: np.ndarray, sizes: np.ndarray, machines: Sequence[Machines], *, objective: Objective = Objective.FLOW_SHOP
-) -> float:
-    """A time before which no schedule ends; `schedule` proves the same bound or a higher one.
+) -> Certificate:
+    """A time before which no schedule ends; `schedule` proves the same or a later one, and need not do so again.
 
     Raises:
         ValueError: a job can run on no machine.
     """
-    return prove(make_problem(work, sizes, machines, objective=objective))[0]
+    return prove(make_problem(work, sizes, machines, objective=objective))
 
 
 def lower_bound_of_classes(
@@ -46,21 +56,21 @@ def lower_bound_of_classes(
     *,
     objective: Objective = Objective.FLOW_SHOP,
 ) -> float:
-    """`lower_bound` of `counts[i]` jobs of each class i, at a cost that depends on the number of classes alone.
+    """The bound of `counts[i]` jobs of each class i, at a cost that depends on the number of classes alone.
 
     Counts may be fractional, the bound is then that of a fractional assignment. A class of count 0 must not be given.
     """
-    return prove(make_problem(work, sizes, machines, objective=objective, counts=counts))[0]
+    return prove(make_problem(work, sizes, machines, objective=objective, counts=counts)).bound
 
 
-def prove(problem: Problem) -> tuple[float, np.ndarray]:
-    """The bound and the prices [K, kinds] that prove it."""
+def prove(problem: Problem) -> Certificate:
+    """The bound and the prices that prove it."""
     problem = distinct(problem)
     floor = longest_job(problem)
     classes = merge(problem)
     estimate, prices = search_prices(classes, floor, fluid(classes))
     proven = largest_refuted(problem, prices, floor, estimate)
-    return uncrowded(problem, proven) * (1 - ROUNDING), prices
+    return Certificate(uncrowded(problem, proven) * (1 - ROUNDING), prices)
 
 
 def distinct(problem: Problem) -> Problem:

@@ -17,9 +17,9 @@ PROPOSALS = 16
 TRIES = 8
 """Of these, how many are packed if their estimates say that they help."""
 
-EVEN = 5e-4
+EVEN = 1e-3
 """Relative distance of the last end from the mean at which there is nothing left to even out."""
-LEAST_GAIN = 1e-5
+LEAST_GAIN = 1e-4
 """Relative gain for which an exchange is made."""
 
 Evaluate = Callable[[int, list[int], float], tuple[float, Batches]]
@@ -35,6 +35,7 @@ class Assignment:
         self.first = np.cumsum([0] + [each.count for each in problem.machines])
         # One more column for "no job".
         self.work = np.concatenate([problem.work, np.zeros((len(problem.machines), 1))], axis=1)
+        self._sums = [self._sums_of(machine) for machine in range(len(jobs))]
         self.evaluate(evaluate, 0.0)
 
     @property
@@ -51,6 +52,31 @@ class Assignment:
             at = np.argpartition(part, few)[: few + 1].tolist() if end - start > few + 1 else range(end - start)
             chosen.extend(sorted(start + each for each in at))
         return chosen
+
+    def estimate_after(self, machine: int, leaves: int, comes: int) -> float:
+        """Span of a machine as if batches could be balanced, once a job leaves and another comes; -1: none."""
+        problem, jobs, kind = self.problem, self.jobs[machine], self.problem.kinds[machine]
+        work, taken = problem.work_rows[kind], problem.taken_rows[kind]
+        total, size = self._sums[machine]
+        largest = jobs[0] if jobs else comes
+        if leaves >= 0:
+            total, size = total - work[leaves], size - taken[leaves]
+            if leaves == largest:
+                largest = jobs[1] if len(jobs) > 1 else comes
+        if comes >= 0:
+            total, size, largest = total + work[comes], size + taken[comes], min(largest, comes)
+        return problem.estimators[kind](total, work[largest], size) if largest >= 0 else 0.0
+
+    def put(self, machine: int, jobs: list[int], span: float, batches: Batches) -> None:
+        """Give a machine other jobs, whose span and batches are known."""
+        self.jobs[machine], self.batches[machine], self.spans[machine] = jobs, batches, span
+        self._sums[machine] = self._sums_of(machine)
+
+    def _sums_of(self, machine: int) -> tuple[float, int]:
+        """Total work and size of a machine's jobs."""
+        jobs, kind = self.jobs[machine], self.problem.kinds[machine]
+        work, taken = self.problem.work_rows[kind], self.problem.taken_rows[kind]
+        return sum([work[job] for job in jobs]), sum([taken[job] for job in jobs])
 
     def evaluate(self, evaluate: Evaluate, enough: float) -> None:
         """Find the span of every machine anew."""
@@ -120,19 +146,20 @@ def _improve(assignment: Assignment, evaluate: Evaluate, worst: int, budget: int
     """Jobs of machines that were evaluated, and partner of the exchange that was made or -1."""
     limit = float(assignment.spans[worst]) * (1 - LEAST_GAIN)
     kinds, used, tries = assignment.problem.kinds, 0, 0
-    estimate = estimating(assignment.problem)
     for partner, mine, theirs in _proposals(assignment, worst):
         if used >= budget or tries >= TRIES:
             break
+        used += 1
+        if assignment.estimate_after(partner, theirs, mine) > limit:
+            continue
+        if assignment.estimate_after(worst, mine, theirs) > limit:
+            continue
         ours, others = list(assignment.jobs[worst]), list(assignment.jobs[partner])
         ours.remove(mine)
         insort(others, mine)
         if theirs >= 0:
             others.remove(theirs)
             insort(ours, theirs)
-        used += 1
-        if estimate(kinds[partner], others, limit)[0] > limit or estimate(kinds[worst], ours, limit)[0] > limit:
-            continue
         tries += 1
         used += len(ours)
         span, batches = evaluate(kinds[worst], ours, limit)
@@ -142,9 +169,8 @@ def _improve(assignment: Assignment, evaluate: Evaluate, worst: int, budget: int
         other_span, other_batches = evaluate(kinds[partner], others, limit)
         if other_span > limit:
             continue
-        for machine, jobs, value, packed in (worst, ours, span, batches), (partner, others, other_span, other_batches):
-            assignment.jobs[machine], assignment.batches[machine] = jobs, packed
-            assignment.spans[machine] = value
+        assignment.put(worst, ours, span, batches)
+        assignment.put(partner, others, other_span, other_batches)
         return used, partner
     return used, -1
 

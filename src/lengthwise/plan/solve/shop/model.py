@@ -72,7 +72,7 @@ class Effort:
     """Times that machines are filled again, knowing by how much each type packs worse than estimated."""
     filled_jobs: int = 8000
     """Jobs times deadlines, beyond which only two deadlines are tried."""
-    exchanged_jobs: int = 8000
+    exchanged_jobs: int = 2000
     """Jobs on the machines whose spans are estimated while moving and swapping, per dispatch."""
     packed_jobs: int = 600
     """Jobs on the machines that are packed while moving and swapping, per dispatch."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lengthwise.plan.solve.shop.bound import prove
+from lengthwise.plan.solve.shop.bound import Certificate, prove
 from lengthwise.plan.solve.shop.dispatch import fill, longest_first, place
 from lengthwise.plan.solve.shop.exact import exact
 from lengthwise.plan.solve.shop.exchange import Assignment, estimating, exchange, packing
@@ -25,12 +25,13 @@ FIRST_STRETCH = 0.01
 """Relative distance from the bound of the first deadline that machines are filled to."""
 NEARLY = 1.02
 """A dispatch by longest first within this factor of the bound is improved before others are made."""
-WORTH_FILLING = 1.002
+WORTH_FILLING = 1.005
 """Machines are filled if longest first ends later than this many times the bound."""
 WORTH_REFILLING = 1.03
 """Machines are filled again if those of some type end later than estimated by this factor on average."""
-HOPEFUL = 1.08
-"""A dispatch is pursued if its estimate is at most this many times the best packed makespan."""
+HOPEFUL = 1.03
+"""A dispatch is pursued if its estimate is at most this many times the best packed makespan, or 1 / jobs more: with few
+jobs, packing decides."""
 
 
 def schedule(
@@ -39,7 +40,7 @@ def schedule(
     machines: Sequence[Machines],
     *,
     objective: Objective = Objective.FLOW_SHOP,
-    bound: float | None = None,
+    certificate: Certificate | None = None,
     effort: Effort | None = None,
 ) -> Schedule:
     """Every job in one batch of one machine, so that the last machine ends early; deterministic.
@@ -49,7 +50,7 @@ def schedule(
         sizes: [B] what a job takes of the capacity of a batch.
         machines: K types of machine.
         objective: when a machine ends its batches.
-        bound: what `lower_bound` returned for these inputs, if it is known; it is not proven again.
+        certificate: what `certify` returned for these inputs, if it is known; it is not proven again.
         effort: budgets of the search.
 
     Raises:
@@ -57,29 +58,27 @@ def schedule(
     """
     problem = make_problem(work, sizes, machines, objective=objective)
     effort = effort or Effort()
-    prices = None
-    if bound is None:
-        bound, prices = prove(problem)
+    certificate = certificate or prove(problem)
+    bound, prices = certificate.bound, certificate.prices
     goal = bound * (1 + effort.tolerance)
     mixed = Assignment(problem, longest_first(problem), estimating(problem))
     if mixed.makespan <= bound * NEARLY:
         exchange(mixed, estimating(problem), goal=goal, budget=effort.exchanged_jobs)
     candidates = [mixed]
     if mixed.makespan > bound * WORTH_FILLING and effort.fills:
-        prices = prove(problem)[1] if prices is None else prices
         candidates.append(_fill(problem, prices, between=(bound, mixed.makespan), effort=effort))
     candidates.sort(key=lambda each: each.makespan)
     best = candidates[0]
     _improve(best, math.inf, goal, effort)
+    hopeful = HOPEFUL + 1 / len(problem.sizes)
     for other in candidates[1:]:
-        if best.makespan > goal and other.makespan < best.makespan * HOPEFUL:
+        if best.makespan > goal and other.makespan < best.makespan * hopeful:
             _improve(other, best.makespan, goal, effort)
             best = min(best, other, key=lambda each: each.makespan)
     for _ in range(effort.refills if len(machines) > 1 and effort.fills else 0):
         excess = _excess(best)
         if best.makespan <= bound * WORTH_FILLING or (len(candidates) > 1 and excess.max() < WORTH_REFILLING):
             break
-        prices = prove(problem)[1] if prices is None else prices
         other = _fill(problem, prices, between=(bound, best.makespan), effort=effort, excess=excess)
         _pack(other, goal, effort)
         best = min(best, other, key=lambda each: each.makespan)
