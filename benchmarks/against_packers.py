@@ -13,7 +13,7 @@ from exact import Optimum, Packing, cbc, highs, optima
 from pages import Goal, Section, at_most, number
 from published import Solver, pack
 
-from lengthwise.cli.what_if import first_batches
+from lengthwise.plan.pool import first_batches
 from lengthwise.plan.solve.shop import Machines, Objective, Schedule, schedule
 
 OURS = "**ours**, with certificate"

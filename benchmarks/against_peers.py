@@ -13,7 +13,7 @@ from clock import timed
 from pages import Goal, Section, number
 from published import dispatch
 
-from lengthwise.cli.what_if import first_batches
+from lengthwise.plan.pool import first_batches
 from lengthwise.plan.solve.binpack import first_fit_decreasing
 from lengthwise.plan.solve.shop import Schedule, schedule
 

@@ -7,7 +7,6 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from lengthwise.cli.what_if import first_batches, sample_lengths
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.scheme import Method, uniform_scheme
@@ -17,6 +16,7 @@ from lengthwise.cost.tables import PublishedCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.dispatch import PlacedStrategy, Tile
 from lengthwise.plan.kind import Kind, make_kinds
+from lengthwise.plan.pool import first_batches, sample_lengths
 from lengthwise.plan.problem import PricedBatch, Problem
 from lengthwise.plan.solve.shop import Machines, Objective
 

@@ -2,10 +2,11 @@
 
 from lengthwise.cli.compare import TOKENS_PER_DEVICE
 from lengthwise.cli.contest import Contest
-from lengthwise.cli.what_if import Pool, make_cluster, open_source
+from lengthwise.cli.what_if import make_cluster, open_source
 from lengthwise.core.scheme import Method
 from lengthwise.core.specs import model_preset
 from lengthwise.plan.policies import POLICIES
+from lengthwise.plan.pool import Pool
 from lengthwise.report.policies import ClusterResult
 
 SEED = 0

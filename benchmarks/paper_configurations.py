@@ -8,7 +8,6 @@ import numpy as np
 from cells import Cell, a800s
 from pages import Section
 
-from lengthwise.cli.what_if import Pool, make_problem, sample_lengths
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.scheme import Method
@@ -19,6 +18,7 @@ from lengthwise.plan.kind import Kind
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies.hotspa import HotSpa
 from lengthwise.plan.policies.static import static
+from lengthwise.plan.pool import Pool, make_problem, sample_lengths
 from lengthwise.plan.problem import PricedBatch, Problem
 from lengthwise.plan.ranges import Mode, Range
 

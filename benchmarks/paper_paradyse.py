@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from pages import Section
 
-from lengthwise.cli.what_if import Pool, Recompute, make_problem
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.scheme import Method, uniform_scheme
@@ -13,6 +12,7 @@ from lengthwise.core.specs import ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.planner import Planner
+from lengthwise.plan.pool import Pool, Recompute, make_problem
 
 METHODS = (Method.MEGATRON_TS, Method.MEGATRON_CZ, Method.ULYSSES_Z, Method.METP)
 """Those of its experiments; ColossalZ was left out there and is not in its code."""

@@ -5,13 +5,13 @@ python examples/01_plan_on_a_laptop.py
 
 import numpy as np
 
-from lengthwise.cli.what_if import Pool, Recompute, make_problem
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
+from lengthwise.plan.pool import Pool, Recompute, make_problem, sample_lengths
 from lengthwise.sim.engine import simulate
 
 # A long-tailed corpus: half of the sequences below 700 tokens, the longest twenty times that and more.
@@ -21,7 +21,14 @@ model, cluster = model_preset("llama-7b"), cluster_preset("1x8xH200-141GB")
 cost = AnalyticCost(model=model, cluster=cluster)
 
 pool = Pool(max_stages=1, recompute=Recompute.ALL)
-problem = make_problem(cost, cluster=cluster, num_layers=model.num_layers, max_length=corpus.max_length, pool=pool)
+problem = make_problem(
+    cost,
+    cluster=cluster,
+    num_layers=model.num_layers,
+    max_length=corpus.max_length,
+    pool=pool,
+    samples=sample_lengths(corpus, tokens_per_step=400_000, seed=0),
+)
 
 for policy in POLICIES:
     planner = Planner(policy=policy, problem=problem)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lengthwise.cli.what_if import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
 from lengthwise.config import Config
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
@@ -17,6 +16,7 @@ from lengthwise.cost.fitted import FittedCost
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.planner import Planner
+from lengthwise.plan.pool import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
 from lengthwise.plan.solve.shop import Objective
 
 DEFAULT_TOKENS_PER_STEP = 65_536

@@ -20,11 +20,12 @@ from lengthwise.cli.options import (
     Methods,
     ModelName,
 )  # fmt: skip
-from lengthwise.cli.what_if import Pool, Recompute, make_cluster, open_source, parse_counts, parse_methods, parse_names
+from lengthwise.cli.what_if import make_cluster, open_source, parse_counts, parse_methods, parse_names
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.specs import GIB, ClusterSpec, model_preset
 from lengthwise.data.rules import Ledger, View, apply_max_length
 from lengthwise.plan.policies import POLICIES
+from lengthwise.plan.pool import Pool, Recompute
 
 if TYPE_CHECKING:
     from lengthwise.cli.contest import Contest

@@ -8,7 +8,7 @@ from math import fsum
 from statistics import median
 from time import perf_counter
 
-from lengthwise.cli.what_if import Pool, check_longest, first_batches, make_problem, sample_lengths
+from lengthwise.cli.what_if import check_longest
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.lengths import LengthIndex
@@ -19,11 +19,12 @@ from lengthwise.plan.flexible import flexible_kinds
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
 from lengthwise.plan.policies.hydraulis import published_space
+from lengthwise.plan.pool import Pool, first_batches, make_problem, sample_lengths
 from lengthwise.plan.problem import PricedBatch, Problem
 from lengthwise.plan.propose.beforehand import Space, searching
 from lengthwise.report.policies import ClusterResult, PolicyResult, Step
 from lengthwise.sim.engine import simulate
-from lengthwise.sim.summary import StepSummary, summary
+from lengthwise.sim.summary import SimulatedStep, summary
 
 WORTH_OTHER_PROCESSES = 32
 """Devices from which on searching proposals takes longer than starting a process for it."""
@@ -139,7 +140,7 @@ def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -
 class _Played:
     """What is kept of a step: plans of a thousand devices are large."""
 
-    summary: StepSummary
+    summary: SimulatedStep
     device_s: float
     padding_s: float
     num_computed_tokens: int

@@ -20,12 +20,13 @@ from lengthwise.cli.options import (
     Methods,
     ModelName,
 )  # fmt: skip
-from lengthwise.cli.what_if import Pool, make_cluster, parse_methods
+from lengthwise.cli.what_if import make_cluster, parse_methods
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.scheme import Scheme
 from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.plan.kind import Kind
+from lengthwise.plan.pool import Pool
 
 SHOWN = 5
 """Schemes that the table for a length lists."""

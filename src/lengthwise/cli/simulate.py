@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lengthwise.core.timeline import Timeline
     from lengthwise.report.simulation import ShownStep
     from lengthwise.sim.options import SimOptions
-    from lengthwise.sim.summary import StepSummary
+    from lengthwise.sim.summary import SimulatedStep
 
 
 def run(
@@ -77,7 +77,7 @@ def parse_straggler(text: str) -> tuple[int, float]:
         ) from None
 
 
-def figures(plans: Sequence[StepPlan], found: Sequence["StepSummary"]) -> dict[str, Any]:
+def figures(plans: Sequence[StepPlan], found: Sequence["SimulatedStep"]) -> dict[str, Any]:
     """Throughput and losses over the simulated steps; tokens are those trained, padding left out."""
     tokens = [plan.num_computed_tokens * (1 - plan.padding_fraction) for plan in plans]
     total_s = fsum(step.step_time_s for step in found)
@@ -149,7 +149,7 @@ def _print(document: dict[str, Any]) -> None:
 
 
 def _page(
-    plans: Sequence[StepPlan], found: Sequence["StepSummary"], options: "SimOptions", document: dict[str, Any]
+    plans: Sequence[StepPlan], found: Sequence["SimulatedStep"], options: "SimOptions", document: dict[str, Any]
 ) -> str:
     """The page: figures over all steps, timeline and memory of a typical step and of the one that idles longest."""
     from lengthwise.report.simulation import SimulationPage, render_simulation
@@ -176,7 +176,7 @@ def _page(
     )
 
 
-def _shown(plans: Sequence[StepPlan], found: Sequence["StepSummary"], options: "SimOptions") -> Iterator["ShownStep"]:
+def _shown(plans: Sequence[StepPlan], found: Sequence["SimulatedStep"], options: "SimOptions") -> Iterator["ShownStep"]:
     """The steps that are drawn, each with the reason."""
     from lengthwise.report.simulation import ShownStep
     from lengthwise.report.units import share
@@ -214,7 +214,7 @@ def _conditions(num_steps: int, options: "SimOptions") -> list[str]:
     return parts
 
 
-def _row(plan: StepPlan, step: "StepSummary") -> tuple[str, ...]:
+def _row(plan: StepPlan, step: "SimulatedStep") -> tuple[str, ...]:
     from lengthwise.report.units import seconds, share
 
     return (

@@ -1,113 +1,22 @@
 """What if: lengths, a model and a cluster named on the command line, and the planning problem they make."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.scheme import Method, Scheme
+from lengthwise.core.scheme import Method
 from lengthwise.core.specs import DEVICES, ClusterSpec, cluster_preset, nearest
-from lengthwise.data.sampler import Sampler
 from lengthwise.data.source import SourceFile
 from lengthwise.data.store import open_index
 from lengthwise.data.synthetic import NAMES, synthetic_lengths
 from lengthwise.data.units import open_lengths
-from lengthwise.plan.kind import degrees_of, make_kinds, schemes_of, stages_of
+from lengthwise.plan.pool import DEFAULT_METHODS
 from lengthwise.plan.problem import Problem
 
-DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
 SYNTHETIC_SEQUENCES = 100_000
-NUM_SAMPLES = 32
-"""Batches that proposals and tuning look at: fewer overfit heavy tails."""
-SAMPLES_SEED = 1 << 63
-"""Added to the run's seed: typical batches, but not the ones that are then planned."""
-RECOMPUTE_STEPS = 8
-"""Levels of recompute between none and all that `auto` may choose."""
-
-
-class Recompute(StrEnum):
-    """Which layers schemes may recompute in the backward."""
-
-    AUTO = "auto"
-    NONE = "none"
-    ALL = "all"
-
-    def levels(self, num_layers: int) -> tuple[int, ...]:
-        """Numbers of recomputed layers: none, all, or both and every eighth of the layers between them."""
-        if self is Recompute.AUTO:
-            return tuple(sorted({num_layers * k // RECOMPUTE_STEPS for k in range(RECOMPUTE_STEPS + 1)}))
-        return (0,) if self is Recompute.NONE else (num_layers,)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Limits of the schemes that policies may use; None: none but the cluster's."""
-
-    max_degree: int | None = None
-    max_stages: int | None = None
-    methods: tuple[Method, ...] = DEFAULT_METHODS
-    recompute: Recompute = Recompute.AUTO
-
-    def __post_init__(self) -> None:
-        for name, limit in (("max_degree", self.max_degree), ("max_stages", self.max_stages)):
-            if limit is not None and limit < 1:
-                raise InputError(f"{name} must be at least 1, not {limit}")
-
-    def schemes(
-        self, num_layers: int, cluster: ClusterSpec, *, recomputed: Sequence[int] | None = None
-    ) -> list[Scheme]:
-        """Every scheme within the limits on ``cluster``; with these numbers of recomputed layers, if given."""
-        degrees = degrees_of(cluster.num_devices, cluster.devices_per_node)
-        stages = stages_of(cluster.num_devices, num_layers)
-        return schemes_of(
-            num_layers,
-            degrees=[degree for degree in degrees if degree <= (self.max_degree or degree)],
-            stages=[count for count in stages if count <= (self.max_stages or count)],
-            methods=self.methods,
-            recomputed=self.recompute.levels(num_layers) if recomputed is None else recomputed,
-        )
-
-
-def make_problem(
-    cost: CostModel,
-    *,
-    cluster: ClusterSpec,
-    num_layers: int,
-    max_length: int,
-    pool: Pool,
-    samples: Iterable[np.ndarray] = (),
-    token_limit: int | None = None,
-) -> Problem:
-    """What every policy is given, with the pool of schemes that ``cost`` knows and a device can hold.
-
-    Args:
-        cost: prices the schemes.
-        cluster: the devices that plans must tile.
-        num_layers: of the model.
-        max_length: the longest sequence of the run, in tokens.
-        pool: which schemes.
-        samples: lengths of typical global batches.
-        token_limit: most tokens of a micro-batch, where fewer than memory holds are wanted.
-
-    Raises:
-        InfeasibleError: under no scheme does even the model state fit.
-    """
-    schemes = pool.schemes(num_layers, cluster)
-    return Problem(
-        kinds=make_kinds(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit),
-        num_devices=cluster.num_devices,
-        devices_per_node=cluster.devices_per_node,
-        memory_bytes=cluster.device.memory_bytes,
-        max_length=max_length,
-        samples=tuple(samples),
-    )
 
 
 def check_longest(problem: Problem, lengths: LengthIndex) -> None:
@@ -159,23 +68,6 @@ def make_cluster(device: str, num_devices: int, *, devices_per_node: int, memory
             f"--gpus {num_devices} do not fill nodes of {inside}; give a multiple of it or --devices-per-node"
         )
     return cluster_preset(f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib)
-
-
-def make_sampler(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Sampler:
-    """The stream of global batches within a token budget."""
-    return Sampler(lengths, seed=seed, tokens_per_step=tokens_per_step)
-
-
-def sample_lengths(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Iterator[np.ndarray]:
-    """Lengths of typical batches that are not those of ``seed``."""
-    other = (seed + SAMPLES_SEED) % (1 << 64)
-    batches = islice(make_sampler(lengths, tokens_per_step=tokens_per_step, seed=other), NUM_SAMPLES)
-    return (np.array(batch.lengths, dtype=np.int64) for batch in batches)
-
-
-def first_batches(lengths: LengthIndex, *, tokens_per_step: int, seed: int, steps: int) -> list[GlobalBatch]:
-    """The first ``steps`` batches of the run."""
-    return list(islice(make_sampler(lengths, tokens_per_step=tokens_per_step, seed=seed), steps))
 
 
 def parse_counts(words: str, option: str) -> list[int]:

@@ -1,17 +1,12 @@
 """The page: one HTML file that needs nothing else, neither script nor network."""
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from lengthwise.report import compare, figures, words
 from lengthwise.report.figures import RunReport
 from lengthwise.report.summary import slowest_steps
-
-_TEMPLATES = Path(__file__).parent / "templates"
+from lengthwise.report.templating import render
 
 
 def render_page(runs: Sequence[RunReport], *, trace: str = "", trace_note: str = "") -> str:
@@ -23,24 +18,14 @@ def render_page(runs: Sequence[RunReport], *, trace: str = "", trace_note: str =
         trace_note: which steps the trace holds, a sentence.
     """
     assert runs, "a report needs a run"
-    environment = _environment()
     names = compare.labels([run.summary for run in runs])
-    return environment.get_template("report.html.j2").render(
+    return render(
+        "report.html.j2",
         title=runs[0].summary.name if len(runs) == 1 else f"{len(runs)} runs compared",
         comparison=_comparison(runs) if len(runs) > 1 else None,
         runs=[_section(run, name if len(runs) > 1 else run.summary.name) for run, name in zip(runs, names)],
         trace=trace,
         trace_note=trace_note,
-        style=(_TEMPLATES / "report.css").read_text(),
-    )
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    """Escapes everything, refuses unknown names; compiled templates are kept."""
-    loader = jinja2.FileSystemLoader(_TEMPLATES)
-    return jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
 
 

@@ -1,16 +1,11 @@
 """The page of a comparison: one HTML file that needs nothing else, neither script nor network."""
 
-from functools import cache
-from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from lengthwise.report.policies import COLUMNS, ClusterResult, Comparison, certificate, headline, row, tiles
 from lengthwise.report.policies_figures import length_figure, scaling_figure, speed_figure, step_figures, time_figure
+from lengthwise.report.templating import render
 from lengthwise.report.units import count
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -23,7 +18,7 @@ def render_comparison(comparison: Comparison) -> str:
     assert clusters, "a page needs a policy that can run"
     many = len(comparison.clusters) > 1
     sizes = ", ".join(str(cluster.num_devices) for cluster in comparison.clusters)
-    return _environment().get_template("policies.html.j2").render(
+    return render("policies.html.j2", 
         title=f"{comparison.model} on {sizes} {comparison.device}",
         headlines=[headline(cluster) for cluster in clusters],
         certificate="" if many else certificate(clusters[0]),
@@ -31,7 +26,7 @@ def render_comparison(comparison: Comparison) -> str:
         scaling=scaling_figure(comparison.clusters) if many else None,
         clusters=[_section(cluster, many) for cluster in comparison.clusters],
         lengths=length_figure(comparison),
-        style="".join((_TEMPLATES / name).read_text() for name in ("report.css", "policies.css")),
+        styles=("report.css", "policies.css"),
     )  # fmt: skip
 
 
@@ -56,12 +51,3 @@ def _title(cluster: ClusterResult) -> str:
 
 def _refusals(cluster: ClusterResult) -> list[tuple[str, str]]:
     return [(one.policy, one.refused) for one in cluster.policies if one.refused]
-
-
-@cache
-def _environment() -> jinja2.Environment:
-    """Escapes everything, refuses unknown names; compiled templates are kept."""
-    loader = jinja2.FileSystemLoader(_TEMPLATES)
-    return jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )

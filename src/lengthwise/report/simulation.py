@@ -1,18 +1,14 @@
 """The page of simulated steps: one HTML file that needs nothing else, with the report's style and figures."""
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import jinja2
 
 from lengthwise.core.timeline import Timeline
 from lengthwise.report.bars import share_bar
 from lengthwise.report.figures import Figure
 from lengthwise.report.gantt import MOST_ROWS, gantt_chart
 from lengthwise.report.memory_plot import memory_chart
+from lengthwise.report.templating import render
 from lengthwise.report.words import Tile
-
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +37,12 @@ class SimulationPage:
 
 def render_simulation(page: SimulationPage) -> str:
     """The page; all text is escaped."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     shares = share_bar(page.shares, label="Where the device time goes")
-    return environment.get_template("simulation.html.j2").render(
+    return render(
+        "simulation.html.j2",
         page=page,
         time=Figure(title="Where the device time goes", chart=shares, missing="The steps take no time."),
         figures=[figure for step in page.shown for figure in _figures(step)],
-        style=(_TEMPLATES / "report.css").read_text(),
     )
 
 

@@ -14,7 +14,7 @@ _EXACT = SimOptions()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepSummary:
+class SimulatedStep:
     """What a simulated step comes to. Equal, up to rounding, to the figures of its :class:`Timeline`."""
 
     step: int
@@ -36,7 +36,7 @@ class StepSummary:
         return self.losses.bubble
 
 
-def summary(plan: StepPlan, options: SimOptions = _EXACT) -> StepSummary:
+def summary(plan: StepPlan, options: SimOptions = _EXACT) -> SimulatedStep:
     """Execute a plan as :func:`lengthwise.sim.engine.simulate` does, and say only what it comes to.
 
     Raises:
@@ -61,7 +61,7 @@ def summary(plan: StepPlan, options: SimOptions = _EXACT) -> StepSummary:
     busy_s = step.end_s - waiting_s
     busy_s.setflags(write=False)
     split = _split(step, communicate_s=communicate_s, bubble_s=bubble_s, imbalance_s=imbalance_s)
-    return StepSummary(step=plan.step, step_time_s=step.end_s, losses=split, peak_bytes=peak_bytes, busy_s=busy_s)
+    return SimulatedStep(step=plan.step, step_time_s=step.end_s, losses=split, peak_bytes=peak_bytes, busy_s=busy_s)
 
 
 def _times_s(run: PipelineRun, stage: int) -> tuple[float, float]:

@@ -75,9 +75,7 @@ class Effort:
     exchanged_jobs: int = 2000
     """Jobs on the machines whose spans are estimated while moving and swapping, per dispatch."""
     packed_jobs: int = 600
-    """Jobs on the machines that are packed while moving and swapping, per dispatch."""
-    packed_times: int = 2
-    """The same as a multiple of all jobs; the larger of the two counts."""
+    """Jobs on the machines that are packed while moving and swapping, per dispatch; all jobs once if that is more."""
     swaps: int = 20
     """Moves and swaps between the batches of one machine, per number of batches."""
     exact_jobs: int = 6

@@ -101,7 +101,7 @@ def _pack(assignment: Assignment, goal: float, effort: Effort) -> None:
     """Pack, exchange on packed spans."""
     problem = assignment.problem
     assignment.evaluate(packing(problem, swaps=0), max(goal, assignment.makespan))
-    budget = max(effort.packed_jobs, effort.packed_times * len(problem.sizes))
+    budget = max(effort.packed_jobs, len(problem.sizes))
     exchange(assignment, packing(problem, swaps=effort.swaps), goal=goal, budget=budget)
 
 
