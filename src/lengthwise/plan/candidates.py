@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from lengthwise.plan.arrangement import Phase
-from lengthwise.plan.dispatch import PlacedStrategy
+from lengthwise.plan.dispatch import SLACK, PlacedStrategy
 from lengthwise.plan.problem import PricedBatch
 
-SLACK = 1e-9
+CLEARLY = 1.03
+"""Plans end at most about this factor above their bound."""
 
 
 class Candidates:
@@ -18,8 +19,18 @@ class Candidates:
         self.strategies = tuple(strategies)
 
     def bounds_s(self, priced: PricedBatch) -> list[float]:
-        """Seconds that a step takes at least under each strategy; inf where a sequence does not fit."""
-        return [strategy.bound_s(priced) + strategy.update_s for strategy in self.strategies]
+        """Seconds that a step takes at least under each strategy; inf where a sequence does not fit.
+
+        Where a cheap floor is clearly above the least bound, the floor.
+        """
+        bounds_s = [strategy.floor_s(priced) + strategy.update_s for strategy in self.strategies]
+        least_s = np.inf
+        for number in np.argsort(bounds_s, kind="stable").tolist():
+            if bounds_s[number] >= least_s * CLEARLY:
+                break
+            bounds_s[number] = self.strategies[number].bound_s(priced) + self.strategies[number].update_s
+            least_s = min(least_s, bounds_s[number])
+        return bounds_s
 
     def best(
         self, priced: PricedBatch, bounds_s: Sequence[float], *, limit_s: float = np.inf
@@ -36,6 +47,8 @@ class Candidates:
             if bounds_s[number] >= limit_s * (1 - SLACK):
                 break
             strategy = self.strategies[number]
+            if strategy.bound_s(priced) + strategy.update_s >= limit_s * (1 - SLACK):
+                continue
             phase, found = strategy.assign(priced)
             if found.makespan + strategy.update_s < limit_s:
                 best, limit_s = phase, found.makespan + strategy.update_s

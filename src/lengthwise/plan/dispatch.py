@@ -13,6 +13,9 @@ from lengthwise.plan.place import place
 from lengthwise.plan.problem import PricedBatch, Problem
 from lengthwise.plan.solve.shop import Certificate, Machines, Schedule, certify, schedule
 
+SLACK = 1e-9
+"""Relative, for the rounding of sums."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tile:
@@ -102,6 +105,19 @@ class PlacedStrategy:
         stages = np.array([[tile.kind.num_stages] for tile in self.tiles])
         overheads_s = np.array([[priced.overhead_s(tile.kind)] for tile in self.tiles])
         return ((self._work(priced)[:, positions] + overheads_s) * stages).min(axis=0)
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the micro-batches of ``priced`` take at least, cheaply told; inf if one fits nowhere.
+
+        As if sequences could be spread over all devices, each as the tile that takes fewest device-seconds; and the
+        longest alone on its best pipeline.
+        """
+        if priced.lengths.max() > self.max_length:
+            return np.inf
+        work_s = self._work(priced)
+        devices = np.array([[tile.kind.num_devices] for tile in self.tiles])
+        even_s = float((devices * work_s).min(axis=0).sum()) / self.problem.num_devices
+        return max(even_s, float(self.alone_s(priced, np.arange(len(priced.lengths))).max())) * (1 - SLACK)
 
     def bound_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches of ``priced`` take at least on these pipelines; inf if one fits nowhere."""

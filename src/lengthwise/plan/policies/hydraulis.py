@@ -53,7 +53,8 @@ class Hydraulis:
 
     def bound_s(self, priced: PricedBatch) -> float:
         """The least bound of all candidates."""
-        return min(strategy.bound_s(priced) for strategy in self.candidates.strategies)
+        bounds_s = self.candidates.bounds_s(priced)
+        return min(bound_s - each.update_s for bound_s, each in zip(bounds_s, self.candidates.strategies))
 
     def _fastest(self, priced: PricedBatch, bounds_s: list[float]) -> Phase:
         phase, _ = self.candidates.best(priced, bounds_s)
