@@ -45,10 +45,10 @@ class PolicyResult:
     """Median over the steps of predicted time above the proven bound, as a share of the bound."""
     peak_bytes: int = 0
     planning_s: float = 0.0
-    """Seconds of one core that deciding a step took, median; of this machine, so it varies."""
+    """Seconds of one core that deciding a step took, nothing known of it before; of this machine, so it varies."""
     preparing_s: float = 0.0
-    """Seconds of one core before the first step: proposals and tuning, once a run. What `auto` finds prepared by
-    policies before it is not counted again."""
+    """Seconds before the first step: proposals and tuning, once a run. What `auto` finds prepared by policies before it
+    is not counted again, nor what other processes searched meanwhile."""
     spent_s: dict[str, float] = field(default_factory=dict)
     """Device-seconds of all steps by name of ``PARTS``."""
     times_s: tuple[float, ...] = ()
