@@ -183,6 +183,11 @@ def mean_s(strategy: PlacedStrategy, cell: Cell, batches: Sequence[GlobalBatch])
     return float(np.mean(spans))
 
 
+def mean_step_s(strategy: PlacedStrategy, cell: Cell, batches: Sequence[GlobalBatch]) -> float:
+    """Mean planned seconds of the whole step, its update included; inf if some sequence does not fit."""
+    return mean_s(strategy, cell, batches) + strategy.update_s
+
+
 def best_span_s(strategies: Sequence[PlacedStrategy], priced: PricedBatch) -> float:
     """Seconds of the micro-batches under the best of some strategies; one at least holds every sequence."""
     bounds_s = [strategy.bound_s(priced) for strategy in strategies]
@@ -196,7 +201,7 @@ def best_span_s(strategies: Sequence[PlacedStrategy], priced: PricedBatch) -> fl
 
 def best_homogeneous(cell: Cell, batches: Sequence[GlobalBatch]) -> PlacedStrategy:
     """The homogeneous strategy that is fastest on ``batches``."""
-    return min(homogeneous_strategies(cell), key=lambda strategy: mean_s(strategy, cell, batches))
+    return min(homogeneous_strategies(cell), key=lambda strategy: mean_step_s(strategy, cell, batches))
 
 
 def short_name(strategy: PlacedStrategy) -> str:

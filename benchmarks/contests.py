@@ -47,4 +47,5 @@ def play(
         seed=SEED,
     )
     budget = max(round(TOKENS_PER_DEVICE * gpus), index.max_length)
-    return contest.run(cluster, tokens_per_step=budget, with_steps=False, on_step=lambda *_: None)
+    entry = contest.enter(cluster, tokens_per_step=budget)
+    return contest.run(entry, with_steps=False, on_step=lambda *_: None)

@@ -3,13 +3,15 @@
 from statistics import fmean
 
 import numpy as np
-from cells import Cell, best_homogeneous, best_span_s, mean_s, published_kinds, short_name
+from cells import Cell, best_homogeneous, mean_step_s, published_kinds, short_name
 from clock import timed
 from pages import Goal, Section, at_most, number
 from plan_cells import MOST_CANDIDATES, all_cells, proposals, proposed
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.plan.candidates import Candidates
 from lengthwise.plan.dispatch import PlacedStrategy, Tile
+from lengthwise.plan.problem import PricedBatch
 from lengthwise.plan.propose.closed_form import relax
 from lengthwise.plan.propose.parametric import integer_strategies
 from lengthwise.plan.propose.workload import make_workload
@@ -64,6 +66,7 @@ def held_out(*, quick: bool) -> Section:
     """Planned latency on steps that no proposal saw, beside homogeneous strategies and Eq. (4)."""
     rows: list[tuple[str, ...]] = []
     above: list[float] = []
+    step_above: list[float] = []
     gains: list[float] = []
     for cell in all_cells(Objective.FLOW_SHOP, quick=quick):
         tuned_on = _samples(cell)
@@ -71,23 +74,24 @@ def held_out(*, quick: bool) -> Section:
         static = best_homogeneous(cell, tuned_on)
         ours = proposed(cell)[:MOST_CANDIDATES]
         whole = [each for each in ours if each.max_length >= cell.context]
-        single = min(whole, key=lambda strategy, cell=cell, seen=tuned_on: mean_s(strategy, cell, seen))
+        single = min(whole, key=lambda strategy, cell=cell, seen=tuned_on: mean_step_s(strategy, cell, seen))
         printed, bubble = (eq4_strategy(cell, bubble=bubble) for bubble in (False, True))
         static_s, printed_s, bubble_s, single_s = (
-            mean_s(each, cell, batches) for each in (static, printed, bubble, single)
+            mean_step_s(each, cell, batches) for each in (static, printed, bubble, single)
         )
-        step_s = fmean(best_span_s(ours, cell.priced(batch)) for batch in batches)
-        least_s = min(static_s, printed_s)
+        step_s = fmean(_best_step_s(Candidates(ours), cell.priced(batch)) for batch in batches)
+        least_s = min(static_s, printed_s, bubble_s)
         above.append(single_s / least_s - 1)
-        gains += [1 - single_s / least_s] if cell.model == "llama-7b" and cell.data == "cc" else []
+        step_above.append(step_s / least_s - 1)
+        gains += [1 - single_s / min(static_s, printed_s)] if cell.model == "llama-7b" and cell.data == "cc" else []
         shown = [f"{time_s * 1e3:,.0f}" for time_s in (static_s, printed_s, bubble_s, single_s, step_s)]
         rows.append((cell.name, *shown, f"{least_s / step_s:.2f}x", short_name(static), short_name(single)))
     return Section(
         title="Proposals on steps they have not seen",
-        text="Mean planned milliseconds of the micro-batches of held-out steps, flow shop. One fixed strategy per "
+        text="Mean planned milliseconds of held-out steps, update included, flow shop. One fixed strategy per "
         "column, chosen on other steps of the same corpus; but *best per step*, which chooses among at most "
         f"{MOST_CANDIDATES} proposals. *Eq. (4)*: with whole pipelines as printed, which knows neither bubbles nor "
-        "that one sequence cannot be split over pipelines; and with both. *Gain*: the better of the first two over the "
+        "that one sequence cannot be split over pipelines; and with both. *Gain*: the best of these three over the "
         "best per step.",
         head=(
             "setting",
@@ -101,16 +105,17 @@ def held_out(*, quick: bool) -> Section:
             "ours, one",
         ),
         rows=rows,
-        goals=_goals(above, gains),
+        goals=_goals(above, step_above, gains),
     )
 
 
-def _goals(above: list[float], gains: list[float]) -> tuple[Goal, ...]:
-    worst = "one proposal over the better of homogeneous and Eq. (4), held-out steps, worst setting"
+def _goals(above: list[float], step_above: list[float], gains: list[float]) -> tuple[Goal, ...]:
+    rivals = "the best of homogeneous, Eq. (4) and Eq. (4) with bubble, held-out steps"
     what = "one proposal below the better of homogeneous and Eq. (4), held-out steps, 7B, cc, mean"
     mean = fmean(gains) if gains else None
     return (
-        at_most(worst, max(above), 0.0, "%"),
+        at_most(f"best proposal per step over {rivals}, worst setting", max(step_above), 0.0, "%"),
+        at_most(f"one proposal over {rivals}, worst setting", max(above), 0.0, "%"),
         Goal(
             what=what,
             aim="at least 10 %",
@@ -118,6 +123,10 @@ def _goals(above: list[float], gains: list[float]) -> tuple[Goal, ...]:
             met=None if mean is None else mean >= 0.10,
         ),
     )
+
+
+def _best_step_s(candidates: Candidates, priced: PricedBatch) -> float:
+    return candidates.best(priced, candidates.bounds_s(priced))[1]
 
 
 def _samples(cell: Cell) -> list[GlobalBatch]:

@@ -55,8 +55,8 @@ def propose(
     """Strategies one of which each step may use, the fastest first.
 
     Among them are the best homogeneous strategy, if one tiles the cluster, and one that holds ``problem.max_length``
-    and all samples, or what the leanest kind holds if that is less. On the steps set aside, one of them is planned to
-    be at most as slow as the best homogeneous strategy and the whole strategies of Eq. (4), with bubble or without.
+    and all samples, or what the leanest kind holds if that is less; and the whole strategies of Eq. (4), with bubble
+    and without, unless planning the steps set aside proves that another proposal is faster there.
 
     Args:
         problem: cluster, objective and samples of batches; without samples, one that is made up of its longest length.
@@ -83,6 +83,7 @@ def propose(
     contest = Contest(problem, search, samples, unseen)
     always = [contest.fastest_of(starts.homogeneous), contest.fastest_of(found[:1])]
     contest.beat(starts.published)
+    always += [counts for counts in starts.published if counts in contest.times_s]
     most = min(FEW_PLANS + 2 * problem.num_devices, MOST_PLANS, int(PLANNED_SEQUENCES / _mean_size(samples)))
     contest.enter([*found, *search.ranked(holding=holding)[1 : 1 + RUNNERS_UP]], steps=most)
     chosen = contest.choose([counts for counts in dict.fromkeys(always) if counts is not None], most=max_candidates)
