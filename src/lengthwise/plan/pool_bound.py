@@ -8,10 +8,16 @@ what each has left. Where T - u_k does not suffice for a sequence alone, the sch
 ``plan.solve.shop`` with one price per device, whatever tiles them, and Hydraulis' Eq. (4) with fractional counts where
 no scheme has several stages.
 
+That lets every sequence pay for its own bubble alone. But the longest, of work m, runs on a pipeline of some scheme h,
+whose bubble nobody can use: it takes N_h S_h m device-seconds. Others may take the room that its pipeline has until T,
+at N_h w each. No scheme of the step then has more than T - u_h. So T is refuted if it is for every h.
+
 Work includes a sequence's share of the overhead of the fullest pack its scheme allows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -41,6 +47,7 @@ class PoolBound:
         for kind in kinds:
             groups.setdefault((kind.num_devices, kind.num_stages, _update_s(problem, kind)), []).append(kind)
         self._updates_s = np.array([[update_s] for _, _, update_s in groups])
+        self._devices = np.array([devices for devices, _, _ in groups])
         self._later = np.array([[stages - 1.0] for _, stages, _ in groups])
         shape = len(groups), len(self._grid)
         self._device_s, self._alone_s = np.full(shape, np.inf), np.full(shape, np.inf)
@@ -67,41 +74,126 @@ class PoolBound:
 
     def __call__(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches of a step take at least."""
-        return self.of(priced.lengths)
+        return self._sequences(priced.lengths, np.zeros_like(self._updates_s)).bound_s()
 
     def of(self, lengths: np.ndarray) -> float:
-        """The same for sequences of these lengths."""
-        return self._largest_refuted_s(lengths, np.zeros_like(self._updates_s))
+        """The same for sequences of these lengths, the longest like any other: lower, but sooner told."""
+        return self._sequences(lengths, np.zeros_like(self._updates_s)).even_bound_s()
 
     def step_s(self, priced: PricedBatch) -> float:
         """Seconds that the whole step takes at least, its update included."""
-        return self._largest_refuted_s(priced.lengths, self._updates_s)
+        return self._sequences(priced.lengths, self._updates_s).bound_s()
 
     def _at(self, lengths: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._grid, lengths, side="right") - 1
 
-    def _largest_refuted_s(self, lengths: np.ndarray, updates_s: np.ndarray) -> float:
+    def _sequences(self, lengths: np.ndarray, updates_s: np.ndarray) -> "_Sequences":
         at, counts = np.unique(self._at(lengths), return_counts=True)
-        device_s, alone_s = self._device_s[:, at], self._alone_s[:, at]
-        later_s = np.multiply(self._later, alone_s, out=np.zeros_like(alone_s), where=self._later > 0)  # 0 x inf is 0
-        taken_s = updates_s + later_s
+        return _Sequences(
+            num_devices=self._num_devices,
+            counts=counts.astype(np.float64),
+            devices=self._devices,
+            later=self._later,
+            updates_s=updates_s,
+            device_s=self._device_s[:, at],
+            alone_s=self._alone_s[:, at],
+        )
 
-        def is_refuted(time_s: float) -> bool:
-            left_s = time_s - taken_s
-            with np.errstate(divide="ignore", invalid="ignore"):
-                devices = np.where(left_s >= alone_s * (1 - MARGIN), device_s / left_s, np.inf)
-            return float(devices.min(axis=0) @ counts) > self._num_devices * (1 + MARGIN)
 
-        low = float((taken_s + alone_s).min(axis=0).max()) * (1 - MARGIN)
-        if not is_refuted(low):
-            return low
-        high = 2 * low
-        while is_refuted(high):
-            low, high = high, 2 * high
-        while high > low * (1 + TOLERANCE):
-            middle = (low + high) / 2
-            low, high = (middle, high) if is_refuted(middle) else (low, middle)
-        return low
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sequences:
+    """Those of a step by length, C of them, under G groups of schemes; the longest comes last."""
+
+    num_devices: int
+    counts: np.ndarray
+    """[C]"""
+    devices: np.ndarray
+    """[G] of a pipeline."""
+    later: np.ndarray
+    """[G, 1] stages after the first."""
+    updates_s: np.ndarray
+    """[G, 1]"""
+    device_s: np.ndarray
+    """[G, C] device-seconds per stage, with a share of the overhead; inf where it does not fit."""
+    alone_s: np.ndarray
+    """[G, C] seconds per stage of a micro-batch of its own."""
+
+    @cached_property
+    def later_s(self) -> np.ndarray:
+        """[G, C] bubble of a pipeline whose longest it is."""
+        return np.multiply(self.later, self.alone_s, out=np.zeros_like(self.alone_s), where=self.later > 0)  # not 0 inf
+
+    def even_bound_s(self) -> float:
+        """The largest refuted time, each sequence paying for its own bubble."""
+        low_s = self._floor_s(self.updates_s)
+        return _largest_refuted_s(lambda time_s: self._even_devices(time_s) > self._most_devices, low_s)
+
+    def bound_s(self) -> float:
+        """The same if the bubble of the longest is nobody else's."""
+        even_s, best_s = self.even_bound_s(), np.inf
+        for host in np.flatnonzero(np.isfinite(self.alone_s[:, -1])).tolist():
+            alone_s = float(self.updates_s[host, 0] + self.later_s[host, -1] + self.alone_s[host, -1])
+            low_s = max(even_s, alone_s, self._floor_s(self._updates_with(host)))
+
+            def is_refuted(time_s: float, host: int = host) -> bool:
+                return self._hosted_devices(time_s, host) > self._most_devices
+
+            if low_s < best_s and not (best_s < np.inf and is_refuted(best_s)):
+                best_s = _largest_refuted_s(is_refuted, low_s, best_s)
+        return best_s if best_s < np.inf else even_s
+
+    @property
+    def _most_devices(self) -> float:
+        return self.num_devices * (1 + MARGIN)
+
+    def _updates_with(self, host: int) -> np.ndarray:
+        return np.maximum(self.updates_s, self.updates_s[host])
+
+    def _floor_s(self, updates_s: np.ndarray) -> float:
+        """Seconds of the sequence that takes longest alone."""
+        return float((updates_s + self.later_s + self.alone_s).min(axis=0).max()) * (1 - MARGIN)
+
+    def _least_devices(self, time_s: float, updates_s: np.ndarray) -> np.ndarray:
+        """[C] devices that a sequence of each length takes at least; inf where there is no time for it."""
+        left_s = time_s - updates_s - self.later_s
+        with np.errstate(divide="ignore", invalid="ignore"):
+            devices = np.where(left_s >= self.alone_s * (1 - MARGIN), self.device_s / left_s, np.inf)
+        least: np.ndarray = devices.min(axis=0)
+        return least
+
+    def _even_devices(self, time_s: float) -> float:
+        return float(self._least_devices(time_s, self.updates_s) @ self.counts)
+
+    def _hosted_devices(self, time_s: float, host: int) -> float:
+        """Devices that all sequences take at least if the longest runs on a pipeline of group ``host``.
+
+        What shares its pipeline saves most per second of its room: a fractional knapsack.
+        """
+        left_s = time_s - float(self.updates_s[host, 0])
+        work_s = self.device_s[host] / self.devices[host]
+        host_s = work_s[-1] + self.later_s[host, -1]
+        elsewhere = np.minimum(self._least_devices(time_s, self._updates_with(host)), 2.0 * self.num_devices)
+        others = self.counts - (np.arange(len(self.counts)) == len(self.counts) - 1)
+        beside = self.device_s[host] / left_s
+        total = float(elsewhere @ others) + float(self.devices[host] * host_s / left_s)
+        fitting = np.isfinite(work_s) & (others > 0) & (elsewhere > beside)
+        saved, needed_s = ((elsewhere - beside) * others)[fitting], (work_s * others)[fitting]
+        order = np.argsort(-saved / needed_s, kind="stable")
+        ends_s = np.cumsum(needed_s[order])
+        parts = np.clip((left_s - host_s - ends_s) / needed_s[order] + 1, 0.0, 1.0)
+        return total - float(saved[order] @ parts)
+
+
+def _largest_refuted_s(is_refuted: Callable[[float], bool], low_s: float, high_s: float = np.inf) -> float:
+    """About the largest time that is refuted, or ``low_s``; ``high_s`` is not refuted."""
+    if not is_refuted(low_s):
+        return low_s
+    while high_s == np.inf:
+        low_s, high_s = (2 * low_s, np.inf) if is_refuted(2 * low_s) else (low_s, 2 * low_s)
+    while high_s > low_s * (1 + TOLERANCE):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (middle_s, high_s) if is_refuted(middle_s) else (low_s, middle_s)
+    return low_s
 
 
 def _update_s(problem: Problem, kind: Kind) -> float:
