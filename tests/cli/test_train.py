@@ -143,3 +143,11 @@ def test_profiles_of_another_model_are_refused(corpus, tmp_path):
     arguments = settings(corpus, tmp_path / "run", f"plan.profile={tmp_path / 'p.json'}")
     done = lengthwise("train", *arguments, expected=2)
     assert "the profile is of model llama-tiny" in done.stderr
+
+
+def test_a_profile_says_how_well_each_cost_model_predicts_rows_it_has_not_seen(corpus, tmp_path):
+    rules = ["data.max_length=256", "data.over_length=split"]
+    arguments = [f"data.index={corpus}", *rules, "--out", tmp_path / "p.json", "--repeats", 1]
+    document = json.loads(lengthwise("profile", *arguments, "--leave-out", "--json").stdout)
+    assert set(document["leave_out"]) == {"analytic", "fitted", "hybrid"}
+    assert all(0 <= found["median"] <= found["worst"] for found in document["leave_out"].values())

@@ -13,6 +13,7 @@ from lengthwise.data.corpus import open_corpus
 
 if TYPE_CHECKING:
     from lengthwise.config import Config
+    from lengthwise.cost.accuracy import ModelErrors
     from lengthwise.cost.fitted import Fit
 
 DEFAULT_MAX_LENGTH = 4096
@@ -27,6 +28,9 @@ def run(
     max_length: Annotated[int | None, typer.Option(min=32, help="longest sequence; default: the data's")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=32, help="most tokens of a pack; default: max length")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="measurements of each pack")] = 5,
+    leave_out: Annotated[
+        bool, typer.Option("--leave-out", help="how well each cost model predicts unseen rows")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Measure micro-batches over a ladder of lengths and fit T = a l^2 + b l + c."""
@@ -44,16 +48,33 @@ def run(
     if not torchrun(arguments, nproc=nproc):
         raise LengthwiseError("profiling failed; see the messages above")
     table = ProfileTable.load(out)
+    found = _leave_out(resolved, table) if leave_out else ()
     if as_json:
-        emit_json(_document(table, fit(table), out))
+        errors = {one.name: {"median": one.median, "worst": one.worst} for one in found}
+        emit_json({**_document(table, fit(table), out), **({"leave_out": errors} if found else {})})
     else:
         _print(table, fit(table), out)
+        for one in found:
+            stdout().print(
+                f"rows it has not seen, {one.name}: off by {one.median:.1%} (median), {one.worst:.1%} (worst)"
+            )
 
 
 def _longest(config: "Config") -> int:
     if config.data.max_length:
         return config.data.max_length
     return open_corpus(config.data).lengths.max_length if config.data.index else DEFAULT_MAX_LENGTH
+
+
+def _leave_out(config: "Config", table: ProfileTable) -> tuple["ModelErrors", ...]:
+    from lengthwise.cli.assemble import resolve_cluster, resolve_model
+    from lengthwise.core.specs import cluster_preset
+    from lengthwise.cost.accuracy import leave_out_errors
+
+    spec = resolve_model(config, open_corpus(config.data) if config.data.index else None)
+    on_cpu = table.device.startswith("cpu") and not config.cluster.name
+    cluster = cluster_preset(f"{table.num_ranks}xcpu") if on_cpu else resolve_cluster(config)
+    return leave_out_errors(table, model=spec, cluster=cluster)
 
 
 def _measure(config: "Config", out: Path, *, longest: int, max_tokens: int, repeats: int) -> None:
