@@ -51,6 +51,9 @@ class PlanConfig(_Section):
         "padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis", "auto"
     ] = "auto"
     profile: str = Field(default="", description="file made by `lengthwise profile`; empty: analytic costs")
+    cost: Literal["fitted", "hybrid"] = Field(
+        default="fitted", description="made from the profile: a l^2 + b l + c, or a random forest (extra: learned)"
+    )
     batch_size: int | None = Field(
         default=None, ge=1, description="sequences per micro-batch of `padded`; none: the fastest that fits"
     )

@@ -5,6 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from tests.cost.profiles import MANY_LENGTHS, row, table
+
+NOISY = [row(lengths, noise=1 + 0.05 * (-1) ** n) for n, lengths in enumerate(MANY_LENGTHS)]
+
 
 @pytest.fixture
 def lengths(tmp_path, cli):
@@ -80,3 +84,16 @@ def test_the_printed_configuration_is_a_configuration(cli, tmp_path):
     first = cli("config", tmp_path / "config.yaml", "optim.lr=0.5", "--json")[1]
     assert json.loads(first)["optim"]["lr"] == 0.5
     assert "llama-7b" in cli("config", "--presets")[1]
+
+
+def test_the_same_profile_may_be_fitted_or_learned(cli, lengths, tmp_path):
+    table(NOISY).save(tmp_path / "profile.json")
+    own = ["model.preset=llama-tiny", "train.dtype=float32", "plan.recompute=auto", "data.max_length=4096"]
+    own += ["data.over_length=split", f"plan.profile={tmp_path / 'profile.json'}", "cluster.name=2xcpu"]
+    times_s = {}
+    for cost in ("fitted", "hybrid"):
+        code, out, err = cli("plan", *arguments(lengths, *own, f"plan.cost={cost}"), "--steps", 1, "--json")
+        assert code == 0, err
+        times_s[cost] = json.loads(out)["plans"][0]["time_s"]
+    assert times_s["fitted"] != times_s["hybrid"]
+    assert times_s["fitted"] == pytest.approx(times_s["hybrid"], rel=0.5)

@@ -134,3 +134,10 @@ def test_files_that_are_no_profile_are_refused_with_the_way_out(text, tmp_path):
         path.write_text(text)
     with pytest.raises(InputError, match=r"profile"):
         ProfileTable.load(path)
+
+
+def test_sequences_cost_something_even_where_a_profile_says_that_none_does():
+    same = [replace(row(lengths), time_s=0.25) for lengths in MANY_LENGTHS]
+    cost = FittedCost(table(same), model=MODEL, cluster=CLUSTER)
+    times_s = cost.sequence_times_s(np.array([1, 10, 100]), SCHEME)
+    assert (times_s > 0).all() and (np.diff(times_s) > 0).all()

@@ -73,7 +73,7 @@ def resolve_cluster(config: Config) -> ClusterSpec:
 
 
 def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostModel:
-    """Fitted to ``plan.profile`` where there is one, else analytic.
+    """Fitted to or learned from ``plan.profile`` where there is one, else analytic.
 
     Raises:
         InputError: the profile is of another model, dtype or recompute setting.
@@ -91,6 +91,10 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
             f"{config.plan.profile} was measured with plan.recompute={measured}, the run has "
             f"plan.recompute={config.plan.recompute}; profile again with the run's setting"
         )
+    if config.plan.cost == "hybrid":
+        from lengthwise.cost.hybrid import HybridCost
+
+        return HybridCost(table, model=spec, cluster=cluster)
     return FittedCost(table, model=spec, cluster=cluster)
 
 

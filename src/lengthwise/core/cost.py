@@ -23,7 +23,10 @@ class CostModel(Protocol):
     """
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
-        """Seconds, forward and backward, that each sequence adds to a micro-batch (one stage of ``scheme``)."""
+        """Seconds, forward and backward, that each sequence adds to a micro-batch (one stage of ``scheme``).
+
+        More than 0, and never less for a longer sequence.
+        """
         ...
 
     def overhead_s(self, scheme: Scheme) -> float:

@@ -21,6 +21,8 @@ MIN_ROWS = 3
 ROUNDS = 10
 NEGLIGIBLE = 0.01
 """Relative errors below this are noise and count alike."""
+LEAST_B_S = 1e-12
+"""Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ class FittedCost(ProfiledCost):
         """``a l^2 + b l`` of each sequence."""
         found = self._fits(scheme)
         length = np.asarray(lengths, dtype=np.float64)
-        return (found.a_s * length + found.b_s) * length
+        return (found.a_s * length + max(found.b_s, LEAST_B_S)) * length
 
     def overhead_s(self, scheme: Scheme) -> float:
         """``c``."""

@@ -22,6 +22,8 @@ from lengthwise.cost.fitted import features, fit
 from lengthwise.cost.profiled import ProfiledCost, Tables
 from lengthwise.cost.separable import SchemeCache
 
+LEAST_S = 1e-9
+"""Seconds of a sequence whose micro-batch the forest says to take no longer than the overhead."""
 MEMORY_MARGIN = 0.05
 """Share of a device's memory left free for what the forest does not know."""
 
@@ -38,7 +40,7 @@ class Learned:
 
     def sequence_times_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds that a sequence adds to a micro-batch."""
-        return np.maximum(self.time_s(length) - self.overhead_s, 0.0)
+        return np.maximum(self.time_s(length) - self.overhead_s, LEAST_S)
 
     def pack_time_s(self, lengths: tuple[int, ...]) -> float:
         """Seconds of a micro-batch."""
