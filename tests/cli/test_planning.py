@@ -41,6 +41,29 @@ def test_plans_and_simulations_agree_and_need_no_profile(cli, lengths, tmp_path)
     assert summary == json.loads(cli("simulate", *arguments(lengths), "--steps", 3, "--json")[1])
 
 
+def test_all_plans_of_a_file_are_simulated_and_what_is_not_is_said(cli, lengths, tmp_path):
+    file = tmp_path / "plans.jsonl"
+    code, _, err = cli("plan", *arguments(lengths, "plan.policy=static"), "--steps", 12, "--out", file)
+    assert code == 0 and "plan.max_degree=8 plan.max_stages=8" in err
+    assert json.loads(cli("simulate", file, "--json")[1])["num_steps"] == 12
+    assert json.loads(cli("simulate", file, "--steps", 3, "--json")[1])["num_steps"] == 3
+    code, _, err = cli("simulate", file, "cluster.name=2xcpu")
+    assert code == 2 and "cluster.name=2xcpu does not apply" in err
+    file.write_bytes(file.read_bytes()[:-5])
+    code, out, err = cli("simulate", file, "--json")
+    assert (code, json.loads(out)["num_steps"]) == (0, 11) and "11 plans are whole" in err
+
+
+@pytest.mark.parametrize("options", [("plan", "--out"), ("simulate", "--html"), ("simulate", "--trace")], ids=" ".join)
+def test_where_to_write_is_checked_before_the_work(cli, lengths, tmp_path, options, monkeypatch):
+    verb, option = options
+    monkeypatch.setattr("lengthwise.cli.plan.make_planner", None)  # would fail if it were called
+    for place, words in ((tmp_path, "is a folder"), (tmp_path / "nowhere" / "x", "there is no folder")):
+        code, _, err = cli(verb, *arguments(lengths), option, place)
+        assert code == 2 and words in err
+    assert not list(tmp_path.glob("*.partial"))
+
+
 def test_auto_beats_the_baselines_on_long_tailed_lengths(cli, lengths):
     speeds = {}
     for policy in ("padded", "static", "packed", "auto"):

@@ -39,3 +39,8 @@ def test_digests_depend_on_lengths_and_text_but_not_on_the_integer_type():
 def test_what_is_no_row_of_lengths_is_refused(lengths, message):
     with pytest.raises(InputError, match=message):
         LengthIndex(lengths=lengths)
+
+
+def test_numbers_that_can_be_no_lengths_are_refused():
+    with pytest.raises(InputError, match="sequence 1 has length 18,446,744,073,709,551,615"):
+        LengthIndex(lengths=np.array([5, 2**64 - 1], dtype=np.uint64))

@@ -44,6 +44,8 @@ def test_clusters_are_read_as_nodes_devices_and_device():
         (lambda: cluster_preset("0xcpu"), "not NODESxDEVICESxDEVICE"),
         (lambda: cluster_preset("1x2x3xcpu"), "not NODESxDEVICESxDEVICE"),
         (lambda: cluster_preset("cpu", memory_gib=0), "must be positive"),
+        (lambda: cluster_preset("cpu", memory_gib=float("nan")), "must be positive"),
+        (lambda: cluster_preset("cpu", memory_gib=float("inf")), "must be positive and finite"),
     ],
 )
 def test_unknown_names_suggest_the_nearest(call, message):

@@ -21,7 +21,7 @@ from lengthwise.cli.options import (
     ModelName,
 )  # fmt: skip
 from lengthwise.cli.what_if import make_cluster, open_source, parse_counts, parse_methods, parse_names
-from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.specs import GIB, ClusterSpec, model_preset
 from lengthwise.data.rules import Ledger, View, apply_max_length
 from lengthwise.plan.policies import POLICIES
@@ -74,6 +74,7 @@ def run(
 ) -> None:
     """Plan and simulate the same global batches under every policy."""
     from lengthwise.cli.contest import Contest
+    from lengthwise.report.whole_file import check_place
 
     spec = model_preset(model)
     clusters = [
@@ -82,7 +83,7 @@ def run(
     ]
     names = tuple(parse_names(policies, list(POLICIES), "--policies"))
     pool = Pool(max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), recompute=recompute)
-    _check_folder(html)
+    check_place(html, "--html")
     view = apply_max_length(open_source(lengths, seed=seed), max_length=max_length, rule=over_length.value)
     contest = Contest(
         model=spec, dtype=dtype.value, pool=pool, policies=names, lengths=view.lengths, num_steps=steps, seed=seed
@@ -94,14 +95,9 @@ def run(
     if json:
         documents = [result.to_json() for result in results]
         about = _about(contest, lengths, view.ledger)
-        emit_json({**(documents[0] if len(documents) == 1 else {"clusters": documents}), **about})
+        emit_json({**(documents[0] if len(documents) == 1 else {}), "clusters": documents, **about})
     else:
         _print(results, view.ledger, html)
-
-
-def _check_folder(html: Path | None) -> None:
-    if html is not None and not html.parent.is_dir():
-        raise InputError(f"cannot write {html}: there is no folder {html.parent}; make it first")
 
 
 def _budget(cluster: ClusterSpec, wanted: int | None, view: View) -> int:
@@ -151,14 +147,14 @@ def _print(results: list["ClusterResult"], ledger: Ledger, html: Path | None) ->
     console = stdout()
     for result in results:
         console.print(
-            f"{result.cluster}, {result.tokens_per_step:,} tokens a step, {_ledger_words(ledger)}", soft_wrap=True
+            f"{result.cluster}, {result.tokens_per_step:,} tokens a step on average, {_ledger_words(ledger)}",
+            soft_wrap=True,
         )
         if result.ranked:
             console.print(_table(result))
             console.print(headline(result), soft_wrap=True)
-        for one in result.policies:
-            if one.refused:
-                console.print(f"{one.policy}: refused: {one.refused}", soft_wrap=True, markup=False)
+        for why, names in result.refusals.items():
+            console.print(f"{', '.join(names)}: refused: {why}", soft_wrap=True, markup=False)
         console.print()
     console.print("simulated on an analytic cost model, not measured")
     if html is not None:

@@ -13,7 +13,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
-from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, ModelSpec
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.plan.flexible import flexible_kinds
 from lengthwise.plan.planner import Planner
@@ -100,8 +100,8 @@ class Contest:
                 results.append(play(planners[name], batches, on_step=on_step))
         found = ClusterResult(
             num_devices=entry.cluster.num_devices,
-            cluster=entry.cluster.name,
-            tokens_per_step=entry.tokens_per_step,
+            cluster=entry.name,
+            tokens_per_step=round(sum(batch.num_tokens for batch in drawn) / len(drawn)),
             policies=tuple(results),
         )
         return _with_steps(found, planners, batches) if with_steps else found
@@ -116,6 +116,14 @@ class Entry:
     problem: Problem | None
     """None where nothing can run, for the reason in ``refused``."""
     refused: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the cluster, with the memory of its devices if it is not all that they have."""
+        device = self.cluster.device
+        if device.memory_bytes == DEVICES[device.name].memory_bytes:
+            return self.cluster.name
+        return f"{self.cluster.name} at {device.memory_bytes / GIB:g} GiB"
 
 
 def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -> PolicyResult:

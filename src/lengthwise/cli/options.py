@@ -19,7 +19,8 @@ ModelName = Annotated[
 DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="A device preset, such as H100-80GB.")]
 DevicesPerNode = Annotated[int, typer.Option(metavar="N", help="Devices that share a fast link.")]
 MemoryGib = Annotated[
-    float | None, typer.Option("--hbm", metavar="GIB", help="Memory of a device; default: all that it has.")
+    float | None,
+    typer.Option("--hbm", metavar="GIB", help="Memory of a device; default: all it has, without any margin."),
 ]
 MaxDegree = Annotated[
     int | None, typer.Option(metavar="N", help="Most devices that share a layer; default: any number.")

@@ -8,28 +8,29 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model
-from lengthwise.cli.console import emit_json, progress, stdout
+from lengthwise.cli.console import emit_json, progress, stderr, stdout
 from lengthwise.cli.launch import split_arguments
 from lengthwise.config import Config, load
 from lengthwise.core.plan import StepPlan
 from lengthwise.data.corpus import open_corpus
 
-StepsOption = Annotated[int, typer.Option(min=1, help="steps to plan")]
+DEFAULT_STEPS = 10
 
 
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
-    steps: StepsOption = 10,
+    steps: Annotated[int, typer.Option(min=1, help="steps to plan")] = DEFAULT_STEPS,
     out: Annotated[Path | None, typer.Option(help="write the plans here, one JSON object a line")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Plan the first steps on cluster.name and say how far each plan is from the proven lower bound."""
+    from lengthwise.report.whole_file import check_place, write_whole
+
+    check_place(out, "--out")
     plans = list(plan_steps(load(*split_arguments(config, overrides)), steps))
     if out is not None:
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text("".join(json.dumps(plan.to_json()) + "\n" for plan in plans))
-        partial.replace(out)
+        write_whole({out: "".join(json.dumps(plan.to_json()) + "\n" for plan in plans).encode()})
     if as_json:
         emit_json({"plans": [plan.to_json() for plan in plans], "out": str(out) if out else None})
     else:
@@ -46,6 +47,12 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
     spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
     cost = make_cost(config, spec, cluster)
     planner = make_planner(config, cost, spec=spec, cluster=cluster, lengths=corpus.lengths)
+    if cluster.num_devices > 1 and config.plan.max_degree == config.plan.max_stages == 1:
+        stderr().print(
+            "planned for what train executes today: one device a pipeline; for any degree and up to 8 stages set "
+            f"plan.max_degree={cluster.num_devices} plan.max_stages=8",
+            soft_wrap=True,
+        )
     sampler = make_sampler(config, corpus.lengths)
     with progress() as bar:
         for _ in bar.track(range(steps), description="plan"):

@@ -1,6 +1,7 @@
 """`lengthwise simulate`: execute plans in virtual time; needs no torch."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from math import fsum
 from pathlib import Path
 from statistics import mean, median
@@ -10,7 +11,7 @@ import typer
 
 from lengthwise.cli.console import emit_json, stderr, stdout
 from lengthwise.cli.launch import split_arguments
-from lengthwise.cli.plan import StepsOption, plan_steps
+from lengthwise.cli.plan import DEFAULT_STEPS, plan_steps
 from lengthwise.cli.report import MOST_SPANS
 from lengthwise.config import load
 from lengthwise.core.errors import InputError
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 def run(
     source: Annotated[Path | None, typer.Argument(help="plans.jsonl of `plan` or of a run, or a YAML config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
-    steps: StepsOption = 10,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="steps to plan; default: 10, or all that a file of plans holds")
+    ] = None,
     jitter: Annotated[
         float, typer.Option(metavar="SIGMA", help="lognormal noise on every micro-batch, such as 0.1")
     ] = 0.0,
@@ -41,10 +44,12 @@ def run(
 ) -> None:
     """Predict step time, idle share and throughput of a run's first steps, or of plans made before."""
     from lengthwise.report.trace import write_trace
-    from lengthwise.report.whole_file import write_whole
+    from lengthwise.report.whole_file import check_place, write_whole
     from lengthwise.sim.options import SimOptions
     from lengthwise.sim.summary import summary
 
+    check_place(trace, "--trace")
+    check_place(html, "--html")
     options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])))
     plans = _plans(source, overrides, steps)
     found = [summary(plan, options) for plan in plans]
@@ -100,13 +105,17 @@ def figures(plans: Sequence[StepPlan], found: Sequence["SimulatedStep"]) -> dict
     }
 
 
-def _plans(source: Path | None, overrides: list[str] | None, steps: int) -> list[StepPlan]:
+def _plans(source: Path | None, overrides: list[str] | None, steps: int | None) -> list[StepPlan]:
     path, changes = split_arguments(source, overrides)
     if path is None or path.suffix != ".jsonl":
-        return list(plan_steps(load(path, changes), steps))
-    plans = [StepPlan.from_json(row) for _, row in zip(range(steps), read_jsonl(path))]
+        return list(plan_steps(load(path, changes), steps or DEFAULT_STEPS))
+    if changes:
+        raise InputError(f"{changes[0]} does not apply to {path}, whose plans are made; plan again with it")
+    plans = [StepPlan.from_json(row) for row in islice(read_jsonl(path), steps)]
     if not plans:
         raise InputError(f"no plans in {path}; make some with: lengthwise plan --out {path}")
+    if len(plans) != steps and not path.read_bytes().endswith(b"\n"):
+        stderr().print(f"{path} ends within a line, which is left out: {len(plans):,} plans are whole", soft_wrap=True)
     return plans
 
 

@@ -45,7 +45,10 @@ def open_source(source: str, *, seed: int) -> LengthIndex:
         return open_index(path).lengths
     if path.is_file():
         file = SourceFile(path=source, name=source, size=path.stat().st_size, mtime_ns=0)
-        return LengthIndex(lengths=open_lengths(file))
+        try:
+            return LengthIndex(lengths=open_lengths(file))
+        except InputError as error:
+            raise InputError(f"--lengths {source}: {error}") from None
     raise InputError(
         f"--lengths {source}: no .npy file, no index folder and no synthetic distribution of that name; "
         f"{nearest(source, NAMES)}"

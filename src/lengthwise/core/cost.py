@@ -118,7 +118,7 @@ class ProfileTable:
             rows = tuple(ProfileRow(**{**row, "lengths": tuple(row["lengths"])}) for row in document.pop("rows"))
             table = cls(rows=rows, **document) if version == PROFILE_SCHEMA_VERSION else None
         except FileNotFoundError:
-            raise InputError(f"no profile at {path}; make one with: lengthwise profile --out {path}") from None
+            raise InputError(f"no profile at {path}; make one with: lengthwise profile CONFIG --out {path}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} is not a profile ({error}); make one with: lengthwise profile") from None
         if table is None:

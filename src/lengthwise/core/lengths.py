@@ -8,6 +8,9 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 
+MOST_TOKENS = 1 << 40
+"""Of one sequence; what is above is no length."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LengthIndex:
@@ -30,7 +33,12 @@ class LengthIndex:
             where = int(np.argmax(self.lengths < 1))
             raise InputError(
                 f"sequence {where} has length {shortest}; every sequence needs at least 1 token: "
-                "remove it, or index again with --on-empty drop"
+                "remove it (lengthwise index has --on-empty drop)"
+            )
+        if (longest := int(self.lengths.max())) > MOST_TOKENS:
+            raise InputError(
+                f"sequence {int(np.argmax(self.lengths))} has length {longest:,}; more than {MOST_TOKENS:,} tokens are "
+                "no sequence: check that the numbers are lengths in tokens"
             )
         view = self.lengths.view()
         view.flags.writeable = False

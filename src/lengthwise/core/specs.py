@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
@@ -239,7 +240,7 @@ def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec
     num_nodes, devices_per_node = (1, 1, *map(int, shape))[-2:]
     spec = DEVICES[device]
     if memory_gib is not None:
-        if memory_gib <= 0:
-            raise InputError(f"memory must be positive, not {memory_gib} GiB")
+        if not 0 < memory_gib < math.inf:
+            raise InputError(f"memory must be positive and finite, not {memory_gib} GiB")
         spec = replace(spec, memory_bytes=int(memory_gib * GIB))
     return ClusterSpec(num_nodes=num_nodes, devices_per_node=devices_per_node, device=spec)

@@ -82,7 +82,8 @@ def open_lengths(file: SourceFile) -> np.ndarray:
     try:
         lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise InputError(f"{file.name} is not a .npy array: {error}") from None
+        why = "it holds objects, or is no array at all" if "pickled" in str(error) else error
+        raise InputError(f"{file.name} is not a .npy array of numbers: {why}") from None
     if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
         found = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
         raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {found}")

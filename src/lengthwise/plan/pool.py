@@ -1,18 +1,20 @@
 """Which schemes a cluster offers, what a run's batches look like: the planning problem they make."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
+from typing import NoReturn
 
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.scheme import Method, Scheme
-from lengthwise.core.specs import ClusterSpec
+from lengthwise.core.specs import GIB, ClusterSpec
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.kind import degrees_of, make_kinds, schemes_of, stages_of
 from lengthwise.plan.problem import Problem
@@ -94,13 +96,35 @@ def make_problem(
         InfeasibleError: under no scheme does even the model state fit.
     """
     schemes = pool.schemes(num_layers, cluster)
+    kinds = make_kinds(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    if not kinds:
+        _refuse(schemes, cost, cluster, pool)
     return Problem(
-        kinds=make_kinds(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit),
+        kinds=kinds,
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
         memory_bytes=cluster.device.memory_bytes,
         max_length=max_length,
         samples=tuple(samples),
+    )
+
+
+def _refuse(schemes: Sequence[Scheme], cost: CostModel, cluster: ClusterSpec, pool: Pool) -> NoReturn:
+    """Say what the leanest scheme needs before its first token."""
+    needed: dict[Scheme, int] = {}
+    for scheme in schemes:
+        with suppress(InputError):  # no costs for it
+            needed[scheme] = int(cost.peak_bytes(1, scheme, num_devices=cluster.num_devices))
+    if not needed:
+        raise InfeasibleError("no scheme of the pool has costs; allow other methods, degrees or stages")
+    leanest = min(needed, key=lambda scheme: needed[scheme])
+    limits = [name for name, limit in (("degree", pool.max_degree), ("stages", pool.max_stages)) if limit is not None]
+    more = f", a higher limit of {' and '.join(limits)}" if limits else ""
+    raise InfeasibleError(
+        f"no scheme fits: the leanest, {leanest.name}, takes {needed[leanest] / GIB:.1f} GiB per device for weights, "
+        f"gradients and its share of the optimizer, one token included; a device has "
+        f"{cluster.device.memory_bytes / GIB:.1f} GiB. Use devices with more memory, more of them{more} or a smaller "
+        "model."
     )
 
 

@@ -85,6 +85,7 @@ class ClusterResult:
     num_devices: int
     cluster: str
     tokens_per_step: int
+    """Of the average global batch."""
     policies: tuple[PolicyResult, ...]
     steps: dict[str, Step] = field(default_factory=dict)
     """The same typical step by policy, for the page; may be empty."""
@@ -94,6 +95,15 @@ class ClusterResult:
         """Policies that can run, the fastest first; of equally fast ones, the last asked for."""
         running = [one for one in reversed(self.policies) if not one.refused]
         return sorted(running, key=lambda one: -float(f"{one.tokens_per_s:.9g}"))
+
+    @property
+    def refusals(self) -> dict[str, list[str]]:
+        """Policies that cannot run, by reason."""
+        refusals: dict[str, list[str]] = {}
+        for one in self.policies:
+            if one.refused:
+                refusals.setdefault(one.refused, []).append(one.policy)
+        return refusals
 
     def over_static(self, one: PolicyResult) -> float | None:
         """Tokens per second of ``one`` over those of ``YARDSTICK``; None where either is missing."""

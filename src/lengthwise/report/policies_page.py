@@ -23,7 +23,7 @@ def render_comparison(comparison: Comparison) -> str:
         headlines=[headline(cluster) for cluster in clusters],
         certificate="" if many else certificate(clusters[0]),
         comparison=comparison,
-        scaling=scaling_figure(comparison.clusters) if many else None,
+        scaling=scaling_figure(comparison.clusters) if len(clusters) > 1 else None,
         clusters=[_section(cluster, many) for cluster in comparison.clusters],
         lengths=length_figure(comparison),
         styles=("report.css", "policies.css"),
@@ -50,4 +50,4 @@ def _title(cluster: ClusterResult) -> str:
 
 
 def _refusals(cluster: ClusterResult) -> list[tuple[str, str]]:
-    return [(one.policy, one.refused) for one in cluster.policies if one.refused]
+    return [(", ".join(names), why) for why, names in cluster.refusals.items()]

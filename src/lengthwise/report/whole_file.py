@@ -7,6 +7,18 @@ from pathlib import Path
 from lengthwise.core.errors import InputError
 
 
+def check_place(path: Path | None, option: str) -> None:
+    """Raise ``InputError`` if no file can be at ``path``: before the work, so that none is done in vain."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot write {path}: the folder {path.parent} is not writable; choose another {option}")
+
+
 def write_whole(files: Mapping[Path, bytes]) -> None:
     """Write all files beside their places first, then move each into place; nothing appears if any write fails.
 
@@ -23,7 +35,7 @@ def write_whole(files: Mapping[Path, bytes]) -> None:
         for path, partial in partials.items():
             partial.replace(path)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; choose another place with --out") from None
+        raise InputError(f"cannot write {path}: {error.strerror}; choose another place") from None
     finally:
         for partial in partials.values():
             partial.unlink(missing_ok=True)

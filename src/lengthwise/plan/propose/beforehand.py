@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from signal import SIG_IGN, SIGINT, signal
+from threading import current_thread, main_thread
 
 from lengthwise.plan.kind import Kind
 from lengthwise.plan.problem import Problem
@@ -20,13 +22,27 @@ Found = list[tuple[tuple[tuple[int, int], ...], float]]
 def searching(problems: Sequence[Problem], spaces: Sequence[Space], *, workers: int) -> Iterator[None]:
     """Have ``workers`` processes search every space of every problem, for ``proposals`` to ask for while this lasts."""
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        for problem in problems:
-            for space in spaces:
-                problem.prepared[_key(space)] = pool.submit(_search, problem, space)
+        with _interrupts_ignored():
+            for problem in problems:
+                for space in spaces:
+                    problem.prepared[_key(space)] = pool.submit(_search, problem, space)
         try:
             yield
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes started meanwhile leave Ctrl-C to this one, which ends them."""
+    if current_thread() is not main_thread():
+        yield  # only the main thread may say what signals do
+        return
+    before = signal(SIGINT, SIG_IGN)
+    try:
+        yield
+    finally:
+        signal(SIGINT, before)
 
 
 def proposals(problem: Problem, space: Space) -> list[Proposal]:
