@@ -1,5 +1,6 @@
 """The frame of the command line."""
 
+import json
 import subprocess
 import sys
 
@@ -23,6 +24,8 @@ def test_help_names_every_verb_without_importing_anything_heavy():
 def test_unknown_verbs_and_options_exit_with_2(cli):
     assert cli("trian")[0] == 2
     assert cli("stats", "--nonsense")[0] == 2
+    code, out, err = cli("compare", "--nonsense", "--json")
+    assert code == 2 and json.loads(out)["exit_code"] == 2 and "--nonsense" in err
 
 
 def test_interrupts_exit_with_130(cli, monkeypatch):

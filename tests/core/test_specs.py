@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import MODELS, ModelSpec, cluster_preset, model_preset
+from lengthwise.core.specs import GIB, MODELS, ModelSpec, cluster_preset, gib_up, model_preset
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,7 @@ def test_attention_along_one_of_two_axes_reaches_the_square_root_of_the_tokens()
     per_token = 6.0 * (spec.num_layers * spec.layer_matmul_params + spec.hidden_size * spec.vocab_size)
     short, long = (spec.train_flops(np.array([n]))[0] - per_token * n for n in (4096, 4 * 4096))
     assert long == pytest.approx(8 * short)
+
+
+def test_what_is_needed_is_rounded_up():
+    assert gib_up(80 * GIB) == "80.0" and gib_up(80 * GIB + 1) == "80.1"

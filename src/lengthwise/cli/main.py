@@ -12,6 +12,9 @@ import typer.main
 from lengthwise.cli.console import emit_json
 from lengthwise.core.errors import LengthwiseError
 
+USAGE = 2
+"""The exit code of a command line that cannot be read."""
+
 VERBS = {
     "demo": "Index real text, profile, train under three policies, and write the report.",
     "index": "Turn text, code, FASTA, Parquet or lengths into a memory-mapped index.",
@@ -71,6 +74,10 @@ def main() -> None:
             emit_json({"error": str(error), "exit_code": error.exit_code})
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
+    except SystemExit as leave:
+        if leave.code == USAGE and "--json" in sys.argv:
+            emit_json({"error": "wrong usage, explained on stderr", "exit_code": USAGE})
+        raise
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         sys.exit(130)

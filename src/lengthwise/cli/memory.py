@@ -23,7 +23,7 @@ from lengthwise.cli.options import (
 from lengthwise.cli.what_if import make_cluster, parse_methods
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.scheme import Scheme
-from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec, model_preset
+from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec, gib_up, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.plan.kind import Kind
 from lengthwise.plan.pool import Pool
@@ -108,7 +108,7 @@ def _refuse(kinds: Sequence[Kind], length: int, cluster: ClusterSpec) -> None:
     leanest = max(kinds, key=lambda kind: kind.max_tokens)
     needed = int(leanest.peak_bytes(np.asarray(length)))
     raise InfeasibleError(
-        f"a sequence of {length:,} tokens needs {needed / GIB:.1f} GiB per device under the leanest scheme, "
+        f"a sequence of {length:,} tokens needs {gib_up(needed)} GiB per device under the leanest scheme, "
         f"{leanest.scheme.name}; a device has {cluster.device.memory_bytes / GIB:.1f} GiB. The longest that fits has "
         f"{leanest.max_tokens:,} tokens. Use more or larger devices, or allow more schemes with --max-degree, "
         "--max-stages and --methods."

@@ -204,6 +204,11 @@ DEVICES = {
 }  # fmt: skip
 
 
+def gib_up(num_bytes: float) -> str:
+    """GiB with one digit, rounded up: what is needed never reads like what is there."""
+    return f"{math.ceil(num_bytes / GIB * 10) / 10:.1f}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A clause that suggests the known name closest to a mistyped one, or lists them all."""
     known = sorted(known)

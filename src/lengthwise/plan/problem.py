@@ -9,7 +9,7 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.specs import GIB
+from lengthwise.core.specs import GIB, gib_up
 from lengthwise.plan.kind import Family, Kind
 from lengthwise.plan.solve.shop import Certificate, Objective
 
@@ -86,7 +86,7 @@ class Problem:
             return f"exceeds plan.max_tokens ({kind.token_limit:,} tokens per micro-batch)."
         needed = int(kind.peak_bytes(np.asarray(num_tokens)))
         return (
-            f"needs {needed / GIB:.1f} GiB per device under the leanest scheme, {kind.scheme.name}; "
+            f"needs {gib_up(needed)} GiB per device under the leanest scheme, {kind.scheme.name}; "
             f"a device has {self.memory_bytes / GIB:.1f} GiB."
         )
 
