@@ -100,5 +100,6 @@ def test_without_samples_every_octave_of_the_longest_length_is_prepared_for(name
 def test_many_or_large_samples_are_thinned_at_even_distances():
     few = make_problem(samples=[np.full(number, 10) for number in range(1, 31)])
     assert [len(batch.lengths) for batch in tuning_batches(few)] == [1, 4, 8, 12, 16, 19, 23, 27]
-    large = make_problem(samples=[np.full(6000, 10)] * 5)
+    large = make_problem(samples=[np.full(2500, 10)] * 5)
     assert len(tuning_batches(large)) == 2
+    assert len(tuning_batches(make_problem(samples=[np.full(9000, 10)] * 5))) == 1
