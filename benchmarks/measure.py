@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -35,8 +36,9 @@ def profile_again(work: Path) -> None:
 
 
 def run_policy(work: Path, policy: str, number: int) -> RunSummary:
-    """Train the configuration of ``work`` under ``policy`` on real ranks."""
+    """Train the configuration of ``work`` under ``policy`` on real ranks; what an earlier benchmark left is removed."""
     folder = RunFolder(work / f"{policy}-{number}")
+    shutil.rmtree(folder.path, ignore_errors=True)
     train.launch(folder, [str(work / "config.yaml"), f"plan.policy={policy}"], nproc=NUM_RANKS)
     return summarise(folder)
 

@@ -49,7 +49,7 @@ class Hydraulis:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """The bound of all candidates' kinds."""
-        return self._pool_bound(priced)
+        return self._pool_bound.of(priced.lengths)
 
     def bound_s(self, priced: PricedBatch) -> float:
         """The least bound of all candidates."""
