@@ -32,17 +32,15 @@ class Candidates:
             least_s = min(least_s, bounds_s[number])
         return bounds_s
 
-    def best(
-        self, priced: PricedBatch, bounds_s: Sequence[float], *, limit_s: float = np.inf
-    ) -> tuple[Phase | None, float]:
-        """The fastest strategy's pipelines and seconds; None and ``limit_s`` where none is faster than that.
+    def best(self, priced: PricedBatch, bounds_s: Sequence[float]) -> tuple[Phase | None, float]:
+        """The fastest strategy's pipelines and seconds; None and inf where none holds every sequence.
 
         Args:
             priced: the batch.
             bounds_s: what :meth:`bounds_s` said of it.
-            limit_s: seconds of a plan that is there already.
         """
         best: Phase | None = None
+        limit_s = np.inf
         for number in np.argsort(bounds_s, kind="stable").tolist():
             if bounds_s[number] >= limit_s * (1 - SLACK):
                 break

@@ -38,11 +38,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not self.kinds:
-            raise InfeasibleError(
-                f"no scheme fits: weights, gradients and each device's share of the optimizer alone take more; "
-                f"a device has {self.memory_bytes / GIB:.1f} GiB, whatever the degree and stages. Use devices with "
-                "more memory, more of them, a smaller model or a narrower train.dtype."
-            )
+            raise InfeasibleError(f"no scheme fits a device of {self.memory_bytes / GIB:.1f} GiB")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what can be prepared again."""
