@@ -1,6 +1,6 @@
 """Length ranges with a homogeneous strategy each: which ranges and which strategies promise to be fast."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ class Range:
 def propose_ranges(problem: Problem, modes: Sequence[Mode], batches: Sequence[PricedBatch]) -> list[tuple[Range, ...]]:
     """Promising ways to cut lengths into ranges, the one with the least estimated time first."""
     edges = _edges(problem, modes, shortest=min(int(priced.lengths.min()) for priced in batches))
-    costs_s = np.array([np.mean([estimate_s(priced, mode, edges) for priced in batches], axis=0) for mode in modes])
+    costs_s = np.mean([estimates_s(priced, modes, edges) for priced in batches], axis=0)
     limits = np.array([mode.kind.max_tokens for mode in modes])
     present = np.mean([_counts(priced, edges) > 0 for priced in batches], axis=0)
     allowed = (edges <= limits[:, None, None]) & (present > 0)
@@ -54,24 +54,34 @@ def propose_ranges(problem: Problem, modes: Sequence[Mode], batches: Sequence[Pr
     ]
 
 
-def estimate_s(priced: PricedBatch, mode: Mode, edges: np.ndarray) -> np.ndarray:
-    """[P, P] seconds of the sequences longer than ``edges[i]`` and not longer than ``edges[j]``, perfectly balanced."""
-    kind, overhead_s = mode.kind, priced.overhead_s(mode.kind)
-    num_pipelines = priced.problem.num_devices // kind.num_devices
+def estimates_s(priced: PricedBatch, modes: Sequence[Mode], edges: np.ndarray) -> np.ndarray:
+    """[modes, P, P] seconds of the sequences longer than ``edges[i]`` and not longer than ``edges[j]``, in balance."""
     order = np.argsort(priced.lengths, kind="stable")
-    times_s = priced.times_s(kind)[order]
     at = np.searchsorted(priced.lengths[order], edges, side="right")
-    work_s = _between(np.concatenate([[0.0], np.cumsum(times_s)])[at])
     tokens = _between(np.concatenate([[0], np.cumsum(priced.lengths[order])])[at])
     counts = np.maximum(_between(at), 0)
-    packs = np.maximum(-(-tokens // kind.max_tokens), np.minimum(counts, num_pipelines * mode.rounds))
+    last = np.maximum(at - 1, 0)
+    times_s = {kind: priced.times_s(kind)[order] for kind in dict.fromkeys(mode.kind for mode in modes)}
+    work_s = {kind: _between(np.concatenate([[0.0], np.cumsum(each)])[at]) for kind, each in times_s.items()}
+
+    def column(values: Iterable[float]) -> np.ndarray:
+        return np.array(list(values))[:, None, None]
+
+    overhead_s = column(priced.overhead_s(mode.kind) for mode in modes)
+    bubbles = column(mode.kind.num_stages - 1 for mode in modes)
+    num_pipelines = column(priced.problem.num_devices // mode.kind.num_devices for mode in modes)
+    rounds = column(mode.rounds for mode in modes)
+    packs = np.maximum(
+        -(-tokens // column(mode.kind.max_tokens for mode in modes)), np.minimum(counts, num_pipelines * rounds)
+    )
     packs = np.maximum(packs, 1)
-    load_s = work_s + packs * overhead_s
-    longest_s = np.maximum(load_s / packs, times_s[np.maximum(at - 1, 0)][None, :] + overhead_s)
+    load_s = np.stack([work_s[mode.kind] for mode in modes]) + packs * overhead_s
+    alone_s = np.stack([times_s[mode.kind][last] for mode in modes])[:, None, :] + overhead_s
+    longest_s = np.maximum(load_s / packs, alone_s)
     if priced.problem.objective is Objective.MAX_TIMES_COUNT:
-        total_s = longest_s * (kind.num_stages - 1 + np.ceil(packs / num_pipelines))
+        total_s = longest_s * (bubbles + np.ceil(packs / num_pipelines))
     else:
-        total_s = np.maximum(load_s / num_pipelines, longest_s) + (kind.num_stages - 1) * longest_s
+        total_s = np.maximum(load_s / num_pipelines, longest_s) + bubbles * longest_s
     return np.where(counts > 0, total_s, 0.0)
 
 

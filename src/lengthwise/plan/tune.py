@@ -55,7 +55,17 @@ def fastest(policies: Sequence[AnyTunable], batches: Sequence[PricedBatch]) -> A
 
 
 def tuning_batches(problem: Problem) -> list[PricedBatch]:
-    """The batches that tuning looks at: samples at even distances, or one made up of the longest length's halves."""
+    """The batches that tuning looks at: samples at even distances, or one made up of the longest length's halves.
+
+    The same ones for all policies, which share the times found.
+    """
+    if "tuning" not in problem.prepared:
+        problem.prepared["tuning"] = _tuning_batches(problem)
+    batches: list[PricedBatch] = problem.prepared["tuning"]
+    return batches
+
+
+def _tuning_batches(problem: Problem) -> list[PricedBatch]:
     samples = problem.samples or (_octaves(problem),)
     mean = sum(map(len, samples)) / len(samples)
     count = int(np.clip(MAX_SEQUENCES // max(1.0, mean), 1, min(MAX_BATCHES, len(samples))))
