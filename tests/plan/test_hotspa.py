@@ -12,7 +12,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
 from lengthwise.plan.policies.hotspa import ROUNDS, HotSpa
 from lengthwise.plan.problem import PricedBatch
-from lengthwise.plan.ranges import Mode, Range, estimate_s, propose_ranges
+from lengthwise.plan.ranges import Mode, Range, estimates_s, propose_ranges
 from lengthwise.plan.solve.segments import best_segmentations
 from lengthwise.plan.tune import tiles, tuning_batches
 from tests.plan.costs import SimpleCost, make_batch, make_problem
@@ -124,7 +124,7 @@ def test_the_estimate_of_balanced_sequences_is_their_time(stages):
     priced = PricedBatch(problem, make_batch([20] * 16 + [50] * 8))
     mode = Mode(kind=problem.kinds[0], rounds=stages)
     edges = np.array([0, 20, 100])
-    estimated_s = estimate_s(priced, mode, edges)
+    estimated_s = estimates_s(priced, [mode], edges)[0]
     for (i, low), (j, high) in combinations(enumerate(edges.tolist()), 2):
         lengths = [length for length in priced.lengths.tolist() if low < length <= high]
         part = PricedBatch(problem, make_batch(lengths))
