@@ -19,8 +19,8 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Write config.json and safetensors with the checkpoint's master weights, and the index's tokenizer.json if any."""
+    from lengthwise.runtime.model.build import build_model
     from lengthwise.runtime.model.hf import save_pretrained
-    from lengthwise.runtime.model.llama import build_model
     from lengthwise.runtime.state.checkpoint import latest, load_weights
 
     folder = RunFolder(run_folder)

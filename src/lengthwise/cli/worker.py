@@ -113,8 +113,8 @@ def build(config: Config, spec: ModelSpec, world: "World") -> "nn.Module":
     """The model with its first weights: from ``model.hf``, or drawn from the seed."""
     import torch
 
+    from lengthwise.runtime.model.build import build_model
     from lengthwise.runtime.model.hf import load_weights
-    from lengthwise.runtime.model.llama import build_model
 
     model = build_model(spec, dtype=getattr(torch, config.train.dtype), device=world.device, seed=config.seed)
     if config.model.hf:

@@ -36,6 +36,8 @@ class ModelSpec:
     rope_scaling: tuple[tuple[str, float | str], ...] = ()
     """Sorted items of Hugging Face's rope parameters beyond theta; empty for plain rotary embeddings."""
     norm_eps: float = 1e-5
+    frame_size: int = 0
+    """Tokens of one frame of a transformer-2d; 0: as many as there are frames."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_size", "vocab_size"):
@@ -69,14 +71,22 @@ class ModelSpec:
 
         A matrix of P weights costs 6 P per token. Attention costs 12 l^2 per head and unit of head size
         (two products forward, four backward, 2 FLOPs each), half of it where a token sees only what is before it.
-        In a Transformer-2D a token attends along one of two axes, frames or patches; with as many of one as of the
-        other that is sqrt(l) tokens.
         """
         length = np.asarray(lengths, dtype=np.float64)
         matmuls = 6.0 * (self.num_layers * self.layer_matmul_params + self.hidden_size * self.vocab_size)
         attention = 12.0 * self.num_layers * self.num_heads * self.head_size * (0.5 if self.causal else 1.0)
-        reach = np.sqrt(length) if self.family == "transformer-2d" else length
-        return matmuls * length + attention * length * reach
+        return matmuls * length + attention * length * self.reach(length)
+
+    def reach(self, length: np.ndarray) -> np.ndarray:
+        """Tokens that each token of a sequence attends to, before a causal mask, in the mean over layers.
+
+        Of a Transformer-2D, layers attend within frames and across them in turn.
+        """
+        if self.family != "transformer-2d":
+            return length
+        if not self.frame_size:
+            return np.sqrt(length)
+        return (np.minimum(length, self.frame_size) + length / self.frame_size) / 2
 
     @property
     def digest(self) -> str:
@@ -148,7 +158,7 @@ MODELS = {
         _llama("transformer-1d-5b", 42, 3072, 12_288, 48, gated_ffn=False, family="transformer-1d"),
         _llama(
             "transformer-2d-1.2b", 28, 1152, 4608, 16, gated_ffn=False, family="transformer-2d", vocab_size=1,
-            causal=False,
+            causal=False, frame_size=256,
         ),
         # ParaDySe, experiments: BERT-large's sizes (Devlin et al. 2019), LLaMA-65B's (Touvron et al. 2023) and GPT-3's
         # (Brown et al. 2020).

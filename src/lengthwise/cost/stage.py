@@ -132,8 +132,7 @@ def stage_time(model: ModelSpec, scheme: Scheme, *, stage: int, cluster: Cluster
     """
     peak = cluster.device.flops_per_s
     rates = (MATMUL_EFFICIENCY * peak, ATTENTION_EFFICIENCY * peak)
-    reach = np.sqrt if model.family == "transformer-2d" else _whole_sequence
-    total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=reach)
+    total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=model.reach)
     launch_s = CPU_LAUNCH_S if cluster.device.name == "cpu" else LAUNCH_S
     layers = Counter((scheme.methods[layer], scheme.recompute[layer]) for layer in scheme.layers_of_stage(stage))
     for (method, recomputed), count in sorted(layers.items()):

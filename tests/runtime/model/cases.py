@@ -6,7 +6,7 @@ import torch
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.model.targets import next_token_targets
 
 # float64 sums over a few hundred terms of order one, in another order: a few hundred ulp of 2e-16.

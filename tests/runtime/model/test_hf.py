@@ -6,9 +6,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.model.hf import from_hf, load_weights, save_pretrained, to_hf
 from lengthwise.runtime.model.hf_config import hf_config, read_spec
-from lengthwise.runtime.model.llama import build_model
 from tests.runtime.model.cases import assert_same, loss_and_gradients, model_of, pack_of, sequences, tiny, tokens_of
 from tests.runtime.model.conftest import in_own_dtype
 from tests.runtime.model.test_rope import SCALINGS

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import MODELS
-from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.model.build import build_model
 from tests.runtime.model.cases import assert_same, loss_and_gradients, model_of, pack_of, sequences, tiny, tokens_of
 
 SPECS = {
@@ -134,7 +134,15 @@ def test_bfloat16_and_float32_models_train():
         assert all(grad.dtype is dtype and grad.isfinite().all() for grad in grads.values())
 
 
-@pytest.mark.parametrize("change", [{"family": "transformer-1d"}, {"gated_ffn": False}, {"causal": False}])
-def test_other_architectures_are_refused(change):
-    with pytest.raises(InputError, match="not a causal Llama"):
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "rwkv"}, "no family 'rwkv'; known: "),
+        ({"gated_ffn": False}, "not a causal Llama"),
+        ({"causal": False}, "not a causal Llama"),
+        ({"family": "transformer-2d", "causal": False}, "needs frame_size"),
+    ],
+)
+def test_other_architectures_are_refused(change, message):
+    with pytest.raises(InputError, match=message):
         build_model(tiny(**change))

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.model.rope import inverse_frequencies, rotary_tables, split_and_rotate
+from lengthwise.runtime.model.view import in_order
 from tests.runtime.model.cases import assert_same, pack_of, tiny
 
 LLAMA3 = (
@@ -42,7 +44,12 @@ def test_scaling_that_cannot_be_honoured_is_refused_by_name(scaling, named):
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5))
 @settings(max_examples=20, deadline=None)
 def test_tables_start_again_at_every_sequence(lengths):
-    cos, sin = rotary_tables(tiny(), pack_of(*lengths).cu_seqlens, dtype=torch.float64, device=torch.device("cpu"))
+    cos, sin = rotary_tables(
+        tiny(),
+        in_order(pack_of(*lengths).cu_seqlens, causal=True).offsets,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
     positions = torch.cat([torch.arange(length) for length in lengths]).double()
     angles = positions[:, None] * inverse_frequencies(tiny()).double()
     assert_same(cos, angles.cos())
@@ -51,7 +58,7 @@ def test_tables_start_again_at_every_sequence(lengths):
 
 def test_angles_of_far_tokens_are_as_exact_as_those_of_near_ones():
     spec = tiny(head_size=64)
-    cos, _ = rotary_tables(spec, (0, 1_000_001), dtype=torch.float32, device=torch.device("cpu"))
+    cos, _ = rotary_tables(spec, np.arange(1_000_001), dtype=torch.float32, device=torch.device("cpu"))
     exact = (1_000_000 * inverse_frequencies(spec).double()).cos()
     assert_same(cos[-1], exact.float(), tolerance=0)
 
@@ -71,7 +78,9 @@ def split_reference(qkv_TKGH, cos_TH, sin_TH):
 @pytest.mark.parametrize("group_size", [1, 3])
 def test_split_and_rotate_is_the_plain_formula_with_its_gradients(group_size):
     spec = replace(tiny(), head_size=8)
-    tables = rotary_tables(spec, (0, 5, 11), dtype=torch.float64, device=torch.device("cpu"))
+    tables = rotary_tables(
+        spec, in_order((0, 5, 11), causal=True).offsets, dtype=torch.float64, device=torch.device("cpu")
+    )
     qkv = torch.randn(11, 2, group_size + 2, 8, dtype=torch.float64, requires_grad=True)
     expected, actual = split_reference(qkv, *tables), split_and_rotate(qkv, *tables)
     grads = [torch.randn_like(x) for x in expected]

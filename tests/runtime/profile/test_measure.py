@@ -9,7 +9,7 @@ from lengthwise.core.specs import model_preset
 from lengthwise.cost.fitted import fit
 from lengthwise.cost.memory import kept_bytes_per_token
 from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.profile.measure import _kept_bytes, _random_feed, ladder, num_measurements, profile
 from tests.runtime.train.runs import SPEC, local_world
 

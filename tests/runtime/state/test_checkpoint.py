@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.sharded import ShardedState
 from tests.runtime.train.runs import BETAS, DECAY, EPS, SPEC, local_world, new_state

@@ -12,7 +12,7 @@ from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.scheme import dense_scheme
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.feed import feed

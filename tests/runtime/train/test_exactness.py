@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.train.feed import feed
 from tests.runtime.train.runs import (
     SPEC,

@@ -14,7 +14,7 @@ from lengthwise.core.errors import InputError, Preempted
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.sampler import Sampler
-from lengthwise.runtime.model.llama import build_model
+from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.train.trainer import Trainer
 from tests.runtime.train.runs import SPEC, RandomTokens, local_world, random_plan

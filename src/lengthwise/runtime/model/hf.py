@@ -17,8 +17,9 @@ from torch import Tensor
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.model.build import empty_model
 from lengthwise.runtime.model.hf_config import write_config
-from lengthwise.runtime.model.llama import Llama
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
@@ -48,7 +49,7 @@ def hf_names(name: str) -> tuple[str, ...]:
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Our weights of ``spec`` and their shapes, in the model's order."""
-    return {name: tuple(weight.shape) for name, weight in Llama(spec, device="meta").named_parameters()}
+    return {name: tuple(weight.shape) for name, weight in empty_model(spec).named_parameters()}
 
 
 def split_weight(spec: ModelSpec, name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -113,7 +114,7 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_weights(model: Llama, folder: str | Path) -> None:
+def load_weights(model: Transformer, folder: str | Path) -> None:
     """Overwrite the model's weights with those of a Hugging Face folder, one weight in memory at a time.
 
     Reads ``model.safetensors`` or the shards of its index; casts to the model's dtype.
@@ -154,7 +155,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def save_pretrained(
-    model: Llama,
+    model: Transformer,
     folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
@@ -179,7 +180,7 @@ def save_pretrained(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; choose another, or remove it")
-    dtype = dtype or model.final_norm.dtype
+    dtype = dtype or next(model.parameters()).dtype
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
@@ -191,7 +192,7 @@ def save_pretrained(
         raise
 
 
-def _write_weights(model: Llama, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def _write_weights(model: Transformer, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     from safetensors.torch import save_file
 
     shards = list(_shards(model.spec, dtype.itemsize, max_shard_bytes))

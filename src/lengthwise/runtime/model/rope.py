@@ -5,8 +5,8 @@ dimension i of a head turns with dimension i + H/2. Scaling types ``default``, `
 """
 
 import math
-from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
@@ -43,17 +43,22 @@ def _llama3_frequencies(frequencies: Tensor, values: dict[str, float]) -> Tensor
 
 
 def rotary_tables(
-    spec: ModelSpec, cu_seqlens: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, offsets: np.ndarray, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every token's angles, each ``[T, H / 2]``; the position restarts at each boundary."""
-    lengths = [end - start for start, end in pairwise(cu_seqlens)]
-    positions = torch.arange(max(lengths), dtype=torch.float64, device=device)
+    """Cosine and sine of the angles of tokens at ``offsets`` [t] of their sequences, each ``[t, H / 2]``."""
+    positions = torch.arange(int(offsets.max(initial=-1)) + 1, dtype=torch.float64, device=device)
     # In float32 the angle of token 1,000,000 would be off by up to 0.03 radians.
     angles = torch.outer(positions, inverse_frequencies(spec).to(device, torch.float64))
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    if len(lengths) == 1:
+    if np.array_equal(offsets, np.arange(len(positions))):
         return cos, sin
-    return torch.cat([cos[:length] for length in lengths]), torch.cat([sin[:length] for length in lengths])
+    index = torch.from_numpy(offsets).to(device)
+    return cos[index], sin[index]
+
+
+def split(qkv_TKGH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[T, K G, H]``, keys and values ``[T, K, H]`` without rotation; see :func:`split_and_rotate`."""
+    return qkv_TKGH[:, :, :-2].flatten(1, 2), qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
 
 
 def split_and_rotate(qkv_TKGH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,111 @@
+"""What the one-device models share: the way from tokens through layers to a loss, over one pack.
+
+T tokens of the pack, t of them on this rank, D hidden size, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.model.execution import Execution, OneDevice
+from lengthwise.runtime.model.operators import Tables
+from lengthwise.runtime.model.recompute import recomputed
+from lengthwise.runtime.model.view import View
+
+
+class Transformer(nn.Module, ABC):
+    """Embedding, layers, norm, head. Calling it gives the *sum* of the losses of a pack.
+
+    A model knows nothing of devices: what needs more than this rank's tokens and weights it asks of an
+    :class:`~lengthwise.runtime.model.execution.Execution`.
+    """
+
+    layers: nn.ModuleList
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.spec = spec
+
+    @abstractmethod
+    def views(self, cu_seqlens: tuple[int, ...]) -> tuple[View, ...]:
+        """The views of a pack that layers attend in, in turn."""
+
+    @abstractmethod
+    def tables(self, offsets: np.ndarray) -> Tables | None:
+        """Rotary tables of tokens at ``offsets`` [t] of their sequences; None if positions are told otherwise."""
+
+    @abstractmethod
+    def embed(self, execution: Execution) -> Tensor:
+        """What the first layer gets, ``[t, D]``."""
+
+    @abstractmethod
+    def norm(self, x_tD: Tensor) -> Tensor:
+        """From the last layer's output to what the head multiplies, ``[t, D]``."""
+
+    @property
+    @abstractmethod
+    def output(self) -> tuple[Tensor, Tensor | None]:
+        """``[V, D]`` and, where there is one, ``[V]``: logits = norm @ head^T + bias."""
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        cu_seqlens: tuple[int, ...],
+        targets_T: Tensor,
+        *,
+        recompute: tuple[bool, ...] | None = None,
+    ) -> Tensor:
+        """Sum over the targets of the pack of their cross-entropy: a scalar.
+
+        Args:
+            tokens_T: int64 token ids.
+            cu_seqlens: offsets of the sequence boundaries, from 0 to T.
+            targets_T: see :mod:`lengthwise.runtime.model.targets`.
+            recompute: one flag per layer; True keeps only the layer's input and computes it again in the backward.
+        """
+        return self.run(self._alone(tokens_T, cu_seqlens, targets_T, recompute=recompute))
+
+    def hidden(
+        self, tokens_T: Tensor, cu_seqlens: tuple[int, ...], *, recompute: tuple[bool, ...] | None = None
+    ) -> Tensor:
+        """Output of the last layer, before the final norm: ``[T, D]``."""
+        return self.run_layers(self._alone(tokens_T, cu_seqlens, None, recompute=recompute))
+
+    def logits(self, tokens_T: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
+        """``[T, V]`` at once, for evaluation and tests."""
+        head_VD, bias_V = self.output
+        logits_TV = self.norm(self.hidden(tokens_T, cu_seqlens)) @ head_VD.T
+        return logits_TV if bias_V is None else logits_TV + bias_V
+
+    def run(self, execution: Execution) -> Tensor:
+        """Sum of the losses of the tokens that ``execution`` gives this rank."""
+        return execution.cross_entropy(self.norm(self.run_layers(execution)), *self.output)
+
+    def run_layers(self, execution: Execution) -> Tensor:
+        """Output of the last layer for the tokens of this rank: ``[t, D]``."""
+        x_tD = self.embed(execution)
+        for number, layer in enumerate(self.layers):
+            run = partial(layer, operators=execution.operators(number))
+            x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
+        return x_tD
+
+    def _alone(
+        self,
+        tokens_T: Tensor,
+        cu_seqlens: tuple[int, ...],
+        targets_T: Tensor | None,
+        *,
+        recompute: tuple[bool, ...] | None,
+    ) -> OneDevice:
+        flags = recompute or ()
+        assert len(flags) in (0, len(self.layers)), f"{len(flags)} recompute flags for {len(self.layers)} layers"
+        return OneDevice(tokens_T, targets_T, views=self.views(cu_seqlens), tables=self.tables, recompute=flags)
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """A weight without values."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
