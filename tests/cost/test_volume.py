@@ -31,6 +31,8 @@ def test_devices_together_do_the_flops_of_the_model(method, degree):
         done = sum(
             part.matmul_flops * length + part.attention_flops * length**2 for part in (layer.forward, layer.backward)
         )
+        if method is Method.COLOSSAL_Z and degree > 1:  # makes the scores twice in the forward
+            done -= layer.forward.attention_flops / 3 * length**2
         expected = (float(MODEL.train_flops([length])[0]) - head * length) / MODEL.num_layers
         assert done * degree == pytest.approx(expected, rel=1e-12)
 
@@ -119,7 +121,9 @@ def test_a_ring_sends_every_block_past_every_rank():
 @pytest.mark.parametrize("method", GATHERED)
 def test_sharded_weights_add_their_gathering_and_nothing_per_token(method):
     layer, whole = volume(method), volume(GATHERED[method])
-    assert layer.forward.tokens.num_bytes == whole.forward.tokens.num_bytes
+    keys_again = 1.5 if method is Method.COLOSSAL_Z else 1.0
+    assert layer.forward.tokens.num_bytes == keys_again * whole.forward.tokens.num_bytes
+    assert layer.backward.tokens == whole.backward.tokens
     assert layer.kept_bytes == whole.kept_bytes
     params = MODEL.layer_matmul_params
     assert whole.forward.weights.num_bytes == 0

@@ -188,3 +188,13 @@ def homogeneous(scheme: Scheme, num_devices: int) -> Strategy:
         schemes=(scheme,) * len(starts),
         ranks=tuple(tuple(range(start, start + scheme.num_devices)) for start in starts),
     )
+
+
+def head_bounds(num_heads: int, num_kv_heads: int, *, degree: int) -> tuple[int, ...]:
+    """Rank r of a stage attends with query heads ``bounds[r]`` to ``bounds[r + 1]`` where heads are split.
+
+    By whole key/value groups where there are enough of them for everyone, else by query heads. Where ``degree`` does
+    not divide, some ranks hold one more.
+    """
+    unit = num_heads // num_kv_heads if degree <= num_kv_heads else 1
+    return tuple(rank * (num_heads // unit) // degree * unit for rank in range(degree + 1))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
+from lengthwise.core.scheme import head_bounds
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSplit:
@@ -22,8 +24,7 @@ def split_heads(num_heads: int, num_kv_heads: int, *, degree: int) -> HeadSplit:
     Where p does not divide, some ranks hold one more, and all wait for them: ceil(N / p) instead of N / p.
     """
     group = num_heads // num_kv_heads
-    unit = group if degree <= num_kv_heads else 1
-    bounds = [rank * (num_heads // unit) // degree * unit for rank in range(degree + 1)]
+    bounds = head_bounds(num_heads, num_kv_heads, degree=degree)
     held = [(end - start, -(-end // group) - start // group) for start, end in pairwise(bounds) if end > start]
     return HeadSplit(
         num_heads=max(count for count, _ in held),

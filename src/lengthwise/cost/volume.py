@@ -106,6 +106,11 @@ class _Case:
         return self.model.layer_matmul_params - self.attention_params
 
     @property
+    def attention_numbers(self) -> int:
+        """What moves with an attention: its weights and the bias of queries, keys and values."""
+        return self.attention_params + (self.model.qkv_size if self.model.qkv_bias else 0)
+
+    @property
     def ffn_copies(self) -> int:
         """Numbers per feed-forward column and token that the backward needs: inputs and output of the activation."""
         return 3 if self.model.gated_ffn else 2
@@ -239,7 +244,7 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
     """
 
     def gathered(case: _Case) -> LayerVolume:
-        whole = case.model.layer_matmul_params
+        whole = case.attention_numbers + case.ffn_params
         once, again = case.others * whole * case.width, case.others * whole * case.master
         volume = form(case)
         return replace(
@@ -253,16 +258,17 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
 
 
 def _two_rings(case: _Case) -> LayerVolume:
-    """Ring self-attention (Li et al. 2023): first the keys go round for the scores, then the values: as many bytes as
-    one ring of both, twice the hops. Scores are taken block by block and not kept, which their version does.
+    """Ring self-attention (Li et al. 2023): first the keys go round for the sums of the softmax, then the values.
+
+    Theirs holds the scores in between, N T^2 / p numbers; here they are made again, half of a forward's attention more,
+    and the keys come again with the values: 3 K H T / p numbers per hop instead of 2. The backward is the ring's.
     """
     volume = _ring(case)
-    forward, backward = volume.forward.tokens, volume.backward.tokens
-    return replace(
-        volume,
-        forward=replace(volume.forward, tokens=replace(forward, calls=2 * forward.calls)),
-        backward=replace(volume.backward, tokens=replace(backward, calls=2 * backward.calls)),
-    )
+    if case.degree == 1:
+        return volume
+    forward = volume.forward
+    tokens = replace(forward.tokens, ring=1.5 * forward.tokens.ring, calls=2 * forward.tokens.calls)
+    return replace(volume, forward=replace(forward, attention_flops=1.5 * forward.attention_flops, tokens=tokens))
 
 
 def _metp(case: _Case) -> LayerVolume:
@@ -279,7 +285,7 @@ def _metp(case: _Case) -> LayerVolume:
     """
     model, p, width, master = case.model, case.degree, case.width, case.master
     shards = min(p, model.num_kv_heads)
-    attention, ffn = case.others * case.attention_params, case.ffn_params
+    attention, ffn = case.others * case.attention_numbers, case.ffn_params
     local, ring = _token_local(case), _ring(case)
     forward, backward = ring.forward.tokens, ring.backward.tokens
     remade = model.hidden_size * (case.query_size + case.kv_size) + ffn * (case.ffn_copies - 1) / case.ffn_copies
@@ -304,7 +310,7 @@ def _metp(case: _Case) -> LayerVolume:
         kept_bytes=((4 * model.hidden_size + case.query_size) * width + 4 * model.num_heads + 8) / p,
         input_bytes=local.input_bytes,
         live_bytes=(made * width) / p + ring.live_bytes / shards,
-        buffer_bytes=2 * max(case.attention_params / shards, ffn / p) * (width + master) * case.calls(1),
+        buffer_bytes=2 * max(case.attention_numbers / shards, ffn / p) * (width + master) * case.calls(1),
     )
 
 

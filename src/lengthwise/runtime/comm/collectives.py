@@ -1,22 +1,27 @@
 """The collectives of a step, under one name on every torch this project supports."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+Handle = dist.ProcessGroup | None
+"""None: all ranks."""
 
 # torch 2.13 renamed these two and warns at every call of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(whole: Tensor, shard: Tensor) -> None:
-    """Fill ``whole`` with every rank's equally long ``shard``, in rank order."""
-    _all_gather(whole, shard)
+def all_gather(whole: Tensor, shard: Tensor, *, group: Handle = None, async_op: bool = False) -> Any:
+    """Fill ``whole`` with every rank's equally long ``shard``, in rank order; a ``Work`` if ``async_op``."""
+    return _all_gather(whole, shard, group=group, async_op=async_op)
 
 
-def reduce_scatter(shard: Tensor, whole: Tensor) -> None:
-    """Sum ``whole`` over the ranks and keep this rank's part of the sum in ``shard``."""
-    _reduce_scatter(shard, whole)
+def reduce_scatter(shard: Tensor, whole: Tensor, *, group: Handle = None, async_op: bool = False) -> Any:
+    """Sum ``whole`` over the ranks and keep this rank's part of it in ``shard``; a ``Work`` if ``async_op``."""
+    return _reduce_scatter(shard, whole, group=group, async_op=async_op)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

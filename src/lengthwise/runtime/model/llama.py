@@ -40,13 +40,22 @@ class Layer(nn.Module):
         self.up = new(spec.ffn_size, spec.hidden_size)
         self.down = new(spec.ffn_size, spec.hidden_size)
 
-    def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
-        """One layer; returns ``[t, D]``."""
-        attention = AttentionWeights(
+    @property
+    def attention_weights(self) -> AttentionWeights:
+        """For the layer's operators."""
+        return AttentionWeights(
             qkv=self.qkv, qkv_bias=self.qkv_bias, proj=self.proj, group_size=self.group_size, head_size=self.head_size
         )
+
+    @property
+    def ffn_weights(self) -> FfnWeights:
+        """For the layer's operators."""
+        return FfnWeights(gate=self.gate, up=self.up, down=self.down, activation="gelu")
+
+    def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
+        """One layer; returns ``[t, D]``."""
+        attention, ffn = self.attention_weights, self.ffn_weights
         x_tD = x_tD + operators.attention(rms_norm(x_tD, self.attention_norm, self.norm_eps), attention)
-        ffn = FfnWeights(gate=self.gate, up=self.up, down=self.down, activation="gelu")
         return x_tD + operators.ffn(rms_norm(x_tD, self.ffn_norm, self.norm_eps), ffn)
 
 

@@ -8,7 +8,7 @@ H head size, F feed-forward size; in a bundle of weights, this rank's share of E
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -24,8 +24,18 @@ Tables = tuple[Tensor, Tensor]
 """Cosine and sine of the angles of some tokens, each ``[tokens, H / 2]``."""
 
 
+class Bundle:
+    """The weights of one operation."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that it has, by name."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionWeights:
+class AttentionWeights(Bundle):
     """Weights of one attention, for any whole number of key/value heads with their queries."""
 
     qkv: Tensor
@@ -45,7 +55,7 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FfnWeights:
+class FfnWeights(Bundle):
     """Weights of one feed-forward, for any of its columns: the sum over the rest of F adds up."""
 
     up: Tensor

@@ -1,0 +1,188 @@
+"""The ranks that share a layer, and the collectives among them; their shares of anything may be of unequal size.
+
+p ranks in the group. Every call is counted: bytes that this rank sends, as a ring algorithm sends them (Thakur et al.
+2005), which for all but broadcast and reduce is also what it puts on the wire.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lengthwise.runtime.comm.collectives import all_gather, reduce_scatter
+
+
+@dataclass
+class Traffic:
+    """What one rank sent, by kind of collective."""
+
+    num_bytes: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def add(self, kind: str, num_bytes: float) -> None:
+        """Count one call."""
+        self.num_bytes[kind] += num_bytes  # type: ignore[assignment]  # thirds of a byte occur
+        self.calls[kind] += 1
+
+    def clear(self) -> None:
+        """Count from zero."""
+        self.num_bytes.clear()
+        self.calls.clear()
+
+
+class Pending:
+    """A tensor on its way; what it is made from stays alive until it has come."""
+
+    def __init__(self, make: Callable[[], Tensor], works: Sequence[dist.Work] = ()) -> None:
+        """``make``, called once ``works`` are done, holds everything that must not go away before."""
+        self._make, self._works = make, works
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there."""
+        for work in self._works:
+            work.wait()
+        return self._make()
+
+
+@dataclass(eq=False, kw_only=True)
+class Group:
+    """This rank among the p ranks of a group."""
+
+    rank: int
+    """Place in the group, from 0."""
+    ranks: tuple[int, ...] = (0,)
+    """Their places in the world."""
+    handle: dist.ProcessGroup | None = None
+    """None where there is nobody to talk to."""
+    sent: Traffic = field(default_factory=Traffic)
+
+    @property
+    def size(self) -> int:
+        """p"""
+        return len(self.ranks)
+
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
+        """Every rank's rows, in rank order: ``[sum(sizes), ...]``. ``x`` has ``sizes[rank]`` rows.
+
+        One all-gather; where sizes differ, of the largest for everyone.
+        """
+        if self.size == 1:
+            return Pending(lambda: x)
+        longest = max(sizes)
+        padded = _padded(x.contiguous(), longest)
+        whole = x.new_empty(self.size * longest, *x.shape[1:])
+        self.sent.add("all_gather", _bytes(whole) * (self.size - 1) / self.size)
+
+        def make(keep: Tensor = padded) -> Tensor:
+            if len(whole) == sum(sizes):
+                return whole
+            parts = whole.unflatten(0, (self.size, longest)).unbind()
+            return torch.cat([part[:size] for part, size in zip(parts, sizes)])
+
+        return Pending(make, [all_gather(whole, padded, group=self.handle, async_op=True)])
+
+    def scatter_sum(self, x: Tensor, sizes: Sequence[int]) -> Pending:
+        """This rank's rows of the sum over ranks of ``x`` ``[sum(sizes), ...]``. One reduce-scatter."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        longest = max(sizes)
+        if longest * self.size != sum(sizes):
+            x = torch.cat([_padded(part, longest) for part in x.split(list(sizes))])
+        x = x.contiguous()
+        own = x.new_empty(longest, *x.shape[1:])
+        self.sent.add("reduce_scatter", _bytes(x) * (self.size - 1) / self.size)
+        work = reduce_scatter(own, x, group=self.handle, async_op=True)
+
+        def make(keep: Tensor = x) -> Tensor:
+            return own[: sizes[self.rank]]
+
+        return Pending(make, [work])
+
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """All-to-all of rows: the first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r."""
+        if self.size == 1:
+            return x
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        row_bytes = out[:1].numel() * out.element_size() if len(out) else x[:1].numel() * x.element_size()
+        self.sent.add("all_to_all", (sum(send) - send[self.rank]) * row_bytes)
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=self.handle)
+        return out
+
+    def pass_on(self, x: Tensor, shape: Sequence[int], *, tag: int = 0) -> Pending:
+        """Send ``x`` to the next rank and receive a tensor of ``shape`` from the one before: one hop of a ring.
+
+        ``tag`` tells hops apart that are on their way at the same time.
+        """
+        received = x.new_empty(tuple(shape))
+        if self.size == 1:
+            return Pending(lambda: x)
+        x = x.contiguous()
+        to, source = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
+        sends = [dist.P2POp(dist.isend, x, to, self.handle, tag)] if x.numel() else []
+        receives = [dist.P2POp(dist.irecv, received, source, self.handle, tag)] if received.numel() else []
+        self.sent.add("ring", _bytes(x))
+        works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
+
+        def make(keep: Tensor = x) -> Tensor:
+            return received
+
+        return Pending(make, works)
+
+    def broadcast(self, x: Tensor, owner: int) -> Pending:
+        """``x`` of rank ``owner`` on every rank, in place."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        self.sent.add("broadcast", _bytes(x) * (self.size - 1) / self.size)
+        work = dist.broadcast(x, self.ranks[owner], group=self.handle, async_op=True)
+        assert work is not None
+        return Pending(lambda: x, [work])
+
+    def reduce(self, x: Tensor, owner: int) -> Pending:
+        """The sum over ranks of ``x`` on rank ``owner``, in place; elsewhere nothing that means anything."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        self.sent.add("reduce", _bytes(x) * (self.size - 1) / self.size)
+        work = dist.reduce(x, self.ranks[owner], group=self.handle, async_op=True)
+        assert work is not None
+        return Pending(lambda: x, [work])
+
+    def combine(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        """Sum or maximum over ranks, in place. One all-reduce."""
+        if self.size > 1:
+            self.sent.add("all_reduce", 2 * _bytes(x) * (self.size - 1) / self.size)
+            dist.all_reduce(x, operation, group=self.handle)
+        return x
+
+
+class Groups:
+    """The groups of a world, made when they are first asked for.
+
+    Making one is collective: every rank asks for the same groups in the same order, whether it is in them or not.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._made: dict[tuple[int, ...], Group] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> Group | None:
+        """The group of ``ranks``, which ascend; None on a rank outside of it."""
+        assert list(ranks) == sorted(set(ranks)), f"torch sorts the ranks of a group, so {ranks} must ascend"
+        if ranks not in self._made:
+            handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            place = ranks.index(self._rank) if self._rank in ranks else -1
+            self._made[ranks] = Group(rank=place, ranks=ranks, handle=handle)
+        group = self._made[ranks]
+        return group if group.rank >= 0 else None
+
+
+def _padded(x: Tensor, num_rows: int) -> Tensor:
+    if len(x) == num_rows:
+        return x
+    return torch.cat([x, x.new_zeros(num_rows - len(x), *x.shape[1:])])
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,9 @@
+"""One device, nothing shared: the operators of the one-device model."""
+
+from lengthwise.runtime.model.operators import AttentionWeights, Dense, FfnWeights, Operators
+from lengthwise.runtime.parallel.stage import LayerStage
+
+
+def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
+    """Of one layer of one micro-batch."""
+    return Dense(stage.view.view, stage.view.tables)

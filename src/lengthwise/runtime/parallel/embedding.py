@@ -1,0 +1,149 @@
+"""The vocabulary on sharded weights: every rank holds some rows of embedding and head.
+
+T tokens of the pack, t of this rank, D hidden size, V vocabulary, v rows of it on this rank, C tokens of one chunk, p
+ranks. Tokens are whole on every rank, they are only integers; so ranks know without asking who needs which row, and
+whose target is whose.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.model.loss import chunk_tokens
+from lengthwise.runtime.model.targets import IGNORE
+
+
+def sharded_lookup(table_vD: Tensor, tokens: Sequence[np.ndarray], bounds: Sequence[int], group: Group) -> Tensor:
+    """Rows of this rank's tokens, ``[t, D]``: an all-to-all of t D numbers forward, and back with their gradients.
+
+    Args:
+        table_vD: this rank's rows.
+        tokens: of each rank.
+        bounds: rank r holds rows ``bounds[r]`` to ``bounds[r + 1]``.
+        group: the ranks.
+    """
+    owners = [np.searchsorted(bounds, each, side="right") - 1 for each in tokens]
+    wanted = np.concatenate([each[owner == group.rank] for each, owner in zip(tokens, owners)]) - bounds[group.rank]
+    send = [int((owner == group.rank).sum()) for owner in owners]
+    mine = owners[group.rank]
+    receive = np.bincount(mine, minlength=group.size).tolist()
+    index = torch.from_numpy(wanted).to(table_vD.device)
+    places = torch.from_numpy(np.argsort(np.argsort(mine, kind="stable"), kind="stable")).to(table_vD.device)
+    rows: Tensor = _ExchangeRows.apply(table_vD[index], tuple(send), tuple(receive), group)
+    return rows[places]
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, group):  # type: ignore[no-untyped-def]
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        out = group.exchange(x, send, receive)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return ctx.group.exchange(grad.contiguous(), ctx.receive, ctx.send), None, None, None
+
+
+def sharded_cross_entropy(
+    hidden_tD: Tensor,
+    head_vD: Tensor,
+    bias_v: Tensor | None,
+    targets: Sequence[np.ndarray],
+    bounds: Sequence[int],
+    group: Group,
+) -> Tensor:
+    """Sum over this rank's targets of the loss, the vocabulary split over the ranks (Shoeybi et al. 2019): a scalar.
+
+    Chunk by chunk: the hidden states of all ranks are gathered, each rank makes the logits of its rows, maxima and sums
+    of exponentials are reduced, and the gradients of hidden states are reduce-scattered. As in
+    :func:`~lengthwise.runtime.model.loss.chunked_cross_entropy` gradients are made with the loss.
+
+    Args:
+        hidden_tD: of this rank's tokens.
+        head_vD: this rank's rows.
+        bias_v: this rank's, added to the logits.
+        targets: of each rank's tokens; ``IGNORE`` where there is none, which costs nothing.
+        bounds: rank r holds rows ``bounds[r]`` to ``bounds[r + 1]``.
+        group: the ranks.
+    """
+    grad = torch.is_grad_enabled()
+    loss: Tensor = _ShardedCrossEntropy.apply(hidden_tD, head_vD, bias_v, targets, bounds, group, grad)
+    return loss
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    """The algebra of ``model.loss``: the gradient of the logits is E / Z - onehot(target)."""
+
+    @staticmethod
+    def forward(ctx, hidden_tD, head_vD, bias_v, targets, bounds, group, needs_grad):  # type: ignore[no-untyped-def]
+        wide = torch.promote_types(hidden_tD.dtype, torch.float32)
+        loss = hidden_tD.new_zeros((), dtype=wide)
+        dhidden_tD = torch.zeros_like(hidden_tD)
+        dhead_vD = torch.zeros_like(head_vD, dtype=wide)
+        dbias_v = None if bias_v is None else torch.zeros_like(bias_v, dtype=wide)
+        at_once = max(1, chunk_tokens(len(head_vD), hidden_tD.device) // group.size)
+        rows = [np.flatnonzero(each != IGNORE) for each in targets]
+        for start in range(0, max(map(len, rows)), at_once):
+            chunk = [each[start : start + at_once] for each in rows]
+            sizes = [len(each) for each in chunk]
+            own = torch.from_numpy(chunk[group.rank]).to(hidden_tD.device)
+            wanted = np.concatenate([each[at] for each, at in zip(targets, chunk)])
+            is_mine = (wanted >= bounds[group.rank]) & (wanted < bounds[group.rank + 1])
+            mine = torch.from_numpy(np.flatnonzero(is_mine)).to(hidden_tD.device)
+            target = torch.from_numpy(wanted[is_mine] - bounds[group.rank]).to(hidden_tD.device)
+
+            hidden_CD = group.gather(hidden_tD[own], sizes).wait()
+            exps_Cv, sums_C, losses_C = _softmax(hidden_CD, head_vD, bias_v, mine, target, group)
+            loss += losses_C.split(sizes)[group.rank].sum()
+            if not needs_grad:
+                continue
+            exps_Cv = exps_Cv.to(head_vD.dtype)
+            scaled_CD = hidden_CD.to(wide) / sums_C[:, None]
+            dhidden_CD = (exps_Cv @ head_vD).to(wide) / sums_C[:, None]
+            dhidden_CD.index_add_(0, mine, head_vD[target].to(wide), alpha=-1)
+            dhidden_tD[own] = group.scatter_sum(dhidden_CD.to(hidden_tD.dtype), sizes).wait()
+            dhead_vD += exps_Cv.T @ scaled_CD.to(exps_Cv.dtype)
+            dhead_vD.index_add_(0, target, hidden_CD[mine].to(wide), alpha=-1)
+            if dbias_v is not None:
+                dbias_v += (exps_Cv / sums_C[:, None]).sum(0)
+                dbias_v.index_add_(0, target, torch.ones_like(target, dtype=wide), alpha=-1)
+        ctx.save_for_backward(dhidden_tD, dhead_vD, dbias_v)
+        ctx.head_dtype, ctx.group = head_vD.dtype, group
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        dhidden_tD, dhead_vD, dbias_v = ctx.saved_tensors
+        dbias_v = None if dbias_v is None else (dbias_v * grad).to(ctx.head_dtype)
+        dhead_vD = (dhead_vD * grad).to(ctx.head_dtype)
+        return dhidden_tD * grad.to(dhidden_tD.dtype), dhead_vD, dbias_v, None, None, None, None
+
+
+def _softmax(
+    hidden_CD: Tensor, head_vD: Tensor, bias_v: Tensor | None, mine: Tensor, target: Tensor, group: Group
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exponentials of this rank's logits below the maximum [C, v], their sums over all ranks and the losses [C].
+
+    ``mine``: the tokens whose target is a row of this rank, ``target``: that row. Two all-reduces of C and 2 C numbers.
+    """
+    wide = torch.promote_types(hidden_CD.dtype, torch.float32)
+    logits_Cv = (hidden_CD @ head_vD.T).to(wide)
+    if bias_v is not None:
+        logits_Cv += bias_v
+    none = logits_Cv.new_full((len(logits_Cv), 1), -torch.inf)  # this rank may hold no row
+    highest_C = group.combine(torch.cat([logits_Cv, none], dim=1).amax(1), dist.ReduceOp.MAX)
+    logits_Cv -= highest_C[:, None]
+    both = logits_Cv.new_zeros(2, len(logits_Cv))
+    both[1, mine] = logits_Cv[mine, target]
+    exps_Cv = logits_Cv.exp_()
+    both[0] = exps_Cv.sum(1)
+    sums_C, target_logits_C = group.combine(both, dist.ReduceOp.SUM)
+    return exps_Cv, sums_C, sums_C.log() - target_logits_C

@@ -1,0 +1,187 @@
+"""Memory-efficient tensor parallel (METP, Liang et al. 2025; in ParaDySe): next to nothing is kept.
+
+t tokens of this rank, D hidden size, n heads of one weight shard, k its key/value heads, H head size, p ranks.
+
+Every rank computes its own tokens through every weight shard in turn. Attention: the shards are broadcast by their
+owners, the next one while this one is used; queries, keys and values of its heads are made for the local tokens, keys
+and values go round (an inner ring), outputs are projected and added up. The backward makes queries, keys and values
+again. Feed-forward: the shards go round in a ring; the backward makes the activations again, and the shards' gradients
+travel with them, with one hop home.
+
+The published code overwrites the parameter for p >= 3, sends one number of the last gradient hop, and fails for odd p.
+Here shards travel in buffers of their own, and a rank may own no head at all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lengthwise.runtime.comm.group import Group, Pending
+from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators, feed_forward
+from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
+from lengthwise.runtime.parallel.shards import FlatShards
+from lengthwise.runtime.parallel.stage import LayerStage
+
+AnyWeights = TypeVar("AnyWeights", AttentionWeights, FfnWeights)
+_SHARDS, _GRADIENTS = 3, 4  # tags of hops
+
+
+def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
+    """Of one layer of one micro-batch."""
+    return Metp(stage)
+
+
+class Metp:
+    """The two operators."""
+
+    def __init__(self, stage: LayerStage) -> None:
+        self._stage = stage
+
+    def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
+        """All heads of the local tokens, shard by shard."""
+        out: Tensor = _Attention.apply(x_tD, self._stage, weights, *weights.tensors.values())
+        return out
+
+    def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
+        """All columns of the local tokens, shard by shard."""
+        out: Tensor = _Ffn.apply(x_tD, self._stage, weights, *weights.tensors.values())
+        return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_tD, stage, weights, *shards):  # type: ignore[no-untyped-def]
+        ctx.stage, ctx.weights = stage, weights
+        ring = stage.view.ring
+        y_tD, kept = torch.zeros_like(x_tD), []
+        for _, shard in _broadcasts(weights, stage):
+            qkv = shard.heads(F.linear(x_tD, shard.qkv, shard.qkv_bias), stage.view.tables)
+            q, k, v = ring.ordered(*qkv)
+            out, lse = ring_forward(q, k, v, ring)
+            y_tD += ring.restored(out)[0].flatten(1) @ shard.proj
+            kept += [out, lse]
+        ctx.save_for_backward(x_tD, *kept)
+        return y_tD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_tD):  # type: ignore[no-untyped-def]
+        stage, ring = ctx.stage, ctx.stage.view.ring
+        x_tD, *kept = ctx.saved_tensors
+        flat, master = _flat(ctx.weights, stage), torch.promote_types(x_tD.dtype, torch.float32)
+        dx_tD = torch.zeros_like(x_tD, dtype=master)
+        mine = x_tD.new_zeros(flat.sizes[stage.group.rank], dtype=master)  # a rank may own no head
+        reducing: tuple[int, Pending] | None = None
+        for (owner, shard), out, lse in zip(_broadcasts(ctx.weights, stage), kept[::2], kept[1::2]):
+            with torch.enable_grad():
+                local = x_tD.detach().requires_grad_()
+                inputs = [local, *(w.requires_grad_() for w in (shard.qkv, shard.qkv_bias) if w is not None)]
+                qkv = ring.ordered(*shard.heads(F.linear(*inputs), stage.view.tables))
+            dproj = ring.restored(out)[0].flatten(1).T @ dy_tD
+            dout = ring.ordered((dy_tD @ shard.proj.T).unflatten(1, out.shape[1:]))[0]
+            q, k, v = (x.detach() for x in qkv)
+            dqkv = ring_backward(dout, q, k, v, out, lse, ring)
+            dlocal, *dweights = torch.autograd.grad(qkv, inputs, dqkv)
+            dx_tD += dlocal
+            dshard = dict(zip(("qkv", "qkv_bias"), dweights)) | {"proj": dproj}
+            mine = _finished(reducing, mine, stage.group.rank)
+            reducing = owner, stage.group.reduce(flat.join(dshard, master), owner)
+        mine = _finished(reducing, mine, stage.group.rank)
+        return dx_tD.to(x_tD.dtype), None, None, *_gradients(mine, ctx.weights, flat, stage.group)
+
+
+def _finished(reducing: tuple[int, Pending] | None, mine: Tensor, rank: int) -> Tensor:
+    """What a reduction gave if it was this rank's, else ``mine``."""
+    if reducing is None:
+        return mine
+    owner, pending = reducing
+    total = pending.wait()
+    return total if owner == rank else mine
+
+
+class _Ffn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_tD, stage, weights, *shards):  # type: ignore[no-untyped-def]
+        ctx.stage, ctx.weights = stage, weights
+        ctx.save_for_backward(x_tD)
+        y_tD = torch.zeros_like(x_tD)
+        for shard in _rotation(weights, stage):
+            y_tD += feed_forward(x_tD, shard)
+        return y_tD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_tD):  # type: ignore[no-untyped-def]
+        stage, group = ctx.stage, ctx.stage.group
+        (x_tD,) = ctx.saved_tensors
+        flat, master = _flat(ctx.weights, stage), torch.promote_types(x_tD.dtype, torch.float32)
+        dx_tD = torch.zeros_like(x_tD, dtype=master)
+        travelling: Pending | None = None
+        for step, shard in enumerate(_rotation(ctx.weights, stage)):
+            with torch.enable_grad():
+                tensors = {name: w.requires_grad_() for name, w in shard.tensors.items()}
+                local = x_tD.detach().requires_grad_()
+                y_tD = feed_forward(local, shard)
+            dlocal, *dweights = torch.autograd.grad(y_tD, [local, *tensors.values()], dy_tD)
+            dx_tD += dlocal
+            dflat = flat.join(dict(zip(tensors, dweights)), master)
+            if travelling is not None:
+                dflat += travelling.wait()
+            arriving = flat.sizes[(group.rank - step - 1) % group.size]
+            travelling = group.pass_on(dflat, (arriving,), tag=_GRADIENTS)
+        assert travelling is not None
+        return dx_tD.to(x_tD.dtype), None, None, *_gradients(travelling.wait(), ctx.weights, flat, group)
+
+
+def _flat(weights: AttentionWeights | FfnWeights, stage: LayerStage) -> FlatShards:
+    return FlatShards(weights.tensors, stage.bounds)
+
+
+def _gradients(
+    flat_gradient: Tensor, weights: AttentionWeights | FfnWeights, flat: FlatShards, group: Group
+) -> list[Tensor]:
+    """Of this rank's shards, in their order and dtype."""
+    pieces = flat.split(flat_gradient, group.rank)
+    return [pieces[name].to(shard.dtype) for name, shard in weights.tensors.items()]
+
+
+def _with_shards(weights: AnyWeights, pieces: dict[str, Tensor]) -> AnyWeights:
+    return replace(weights, **pieces)  # type: ignore[arg-type]
+
+
+def _broadcasts(weights: AttentionWeights, stage: LayerStage) -> Iterator[tuple[int, AttentionWeights]]:
+    """Every owner with its shard, in turn; the next one is on its way while one is used."""
+    flat, group = _flat(weights, stage), stage.group
+    own = flat.join(weights.tensors)
+    owners = [rank for rank, size in enumerate(flat.sizes) if size]
+
+    def start(owner: int) -> Pending:
+        buffer = own if owner == group.rank else own.new_empty(flat.sizes[owner])
+        return group.broadcast(buffer, owner)
+
+    coming = start(owners[0])
+    for owner, following in pairwise([*owners, None]):
+        assert owner is not None
+        arrived = coming.wait()
+        if following is not None:
+            coming = start(following)
+        yield owner, _with_shards(weights, flat.split(arrived, owner))
+
+
+def _rotation(weights: FfnWeights, stage: LayerStage) -> Iterator[FfnWeights]:
+    """Every shard in turn, beginning with this rank's own; the next one is on its way while one is used."""
+    flat, group = _flat(weights, stage), stage.group
+    here = flat.join(weights.tensors)
+    for step in range(group.size):
+        source = (group.rank - step) % group.size
+        coming = None
+        if step + 1 < group.size:
+            coming = group.pass_on(here, (flat.sizes[(source - 1) % group.size],), tag=_SHARDS)
+        yield _with_shards(weights, flat.split(here, source))
+        here = coming.wait() if coming is not None else here

@@ -1,0 +1,88 @@
+"""Which rows of each weight a rank of a stage holds where weights are sharded.
+
+One layout for all methods on sharded weights (ParaDySe, table 2): queries, keys, values and the projection back by
+key/value head with its queries, the feed-forward by column, the vocabulary by row; norms and whatever else is small are
+whole on every rank. p need not divide anything: shares differ by one unit, and may be empty.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.specs import ModelSpec
+
+_UNITS = {
+    "qkv": "groups", "qkv_bias": "groups", "proj": "groups",
+    "gate": "columns", "up": "columns", "up_bias": "columns", "down": "columns",
+    "embedding": "vocabulary", "head": "vocabulary", "output_bias": "vocabulary",
+}  # fmt: skip
+
+
+def row_bounds(name: str, spec: ModelSpec, *, degree: int) -> tuple[int, ...] | None:
+    """Rank r holds the rows ``bounds[r]`` to ``bounds[r + 1]`` of the weight called ``name``; None: all of them.
+
+    The last part of the name decides.
+    """
+    kind = name.rpartition(".")[2]
+    if kind not in _UNITS:
+        return None
+    count = {"groups": spec.num_kv_heads, "columns": spec.ffn_size, "vocabulary": spec.vocab_size}[_UNITS[kind]]
+    group_size = spec.num_heads // spec.num_kv_heads
+    rows = {"qkv": group_size + 2, "qkv_bias": group_size + 2, "proj": group_size}.get(kind, 0) * spec.head_size or 1
+    return tuple(rank * count // degree * rows for rank in range(degree + 1))
+
+
+def keep_own_rows(model: nn.Module, spec: ModelSpec, *, rank: int, degree: int) -> None:
+    """Make every sharded parameter of ``model`` this rank's rows of it, in place; the rest is freed."""
+    for name, parameter in model.named_parameters():
+        bounds = row_bounds(name, spec, degree=degree)
+        if bounds is not None and degree > 1:
+            parameter.data = parameter.data[bounds[rank] : bounds[rank + 1]].clone()
+
+
+class FlatShards:
+    """The shards of one operator's weights, laid end to end: what moves between ranks in one piece."""
+
+    def __init__(self, shards: Mapping[str, Tensor], bounds: Mapping[str, Sequence[int]]) -> None:
+        """``shards``: of any one rank; ``bounds``: as :func:`row_bounds` answers for each of them."""
+        self.bounds = {name: bounds[name] for name in shards}
+        self._trailing = {name: shard.shape[1:] for name, shard in shards.items()}
+        num_ranks = len(next(iter(self.bounds.values()))) - 1
+        self.sizes = [
+            sum(self._num_rows(name, rank) * self._trailing[name].numel() for name in shards)
+            for rank in range(num_ranks)
+        ]
+        """Numbers of each rank."""
+
+    def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """Some rank's tensors as one flat one."""
+        return torch.cat([tensors[name].detach().flatten().to(dtype or tensors[name].dtype) for name in self.bounds])
+
+    def split(self, flat: Tensor, rank: int) -> dict[str, Tensor]:
+        """The inverse for the tensors of ``rank``: views of ``flat``."""
+        tensors, at = {}, 0
+        for name, trailing in self._trailing.items():
+            end = at + self._num_rows(name, rank) * trailing.numel()
+            tensors[name] = flat[at:end].view(self._num_rows(name, rank), *trailing)
+            at = end
+        return tensors
+
+    def whole(self, gathered: Tensor) -> dict[str, Tensor]:
+        """Whole weights from the flat shards of all ranks, one after another."""
+        shares = [self.split(flat, rank) for rank, flat in enumerate(gathered.split(self.sizes))]
+        return {name: torch.cat([share[name] for share in shares]) for name in self.bounds}
+
+    def apart(self, wholes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The inverse."""
+        ranks = range(len(self.sizes))
+        return torch.cat(
+            [
+                wholes[name][bounds[rank] : bounds[rank + 1]].flatten().to(dtype)
+                for rank in ranks
+                for name, bounds in self.bounds.items()
+            ]
+        )
+
+    def _num_rows(self, name: str, rank: int) -> int:
+        return self.bounds[name][rank + 1] - self.bounds[name][rank]

@@ -1,0 +1,40 @@
+"""What methods share whose ranks multiply their own tokens by whole weights; only attention meets other ranks' tokens.
+
+t tokens of this rank, D hidden size, N heads, K key/value heads, H head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Tables
+from lengthwise.runtime.parallel.weights import Weights
+
+Meet = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From this rank's queries [t, N, H], keys and values [t, K, H] to its outputs [t, N, H]."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLocal:
+    """Operators of one layer; the bundles they are given tell sizes alone, the numbers are in ``whole``."""
+
+    whole_attention: Weights
+    whole_ffn: Weights
+    tables: Tables | None
+    meet: Meet
+
+    def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
+        """Project, rotate, attend, project back: ``[t, D]``."""
+        whole = self.whole_attention
+        qkv_tE = whole.linear(whole.enter(x_tD), "qkv", None if weights.qkv_bias is None else "qkv_bias")
+        out_tNH = self.meet(*weights.heads(qkv_tE, self.tables))
+        return whole.leave(whole.matmul(out_tNH.flatten(1), "proj"))
+
+    def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
+        """Up, activation, down: ``[t, D]``."""
+        whole = self.whole_ffn
+        x_tD = whole.enter(x_tD)
+        gate_tF = None if weights.gate is None else whole.linear(x_tD, "gate")
+        up_tF = whole.linear(x_tD, "up", None if weights.up_bias is None else "up_bias")
+        return whole.leave(whole.matmul(weights.activate(up_tF, gate_tF), "down"))

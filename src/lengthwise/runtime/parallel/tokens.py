@@ -1,0 +1,63 @@
+"""Which tokens of a pack each of p ranks holds between operators. Pure integers.
+
+Every method takes and returns this share, so any layer may use any method. Each sequence is cut into chunks: under a
+causal mask 2 p, of which rank r takes number r and number 2 p - 1 - r, so that every rank has as many pairs of tokens
+to attend (zigzag, as in Llama 3's context parallelism; Grattafiori et al. 2024); without a mask p. Tokens that do not
+divide go one by one to the ranks that hold the fewest, so ranks differ by one token at most, whatever the lengths.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from lengthwise.runtime.model.view import View
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenShards:
+    """The places in the pack of every rank's tokens."""
+
+    places: tuple[np.ndarray, ...]
+    """For each rank, ascending."""
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(len(places) for places in self.places)
+
+    @cached_property
+    def by_rank(self) -> np.ndarray:
+        """[T] places in the pack of all tokens, rank by rank: the order in which they are gathered."""
+        return np.concatenate(self.places)
+
+    def into(self, view: View) -> np.ndarray | None:
+        """[T] index that puts gathered tokens into the order of ``view``; None where they are in it already."""
+        gathered = np.empty(view.num_tokens, dtype=np.int64)
+        gathered[self.by_rank] = np.arange(view.num_tokens)
+        index = gathered if view.order is None else gathered[view.order]
+        return None if np.array_equal(index, np.arange(len(index))) else index
+
+
+def shard_tokens(cu_seqlens: tuple[int, ...], *, degree: int, causal: bool) -> TokenShards:
+    """The shares of ``degree`` ranks in a pack with sequence boundaries ``cu_seqlens``."""
+    if degree == 1:
+        return TokenShards(places=(np.arange(cu_seqlens[-1]),))
+    ranks_of_chunk = [*range(degree), *reversed(range(degree))] if causal else list(range(degree))
+    num_chunks = len(ranks_of_chunk)
+    held = [0] * degree
+    parts: list[list[np.ndarray]] = [[] for _ in range(degree)]
+    for start, end in pairwise(cu_seqlens):
+        each, rest = divmod(end - start, num_chunks)
+        sizes = [each] * num_chunks
+        for _ in range(rest):
+            open_chunks = [chunk for chunk in range(num_chunks) if sizes[chunk] == each]
+            chunk = min(open_chunks, key=lambda chunk: held[ranks_of_chunk[chunk]])
+            sizes[chunk] += 1
+            held[ranks_of_chunk[chunk]] += 1
+        for chunk, (low, high) in enumerate(pairwise(accumulate(sizes, initial=start))):
+            if low < high:
+                parts[ranks_of_chunk[chunk]].append(np.arange(low, high))
+    none = np.empty(0, dtype=np.int64)
+    return TokenShards(places=tuple(np.sort(np.concatenate([none, *mine])) for mine in parts))

@@ -1,0 +1,21 @@
+"""DeepSpeed-Ulysses (Jacobs et al. 2023) with whole weights, the method of data-centric parallel (DCP).
+
+Around attention tokens are traded for heads and back: two all-to-alls forward, two backward. Everything else is local.
+"""
+
+from functools import partial
+
+from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.parallel.exchange import exchange_attention
+from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.parallel.token_local import TokenLocal
+
+
+def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
+    """Of one layer of one micro-batch."""
+    return TokenLocal(
+        whole_attention=stage.whole(attention),
+        whole_ffn=stage.whole(ffn),
+        tables=stage.view.tables,
+        meet=partial(exchange_attention, exchange=stage.view.exchange),
+    )

@@ -1,0 +1,218 @@
+"""The weights that an operator multiplies with: held whole, or sharded and gathered when they are needed (ZeRO-3,
+Rajbhandari et al. 2020).
+
+An operator brings its tokens in (:meth:`enter`), multiplies (:meth:`linear`, :meth:`matmul`), and takes them out
+(:meth:`leave`). Gathered weights live between entering and leaving, forward, and again, gathered anew, between leaving
+and entering, backward; the gather of the operator that comes next is then already under way.
+
+t tokens of this rank, O outputs, I inputs of a product.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lengthwise.runtime.comm.group import Group, Pending
+from lengthwise.runtime.parallel.shards import FlatShards
+
+
+class Weights(Protocol):
+    """The weights of one operator, by name."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """``x``; from here on products may be taken."""
+        ...
+
+    def linear(self, x_tI: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        """``x @ weight^T + bias``, with ``weight`` [O, I]."""
+        ...
+
+    def matmul(self, x_tI: Tensor, weight: str) -> Tensor:
+        """``x @ weight``, with ``weight`` [I, O]."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """``x``; no more products."""
+        ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Weights that this rank holds whole."""
+
+    tensors: Mapping[str, Tensor]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """``x``"""
+        return x
+
+    def linear(self, x_tI: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        """``x @ weight^T + bias``"""
+        return F.linear(x_tI, self.tensors[weight], self.tensors[bias] if bias else None)
+
+    def matmul(self, x_tI: Tensor, weight: str) -> Tensor:
+        """``x @ weight``"""
+        return x_tI @ self.tensors[weight]
+
+    def leave(self, x: Tensor) -> Tensor:
+        """``x``"""
+        return x
+
+
+@dataclass(eq=False)
+class Prefetch:
+    """Gathered weights of one micro-batch in the order of their operators."""
+
+    queue: list["Gathered"] = field(default_factory=list)
+
+    def after(self, gathered: "Gathered", *, again: bool) -> "Gathered | None":
+        """Whose weights are needed next when ``gathered`` runs forward, for the first time or ``again``."""
+        at = gathered.place + 1
+        if at == len(self.queue) or (again and self.queue[at].layer != gathered.layer):
+            return None
+        return self.queue[at]
+
+    def before(self, gathered: "Gathered") -> "Gathered | None":
+        """Whose weights are needed next when ``gathered`` runs backward; a recomputed layer begins at its front."""
+        if gathered.place == 0:
+            return None
+        last = self.queue[gathered.place - 1]
+        if last.is_recomputed and last.layer != gathered.layer:
+            return next(one for one in self.queue if one.layer == last.layer)
+        return last
+
+
+class Gathered:
+    """Weights of which every rank of a group holds some rows; whole ones exist only while they are used."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, Tensor],
+        bounds: Mapping[str, Sequence[int]],
+        group: Group,
+        prefetch: Prefetch,
+        *,
+        layer: int,
+        is_recomputed: bool,
+    ) -> None:
+        """``bounds``: rank r holds rows ``bounds[name][r]`` to ``bounds[name][r + 1]`` of each weight."""
+        self.shards, self.group, self.prefetch = shards, group, prefetch
+        self.layer, self.is_recomputed = layer, is_recomputed
+        self.place = len(prefetch.queue)
+        prefetch.queue.append(self)
+        self._flat = FlatShards(shards, bounds)
+        self._coming: Pending | None = None
+        self._whole: dict[str, Tensor] = {}
+        self._grads: dict[str, Tensor] = {}
+        self._ran_forward = False
+
+    def enter(self, x: Tensor) -> Tensor:
+        """``x``; gathers the weights, and reduces their gradients when the backward comes back here."""
+        out: Tensor = _Enter.apply(x, self, *self.shards.values())
+        return out
+
+    def linear(self, x_tI: Tensor, weight: str, bias: str | None = None) -> Tensor:
+        """``x @ weight^T + bias``"""
+        out: Tensor = _Product.apply(x_tI, self, weight, bias, True)
+        return out
+
+    def matmul(self, x_tI: Tensor, weight: str) -> Tensor:
+        """``x @ weight``"""
+        out: Tensor = _Product.apply(x_tI, self, weight, None, False)
+        return out
+
+    def leave(self, x: Tensor) -> Tensor:
+        """``x``; drops the weights, and gathers them again when the backward comes by here."""
+        out: Tensor = _Leave.apply(x, self)
+        return out
+
+    def start(self) -> None:
+        """Set the gather going, unless it is or the weights are there."""
+        if self._coming is None and not self._whole:
+            self._coming = self.group.gather(self._flat.join(self.shards), self._flat.sizes)
+
+    def fill(self, following: "Gathered | None") -> None:
+        """Have the weights, and set the gather of those needed next going."""
+        self.start()
+        if self._coming is not None:
+            self._whole = self._flat.whole(self._coming.wait())
+            self._coming = None
+        if following is not None:
+            following.start()
+
+    def forward_order(self) -> "Gathered | None":
+        """What to gather next while this runs forward; called once per forward."""
+        again, self._ran_forward = self._ran_forward, True
+        return self.prefetch.after(self, again=again)
+
+    def whole(self, name: str) -> Tensor:
+        """The whole weight, while it is there."""
+        return self._whole[name]
+
+    def add_gradient(self, name: str, grad: Tensor) -> None:
+        """Add to the gradient of a whole weight."""
+        self._grads[name] = self._grads[name] + grad if name in self._grads else grad
+
+    def drop(self) -> None:
+        """Free the whole weights."""
+        self._whole = {}
+
+    def reduce_gradients(self) -> list[Tensor]:
+        """This rank's rows of the gradients summed over ranks, in float32 at least. One reduce-scatter."""
+        master = torch.promote_types(next(iter(self.shards.values())).dtype, torch.float32)
+        apart, self._grads = self._flat.apart(self._grads, master), {}
+        own = self._flat.split(self.group.scatter_sum(apart, self._flat.sizes).wait(), self.group.rank)
+        return [own[name].to(shard.dtype) for name, shard in self.shards.items()]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gathered, *shards):  # type: ignore[no-untyped-def]
+        gathered.fill(gathered.forward_order())
+        ctx.gathered = gathered
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.gathered.drop()
+        return grad, None, *ctx.gathered.reduce_gradients()
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gathered):  # type: ignore[no-untyped-def]
+        gathered.drop()
+        ctx.gathered = gathered
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        ctx.gathered.fill(ctx.gathered.prefetch.before(ctx.gathered))
+        return grad, None
+
+
+class _Product(torch.autograd.Function):
+    """A product that keeps its input, not the weight."""
+
+    @staticmethod
+    def forward(ctx, x_tI, gathered, weight, bias, transposed):  # type: ignore[no-untyped-def]
+        ctx.gathered, ctx.weight, ctx.bias, ctx.transposed = gathered, weight, bias, transposed
+        ctx.save_for_backward(x_tI)
+        whole = gathered.whole(weight)
+        return F.linear(x_tI, whole, gathered.whole(bias) if bias else None) if transposed else x_tI @ whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_tO):  # type: ignore[no-untyped-def]
+        (x_tI,), whole = ctx.saved_tensors, ctx.gathered.whole(ctx.weight)
+        ctx.gathered.add_gradient(ctx.weight, grad_tO.T @ x_tI if ctx.transposed else x_tI.T @ grad_tO)
+        if ctx.bias:
+            ctx.gathered.add_gradient(ctx.bias, grad_tO.sum(0))
+        return grad_tO @ whole if ctx.transposed else grad_tO @ whole.T, None, None, None, None
