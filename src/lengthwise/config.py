@@ -60,9 +60,17 @@ class PlanConfig(_Section):
     max_tokens: int | None = Field(
         default=None, ge=1, description="most tokens of a micro-batch, padding included; none: what memory holds"
     )
-    max_degree: int = Field(
-        default=1, ge=1, description="most devices that share a layer; train executes 1, plan and simulate any"
+    method: Literal[
+        "", "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring"
+    ] = Field(
+        default="",
+        description="how devices share every layer; empty: whatever is fastest (train: of ulysses and ring); random: "
+        "drawn anew for every layer and micro-batch",
     )
+    degree: int | None = Field(
+        default=None, ge=1, description="devices that share a layer, exactly; none: any number up to max_degree"
+    )
+    max_degree: int = Field(default=1, ge=1, description="most devices that share a layer")
     max_stages: int = Field(
         default=1, ge=1, description="most pipeline stages; train executes 1, plan and simulate any"
     )

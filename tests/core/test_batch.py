@@ -1,6 +1,6 @@
 import pytest
 
-from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.batch import MASKED, GlobalBatch, Pack, num_masked, num_targets
 from lengthwise.core.errors import InputError
 
 
@@ -17,6 +17,13 @@ def test_padding_is_computed_but_never_a_target():
     assert pack.num_targets == 6
 
 
+def test_of_each_sequence_15_percent_are_masked_and_at_least_one_token():
+    assert [num_masked(length) for length in (1, 2, 10, 100, 1000)] == [1, 1, 2, 15, 150]
+    batch = GlobalBatch(step=0, ids=(0, 1, 2), lengths=(1, 10, 100), objective=MASKED)
+    assert batch.num_targets == 1 + 2 + 15 == num_targets(batch.lengths, objective=MASKED)
+    assert GlobalBatch(step=0, ids=(0, 1, 2), lengths=(1, 10, 100)).num_targets == 0 + 9 + 99
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -26,6 +33,7 @@ def test_padding_is_computed_but_never_a_target():
         lambda: GlobalBatch(step=0, ids=(1,), lengths=()),
         lambda: GlobalBatch(step=0, ids=(), lengths=()),
         lambda: GlobalBatch(step=0, ids=(1, 7), lengths=(3, 0)),
+        lambda: GlobalBatch(step=0, ids=(1,), lengths=(3,), objective="guess"),
     ],
 )
 def test_impossible_batches_are_refused(make):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,11 @@ from lengthwise.core.specs import GIB, MODELS, ModelSpec, cluster_preset, gib_up
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-3-8b", 8.03), ("qwen2.5-0.5b", 0.494)],
-)
+    [
+        ("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-3-8b", 8.03), ("qwen2.5-0.5b", 0.494), ("gpt-12288", 174.6),
+        ("bert-1024", 0.3352),
+    ],
+)  # fmt: skip
 def test_presets_have_the_published_number_of_parameters(name, billions):
     assert model_preset(name).num_params / 1e9 == pytest.approx(billions, rel=0.002)
 
@@ -65,11 +70,36 @@ def test_digest_ignores_the_name_alone():
     assert ModelSpec(**{**values, "vocab_size": 9}).digest != MODELS["llama-tiny"].digest
 
 
-def test_attention_along_one_of_two_axes_reaches_the_square_root_of_the_tokens():
-    spec = model_preset("transformer-2d-1.2b")
+def attention_flops(spec, length):
     per_token = 6.0 * (spec.num_layers * spec.layer_matmul_params + spec.hidden_size * spec.vocab_size)
-    short, long = (spec.train_flops(np.array([n]))[0] - per_token * n for n in (4096, 4 * 4096))
-    assert long == pytest.approx(8 * short)
+    return spec.train_flops(np.array([length]))[0] - per_token * length
+
+
+def test_attention_along_two_axes_in_turn_reaches_the_mean_of_a_frame_and_the_number_of_frames():
+    spec = model_preset("transformer-2d-1.2b")
+    assert spec.reach(np.array([8 * 256.0])) == (256 + 8) / 2
+    assert spec.reach(np.array([100.0])) == (100 + 100 / 256) / 2  # less than a frame
+    for length in (4096, 4 * 4096):
+        of_all = attention_flops(replace(spec, family="bert"), length)
+        assert attention_flops(spec, length) == pytest.approx(of_all / length * (256 + length / 256) / 2)
+
+
+def test_where_there_are_as_many_frames_as_tokens_in_one_attention_reaches_the_square_root_of_the_tokens():
+    spec = replace(model_preset("transformer-2d-1.2b"), frame_size=0)
+    assert spec.reach(np.array([4096.0])) == 64 == replace(spec, frame_size=64).reach(np.array([4096.0]))
+    assert attention_flops(spec, 4 * 4096) == pytest.approx(8 * attention_flops(spec, 4096))
+
+
+def test_digest_counts_fields_of_some_families_only_where_they_are_set():
+    spec = MODELS["llama-tiny"]
+    assert len({replace(spec, **more).digest for more in ({}, {"max_positions": 8}, {"frame_size": 8})}) == 3
+    assert replace(spec, mask_token_id=8).digest == spec.digest
+    assert spec.digest == "18fa868677322ff2"  # of profiles made before there were such fields
+
+
+def test_a_model_that_sees_what_comes_later_predicts_masked_tokens():
+    masked = {name for name, spec in MODELS.items() if spec.objective == "masked"}
+    assert masked == {"bert-1024", "transformer-2d-1.2b"}
 
 
 def test_what_is_needed_is_rounded_up():

@@ -1,10 +1,12 @@
 """Who holds what adds up to the model, and moving it costs what the layouts' transfers count."""
 
+from dataclasses import replace
+
 import pytest
 
 from lengthwise.core.layout import Layout, fully_sharded, transfers
 from lengthwise.core.scheme import Method, Strategy, homogeneous
-from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.core.specs import MODELS, cluster_preset, model_preset
 from lengthwise.cost.holdings import Mover, held_params, largest_held_params, slices
 from lengthwise.cost.links import LINK_EFFICIENCY
 from tests.cost.profiles import scheme_of
@@ -13,7 +15,7 @@ MODEL = model_preset("llama-7b")
 NODE = cluster_preset("8xH100-80GB")
 
 
-@pytest.mark.parametrize("name", ["llama-7b", "llama-3-8b", "qwen2.5-0.5b", "gpt-12288"])
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_stages_hold_the_model_between_them(name, stages):
     model = model_preset(name)
@@ -27,6 +29,16 @@ def test_sharded_weights_are_split_and_norms_are_not(degree):
     scheme = scheme_of(MODEL, Method.METP, degree=degree)
     norms = (2 * MODEL.num_layers + 1) * MODEL.hidden_size
     assert held_params(MODEL, scheme, stage=0) == (MODEL.num_params - norms) // degree + norms
+
+
+@pytest.mark.parametrize("name", ["bert-1024", "gpt-12288"])
+def test_positions_and_output_biases_are_not_split(name):
+    model = replace(model_preset(name), vocab_size=30_464)
+    whole = model.num_layers * model.layer_whole_params + model.input_whole_params + model.output_whole_params
+    assert model.layer_whole_params == 6 * model.hidden_size  # two norms of two and the biases of proj and down
+    assert whole > model.max_positions * model.hidden_size
+    scheme = scheme_of(model, Method.METP, degree=8)
+    assert held_params(model, scheme, stage=0) == (model.num_params - whole) // 8 + whole
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,16 @@ def test_every_epoch_holds_every_sequence_once_in_its_own_order(lengths, budget,
     assert [batch.step for batches in epochs for batch in batches] == list(range(sum(map(len, epochs))))
 
 
+@pytest.mark.parametrize(("objective", "num_targets"), [("next-token", 9 + 99), ("masked", 2 + 15)])
+def test_batches_know_what_is_predicted_and_the_order_does_not_depend_on_it(objective, num_targets):
+    sampler, other = (
+        Sampler(index_of([10, 100]), seed=0, sequences_per_step=2, **more) for more in ({"objective": objective}, {})
+    )
+    assert sampler.state_dict() == other.state_dict()
+    batch = next(sampler)
+    assert (batch.ids, batch.objective, batch.num_targets) == (next(other).ids, objective, num_targets)
+
+
 @given(lengths=lengths_lists, budget=st.integers(1, 200), seed=st.integers(0, 99))
 def test_a_token_budget_is_filled_as_far_as_the_order_allows(lengths, budget, seed):
     for batches in take_epochs(Sampler(index_of(lengths), seed=seed, tokens_per_step=budget), 2):

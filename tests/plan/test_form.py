@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from itertools import accumulate, islice
 
 import numpy as np
@@ -51,6 +52,14 @@ def test_formed_batches_hold_every_sequence_of_the_stream_once(batches, num_devi
     formed = list(form_batches(iter(stream), PROBLEMS[num_devices], g_min=g_min, window=window, growth_cap=growth_cap))
     assert sequences(formed) == sequences(stream)
     assert [batch.step for batch in formed] == list(range(5, 5 + len(formed)))
+
+
+def test_formed_batches_and_their_plans_keep_what_is_predicted():
+    stream = [replace(batch, objective="masked") for batch in tailed_stream(6)]
+    planner = Planner(policy="dcp-intra", problem=PROBLEMS[4])
+    formed = list(form_batches(stream, PROBLEMS[4]))
+    assert {batch.objective for batch in formed} == {"masked"}
+    assert all(planner(batch).loss_normaliser == batch.num_targets < batch.num_tokens / 4 for batch in formed)
 
 
 @given(streams, st.sampled_from(sorted(PROBLEMS)))

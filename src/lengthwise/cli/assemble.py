@@ -10,13 +10,14 @@ from lengthwise.config import Config
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.cost.fitted import FittedCost
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.pool import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
+from lengthwise.plan.pool import DEFAULT_METHODS, NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
 from lengthwise.plan.solve.shop import Objective
 
 DEFAULT_TOKENS_PER_STEP = 65_536
@@ -34,14 +35,18 @@ def make_sampler(config: Config, lengths: LengthIndex) -> Sampler:
         tokens_per_step=tokens,
         sequences_per_step=data.sequences_per_step,
         shuffle=data.shuffle,
+        objective=resolve_model(config, None).objective,
     )
 
 
 def resolve_model(config: Config, corpus: Corpus | None) -> ModelSpec:
     """The model's sizes; a preset's vocabulary becomes what the index needs, rounded up to a multiple of 64.
 
+    A preset that is not causal needs one id more than the index has: its last one is the mask token.
+
     Raises:
-        InputError: the model embeds fewer token ids than the index has.
+        InputError: the model embeds fewer token ids than the index has, has fewer positions than its longest sequence
+            has tokens, or predicts masked tokens and names no mask token.
     """
     model = config.model
     needed = corpus.vocab_size if corpus is not None and corpus.store.has_tokens else None
@@ -51,14 +56,34 @@ def resolve_model(config: Config, corpus: Corpus | None) -> ModelSpec:
         spec = read_spec(Path(model.hf))
     else:
         spec = model_preset(model.preset)
+        needed = needed and needed + (not spec.causal)
         wanted = model.vocab_size or (needed and -(-needed // 64) * 64)
         spec = replace(spec, vocab_size=wanted) if wanted else spec
+        spec = spec if spec.causal else replace(spec, mask_token_id=spec.vocab_size - 1)
     if needed and spec.vocab_size < needed:
+        own = " (one of them its mask token)" if not (spec.causal or model.hf) else ""
         raise InputError(
-            f"the index has {needed:,} token ids, model {spec.name} embeds {spec.vocab_size:,}; "
+            f"the index has {needed:,} token ids{own}, model {spec.name} embeds {spec.vocab_size:,}; "
             "index with the model's own tokenizer.json or raise model.vocab_size"
         )
+    if corpus is not None:
+        _check_trainable(spec, corpus)
     return spec
+
+
+def _check_trainable(spec: ModelSpec, corpus: Corpus) -> None:
+    longest = corpus.lengths.max_length
+    if 0 < spec.max_positions < longest:
+        raise InputError(
+            f"the longest sequence has {longest:,} tokens, model {spec.name} has learned positions for "
+            f"{spec.max_positions:,}; set data.max_length={spec.max_positions} and data.over_length to what shall "
+            "happen to longer ones (split, truncate, drop), or train a model with rotary positions"
+        )
+    if corpus.store.has_tokens and not spec.causal and spec.mask_token_id is None:
+        raise InputError(
+            f"model {spec.name} predicts masked tokens and its config.json does not say which token masks them; "
+            'add "mask_token_id", the id of [MASK] in its tokenizer.json'
+        )
 
 
 def resolve_cluster(config: Config) -> ClusterSpec:
@@ -98,16 +123,38 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
     return FittedCost(table, model=spec, cluster=cluster)
 
 
+RANDOM = "random"
+"""Instead of a method: one drawn for every layer of every micro-batch."""
+
+
 def make_planner(
-    config: Config, cost: CostModel, *, spec: ModelSpec, cluster: ClusterSpec, lengths: LengthIndex
+    config: Config,
+    cost: CostModel,
+    *,
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    lengths: LengthIndex,
+    methods: tuple[Method, ...] = DEFAULT_METHODS,
 ) -> Planner:
-    """The planner of the configured policy for a corpus.
+    """The planner of the configured policy for a corpus; ``methods``: where the configuration names none.
 
     Raises:
+        InputError: plan.method needs a plan.degree, or that does not divide the devices.
         InfeasibleError: not even the model's state fits a device, or some sequence fits under no scheme.
     """
     plan = config.plan
-    pool = Pool(max_degree=plan.max_degree, max_stages=plan.max_stages, recompute=Recompute(plan.recompute))
+    if plan.method == RANDOM:
+        methods = (Method.ULYSSES_Z,)  # every device may hold its share, so mixes of sharded weights can be drawn
+    elif plan.method:
+        methods = (Method(plan.method),)
+    _check_degree(config, cluster)
+    pool = Pool(
+        max_degree=plan.degree or plan.max_degree,
+        max_stages=plan.max_stages,
+        methods=methods,
+        recompute=Recompute(plan.recompute),
+        degree=plan.degree,
+    )
     problem = make_problem(
         cost,
         cluster=cluster,
@@ -120,6 +167,27 @@ def make_planner(
     problem.check_fits(lengths.lengths)
     problem = replace(problem, batch_size=plan.batch_size, objective=Objective(plan.objective))
     return Planner(policy=plan.policy, problem=problem)
+
+
+def _check_degree(config: Config, cluster: ClusterSpec) -> None:
+    plan, num_devices = config.plan, cluster.num_devices
+    if plan.degree and num_devices % plan.degree:
+        fitting = ", ".join(str(degree) for degree in range(1, num_devices + 1) if num_devices % degree == 0)
+        raise InputError(
+            f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
+        )
+    if plan.method and plan.degree is None:
+        raise InputError(f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer")
+    if plan.method == Method.DENSE and plan.degree != 1:
+        raise InputError(f"plan.method=dense shares nothing: plan.degree must be 1, not {plan.degree}")
+
+
+def shard_degree(config: Config) -> int:
+    """Neighbouring ranks that hold the weights together under the configured method; 1: each holds them whole."""
+    plan = config.plan
+    if plan.method == RANDOM or (plan.method and WEIGHTS_OF.get(Method(plan.method)) is Weights.SHARDED):
+        return plan.degree or 1
+    return 1
 
 
 def _samples(config: Config, lengths: LengthIndex) -> list[np.ndarray]:

@@ -20,6 +20,10 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     nproc: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
+    method: Annotated[
+        str | None, typer.Option("--method", "--methods", help="how ranks share a layer, or random; plan.method")
+    ] = None,
+    degree: Annotated[int | None, typer.Option(min=1, help="ranks that share a layer; plan.degree")] = None,
     resume: Annotated[Path | None, typer.Option(help="a run folder: go on from its latest checkpoint")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
@@ -27,6 +31,7 @@ def run(
     from lengthwise.config import load
 
     path, changes = split_arguments(config, overrides)
+    changes += [f"plan.{name}={value}" for name, value in (("method", method), ("degree", degree)) if value is not None]
     if resume is not None:
         if path is not None:
             raise InputError(f"--resume goes on with {resume}/config.yaml; give overrides, not another config ({path})")

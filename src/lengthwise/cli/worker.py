@@ -5,23 +5,34 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model
+from lengthwise.cli.assemble import (
+    RANDOM,
+    make_cost,
+    make_planner,
+    make_sampler,
+    resolve_cluster,
+    resolve_model,
+    shard_degree,
+)
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
 from lengthwise.config import Config
 from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.scheme import Method
 from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, DeviceSpec, ModelSpec, nearest
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.stats import histogram
 from lengthwise.plan.ahead import PlanAhead
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.random_methods import RandomMethods
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from lengthwise.runtime.comm.world import World
+    from lengthwise.runtime.model.base import Transformer
     from lengthwise.runtime.train.metrics import Callback, Row
 
 
@@ -76,15 +87,24 @@ def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -
         raise InputError(f"{config.data.index} holds lengths alone; training needs an index with tokens")
     spec = resolve_model(config, corpus)
     cluster = find_cluster(config, world)
-    planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, lengths=corpus.lengths)
+    planner = make_planner(
+        config,
+        make_cost(config, spec, cluster),
+        spec=spec,
+        cluster=cluster,
+        lengths=corpus.lengths,
+        methods=(Method.ULYSSES, Method.RING),  # weights stay whole, whatever a plan does
+    )
+    is_random = config.plan.method == RANDOM and (config.plan.degree or 1) > 1
+    finish = partial(RandomMethods, seed=config.seed) if is_random else _as_it_is
     if world.is_first:
         _describe(folder, config, corpus, spec, cluster)
     is_gpu = world.device.type == "cuda"
     workers = int(is_gpu) if config.plan.workers is None else config.plan.workers
     ahead = PlanAhead(
         make_sampler(config, corpus.lengths),
-        planner,
-        fallback=replace(planner, policy="static"),
+        finish(planner=planner),
+        fallback=finish(planner=replace(planner, policy="static")),
         workers=workers,
         depth=config.plan.look_ahead,
         warn=world.is_first,
@@ -98,6 +118,7 @@ def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -
         planner=ahead,
         folder=folder,
         world=world,
+        shard_degree=shard_degree(config),
         peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
         callbacks=_callbacks(config, folder, cluster) if world.is_first else (),
     )
@@ -109,7 +130,11 @@ def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -
         ahead.close()
 
 
-def build(config: Config, spec: ModelSpec, world: "World") -> "nn.Module":
+def _as_it_is(planner: Planner) -> Planner:
+    return planner
+
+
+def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":
     """The model with its first weights: from ``model.hf``, or drawn from the seed."""
     import torch
 

@@ -6,10 +6,22 @@ from itertools import accumulate
 
 from lengthwise.core.errors import InputError
 
+NEXT_TOKEN, MASKED = OBJECTIVES = ("next-token", "masked")
+"""What a model learns to predict: each token from those before it, or chosen ones from all others."""
+MASKED_SHARE = 0.15
+"""Of the tokens of a sequence, those that are predicted with the objective ``masked`` (Devlin et al. 2019)."""
 
-def num_targets(lengths: tuple[int, ...]) -> int:
-    """Tokens that have a loss in next-token prediction: all but the first of each sequence."""
+
+def num_targets(lengths: tuple[int, ...], *, objective: str = NEXT_TOKEN) -> int:
+    """Tokens that have a loss: all but the first of each sequence, or of each sequence :func:`num_masked`."""
+    if objective == MASKED:
+        return sum(map(num_masked, lengths))
     return sum(lengths) - len(lengths)
+
+
+def num_masked(length: int) -> int:
+    """Tokens predicted of a sequence with the objective ``masked``: 15 %, at least one."""
+    return max(1, round(MASKED_SHARE * length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +32,12 @@ class GlobalBatch:
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
     """Length of each sequence, in tokens."""
+    objective: str = NEXT_TOKEN
+    """One of ``OBJECTIVES``; decides how many tokens have a loss."""
 
     def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise InputError(f"step {self.step}: no objective {self.objective!r}; known: {', '.join(OBJECTIVES)}")
         if len(self.ids) != len(self.lengths):
             raise InputError(f"step {self.step}: {len(self.ids)} ids but {len(self.lengths)} lengths")
         if not self.ids:
@@ -38,15 +54,15 @@ class GlobalBatch:
     @cached_property
     def num_targets(self) -> int:
         """Tokens of the step that have a loss."""
-        return num_targets(self.lengths)
+        return num_targets(self.lengths, objective=self.objective)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
     """Sequences laid end to end in one forward; attention never crosses a boundary.
 
-    ``padded_to`` > 0 lays every sequence out in that many tokens, the padding at its end. Causal attention
-    never looks at it and no padding token is a target, so a padded pack is as exact as a dense one; it costs more.
+    ``padded_to`` > 0 lays every sequence out in that many tokens, the padding at its end. No token of a sequence
+    looks at it and no padding token is a target, so a padded pack is as exact as a dense one; it costs more.
     """
 
     ids: tuple[int, ...]
@@ -71,7 +87,7 @@ class Pack:
 
     @cached_property
     def num_targets(self) -> int:
-        """Tokens of the pack that have a loss."""
+        """Tokens of the pack that have a loss in next-token prediction."""
         return num_targets(self.lengths)
 
     @cached_property

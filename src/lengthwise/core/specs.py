@@ -9,9 +9,12 @@ from difflib import get_close_matches
 
 import numpy as np
 
+from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
 
 GIB = 2**30
+_NO_SIZES = ("name", "mask_token_id")
+_OF_SOME_FAMILIES = ("frame_size", "max_positions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,10 @@ class ModelSpec:
     norm_eps: float = 1e-5
     frame_size: int = 0
     """Tokens of one frame of a transformer-2d; 0: as many as there are frames."""
+    max_positions: int = 0
+    """Rows of the table of learned positions (GPT, BERT), the longest sequence there is; 0: positions are rotary."""
+    mask_token_id: int | None = None
+    """What stands for a masked token where a model that is not causal is trained; a run resolves it."""
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_size", "vocab_size"):
@@ -60,11 +67,39 @@ class ModelSpec:
         return attention + (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size
 
     @property
+    def objective(self) -> str:
+        """What a model is trained to predict, one of ``core.batch.OBJECTIVES``."""
+        return NEXT_TOKEN if self.causal else MASKED
+
+    @property
+    def has_all_biases(self) -> bool:
+        """Biases on every projection and norm (GPT, BERT), not on queries, keys and values at most."""
+        return self.family in ("bert", "gpt")
+
+    @property
+    def layer_whole_params(self) -> int:
+        """Parameters of one layer that no method splits: two norms and, where there are any, two output biases."""
+        return (6 if self.has_all_biases else 2) * self.hidden_size
+
+    @property
+    def input_whole_params(self) -> int:
+        """Parameters before the layers that no method splits: positions; in BERT also two token types and a norm."""
+        return (self.max_positions + (4 if self.family == "bert" else 0)) * self.hidden_size
+
+    @property
+    def output_whole_params(self) -> int:
+        """Parameters behind the layers that no method splits: a norm; in BERT before it a square matrix and a bias."""
+        norm = (2 if self.has_all_biases else 1) * self.hidden_size
+        return norm + (self.hidden_size * (self.hidden_size + 1) if self.family == "bert" else 0)
+
+    @property
     def num_params(self) -> int:
         """Parameters of the whole model: matrices, embeddings, head, norms and biases."""
-        layer = self.layer_matmul_params + 2 * self.hidden_size + (self.qkv_size if self.qkv_bias else 0)
+        biases = (self.qkv_size if self.qkv_bias else 0) + (self.ffn_size if self.has_all_biases else 0)
+        layer = self.layer_matmul_params + biases + self.layer_whole_params
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.hidden_size
+        output_bias = self.vocab_size if self.family == "bert" else 0
+        return self.num_layers * layer + embeddings + output_bias + self.input_whole_params + self.output_whole_params
 
     def train_flops(self, lengths: np.ndarray) -> np.ndarray:
         """Model FLOPs of forward and backward for each sequence, embedding look-up and recompute left out.
@@ -90,8 +125,11 @@ class ModelSpec:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits over everything but the name."""
-        sizes = {k: v for k, v in asdict(self).items() if k != "name"}
+        """Sixteen hex digits over everything but the name and the mask token.
+
+        Fields of some families alone count only where they are set: to other models they are not there.
+        """
+        sizes = {k: v for k, v in asdict(self).items() if k not in _NO_SIZES and (v or k not in _OF_SOME_FAMILIES)}
         return hashlib.blake2b(json.dumps(sizes, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -164,12 +202,12 @@ MODELS = {
         # (Brown et al. 2020).
         _llama(
             "bert-1024", 24, 1024, 4096, 16, gated_ffn=False, family="bert", vocab_size=30_522, causal=False,
-            tied_embeddings=True,
+            tied_embeddings=True, qkv_bias=True, max_positions=512, norm_eps=1e-12,
         ),
         _llama("llama-66b", 80, 8192, 22_016, 64),
         _llama(
             "gpt-12288", 96, 12_288, 49_152, 96, gated_ffn=False, family="gpt", vocab_size=50_257,
-            tied_embeddings=True,
+            tied_embeddings=True, qkv_bias=True, max_positions=2048,
         ),
         # Small enough for a CPU.
         _llama("llama-tiny", 4, 128, 384, 4, num_kv_heads=2, vocab_size=8192, tied_embeddings=True),

@@ -16,9 +16,10 @@ from lengthwise.cost.memory import DTYPE_BYTES
 def held_params(model: ModelSpec, scheme: Scheme, *, stage: int) -> int:
     """Parameters on the rank of ``stage`` that holds the most.
 
-    A stage holds its layers; the first one also the input embedding, the last one the final norm and the head (its own
-    copy of the embedding where both are tied and stages are several). Sharded weights are split by key/value head
-    group, feed-forward column and vocabulary row; norms are whole everywhere.
+    A stage holds its layers; the first one also the input embedding and positions, the last one the final norm and the
+    head (its own copy of the embedding where both are tied and stages are several). Sharded weights are split by
+    key/value head group, feed-forward column and vocabulary row; norms, positions and the biases of outputs are whole
+    everywhere.
     """
     p = scheme.degree if scheme.weights is Weights.SHARDED else 1
     groups, columns, rows = (-(-size // p) for size in (model.num_kv_heads, model.ffn_size, model.vocab_size))
@@ -26,13 +27,13 @@ def held_params(model: ModelSpec, scheme: Scheme, *, stage: int) -> int:
     proj_rows = model.num_heads // model.num_kv_heads * model.head_size
     bias = groups * group_rows if model.qkv_bias else 0
     attention = groups * (group_rows + proj_rows) * model.hidden_size + bias
-    ffn = (3 if model.gated_ffn else 2) * columns * model.hidden_size
-    held = scheme.stage_layers[stage] * (attention + ffn + 2 * model.hidden_size)
+    ffn = columns * ((3 if model.gated_ffn else 2) * model.hidden_size + (1 if model.has_all_biases else 0))
+    held = scheme.stage_layers[stage] * (attention + ffn + model.layer_whole_params)
     is_first, is_last = stage == 0, stage == scheme.num_stages - 1
     if is_first:
-        held += rows * model.hidden_size
+        held += rows * model.hidden_size + model.input_whole_params
     if is_last:
-        held += model.hidden_size
+        held += model.output_whole_params + (rows if model.family == "bert" else 0)
         if not (is_first and model.tied_embeddings):
             held += rows * model.hidden_size
     return held

@@ -42,7 +42,7 @@ def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:
 
     Counted from the operators of ``runtime.model.llama``: the inputs of both norms, which are the residual stream, and
     of the products with weights; query, key, value and output of attention with a float32 log-sum-exp per head; the
-    activation's inputs and output; eight bytes of norm statistics.
+    activation's inputs and output; the norms' statistics.
 
     Raises:
         InputError: no memory model for this family.
@@ -53,9 +53,17 @@ def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:
         )
     heads = (model.num_heads + model.num_kv_heads) * model.head_size
     ffn = (3 if model.gated_ffn else 2) * model.ffn_size
-    return (4 * model.hidden_size + 2 * heads + ffn) * width + 4 * model.num_heads + 8
+    return (4 * model.hidden_size + 2 * heads + ffn) * width + 4 * model.num_heads + norm_bytes(model)
+
+
+def norm_bytes(model: ModelSpec) -> int:
+    """Bytes per token of the statistics of a layer's two norms: a scale in float32, of layer norms also a mean."""
+    return 16 if model.has_all_biases else 8
 
 
 def loss_bytes_per_token(model: ModelSpec, width: int) -> float:
-    """Bytes per token that the loss keeps: the final norm's input, output and its gradient."""
-    return 3 * model.hidden_size * width
+    """Bytes per token that the loss keeps: the final norm's input, output and its gradient.
+
+    BERT's transform keeps its input and the input of its GELU too.
+    """
+    return (5 if model.family == "bert" else 3) * model.hidden_size * width

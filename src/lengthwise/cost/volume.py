@@ -18,7 +18,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.scheme import Method
 from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.heads import split_heads
-from lengthwise.cost.memory import DTYPE_BYTES, kept_bytes_per_layer
+from lengthwise.cost.memory import DTYPE_BYTES, kept_bytes_per_layer, norm_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,11 @@ class _Case:
     def attention_numbers(self) -> int:
         """What moves with an attention: its weights and the bias of queries, keys and values."""
         return self.attention_params + (self.model.qkv_size if self.model.qkv_bias else 0)
+
+    @property
+    def ffn_numbers(self) -> int:
+        """The same of a feed-forward, with the bias of its columns."""
+        return self.ffn_params + (self.model.ffn_size if self.model.has_all_biases else 0)
 
     @property
     def ffn_copies(self) -> int:
@@ -230,7 +235,7 @@ def _megatron_ts(case: _Case) -> LayerVolume:
             attention_flops=2 * square,
             tokens=Sent(all_gather=4 * whole, reduce_scatter=2 * whole, calls=case.calls(6)),
         ),
-        kept_bytes=held + 4 * heads.num_heads + (4 * model.hidden_size * width + 8) / p,
+        kept_bytes=held + 4 * heads.num_heads + (4 * model.hidden_size * width + norm_bytes(model)) / p,
         input_bytes=model.hidden_size * width / p,
         live_bytes=case.calls(3) * model.hidden_size * width,
     )
@@ -244,7 +249,7 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
     """
 
     def gathered(case: _Case) -> LayerVolume:
-        whole = case.attention_numbers + case.ffn_params
+        whole = case.attention_numbers + case.ffn_numbers
         once, again = case.others * whole * case.width, case.others * whole * case.master
         volume = form(case)
         return replace(
@@ -285,10 +290,11 @@ def _metp(case: _Case) -> LayerVolume:
     """
     model, p, width, master = case.model, case.degree, case.width, case.master
     shards = min(p, model.num_kv_heads)
-    attention, ffn = case.others * case.attention_numbers, case.ffn_params
+    attention, ffn = case.others * case.attention_numbers, case.ffn_numbers
     local, ring = _token_local(case), _ring(case)
     forward, backward = ring.forward.tokens, ring.backward.tokens
-    remade = model.hidden_size * (case.query_size + case.kv_size) + ffn * (case.ffn_copies - 1) / case.ffn_copies
+    remade_ffn = case.ffn_params * (case.ffn_copies - 1) / case.ffn_copies
+    remade = model.hidden_size * (case.query_size + case.kv_size) + remade_ffn
     made = (case.query_size + case.kv_size) / shards + case.ffn_copies * model.ffn_size / p
     return LayerVolume(
         forward=replace(
@@ -307,7 +313,7 @@ def _metp(case: _Case) -> LayerVolume:
                 calls=case.calls(2 * shards + p),
             ),
         ),
-        kept_bytes=((4 * model.hidden_size + case.query_size) * width + 4 * model.num_heads + 8) / p,
+        kept_bytes=((4 * model.hidden_size + case.query_size) * width + 4 * model.num_heads + norm_bytes(model)) / p,
         input_bytes=local.input_bytes,
         live_bytes=(made * width) / p + ring.live_bytes / shards,
         buffer_bytes=2 * max(case.attention_numbers / shards, ffn / p) * (width + master) * case.calls(1),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 
@@ -38,6 +38,7 @@ class Sampler:
         tokens_per_step: int | None = None,
         sequences_per_step: int | None = None,
         shuffle: bool = True,
+        objective: str = NEXT_TOKEN,
     ) -> None:
         budgets = {"data.tokens_per_step": tokens_per_step, "data.sequences_per_step": sequences_per_step}
         given = {name: budget for name, budget in budgets.items() if budget is not None}
@@ -48,7 +49,7 @@ class Sampler:
                 raise InputError(f"{name} is {budget}; at least 1 is needed")
         if not 0 <= seed < 1 << 64:
             raise InputError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
-        self._lengths = lengths
+        self._lengths, self._objective = lengths, objective
         self._identity: dict[str, Any] = {
             "digest": lengths.digest,
             "seed": seed,
@@ -66,7 +67,10 @@ class Sampler:
     def __next__(self) -> GlobalBatch:
         ids = self._order[self._position : self._end()]
         batch = GlobalBatch(
-            step=self._step, ids=tuple(ids.tolist()), lengths=tuple(self._lengths.lengths[ids].tolist())
+            step=self._step,
+            ids=tuple(ids.tolist()),
+            lengths=tuple(self._lengths.lengths[ids].tolist()),
+            objective=self._objective,
         )
         self._advance()
         return batch

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.plan.accumulate import AccumulationRange, accumulate
 from lengthwise.plan.length_buckets import make_buckets
@@ -87,7 +87,7 @@ class _Held:
         self.problem = problem
         self.kinds = usable_kinds(problem)
         self.buckets = make_buckets(problem, sorted({kind.max_tokens for kind in self.kinds}))
-        self.num_batches = 0
+        self.num_batches, self._objective = 0, NEXT_TOKEN
         self._arrivals = 0
         self._waiting: list[deque[_Sequence]] = [deque() for _ in range(len(self.buckets))]
         self._settings: dict[tuple[int, int], Setting] = {}
@@ -109,7 +109,7 @@ class _Held:
             )
             self._waiting[bucket].append(waits)
             self._arrivals += 1
-        self.num_batches += 1
+        self.num_batches, self._objective = self.num_batches + 1, batch.objective
 
     def form(self, step: int, size: int, limits: AccumulationRange, *, growth_cap: float, overdue: int) -> GlobalBatch:
         """One batch: groups by their share of the work, those of the oldest sequences first; then their counts."""
@@ -136,6 +136,7 @@ class _Held:
             step=step,
             ids=tuple(sequence.id for sequence in taken),
             lengths=tuple(sequence.length for sequence in taken),
+            objective=self._objective,
         )
 
     def _groups(self, size: int, overdue: int) -> dict[int, int]:

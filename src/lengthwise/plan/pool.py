@@ -50,6 +50,8 @@ class Pool:
     max_stages: int | None = None
     methods: tuple[Method, ...] = DEFAULT_METHODS
     recompute: Recompute = Recompute.AUTO
+    degree: int | None = None
+    """Exactly so many devices per stage."""
 
     def __post_init__(self) -> None:
         for name, limit in (("max_degree", self.max_degree), ("max_stages", self.max_stages)):
@@ -60,7 +62,7 @@ class Pool:
         self, num_layers: int, cluster: ClusterSpec, *, recomputed: Sequence[int] | None = None
     ) -> list[Scheme]:
         """Every scheme within the limits on ``cluster``; with these numbers of recomputed layers, if given."""
-        degrees = degrees_of(cluster.num_devices, cluster.devices_per_node)
+        degrees = [self.degree] if self.degree else degrees_of(cluster.num_devices, cluster.devices_per_node)
         stages = stages_of(cluster.num_devices, num_layers)
         return schemes_of(
             num_layers,

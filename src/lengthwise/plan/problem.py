@@ -128,6 +128,7 @@ class PricedBatch:
             step=self.batch.step,
             ids=tuple([self.batch.ids[i] for i in held]),
             lengths=tuple([self.batch.lengths[i] for i in held]),
+            objective=self.batch.objective,
         )
         return PricedBatch(self.problem, part, {kind: times_s[positions] for kind, times_s in self._times_s.items()})
 

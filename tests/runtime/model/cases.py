@@ -23,13 +23,27 @@ def tiny(**sizes):
     )  # fmt: skip
 
 
+def tiny_gpt(**sizes):
+    """As transformers has them: heads that make up the hidden size."""
+    return tiny(
+        **{
+            "family": "gpt", "gated_ffn": False, "qkv_bias": True, "num_heads": 3, "num_kv_heads": 3,
+            "tied_embeddings": True, "max_positions": 128, **sizes,
+        }
+    )  # fmt: skip
+
+
+def tiny_bert(**sizes):
+    return tiny_gpt(**{"family": "bert", "causal": False, "norm_eps": 1e-12, **sizes})
+
+
 def model_of(spec, *, seed=0):
     """A float64 model whose norms and biases are random too, so that each of them matters."""
     model = build_model(spec, dtype=torch.float64, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("norm", "bias")):
+        for weight in model.parameters():
+            if weight.ndim == 1:
                 weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
             else:
                 weight *= 5
@@ -44,11 +58,21 @@ def tokens_of(pack, vocab_size, *, seed=1):
     return torch.randint(vocab_size, (pack.num_tokens,), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_and_gradients(model, tokens_T, pack, **options):
+def loss_and_gradients(model, tokens_T, pack, *, targets_T=None, **options):
     model.zero_grad()
-    loss = model(tokens_T, pack.cu_seqlens, next_token_targets(tokens_T, pack), **options)
+    targets_T = next_token_targets(tokens_T, pack) if targets_T is None else targets_T
+    loss = model(tokens_T, pack.cu_seqlens, targets_T, **options)
     loss.backward()
     return loss.detach(), {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+def rows_that_matter(grads):
+    """How many rows of each weight have a gradient beyond rounding."""
+    return {name: (grad.flatten(1).abs().amax(1) > 1e-9).sum().item() for name, grad in as_matrices(grads).items()}
+
+
+def as_matrices(grads):
+    return {name: grad[:, None] if grad.ndim == 1 else grad for name, grad in grads.items()}
 
 
 def assert_same(actual, expected, *, tolerance=EXACT):

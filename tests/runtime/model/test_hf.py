@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,10 +7,21 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.specs import model_preset
 from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.model.hf import from_hf, load_weights, save_pretrained, to_hf
 from lengthwise.runtime.model.hf_config import hf_config, read_spec
-from tests.runtime.model.cases import assert_same, loss_and_gradients, model_of, pack_of, sequences, tiny, tokens_of
+from tests.runtime.model.cases import (
+    assert_same,
+    loss_and_gradients,
+    model_of,
+    pack_of,
+    sequences,
+    tiny,
+    tiny_bert,
+    tiny_gpt,
+    tokens_of,
+)
 from tests.runtime.model.conftest import in_own_dtype
 from tests.runtime.model.test_rope import SCALINGS
 
@@ -21,7 +33,18 @@ SPECS = {
     "llama3": tiny(rope_scaling=SCALINGS["llama3"], rope_theta=5e5),
     "qwen2": tiny(qkv_bias=True, norm_eps=1e-6),
     "qwen2 tied": tiny(qkv_bias=True, tied_embeddings=True),
+    "gpt2": tiny_gpt(),
+    "gpt2 untied": tiny_gpt(tied_embeddings=False, norm_eps=1e-3),
+    "bert": tiny_bert(mask_token_id=7),
+    "bert untied": tiny_bert(tied_embeddings=False, norm_eps=1e-3),
 }
+# transformers' second names of tied weights; and in an untied BERT a bias that it does not use.
+NOT_OURS = {
+    "llama": {"lm_head.weight"},
+    "gpt": {"lm_head.weight"},
+    "bert": {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"},
+}
+UNUSED_BIAS = "cls.predictions.bias"
 # transformers rounds rotary angles and norms to float32, we only the latter; logits here are of order one.
 FLOAT32_TOLERANCE = 1e-5
 
@@ -34,15 +57,21 @@ def spec(request):
 def theirs_of(transformers, model):
     """The same model in transformers, in float64 throughout."""
     config = transformers.AutoConfig.for_model(**hf_config(model.spec, dtype="float64"))
-    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    theirs = auto_class(transformers, model.spec).from_config(config, dtype=torch.float64).eval()
     missing = theirs.load_state_dict(to_hf(model.spec, dict(model.named_parameters())), strict=False)
-    assert missing.missing_keys == (["lm_head.weight"] if model.spec.tied_embeddings else [])
+    unused = {UNUSED_BIAS} if model.spec.family == "bert" else set()
+    assert set(missing.missing_keys) == (NOT_OURS[model.spec.family] if model.spec.tied_embeddings else unused)
     assert not missing.unexpected_keys
     return in_own_dtype(theirs)
 
 
+def auto_class(transformers, spec):
+    return transformers.AutoModelForCausalLM if spec.causal else transformers.AutoModelForMaskedLM
+
+
 def their_logits(theirs, tokens):
-    return theirs(input_ids=tokens[None], use_cache=False).logits[0]
+    options = {"use_cache": False} if theirs.config.model_type != "bert" else {}
+    return theirs(input_ids=tokens[None], **options).logits[0]
 
 
 def test_logits_loss_and_every_gradient_are_those_of_transformers(transformers, spec):
@@ -52,7 +81,7 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(transformers, 
     logits = [their_logits(theirs, tokens) for tokens in sequences(tokens_T, pack)]
     loss = sum(F.cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in zip(logits, sequences(tokens_T, pack)))
     loss.backward()
-    their_grads = {name: weight.grad for name, weight in theirs.named_parameters()}
+    their_grads = {name: weight.grad for name, weight in theirs.named_parameters() if weight.grad is not None}
 
     our_loss, our_grads = loss_and_gradients(model, tokens_T, pack)
     assert_same(model.logits(tokens_T, pack.cu_seqlens).detach(), torch.cat(logits).detach())
@@ -63,8 +92,10 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(transformers, 
 def test_a_saved_model_loads_in_transformers_with_identical_logits(transformers, spec, tmp_path):
     model = model_of(spec)
     save_pretrained(model, tmp_path / "saved", config={"max_position_embeddings": 640, "eos_token_id": 5})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert theirs.config.max_position_embeddings == 640
+    theirs, loading = auto_class(transformers, spec).from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not loading["unexpected_keys"] and set(loading["missing_keys"]) <= {UNUSED_BIAS}
+    assert theirs.config.max_position_embeddings == (spec.max_positions or 640)
+    assert theirs.config.eos_token_id == 5
     assert theirs.dtype is torch.float64
     tokens = tokens_of(pack_of(17), spec.vocab_size)
     assert_same(their_logits(in_own_dtype(theirs), tokens), model.logits(tokens, (0, 17)))
@@ -73,7 +104,7 @@ def test_a_saved_model_loads_in_transformers_with_identical_logits(transformers,
 def test_transformers_unchanged_agrees_in_float32(transformers, spec, tmp_path):
     model = build_model(spec, seed=2)
     save_pretrained(model, tmp_path / "saved")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    theirs = auto_class(transformers, spec).from_pretrained(tmp_path / "saved")
     tokens = tokens_of(pack_of(100), spec.vocab_size)
     assert_same(their_logits(theirs, tokens), model.logits(tokens, (0, 100)), tolerance=FLOAT32_TOLERANCE)
 
@@ -84,7 +115,7 @@ def test_a_model_saved_by_transformers_loads_here(transformers, spec, tmp_path, 
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
     read = read_spec(tmp_path)
-    assert read.digest == spec.digest
+    assert read == replace(spec, name=read.name)
     model = build_model(read, dtype=torch.float64)
     load_weights(model, tmp_path)
     tokens = tokens_of(pack_of(17), spec.vocab_size)
@@ -208,6 +239,83 @@ def write_edited_config(folder, spec, **changes):
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, change, field):
     with pytest.raises(InputError, match=field):
         read_spec(write_edited_config(tmp_path, tiny(), **change))
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "field"),
+    [
+        (SPECS["gpt2"], {"activation_function": "relu"}, "activation_function"),
+        (SPECS["gpt2"], {"scale_attn_weights": False}, "scale_attn_weights"),
+        (SPECS["gpt2"], {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        (SPECS["gpt2"], {"add_cross_attention": True}, "add_cross_attention"),
+        (SPECS["gpt2"], {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (SPECS["gpt2"], {"n_positions": "absent"}, "n_positions"),
+        (SPECS["gpt2"], {"n_head": 5}, "5 heads cannot share a hidden size of 24"),
+        (SPECS["bert"], {"architectures": ["BertForPreTraining"]}, "BertForPreTraining"),
+        (SPECS["bert"], {"hidden_act": "gelu_new"}, "hidden_act"),
+        (SPECS["bert"], {"type_vocab_size": 1}, "type_vocab_size"),
+        (SPECS["bert"], {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        (SPECS["bert"], {"is_decoder": True}, "is_decoder"),
+        (SPECS["bert"], {"add_cross_attention": True}, "add_cross_attention"),
+        (SPECS["bert"], {"mask_token_id": 61}, "mask_token_id = 61"),
+        (SPECS["bert"], {"max_position_embeddings": "absent"}, "max_position_embeddings"),
+    ],
+)
+def test_what_gpt2_and_bert_cannot_be_here_is_refused_by_name(tmp_path, spec, change, field):
+    with pytest.raises(InputError, match=field):
+        read_spec(write_edited_config(tmp_path, spec, **change))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (tiny(family="transformer-1d", gated_ffn=False), "transformers has no transformer-1d"),
+        (tiny_gpt(num_kv_heads=1), "no gpt of transformers"),
+        (tiny_bert(head_size=4), "no bert of transformers"),
+    ],
+)
+def test_what_transformers_does_not_have_is_not_written(tmp_path, spec, message):
+    with pytest.raises(InputError, match=message):
+        save_pretrained(build_model(spec), tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
+OLD_NAMES = {
+    "gpt2": (lambda name: name.removeprefix("transformer."), ("h.0.attn.bias", "h.1.attn.masked_bias")),
+    "bert": (
+        lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"),
+        ("bert.pooler.dense.weight", "cls.seq_relationship.bias", "bert.embeddings.position_ids"),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OLD_NAMES)
+def test_weights_are_read_under_the_names_of_the_published_files(tmp_path, kind):
+    model, (old, surplus) = model_of(SPECS[kind]), OLD_NAMES[kind]
+    save_pretrained(model, tmp_path / "saved")
+    file = tmp_path / "saved" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({old(k): v for k, v in tensors.items()} | {name: torch.zeros(3) for name in surplus}, file)
+    again = build_model(model.spec, dtype=torch.float64, seed=9)
+    load_weights(again, tmp_path / "saved")
+    assert_same(again.state_dict(), model.state_dict(), tolerance=0)
+    assert_same(from_hf(model.spec, {old(k): v for k, v in tensors.items()}), dict(model.state_dict()), tolerance=0)
+
+
+def test_a_bert_keeps_its_mask_token_in_its_folder(tmp_path):
+    save_pretrained(model_of(SPECS["bert"]), tmp_path / "saved")
+    assert read_spec(tmp_path / "saved").mask_token_id == 7
+    save_pretrained(model_of(SPECS["bert untied"]), tmp_path / "other")
+    assert read_spec(tmp_path / "other").mask_token_id is None
+
+
+@pytest.mark.parametrize("name", ["bert-1024", "gpt-12288"])
+def test_presets_have_the_sizes_of_transformers_own(transformers, name):
+    spec = model_preset(name)
+    config = transformers.AutoConfig.for_model(**hf_config(spec, dtype="float32"))
+    with torch.device("meta"):
+        theirs = auto_class(transformers, spec).from_config(config)
+    assert sum(weight.numel() for weight in theirs.parameters()) == spec.num_params
 
 
 def test_a_missing_or_damaged_config_is_refused(tmp_path):

@@ -1,9 +1,7 @@
 """Every method, mixture and degree computes what one device computes: loss and every gradient, in float64."""
 
 import pytest
-import torch
 
-from lengthwise.core.scheme import Method
 from tests.runtime.model.cases import assert_same
 from tests.runtime.parallel.cases import PACKS, SHARDED, WHOLE, on_one_device, on_ranks, small
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
+from lengthwise.core.scheme import WEIGHTS_OF, Weights
 from lengthwise.cost.volume import Sent, layer_volume
 from lengthwise.runtime.parallel.execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
@@ -17,6 +17,14 @@ KEPT = 0.02
 def divisible(**sizes):
     """Heads, columns and tokens that 2, 3 and 4 ranks share evenly: closed forms speak of the busiest rank."""
     return small(num_layers=1, hidden_size=24, ffn_size=48, num_heads=24, num_kv_heads=12, head_size=4, **sizes)
+
+
+SPECS = (
+    divisible(),
+    divisible(qkv_bias=False, gated_ffn=False, family="transformer-1d"),
+    divisible(gated_ffn=False, family="gpt", max_positions=500),
+    divisible(gated_ffn=False, family="bert", max_positions=500, causal=False),
+)
 
 
 def sent_and_kept(spec, method, num_tokens, dtype):
@@ -33,8 +41,9 @@ def sent_and_kept(spec, method, num_tokens, dtype):
     )  # fmt: skip
     x_tD = torch.randn(num_tokens // group.size, spec.hidden_size, dtype=dtype, requires_grad=True)
     known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    known |= {table.untyped_storage().data_ptr() for table in execution._views[0].tables}
-    known |= {table.untyped_storage().data_ptr() for table in execution._views[0].ordered_tables}
+    view = execution._views[0]
+    for table in (*(view.tables or ()), *(view.ordered_tables or ())):
+        known.add(table.untyped_storage().data_ptr())
     kept, alive = {}, []
 
     def note(tensor):
@@ -61,7 +70,7 @@ def closed(sent: Sent, weights: Sent, num_tokens):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
 def test_a_layer_sends_what_its_closed_form_says(ranks, method, num_ranks):
-    for spec in (divisible(), divisible(qkv_bias=False, gated_ffn=False, family="transformer-1d")):
+    for spec in SPECS:
         volume = layer_volume(spec, method, degree=num_ranks, dtype="float32")
         for forward, backward, _ in ranks(num_ranks).run(sent_and_kept, spec, method, 48, torch.float32):
             assert forward == pytest.approx(closed(volume.forward.tokens, volume.forward.weights, 48))
@@ -71,7 +80,7 @@ def test_a_layer_sends_what_its_closed_form_says(ranks, method, num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
 def test_a_layer_keeps_what_its_closed_form_says(ranks, method, num_ranks):
-    for spec in (divisible(), divisible(gated_ffn=False, family="transformer-1d")):
+    for spec in SPECS:
         volume = layer_volume(spec, method, degree=num_ranks, dtype="float32")
         for _, _, kept in ranks(num_ranks).run(sent_and_kept, spec, method, 480, torch.float32):
             assert kept == pytest.approx(volume.kept_bytes * 480, rel=KEPT)

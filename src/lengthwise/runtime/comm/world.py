@@ -3,12 +3,14 @@
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.group import Groups
 
 TIMEOUT = timedelta(minutes=30)
 """A collective that some rank never joins fails after this long instead of hanging."""
@@ -22,6 +24,11 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Groups of some of the ranks."""
+        return Groups(self.rank)
 
     @property
     def is_first(self) -> bool:

@@ -8,10 +8,18 @@ from torch import Tensor
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.model.bert import Bert
+from lengthwise.runtime.model.gpt import Gpt
 from lengthwise.runtime.model.llama import Llama
 
 INIT_STD = 0.02
-FAMILIES: dict[str, type[Transformer]] = {"llama": Llama, "transformer-1d": Llama, "transformer-2d": Llama}
+FAMILIES: dict[str, type[Transformer]] = {
+    "llama": Llama,
+    "transformer-1d": Llama,
+    "transformer-2d": Llama,
+    "gpt": Gpt,
+    "bert": Bert,
+}
 
 
 def empty_model(
@@ -24,11 +32,27 @@ def empty_model(
     """
     if spec.family not in FAMILIES:
         raise InputError(f"model {spec.name}: no family {spec.family!r}; known: {', '.join(FAMILIES)}")
+    _check_family(spec)
+    return FAMILIES[spec.family](spec, dtype=dtype, device=device)
+
+
+def _check_family(spec: ModelSpec) -> None:
     if spec.family == "llama" and not (spec.gated_ffn and spec.causal):
         raise InputError(f"model {spec.name} is not a causal Llama with a gated feed-forward; set its family")
     if spec.family == "transformer-2d" and (spec.causal or spec.frame_size < 1):
         raise InputError(f"model {spec.name}: a transformer-2d is not causal and needs frame_size, tokens of a frame")
-    return FAMILIES[spec.family](spec, dtype=dtype, device=device)
+    if spec.family not in ("gpt", "bert"):
+        if spec.max_positions:
+            raise InputError(f"model {spec.name}: a {spec.family} has rotary positions; max_positions must be 0")
+        return
+    if spec.causal != (spec.family == "gpt"):
+        raise InputError(f"model {spec.name}: a gpt is causal and a bert is not; this {spec.family} is otherwise")
+    if spec.gated_ffn:
+        raise InputError(f"model {spec.name}: the feed-forward of a {spec.family} has no gate; set gated_ffn to false")
+    if not spec.qkv_bias:
+        raise InputError(f"model {spec.name}: a {spec.family} has biases everywhere; set qkv_bias to true")
+    if spec.max_positions < 1:
+        raise InputError(f"model {spec.name}: a {spec.family} has learned positions; set max_positions, how many")
 
 
 def build_model(

@@ -1,7 +1,7 @@
 """Hugging Face folders in and out, without importing transformers: ``config.json`` and safetensors.
 
-Llama and Qwen2 (which is Llama with biases on queries, keys and values). K key/value heads, G query heads of each,
-H head size.
+Llama, Qwen2 (which is Llama with biases on queries, keys and values), GPT-2 and BERT. K key/value heads, G query heads
+of each, H head size.
 """
 
 import json
@@ -20,31 +20,11 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.build import empty_model
 from lengthwise.runtime.model.hf_config import write_config
+from lengthwise.runtime.model.hf_names import naming_of
 
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
-
-# Ours -> theirs, one to one; `qkv` and `down` are laid out differently and have functions below.
-_OF_MODEL = {"embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight"}
-_OF_LAYER = {
-    "attention_norm": ("input_layernorm.weight",),
-    "qkv": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
-    "qkv_bias": ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
-    "proj": ("self_attn.o_proj.weight",),
-    "ffn_norm": ("post_attention_layernorm.weight",),
-    "gate": ("mlp.gate_proj.weight",),
-    "up": ("mlp.up_proj.weight",),
-    "down": ("mlp.down_proj.weight",),
-}
-_TRANSPOSED = ("proj", "down")
-
-
-def hf_names(name: str) -> tuple[str, ...]:
-    """Hugging Face's tensors that make up our weight ``name``: one, or queries, keys and values."""
-    if name in _OF_MODEL:
-        return (_OF_MODEL[name],)
-    prefix, _, kind = name.rpartition(".")
-    return tuple(f"model.{prefix}.{theirs}" for theirs in _OF_LAYER[kind])
+_FUSED = ("qkv", "qkv_bias")
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -54,21 +34,25 @@ def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def split_weight(spec: ModelSpec, name: str, weight: Tensor) -> dict[str, Tensor]:
     """Our weight ``name`` as Hugging Face's tensors."""
-    kind = name.rpartition(".")[2]
-    if kind in ("qkv", "qkv_bias"):
+    naming, kind, parts = naming_of(spec), name.rpartition(".")[2], [weight]
+    names = naming.of(name)
+    if kind in _FUSED:
         groups = weight.unflatten(0, (spec.num_kv_heads, -1, spec.head_size))  # [K, G + 2, H, ...]
-        parts = [groups[:, :-2], groups[:, -2:-1], groups[:, -1:]]
-        return {theirs: part.flatten(0, 2).contiguous() for theirs, part in zip(hf_names(name), parts)}
-    return {hf_names(name)[0]: (weight.T if kind in _TRANSPOSED else weight).contiguous()}
+        parts = [part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])]
+        parts = parts if len(names) == 3 else [torch.cat(parts)]
+    return {theirs: (part.T if kind in naming.transposed else part).contiguous() for theirs, part in zip(names, parts)}
 
 
 def fuse_weight(spec: ModelSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     """Our weight ``name`` from Hugging Face's tensors; the inverse of :func:`split_weight`."""
-    parts = [tensors[theirs] for theirs in hf_names(name)]
-    kind = name.rpartition(".")[2]
-    if kind in ("qkv", "qkv_bias"):
-        return torch.cat([p.unflatten(0, (spec.num_kv_heads, -1, spec.head_size)) for p in parts], dim=1).flatten(0, 2)
-    return parts[0].T if kind in _TRANSPOSED else parts[0]
+    naming, kind = naming_of(spec), name.rpartition(".")[2]
+    parts = [tensors[theirs].T if kind in naming.transposed else tensors[theirs] for theirs in naming.of(name)]
+    if kind not in _FUSED:
+        return parts[0]
+    if len(parts) == 1:
+        keys = spec.num_kv_heads * spec.head_size
+        parts = list(parts[0].split([spec.qkv_size - 2 * keys, keys, keys]))
+    return torch.cat([p.unflatten(0, (spec.num_kv_heads, -1, spec.head_size)) for p in parts], dim=1).flatten(0, 2)
 
 
 def to_hf(spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -82,17 +66,15 @@ def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
     Raises:
         InputError: names or shapes are not those of ``spec``; all are listed.
     """
+    tensors = {naming_of(spec).today(name): tensor for name, tensor in tensors.items()}
     check_tensors(spec, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "the tensors")
     return {name: fuse_weight(spec, name, tensors) for name in weight_shapes(spec)}
 
 
 def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raise ``InputError`` unless ``found`` has every Hugging Face tensor of ``spec`` in its shape and no other."""
-    expected = hf_shapes(spec)
-    # Derived tensors that old checkpoints store, and a head that transformers ignores when it is tied.
-    surplus = {name for name in found if name.endswith("rotary_emb.inv_freq")}
-    if spec.tied_embeddings:
-        surplus.add(_OF_MODEL["head"])
+    expected, naming = hf_shapes(spec), naming_of(spec)
+    surplus = {name for name in found if naming.is_passed_over(name, is_tied=spec.tied_embeddings)}
     problems = [f"missing {name}" for name in expected if name not in found]
     problems += [f"unexpected {name}" for name in found if name not in expected and name not in surplus]
     problems += [
@@ -124,20 +106,21 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    folder = Path(folder)
+    folder, naming = Path(folder), naming_of(model.spec)
     with ExitStack() as stack:
-        tensors = {}
+        tensors: dict[str, tuple[Any, str]] = {}  # by present name: file and name in it
         for file in _weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{file} cannot be read as safetensors: {error}") from None
-            tensors.update(dict.fromkeys(handle.keys(), handle))
-        found = {name: tuple(handle.get_slice(name).get_shape()) for name, handle in tensors.items()}
+            tensors.update({naming.today(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
+        found = {name: tuple(handle.get_slice(stored).get_shape()) for name, (handle, stored) in tensors.items()}
         check_tensors(model.spec, found, f"the weights in {folder}")
         with torch.no_grad():
             for name, weight in model.named_parameters():
-                parts = {theirs: tensors[theirs].get_tensor(theirs) for theirs in hf_names(name)}
+                stored = {theirs: tensors[theirs] for theirs in naming.of(name)}
+                parts = {theirs: handle.get_tensor(name_there) for theirs, (handle, name_there) in stored.items()}
                 weight.copy_(fuse_weight(model.spec, name, parts))
 
 
@@ -162,7 +145,9 @@ def save_pretrained(
     config: Mapping[str, Any] | None = None,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write ``config.json`` and safetensors that ``AutoModelForCausalLM.from_pretrained`` loads.
+    """Write ``config.json`` and safetensors that ``from_pretrained`` of transformers loads.
+
+    The class is ``AutoModelForCausalLM``; for a BERT, ``BertForMaskedLM``.
 
     The folder appears whole or not at all: it is written under another name beside its place, then renamed.
 
@@ -175,7 +160,7 @@ def save_pretrained(
         max_shard_bytes: weights beyond it go to further files, with an index.
 
     Raises:
-        InputError: the folder is not empty.
+        InputError: the folder is not empty, or transformers has no such model.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -1,4 +1,5 @@
-"""Root-mean-square norm (Zhang & Sennrich 2019), keeping its input and one number per token for the backward.
+"""Root-mean-square norm (Zhang & Sennrich 2019), keeping its input and one number per token for the backward; and
+layer norm (Ba et al. 2016), of which PyTorch keeps the input and two.
 
 T tokens, D hidden size.
 """
@@ -18,6 +19,11 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
     out: Tensor = _RmsNorm.apply(x_TD, weight_D, eps)
     return out
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over D; returns ``[T, D]``."""
+    return F.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps)
 
 
 class _RmsNorm(torch.autograd.Function):

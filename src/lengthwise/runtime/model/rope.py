@@ -58,7 +58,10 @@ def rotary_tables(
 
 def split(qkv_TKGH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, K G, H]``, keys and values ``[T, K, H]`` without rotation; see :func:`split_and_rotate`."""
-    return qkv_TKGH[:, :, :-2].flatten(1, 2), qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
+    q_TKGH, k_TKH, v_TKH = qkv_TKGH[:, :, :-2], qkv_TKGH[:, :, -2], qkv_TKGH[:, :, -1]
+    if q_TKGH.shape[2] == 1:
+        return q_TKGH.squeeze(2), k_TKH, v_TKH
+    return q_TKGH.flatten(1, 2), k_TKH.contiguous(), v_TKH.contiguous()  # copies, or the projection would stay too
 
 
 def split_and_rotate(qkv_TKGH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,6 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class View:
@@ -46,6 +49,16 @@ class View:
 def in_order(cu_seqlens: tuple[int, ...], *, causal: bool) -> View:
     """The pack's own order."""
     return View(cu_seqlens=cu_seqlens, causal=causal)
+
+
+def check_positions(cu_seqlens: tuple[int, ...], spec: ModelSpec) -> None:
+    """Raise ``InputError`` if a sequence is longer than the model has learned positions."""
+    longest = max(end - start for start, end in pairwise(cu_seqlens))
+    if longest > spec.max_positions:
+        raise InputError(
+            f"a sequence has {longest:,} tokens, model {spec.name} has learned positions for {spec.max_positions:,}; "
+            f"set data.max_length={spec.max_positions}"
+        )
 
 
 def within_frames(cu_seqlens: tuple[int, ...], *, frame_size: int) -> View:

@@ -1,33 +1,48 @@
-"""Optimization layout apart from compute layout: every rank computes with whole weights and updates only its shard.
+"""Optimization layout apart from compute layout: every rank updates its shard alone, whatever it computes with.
 
 All parameters lie in one flat buffer, in the order the model names them. Rank r owns the r-th interval of
 ``core.layout.fully_sharded``: its master weights and optimizer moments exist nowhere else. *Push* sums gradients into
-the owners (reduce-scatter), *pull* spreads updated weights (all-gather): the two cases to which
-``core.layout.transfers`` comes down where one side is whole.
+the owners, *pull* spreads updated weights, in whatever layout ranks compute with
+(:mod:`lengthwise.runtime.state.propagation`).
 
-    weights   [padded]  compute dtype, whole; the model's parameters are views of it
-    gradients [padded]  master dtype, whole; parameter gradients accumulate in it
-    master    [shard]   master dtype; a view of ``weights`` where both dtypes are one
+    weights   [held]   compute dtype; the model's parameters are views of it
+    gradients [held]   master dtype; parameter gradients accumulate in it
+    master    [shard]  master dtype; a view of ``weights`` where every rank holds everything and both dtypes are one
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.layout import Interval, fully_sharded, shard_size
-from lengthwise.runtime.comm.collectives import all_gather, reduce_scatter, sum_over_ranks
+from lengthwise.core.layout import Interval, Layout, fully_sharded, shard_size
+from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.state.propagation import Propagation, SlicedPropagation, WholePropagation
+
+RowBounds = Callable[[str], Sequence[int] | None]
+"""Of a parameter by name: rank r of a stage computes with rows ``bounds[r]`` to ``bounds[r + 1]``; None: with all."""
 
 
 class ShardedState:
     """Weights, gradients and AdamW of one model over all ranks. Turns the model's parameters into views."""
 
     def __init__(
-        self, model: nn.Module, world: World, *, betas: tuple[float, float], eps: float, weight_decay: float
+        self,
+        model: nn.Module,
+        world: World,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        degree: int = 1,
+        row_bounds: RowBounds | None = None,
     ) -> None:
+        """``row_bounds``: ranks compute with shards, in stages of ``degree`` neighbours; None: with everything."""
         named = list(model.named_parameters())
         self.world = world
+        self.degree = degree if row_bounds else 1
+        """Ranks that hold a model together."""
         self.compute_dtype = named[0][1].dtype
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         self.slices = _slices(named)
@@ -37,16 +52,18 @@ class ShardedState:
         held = fully_sharded(self.num_elements, world.size).intervals[world.rank]
         self.interval: Interval = held[0] if held else (0, 0)
 
-        self.weights = torch.zeros(size * world.size, dtype=self.compute_dtype, device=world.device)
-        self.gradients = torch.zeros(size * world.size, dtype=self.master_dtype, device=world.device)
+        flat = torch.zeros(size * world.size, dtype=self.compute_dtype, device=world.device)
         with torch.no_grad():
             for name, parameter in named:
-                start, end = self.slices[name]
-                self.weights[start:end] = parameter.flatten()
-        self._shares_master = self.compute_dtype == self.master_dtype
-        own = self.weights[self._own]
-        self.master = own if self._shares_master else own.to(self.master_dtype)
-        self._attach(named)
+                flat[slice(*self.slices[name])] = parameter.flatten()
+        self.propagation = self._make_propagation(named, row_bounds)
+        self._shares_master = self.compute_dtype == self.master_dtype and self.degree == 1
+        if self.degree == 1:
+            self.weights.copy_(flat)
+        own = (self.weights if self.degree == 1 else flat)[self._own]
+        self.master = own if self._shares_master else own.to(self.master_dtype, copy=True)
+        self._attach(named, row_bounds)
+        del flat
         self._pushed = torch.zeros(size, dtype=self.master_dtype, device=world.device)
         self._segments = list(self._make_segments(named))
         groups = [
@@ -55,14 +72,50 @@ class ShardedState:
         ]
         groups = [group for group in groups if group["params"]]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps) if groups else None
+        if self.degree > 1:
+            self.pull()
 
-    def _attach(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    @property
+    def weights(self) -> Tensor:
+        """[held] what this rank computes with."""
+        return self.propagation.weights
+
+    @property
+    def gradients(self) -> Tensor:
+        """[held] where this rank's gradients accumulate."""
+        return self.propagation.gradients
+
+    def _make_propagation(self, named: list[tuple[str, nn.Parameter]], row_bounds: RowBounds | None) -> Propagation:
+        dtypes = {"compute": self.compute_dtype, "master": self.master_dtype}
+        if self.degree == 1:
+            return WholePropagation(self.num_elements, self.world, **dtypes)
+        intervals = []
+        for rank in range(self.world.size):
+            rows = [self._rows(name, p, row_bounds, rank % self.degree) for name, p in named]
+            intervals.append(tuple(interval for interval, _ in rows if interval[0] < interval[1]))
+        layout = Layout(num_elements=self.num_elements, intervals=tuple(intervals))
+        return SlicedPropagation(layout, self.world, **dtypes)
+
+    def _rows(
+        self, name: str, parameter: nn.Parameter, row_bounds: RowBounds | None, place: int
+    ) -> tuple[Interval, torch.Size]:
+        """What the rank at ``place`` of its stage holds of a parameter: interval of the flat buffer, and shape."""
+        start, end = self.slices[name]
+        bounds = row_bounds(name) if row_bounds else None
+        if bounds is None:
+            return (start, end), parameter.shape
+        width = parameter.shape[1:].numel()
+        shape = torch.Size([bounds[place + 1] - bounds[place], *parameter.shape[1:]])
+        return (start + bounds[place] * width, start + bounds[place + 1] * width), shape
+
+    def _attach(self, named: list[tuple[str, nn.Parameter]], row_bounds: RowBounds | None) -> None:
         """Make every parameter a view of ``weights`` whose gradient lands in ``gradients``."""
         for name, parameter in named:
-            start, end = self.slices[name]
-            parameter.data = self.weights[start:end].view(parameter.shape)
-            gradient = self.gradients[start:end].view(parameter.shape)
-            if self._shares_master:
+            interval, shape = self._rows(name, parameter, row_bounds, self.world.rank % self.degree)
+            at = self.propagation.place(interval) if interval[0] < interval[1] else slice(0, 0)
+            parameter.data = self.weights[at].view(shape)
+            gradient = self.gradients[at].view(shape)
+            if self.compute_dtype == self.master_dtype:
                 parameter.grad = gradient  # autograd adds to an existing gradient in place
             else:
                 parameter.register_post_accumulate_grad_hook(_adds_to(gradient))
@@ -86,9 +139,8 @@ class ShardedState:
             yield segment, decays
 
     def push(self) -> None:
-        """Sum every rank's gradients into their owners. One reduce-scatter of all elements at master precision."""
-        reduce_scatter(self._pushed, self.gradients)
-        self.gradients.zero_()
+        """Sum every rank's gradients into their owners, at master precision."""
+        self.propagation.push(self._pushed)
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
         """Norm of the pushed gradient over all ranks, and ``loss`` summed over them: one collective for both.
@@ -110,11 +162,11 @@ class ShardedState:
         self.optimizer.step()
 
     def pull(self) -> None:
-        """Spread the owners' master weights to every rank in the compute dtype. One all-gather of all elements."""
-        own = self.weights[self._own]
-        if not self._shares_master:
-            own.copy_(self.master)
-        all_gather(self.weights, own)
+        """Spread the owners' master weights to every rank that computes with them, in the compute dtype."""
+        if self._shares_master:
+            self.propagation.pull(self.weights[self._own])
+        else:
+            self.propagation.pull(self.master.to(self.compute_dtype))
 
     def owned(self) -> dict[str, Tensor]:
         """This rank's elements of the master weights and the moments, without padding; copies of the moments."""

@@ -7,8 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.batch import Pack
-from lengthwise.runtime.model.targets import next_token_targets
+from lengthwise.core.batch import NEXT_TOKEN, Pack
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.model.targets import Masking, masked_targets, next_token_targets
 
 
 class TokenSource(Protocol):
@@ -28,15 +30,37 @@ class Feed:
     cu_seqlens: tuple[int, ...]
 
 
-def feed(source: TokenSource, pack: Pack, device: torch.device) -> Feed:
-    """Lay the sequences of ``pack`` end to end, each padded to its computed length with token 0."""
+def masking_of(spec: ModelSpec, *, seed: int) -> Masking | None:
+    """How a model's tokens are hidden; None if its objective is the next token.
+
+    Raises:
+        InputError: the model is to predict masked tokens and has no mask token.
+    """
+    if spec.objective == NEXT_TOKEN:
+        return None
+    if spec.mask_token_id is None:
+        raise InputError(f"model {spec.name} predicts masked tokens and has no mask_token_id")
+    return Masking(seed=seed, vocab_size=spec.vocab_size, mask_token_id=spec.mask_token_id)
+
+
+def feed(source: TokenSource, pack: Pack, device: torch.device, *, masking: Masking | None = None) -> Feed:
+    """Lay the sequences of ``pack`` end to end, each padded to its computed length with token 0.
+
+    With ``masking``, targets are the hidden tokens instead of the next ones. Such models look both ways, so that each
+    sequence's padding is a sequence of its own there.
+    """
     tokens = np.zeros(pack.num_tokens, dtype=np.int64)
     for sequence, start, length in zip(pack.ids, pack.cu_seqlens, pack.lengths):
         tokens[start : start + length] = source.tokens(sequence)
     tokens_T = torch.from_numpy(tokens)
-    targets_T = next_token_targets(tokens_T, pack)
+    if masking is None:
+        cu_seqlens, targets_T = pack.cu_seqlens, next_token_targets(tokens_T, pack)
+    else:
+        starts = zip(pack.cu_seqlens, pack.lengths)
+        cu_seqlens = tuple(sorted({*pack.cu_seqlens, *(start + length for start, length in starts)}))
+        tokens_T, targets_T = masked_targets(tokens_T, pack, masking)
     return Feed(
         tokens_T=tokens_T.to(device, non_blocking=True),
         targets_T=targets_T.to(device, non_blocking=True),
-        cu_seqlens=pack.cu_seqlens,
+        cu_seqlens=cu_seqlens,
     )

@@ -3,17 +3,21 @@
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.model.targets import Masking
+from lengthwise.runtime.parallel.execution import StageExecution
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock, bytes_in_use
 from lengthwise.runtime.train.executable import check_executable
-from lengthwise.runtime.train.feed import TokenSource, feed
+from lengthwise.runtime.train.feed import Feed, TokenSource, feed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,37 +56,28 @@ def _hex(digest: int) -> str:
 
 def run_step(
     plan: StepPlan,
-    model: nn.Module,
+    model: Transformer,
     state: ShardedState,
     source: TokenSource,
     *,
     lr: float,
     clip_norm: float,
     clock: StepClock,
+    masking: Masking | None = None,
 ) -> StepResult:
     """Compute this rank's micro-batches, sum gradients over ranks, clip by the true global norm, update.
 
     Every target's loss weighs 1 / ``plan.loss_normaliser``, so the summed gradient is the one a single device computes
-    on the whole batch, however many micro-batches each rank has (none included).
+    on the whole batch, however many micro-batches each rank has (none included). ``masking``: how tokens are hidden,
+    of a model that predicts masked ones.
 
     Raises:
         InputError: the plan is not executable yet.
         LengthwiseError: the loss or the gradient is not finite; weights are left as they were.
     """
     world = state.world
-    check_executable(plan, world.size)
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    pipelines = [plan.pipeline_of(world.rank, phase) for phase in range(plan.num_phases)]
-    work = [(pipeline, micro_batch) for pipeline in pipelines for micro_batch in pipeline.micro_batches]
-    for number, (pipeline, micro_batch) in enumerate(work):
-        with clock.span(SpanKind.DATA, f"micro-batch {number}"):
-            fed = feed(source, micro_batch.pack, world.device)
-        with clock.span(SpanKind.COMPUTE, f"micro-batch {number}"):
-            part = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T, recompute=_recompute(pipeline, micro_batch))
-            part = part / plan.loss_normaliser
-            part.backward()
-            loss += part.detach()
-        clock.sample_memory(bytes_in_use(world.device))
+    check_executable(plan, world.size, shard_degree=state.degree)
+    loss = run_micro_batches(plan, model, world, source, clock=clock, masking=masking)
     with clock.span(SpanKind.COMMUNICATE, "push"):
         state.push()
     with clock.span(SpanKind.UPDATE, "clip"):
@@ -100,5 +95,47 @@ def run_step(
     return StepResult(loss=total, grad_norm=norm, lr=lr)
 
 
-def _recompute(pipeline: Pipeline, micro_batch: MicroBatch) -> tuple[bool, ...]:
-    return pipeline.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
+def run_micro_batches(
+    plan: StepPlan,
+    model: Transformer,
+    world: World,
+    source: TokenSource,
+    *,
+    clock: StepClock,
+    masking: Masking | None = None,
+) -> Tensor:
+    """Forward and backward of this rank's micro-batches in the plan's order; its share of the step's mean loss."""
+    groups = {pipeline.ranks: world.groups.of(pipeline.ranks) for pipeline in plan.pipelines}
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    pipelines = [plan.pipeline_of(world.rank, phase) for phase in range(plan.num_phases)]
+    work = [(pipeline, micro_batch) for pipeline in pipelines for micro_batch in pipeline.micro_batches]
+    for number, (pipeline, micro_batch) in enumerate(work):
+        with clock.span(SpanKind.DATA, f"micro-batch {number}"):
+            fed = feed(source, micro_batch.pack, world.device, masking=masking)
+        with clock.span(SpanKind.COMPUTE, f"micro-batch {number}"):
+            part = _forward(model, fed, pipeline, micro_batch, groups[pipeline.ranks]) / plan.loss_normaliser
+            part.backward()
+            loss += part.detach()
+        clock.sample_memory(bytes_in_use(world.device))
+    return loss
+
+
+def _forward(model: Transformer, fed: Feed, pipeline: Pipeline, micro_batch: MicroBatch, group: Group | None) -> Tensor:
+    """Sum of the losses of this rank's tokens of a micro-batch."""
+    scheme = pipeline.scheme
+    recompute = scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
+    if scheme.degree == 1:
+        loss: Tensor = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T, recompute=recompute)
+        return loss
+    assert group is not None, "a rank computes in pipelines that it is in"
+    execution = StageExecution(
+        model,
+        group,
+        tokens_T=fed.tokens_T,
+        targets_T=fed.targets_T,
+        cu_seqlens=fed.cu_seqlens,
+        methods=scheme.methods if micro_batch.methods is None else micro_batch.methods,
+        weights=scheme.weights,
+        recompute=recompute,
+    )
+    return model.run(execution)

@@ -3,11 +3,10 @@
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
-
-from torch import nn
 
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
@@ -17,10 +16,12 @@ from lengthwise.core.run_folder import RunFolder, timeline_to_row
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.parallel.shards import row_bounds
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.feed import TokenSource
+from lengthwise.runtime.train.feed import TokenSource, masking_of
 from lengthwise.runtime.train.lr import learning_rate
 from lengthwise.runtime.train.metrics import Callback, JsonLines, measure, step_row
 from lengthwise.runtime.train.step import agree, run_step
@@ -64,7 +65,7 @@ class Trainer:
 
     config: Config
     spec: ModelSpec
-    model: nn.Module
+    model: Transformer
     source: TokenSource
     stream: BatchStream
     planner: Callable[[GlobalBatch], StepPlan]
@@ -74,12 +75,21 @@ class Trainer:
     """Of one device, for utilisation; None where it is unknown."""
     callbacks: Sequence[Callback] = ()
     """Called on the first rank."""
+    shard_degree: int = 1
+    """Neighbouring ranks that hold the weights together; 1: every rank holds them whole."""
     next_step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        optim = self.config.optim
+        optim, degree = self.config.optim, self.shard_degree
+        self.masking = masking_of(self.spec, seed=self.config.seed)
         self.state = ShardedState(
-            self.model, self.world, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+            self.model,
+            self.world,
+            betas=optim.betas,
+            eps=optim.eps,
+            weight_decay=optim.weight_decay,
+            degree=degree,
+            row_bounds=partial(row_bounds, spec=self.spec, degree=degree) if degree > 1 else None,
         )
 
     def resume(self, path: Path) -> None:
@@ -132,7 +142,16 @@ class Trainer:
             return True
         train, optim = self.config.train, self.config.optim
         lr = learning_rate(optim, plan.step, train.steps) * plan.lr_factor
-        result = run_step(plan, self.model, self.state, self.source, lr=lr, clip_norm=optim.clip_norm, clock=clock)
+        result = run_step(
+            plan,
+            self.model,
+            self.state,
+            self.source,
+            lr=lr,
+            clip_norm=optim.clip_norm,
+            clock=clock,
+            masking=self.masking,
+        )
         timeline = clock.timeline(plan.step)
         measured = measure(timeline, self.world)
         self.next_step = plan.step + 1

@@ -1,0 +1,87 @@
+"""A configuration and a corpus make a model that fits both."""
+
+import json
+
+import pytest
+
+from lengthwise.cli.assemble import make_sampler, resolve_model
+from lengthwise.config import check
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import model_preset
+from lengthwise.data.corpus import open_corpus
+from lengthwise.runtime.model.hf_config import write_config
+
+CAUSAL, LOOKING_BOTH_WAYS = "gpt-12288", "bert-1024"
+
+
+@pytest.fixture
+def index(tmp_path, cli):
+    """Bytes: 257 ids. The longest sequence has 601 tokens."""
+    (tmp_path / "text").mkdir()
+    for number, length in enumerate((600, 90, 30)):
+        (tmp_path / "text" / f"{number}.txt").write_text("x" * length)
+    code, _, err = cli("index", tmp_path / "text", "--out", tmp_path / "index")
+    assert code == 0, err
+    return tmp_path / "index"
+
+
+def config_of(index, *, max_length=512, **model):
+    data = {"index": str(index), "over_length": "split", "max_length": max_length}
+    return check({"data": data, "model": model})
+
+
+def resolve(index, **settings):
+    config = config_of(index, **settings)
+    return resolve_model(config, open_corpus(config.data))
+
+
+def test_a_model_that_predicts_masked_tokens_has_an_id_more_which_is_its_mask(index):
+    for preset in ("llama-tiny", CAUSAL):
+        spec = resolve(index, preset=preset)
+        assert (spec.vocab_size, spec.mask_token_id) == (320, None)
+    spec = resolve(index, preset=LOOKING_BOTH_WAYS)
+    assert (spec.vocab_size, spec.mask_token_id) == (320, 319)
+    spec = resolve(index, preset=LOOKING_BOTH_WAYS, vocab_size=258)
+    assert (spec.vocab_size, spec.mask_token_id) == (258, 257)
+    assert resolve(index, preset=CAUSAL, vocab_size=257).vocab_size == 257
+    with pytest.raises(InputError, match=r"258 token ids \(one of them its mask token\), model bert-1024 embeds 257"):
+        resolve(index, preset=LOOKING_BOTH_WAYS, vocab_size=257)
+
+
+def test_sequences_longer_than_the_positions_are_refused_before_the_run(index):
+    assert resolve(index, preset=CAUSAL, max_length=None).max_positions == 2048
+    with pytest.raises(InputError) as refused:
+        resolve(index, preset=LOOKING_BOTH_WAYS, max_length=None)
+    for part in ("601 tokens", "bert-1024", "positions for 512", "data.max_length=512", "data.over_length"):
+        assert part in str(refused.value)
+
+
+def test_the_positions_are_checked_on_the_command_line(cli, index):
+    more = [f"data.index={index}", "cluster.name=1xH200-141GB", "train.dtype=bfloat16"]
+    code, _, err = cli("plan", "model.preset=bert-1024", *more)
+    assert code == 2 and "learned positions for 512" in err
+    more += ["data.max_length=512", "data.over_length=split"]
+    code, out, err = cli("plan", "model.preset=bert-1024", *more, "--steps", 1, "--json")
+    assert code == 0, err
+    # Sequences of 512, 89, 91 and 31 tokens; of each, 15 %.
+    assert json.loads(out)["plans"][0]["loss_normaliser"] == 77 + 13 + 14 + 5
+
+
+@pytest.mark.parametrize(("preset", "objective"), [(CAUSAL, "next-token"), (LOOKING_BOTH_WAYS, "masked")])
+def test_batches_know_what_the_model_predicts(index, preset, objective):
+    config = config_of(index, preset=preset)
+    batch = next(make_sampler(config, open_corpus(config.data).lengths))
+    assert batch.objective == objective
+
+
+@pytest.mark.parametrize("mask", [None, 103])
+def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask):
+    (tmp_path / "model").mkdir()
+    extra = {} if mask is None else {"mask_token_id": mask}
+    write_config(model_preset(LOOKING_BOTH_WAYS), tmp_path / "model" / "config.json", dtype="float32", extra=extra)
+    assert resolve_model(config_of(index, hf=str(tmp_path / "model")), None).mask_token_id == mask
+    if mask is None:
+        with pytest.raises(InputError, match=r'config\.json does not say .* add "mask_token_id"'):
+            resolve(index, hf=str(tmp_path / "model"))
+    else:
+        assert resolve(index, hf=str(tmp_path / "model")).mask_token_id == 103
