@@ -10,6 +10,7 @@ from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.group import Group, Groups
 from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.model.operators import Dense
 from lengthwise.runtime.model.targets import IGNORE
 from lengthwise.runtime.parallel.execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows, row_bounds
@@ -94,13 +95,69 @@ def on_ranks(spec, lengths, methods, *, recompute=(), dtype=torch.float64, scale
     }
 
 
-def run(model, group, lengths, methods, weights, *, recompute=()):
+def able(methods, spec, degree):
+    """Those that can share the model among ``degree`` ranks."""
+    return [method for method in methods if method is not Method.MEGATRON_TS or degree <= spec.num_kv_heads]
+
+
+def operation_on_one_device(spec, lengths, operation):
+    """Output and gradients, of input and weights, of the last layer's attention or feed-forward alone."""
+    model, (_, _, cu_seqlens) = model_of(spec), pack_of(lengths, spec)
+    views = model.views(cu_seqlens)
+    view = views[(spec.num_layers - 1) % len(views)]
+    return _operation(model, operation, Dense(view, model.tables(view.offsets)), input_of(lengths, spec))
+
+
+def operation_on_ranks(spec, lengths, method, operation):
+    """The same from all ranks' shares."""
+    group, weights = whole_group(), WEIGHTS_OF[method]
+    model = model_of(spec)
+    if weights is Weights.SHARDED:
+        keep_own_rows(model, spec, rank=group.rank, degree=group.size)
+    execution = execution_of(model, group, lengths, (method,) * spec.num_layers, weights)
+    places = torch.from_numpy(execution._places[group.rank])
+    found = _operation(
+        model, operation, execution.operators(spec.num_layers - 1), input_of(lengths, spec)[places], places=places
+    )
+    names = {name.rpartition(".")[2]: weight for name, weight in model.layers[-1].named_parameters()}
+    whole = {}
+    for name, value in found.items():
+        if name in names:
+            whole[name] = whole_gradient(name, names[name], spec, group, weights)
+        else:
+            whole[name] = torch.zeros(sum(lengths), spec.hidden_size, dtype=value.dtype)
+            whole[name][places] = value
+            dist.all_reduce(whole[name])
+    return whole
+
+
+def input_of(lengths, spec):
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(sum(lengths), spec.hidden_size, generator=generator, dtype=torch.float64)
+
+
+def _operation(model, operation, operators, x_tD, places=slice(None)):
+    layer = model.layers[-1]
+    x_tD = x_tD.clone().requires_grad_()
+    bundle = layer.attention_weights if operation == "attention" else layer.ffn_weights
+    out_tD = getattr(operators, operation)(x_tD, bundle)
+    generator = torch.Generator().manual_seed(6)
+    grad_TD = torch.randn(64, out_tD.shape[1], generator=generator, dtype=torch.float64)  # no pack here is longer
+    out_tD.backward(grad_TD[places][: len(x_tD)])
+    gradients = {name: weight.grad for name, weight in bundle.tensors.items()}
+    return {"output": out_tD.detach(), "input": x_tD.grad, **gradients}
+
+
+def execution_of(model, group, lengths, methods, weights, *, recompute=()):
     tokens_T, targets_T, cu_seqlens = pack_of(lengths, model.spec)
-    execution = StageExecution(
+    return StageExecution(
         model, group, tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens, methods=methods, weights=weights,
         recompute=recompute,
     )  # fmt: skip
-    loss = model.run(execution)
+
+
+def run(model, group, lengths, methods, weights, *, recompute=()):
+    loss = model.run(execution_of(model, group, lengths, methods, weights, recompute=recompute))
     loss.backward()
     return loss
 
