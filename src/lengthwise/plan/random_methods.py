@@ -67,7 +67,7 @@ class RandomMethods:
         peak = int(problem.cost.peak_bytes(np.asarray(tokens), ran_as, num_devices=problem.num_devices))
         if peak > problem.memory_bytes:
             raise InfeasibleError(
-                f"a micro-batch of {tokens:,} tokens needs {gib_up(peak)} GiB per device under methods drawn at random; "
+                f"a micro-batch of {tokens:,} tokens needs {gib_up(peak)} GiB per device under random methods; "
                 "set plan.max_tokens lower, or name one method"
             )
         time_s = float(problem.cost.time_s(micro_batch.pack.computed_lengths, ran_as))

@@ -18,7 +18,7 @@ from lengthwise.runtime.parallel.shards import keep_own_rows, row_bounds
 SHARDED = tuple(method for method, weights in WEIGHTS_OF.items() if weights is Weights.SHARDED)
 WHOLE = (Method.ULYSSES, Method.RING)
 PACKS = {
-    "one sequence": (24,),
+    "one sequence": (23,),
     "ragged": (7, 1, 12, 5, 2, 5),
     "shorter than p": (2, 1),
     "one token": (1,),

@@ -9,7 +9,7 @@ import torch
 
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.plan import Pipeline
-from lengthwise.core.scheme import Method, Scheme, dense_scheme
+from lengthwise.core.scheme import WEIGHTS_OF, Method, Scheme, Weights
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
 from lengthwise.runtime.train.step import agree, run_step
@@ -24,23 +24,30 @@ def example(num_ranks=2):
 
 def test_plans_for_another_world_are_refused():
     with pytest.raises(InputError, match="for 2 ranks, the run has 3"):
-        check_executable(example()[1], 3)
+        check_executable(example()[1], 3, shard_degree=1)
+
+
+def scheme(degree, method, *, stage_layers=(2,)):
+    return Scheme(
+        degree=degree, stage_layers=stage_layers, methods=(method,) * 2, recompute=(False,) * 2,
+        weights=WEIGHTS_OF.get(method, Weights.WHOLE),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("scheme", "field"),
+    ("pipelines", "shard_degree", "message"),
     [
-        (replace(dense_scheme(2), stage_layers=(1, 1)), r"stage_layers=\(1, 1\) is not executable yet"),
-        (
-            Scheme(degree=2, stage_layers=(2,), methods=(Method.RING,) * 2, recompute=(False,) * 2),
-            "degree=2 is not executable yet",
-        ),
+        ([((0, 1), scheme(1, Method.DENSE, stage_layers=(1, 1)))], 1, r"stage_layers=\(1, 1\) is not executable yet"),
+        ([((0, 1), scheme(2, Method.METP))], 1, "needs its weights sharded at degree 2, the run holds them whole"),
+        ([((0, 1), scheme(2, Method.RING))], 2, "needs its weights whole at degree 2, .* sharded over 2 ranks"),
+        ([((0, 2), scheme(2, Method.RING)), ((1,), scheme(1, Method.DENSE))], 1, r"ranks=\(0, 2\) are not executable"),
     ],
 )
-def test_plans_that_are_not_executable_yet_name_the_field(scheme, field):
-    plan = replace(example()[1], pipelines=(Pipeline(ranks=(0, 1), scheme=scheme, micro_batches=()),))
-    with pytest.raises(InputError, match=rf"pipelines\[0\].scheme.{field}"):
-        check_executable(plan, 2)
+def test_plans_that_are_not_executable_yet_name_the_field(pipelines, shard_degree, message):
+    held = tuple(Pipeline(ranks=ranks, scheme=scheme, micro_batches=()) for ranks, scheme in pipelines)
+    plan = replace(example()[1], pipelines=held)
+    with pytest.raises(InputError, match=rf"pipelines\[0\].*{message}"):
+        check_executable(plan, plan.num_devices, shard_degree=shard_degree)
 
 
 def test_ranks_with_different_plans_stop_before_they_hang(ranks):

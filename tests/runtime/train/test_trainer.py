@@ -94,7 +94,7 @@ def test_every_step_leaves_metrics_a_plan_and_a_timeline_of_all_ranks(ranks, tmp
         assert row["plan/id"] == plan.digest
         assert row["perf/step_time_s"] == pytest.approx(timeline.step_time_s, abs=1e-5)
         computed = {(s.rank, s.name) for s in timeline.spans if s.kind == "compute"}
-        assert len(computed) == sum(len(p.micro_batches) for p in plan.pipelines)
+        assert len(computed) == sum(len(p.micro_batches) * p.scheme.degree for p in plan.pipelines)
 
 
 def test_the_newest_checkpoints_are_kept_and_the_others_removed(ranks, tmp_path):
