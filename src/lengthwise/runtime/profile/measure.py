@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.batch import Pack
+from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.model.targets import next_token_targets
+from lengthwise.runtime.model.targets import Masking, masked_targets, next_token_targets
 from lengthwise.runtime.state.sharded import ShardedState
 
 SHORTEST = 32
@@ -98,7 +98,11 @@ Feed = tuple[Tensor, tuple[int, ...], Tensor]
 def _random_feed(lengths: tuple[int, ...], spec: ModelSpec, world: World, generator: torch.Generator) -> Feed:
     pack = Pack(ids=tuple(range(len(lengths))), lengths=lengths)
     tokens = torch.randint(spec.vocab_size, (pack.num_tokens,), generator=generator)
-    return tokens.to(world.device), pack.cu_seqlens, next_token_targets(tokens, pack).to(world.device)
+    if spec.objective == NEXT_TOKEN:
+        targets = next_token_targets(tokens, pack)
+    else:  # any token may stand for the mask: what it costs is how many are predicted
+        tokens, targets = masked_targets(tokens, pack, Masking(seed=0, vocab_size=spec.vocab_size, mask_token_id=0))
+    return tokens.to(world.device), pack.cu_seqlens, targets.to(world.device)
 
 
 def _forward_backward(model: nn.Module, feed: Feed, recompute: tuple[bool, ...]) -> None:
