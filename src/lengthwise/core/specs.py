@@ -212,6 +212,19 @@ MODELS = {
         # Small enough for a CPU.
         _llama("llama-tiny", 4, 128, 384, 4, num_kv_heads=2, vocab_size=8192, tied_embeddings=True),
         _llama("llama-mini", 8, 256, 768, 8, num_kv_heads=4, vocab_size=8192, tied_embeddings=True),
+        _llama(
+            "gpt-tiny", 4, 128, 512, 4, gated_ffn=False, family="gpt", vocab_size=8192, tied_embeddings=True,
+            qkv_bias=True, max_positions=4096,
+        ),
+        _llama(
+            "bert-tiny", 4, 128, 512, 4, gated_ffn=False, family="bert", vocab_size=8192, tied_embeddings=True,
+            qkv_bias=True, max_positions=4096, causal=False,
+        ),
+        _llama("transformer-1d-tiny", 4, 128, 512, 4, gated_ffn=False, family="transformer-1d", vocab_size=8192),
+        _llama(
+            "transformer-2d-tiny", 4, 128, 512, 4, gated_ffn=False, family="transformer-2d", vocab_size=8192,
+            causal=False, frame_size=64,
+        ),
     )
 }  # fmt: skip
 

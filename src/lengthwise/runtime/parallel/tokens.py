@@ -3,12 +3,11 @@
 Every method takes and returns this share, so any layer may use any method. Each sequence is cut into chunks: under a
 causal mask 2 p, of which rank r takes number r and number 2 p - 1 - r, so that every rank has as many pairs of tokens
 to attend (zigzag, as in Llama 3's context parallelism; Grattafiori et al. 2024); without a mask p. Tokens that do not
-divide go one by one to the ranks that hold the fewest, so ranks differ by one token at most, whatever the lengths.
+divide are dealt to the ranks in turn, so ranks differ by one token at most, whatever the lengths.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -44,20 +43,12 @@ def shard_tokens(cu_seqlens: tuple[int, ...], *, degree: int, causal: bool) -> T
     """The shares of ``degree`` ranks in a pack with sequence boundaries ``cu_seqlens``."""
     if degree == 1:
         return TokenShards(places=(np.arange(cu_seqlens[-1]),))
-    ranks_of_chunk = [*range(degree), *reversed(range(degree))] if causal else list(range(degree))
-    num_chunks = len(ranks_of_chunk)
-    held = [0] * degree
-    parts: list[list[np.ndarray]] = [[] for _ in range(degree)]
-    for start, end in pairwise(cu_seqlens):
-        each, rest = divmod(end - start, num_chunks)
-        sizes = [each] * num_chunks
-        for _ in range(rest):
-            open_chunks = [chunk for chunk in range(num_chunks) if sizes[chunk] == each]
-            chunk = min(open_chunks, key=lambda chunk: held[ranks_of_chunk[chunk]])
-            sizes[chunk] += 1
-            held[ranks_of_chunk[chunk]] += 1
-        for chunk, (low, high) in enumerate(pairwise(accumulate(sizes, initial=start))):
-            if low < high:
-                parts[ranks_of_chunk[chunk]].append(np.arange(low, high))
-    none = np.empty(0, dtype=np.int64)
-    return TokenShards(places=tuple(np.sort(np.concatenate([none, *mine])) for mine in parts))
+    rank_of_chunk = np.array([*range(degree), *reversed(range(degree))] if causal else range(degree))
+    each, rest = np.divmod(np.diff(cu_seqlens), len(rank_of_chunk))
+    # Left-over tokens are dealt in turn: rank r is so many ranks behind the one whose turn it is. Whoever is dealt a
+    # second one of a sequence takes it in its second chunk.
+    turn = (np.cumsum(rest) - rest) % degree
+    behind = (rank_of_chunk[None, :] - turn[:, None]) % degree + degree * (np.arange(len(rank_of_chunk)) >= degree)
+    sizes = each[:, None] + (behind < rest[:, None])
+    rank_of_token = np.repeat(np.tile(rank_of_chunk, len(each)), sizes.ravel())
+    return TokenShards(places=tuple(np.flatnonzero(rank_of_token == rank) for rank in range(degree)))
