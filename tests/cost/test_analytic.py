@@ -104,7 +104,7 @@ def test_gathering_weights_is_paid_per_micro_batch_and_not_per_token():
     assert more_s == pytest.approx(moved / collective_bytes_per_s(8, CLUSTER), rel=0.2)  # and latencies
     assert more_s > moved / collective_bytes_per_s(8, CLUSTER)
     per_token = COST.sequence_times_s(np.array([1000.0]), gathered) - COST.sequence_times_s(np.array([1000.0]), whole)
-    vocabulary = 4 * 7 / 8 * MODEL.hidden_size * 2 * 1000  # around the split embeddings
+    vocabulary = 2 * (1 / 8 + 1) * 7 / 8 * MODEL.hidden_size * 2 * 1000  # after the split embedding, around the head
     assert per_token[0] == pytest.approx(vocabulary / collective_bytes_per_s(8, CLUSTER))
 
 

@@ -148,18 +148,18 @@ def stage_time(model: ModelSpec, scheme: Scheme, *, stage: int, cluster: Cluster
 def _add_ends(total: _Sum, model: ModelSpec, *, scheme: Scheme, stage: int, width: int) -> None:
     """The head, the vocabulary split over the stage where weights are sharded, and the neighbours.
 
-    A split vocabulary costs a reduce-scatter forward and an all-gather backward of T D numbers after the embedding, and
-    the conjugates before the head (Shoeybi et al. 2019). A neighbour costs T / p D numbers each way.
+    A split vocabulary costs an all-to-all of T / p D numbers each way after the embedding, where every rank knows all
+    token ids, and before the head an all-gather and a reduce-scatter of T D (Shoeybi et al. 2019). A neighbour costs
+    T / p D numbers each way.
     """
     p, cluster = scheme.degree, total.cluster
     is_first, is_last = stage == 0, stage == scheme.num_stages - 1
     if is_last:
         total.matmul_s += 6.0 * model.hidden_size * model.vocab_size / p / total.flops_per_s[0]
     if scheme.weights is Weights.SHARDED and p > 1:
-        ends = is_first + is_last
-        sent = 2 * ends * (p - 1) / p * model.hidden_size * width
+        sent = 2 * (is_first / p + is_last) * (p - 1) / p * model.hidden_size * width
         total.comm_s += sent / collective_bytes_per_s(p, cluster)
-        total.overhead_s += 2 * ends * call_s(cluster)
+        total.overhead_s += 2 * (is_first + is_last) * call_s(cluster)
     if scheme.num_stages > 1:
         handed = 2 * model.hidden_size * width / p
         total.comm_s += handed / hop_bytes_per_s(scheme.num_devices, cluster)

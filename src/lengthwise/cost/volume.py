@@ -265,15 +265,16 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
 def _two_rings(case: _Case) -> LayerVolume:
     """Ring self-attention (Li et al. 2023): first the keys go round for the sums of the softmax, then the values.
 
-    Theirs holds the scores in between, N T^2 / p numbers; here they are made again, half of a forward's attention more,
-    and the keys come again with the values: 3 K H T / p numbers per hop instead of 2. The backward is the ring's.
+    Theirs holds the scores in between, N T^2 / p numbers; here attention's kernel runs twice, the first time for the
+    sums alone, and the keys come again with the values: 3 K H T / p numbers per hop instead of 2. The backward is the
+    ring's.
     """
     volume = _ring(case)
     if case.degree == 1:
         return volume
     forward = volume.forward
     tokens = replace(forward.tokens, ring=1.5 * forward.tokens.ring, calls=2 * forward.tokens.calls)
-    return replace(volume, forward=replace(forward, attention_flops=1.5 * forward.attention_flops, tokens=tokens))
+    return replace(volume, forward=replace(forward, attention_flops=2.0 * forward.attention_flops, tokens=tokens))
 
 
 def _metp(case: _Case) -> LayerVolume:

@@ -19,8 +19,6 @@ from lengthwise.runtime.model.view import View
 from lengthwise.runtime.parallel.tokens import TokenShards
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
-_AT_ONCE = 2**24
-"""Logits that the plain path holds at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,19 +131,6 @@ def attend_block_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def log_sum_exps(q_BLNH: Tensor, k_BSKH: Tensor, *, causal: bool) -> Tensor:
-    """[B, L, N] of the logits of every block, float32 at least; a bounded number of logits at once."""
-    q, k, _ = _heads_first(q_BLNH, k_BSKH, k_BSKH)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    length, num_keys = q.shape[2], k.shape[2]
-    rows = max(1, _AT_ONCE // max(1, num_keys * q.shape[0] * q.shape[1]))
-    parts = []
-    for start in range(0, length, rows):
-        logits = (q[:, :, start : start + rows] @ k.transpose(2, 3)).to(wide) * q.shape[-1] ** -0.5
-        parts.append(_masked(logits, start, causal=causal).logsumexp(-1))
-    return torch.cat(parts, dim=2).transpose(1, 2)
-
-
 def _flash_on_cuda(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
@@ -157,17 +142,17 @@ def _heads_first(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor
     return q_BLNH.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
-def _masked(logits: Tensor, start: int, *, causal: bool) -> Tensor:
+def _masked(logits: Tensor, *, causal: bool) -> Tensor:
     if not causal:
         return logits
-    rows = torch.arange(start, start + logits.shape[-2], device=logits.device)[:, None]
+    rows = torch.arange(logits.shape[-2], device=logits.device)[:, None]
     return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) > rows, -torch.inf)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """For devices and dtypes without a kernel; ``[B, N, L, H]``, all logits of a block at once."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    logits = _masked((q @ k.transpose(2, 3)).to(wide) * q.shape[-1] ** -0.5, 0, causal=causal)
+    logits = _masked((q @ k.transpose(2, 3)).to(wide) * q.shape[-1] ** -0.5, causal=causal)
     lse = logits.logsumexp(-1)
     return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse
 
@@ -176,7 +161,7 @@ def _plain_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide, scale = lse.dtype, q.shape[-1] ** -0.5
-    logits = _masked((q @ k.transpose(2, 3)).to(wide) * scale, 0, causal=causal)
+    logits = _masked((q @ k.transpose(2, 3)).to(wide) * scale, causal=causal)
     weights = (logits - lse[..., None]).exp()
     dv = weights.to(v.dtype).transpose(2, 3) @ dout
     inner = (dout.to(wide) * out).sum(-1, keepdim=True)
