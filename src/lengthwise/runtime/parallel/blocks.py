@@ -9,7 +9,7 @@ of the whole alone (FlashAttention, Dao et al. 2022).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -62,20 +62,16 @@ def _joined(tasks: Sequence[Task]) -> list[Task]:
     """Equal neighbours as one task."""
     joined: list[Task] = []
     for task in tasks:
-        if joined:
-            last = joined[-1]
-            after = (last.query + last.count * last.num_queries, last.key + last.count * last.num_keys)
-            if (task.query, task.key) == after and (task.num_queries, task.num_keys) == (
-                last.num_queries,
-                last.num_keys,
-            ):
-                joined[-1] = Task(
-                    query=last.query, num_queries=last.num_queries, key=last.key, num_keys=last.num_keys,
-                    causal=last.causal, count=last.count + 1,
-                )  # fmt: skip
-                continue
-        joined.append(task)
+        if joined and _continues(joined[-1], task):
+            joined[-1] = replace(joined[-1], count=joined[-1].count + 1)
+        else:
+            joined.append(task)
     return joined
+
+
+def _continues(last: Task, task: Task) -> bool:
+    after = last.query + last.count * last.num_queries, last.key + last.count * last.num_keys
+    return (task.query, task.key) == after and (task.num_queries, task.num_keys) == (last.num_queries, last.num_keys)
 
 
 def rows_of_queries(task: Task, x: Tensor) -> Tensor:
