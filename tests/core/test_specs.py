@@ -99,7 +99,7 @@ def test_digest_counts_fields_of_some_families_only_where_they_are_set():
 
 def test_a_model_that_sees_what_comes_later_predicts_masked_tokens():
     masked = {name for name, spec in MODELS.items() if spec.objective == "masked"}
-    assert masked == {"bert-1024", "transformer-2d-1.2b"}
+    assert masked == {"bert-1024", "bert-tiny", "transformer-2d-1.2b", "transformer-2d-tiny"}
 
 
 def test_what_is_needed_is_rounded_up():
