@@ -2,12 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from lengthwise.cli.assemble import make_sampler, resolve_model
-from lengthwise.config import check
+from lengthwise.cli.assemble import make_planner, make_sampler, resolve_model, shard_degree
+from lengthwise.config import check, load
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import model_preset
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.model.hf_config import write_config
 
@@ -85,3 +88,23 @@ def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask
             resolve(index, hf=str(tmp_path / "model"))
     else:
         assert resolve(index, hf=str(tmp_path / "model")).mask_token_id == 103
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["plan.method=metp", "plan.degree=3"], "plan.degree=3 does not divide the 4 devices of the run; .* 1, 2, 4"),
+        (["plan.method=dense", "plan.degree=2"], "plan.method=dense shares nothing: plan.degree must be 1, not 2"),
+        (["plan.method=random"], "plan.method=random needs plan.degree"),
+    ],
+)
+def test_methods_and_degrees_that_do_not_go_together_are_refused(settings, message):
+    config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    with pytest.raises(InputError, match=message):
+        make_planner(config, cost, spec=spec, cluster=cluster, lengths=LengthIndex(lengths=np.array([5, 9])))
+
+
+@pytest.mark.parametrize(("method", "degree"), [("metp", 2), ("random", 2), ("ring", 1), ("ulysses", 1), ("", 1)])
+def test_weights_are_sharded_over_the_degree_of_methods_that_shard_them(method, degree):
+    assert shard_degree(load(None, [f"plan.method={method}", "plan.degree=2"])) == degree
