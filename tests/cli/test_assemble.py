@@ -96,6 +96,10 @@ def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask
         (["plan.method=metp", "plan.degree=3"], "plan.degree=3 does not divide the 4 devices of the run; .* 1, 2, 4"),
         (["plan.method=dense", "plan.degree=2"], "plan.method=dense shares nothing: plan.degree must be 1, not 2"),
         (["plan.method=random"], "plan.method=random needs plan.degree"),
+        (
+            ["plan.profile=p.json", "plan.degree=2"],
+            "p.json was measured on one device and knows no cost of plan.degree=2",
+        ),
     ],
 )
 def test_methods_and_degrees_that_do_not_go_together_are_refused(settings, message):

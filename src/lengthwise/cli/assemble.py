@@ -176,6 +176,11 @@ def _check_degree(config: Config, cluster: ClusterSpec) -> None:
         raise InputError(
             f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
         )
+    if plan.profile and plan.degree and plan.degree > 1:
+        raise InputError(
+            f"{plan.profile} was measured on one device and knows no cost of plan.degree={plan.degree}; set "
+            "plan.profile= (empty) for analytic costs"
+        )
     if plan.method and plan.degree is None:
         raise InputError(f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer")
     if plan.method == Method.DENSE and plan.degree != 1:
