@@ -49,7 +49,7 @@ def test_a_layout_moves_nothing_to_itself(layout):
 @given(st.integers(0, 200), st.integers(1, 9))
 def test_full_sharding_owns_each_element_once_in_chunks_of_one_size(num_elements, num_ranks):
     layout = fully_sharded(num_elements, num_ranks)
-    assert layout.owns_each_element_once()
+    assert layout.owns_each_element_once
     held = [layout.num_held(rank) for rank in range(num_ranks)]
     assert sum(held) == num_elements
     assert all(before >= after for before, after in pairwise(held))

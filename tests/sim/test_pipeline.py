@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.plan import Pipeline
-from lengthwise.sim.pipeline import issue_order, run_pipeline
+from lengthwise.core.scheme import issue_order
+from lengthwise.sim.pipeline import run_pipeline
 from tests.sim.plans import LAYERS, lane, seconds
 
 MIXED_RECOMPUTE = 13 / 12

@@ -6,9 +6,12 @@ tested without a process group, priced by the simulator, reused by checkpoints.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
 
 Interval = tuple[int, int]
 """[start, end) in elements of the flat buffer; never empty."""
@@ -42,11 +45,16 @@ class Layout:
         """Elements that ``rank`` holds."""
         return sum(end - start for start, end in self.intervals[rank])
 
+    @cached_property
+    def owners(self) -> list[tuple[int, int, int]]:
+        """(start, end, rank) of every interval, in the order of the buffer."""
+        return sorted((start, end, rank) for rank, held in enumerate(self.intervals) for start, end in held)
+
+    @cached_property
     def owns_each_element_once(self) -> bool:
         """Whether the ranks together hold every element, and no two the same."""
-        everything = sorted(interval for held in self.intervals for interval in held)
-        ends = [0, *(end for _, end in everything)]
-        return ends[-1] == self.num_elements and all(start == end for (start, _), end in zip(everything, ends))
+        ends = [0, *(end for _, end, _ in self.owners)]
+        return ends[-1] == self.num_elements and all(start == end for (start, _, _), end in zip(self.owners, ends))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +82,18 @@ def fully_sharded(num_elements: int, num_ranks: int) -> Layout:
     return Layout(num_elements=num_elements, intervals=tuple(((a, b),) if a < b else () for a, b in bounds))
 
 
+def sharded_by_unit(bounds: Sequence[int], num_ranks: int) -> Layout:
+    """Each unit of the buffer, elements ``bounds[u]`` to ``bounds[u + 1]``, fully sharded by itself.
+
+    So that every rank owns a share of every unit: a unit can be moved alone, and all ranks send as much.
+    """
+    held: list[list[Interval]] = [[] for _ in range(num_ranks)]
+    for first, end in zip(bounds, bounds[1:]):
+        for rank, intervals in enumerate(fully_sharded(end - first, num_ranks).intervals):
+            held[rank] += [(first + a, first + b) for a, b in intervals]
+    return Layout(num_elements=bounds[-1], intervals=tuple(map(tuple, held)))
+
+
 def shard_size(num_elements: int, num_ranks: int) -> int:
     """Elements of the largest shard of :func:`fully_sharded`."""
     return -(-num_elements // num_ranks)
@@ -93,18 +113,79 @@ def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
     Raises:
         InputError: the layouts are of buffers of different size, or ``source`` misses or repeats an element.
     """
+    _check_movable(source, target)
+    starts = [start for start, _, _ in source.owners]
+    return tuple(
+        Transfer(source=owner, target=rank, start=start, end=end)
+        for rank, held in enumerate(target.intervals)
+        for start, end, owner in _overlaps(held, source.owners, starts)
+    )
+
+
+def transfers_of(rank: int, source: Layout, target: Layout) -> tuple[Transfer, ...]:
+    """Those of :func:`transfers` that ``rank`` sends or receives, in the same order, without working out the others.
+
+    Raises:
+        InputError: as :func:`transfers`.
+    """
+    _check_movable(source, target)
+    starts = [start for start, _, _ in source.owners]
+    own = [(start, end, rank) for start, end in source.intervals[rank]]
+    own_starts = [start for start, _, _ in own]
+    sent: dict[tuple[Interval, ...], list[tuple[int, int, int]]] = {}  # many ranks hold the same
+    moves = []
+    for other, held in enumerate(target.intervals):
+        if other == rank:
+            found = _overlaps(held, source.owners, starts)
+        else:
+            if held not in sent:
+                sent[held] = _overlaps(held, own, own_starts)
+            found = sent[held]
+        moves += [Transfer(source=owner, target=other, start=start, end=end) for start, end, owner in found]
+    return tuple(moves)
+
+
+def _check_movable(source: Layout, target: Layout) -> None:
     if source.num_elements != target.num_elements:
         raise InputError(f"a buffer of {source.num_elements} elements cannot become one of {target.num_elements}")
-    if not source.owns_each_element_once():
+    if not source.owns_each_element_once:
         raise InputError("the source layout must own each element exactly once")
-    owned = sorted((start, end, rank) for rank, held in enumerate(source.intervals) for start, end in held)
-    starts = [start for start, _, _ in owned]
-    moves = []
-    for rank, held in enumerate(target.intervals):
-        for start, end in held:
-            at = bisect_right(starts, start) - 1
-            while start < end:
-                stop = min(end, owned[at][1])
-                moves.append(Transfer(source=owned[at][2], target=rank, start=start, end=stop))
-                start, at = stop, at + 1
-    return tuple(moves)
+
+
+def _overlaps(
+    held: Sequence[Interval], owners: Sequence[tuple[int, int, int]], starts: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """The pieces of ``held`` that lie in ``owners``, which ascend and begin at ``starts``."""
+    found = []
+    for start, end in held:
+        for at in range(max(0, bisect_right(starts, start) - 1), len(owners)):
+            first, last, owner = owners[at]
+            if first >= end:
+                break
+            if last > start:
+                found.append((max(first, start), min(last, end), owner))
+    return found
+
+
+_UNITS = {
+    "qkv": "groups", "qkv_bias": "groups", "proj": "groups",
+    "gate": "columns", "up": "columns", "up_bias": "columns", "down": "columns",
+    "embedding": "vocabulary", "head": "vocabulary", "output_bias": "vocabulary",
+}  # fmt: skip
+
+
+def row_bounds(name: str, spec: ModelSpec, *, degree: int) -> tuple[int, ...] | None:
+    """Where weights are sharded, rank r of a stage holds rows ``bounds[r]`` to ``bounds[r + 1]`` of the one ``name``.
+
+    None: all of them. One layout for all methods on sharded weights (ParaDySe, table 2): queries, keys, values and the
+    projection back by key/value head with its queries, the feed-forward by column, the vocabulary by row; norms and
+    whatever else is small are whole on every rank. Shares differ by one head, column or row, and may be empty. The last
+    part of the name decides.
+    """
+    kind = name.rpartition(".")[2]
+    if kind not in _UNITS:
+        return None
+    count = {"groups": spec.num_kv_heads, "columns": spec.ffn_size, "vocabulary": spec.vocab_size}[_UNITS[kind]]
+    group_size = spec.num_heads // spec.num_kv_heads
+    rows = {"qkv": group_size + 2, "qkv_bias": group_size + 2, "proj": group_size}.get(kind, 0) * spec.head_size or 1
+    return tuple(rank * count // degree * rows for rank in range(degree + 1))

@@ -8,7 +8,7 @@ from typing import Any
 
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.core.scheme import Method, Scheme, Strategy, Weights, check_methods
+from lengthwise.core.scheme import Holding, Method, Scheme, Strategy, Weights, check_methods
 
 PLAN_SCHEMA_VERSION = 2
 
@@ -52,6 +52,19 @@ class Pipeline:
                     )
             if micro_batch.methods is not None:
                 check_methods(micro_batch.methods, self.scheme.degree, self.scheme.weights)
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that compute ``stage`` together, ascending; their order is that of their shares of tokens."""
+        degree = self.scheme.degree
+        return tuple(sorted(self.ranks[stage * degree : (stage + 1) * degree]))
+
+    def methods_of(self, micro_batch: MicroBatch) -> tuple[Method, ...]:
+        """One per layer."""
+        return self.scheme.methods if micro_batch.methods is None else micro_batch.methods
+
+    def recompute_of(self, micro_batch: MicroBatch) -> tuple[bool, ...]:
+        """One per layer."""
+        return self.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +133,18 @@ class StepPlan:
         real = sum(sum(m.pack.lengths) for pipeline in self.pipelines for m in pipeline.micro_batches)
         return 1.0 - real / self.num_computed_tokens if self.num_computed_tokens else 0.0
 
-    def pipeline_of(self, rank: int, phase: int = 0) -> Pipeline:
-        """The pipeline that ``rank`` works in during ``phase``."""
-        return next(p for p in self.pipelines if p.phase == phase and rank in p.ranks)
+    def pipelines_of(self, phase: int) -> tuple[Pipeline, ...]:
+        """Those that run side by side in ``phase``."""
+        return tuple(pipeline for pipeline in self.pipelines if pipeline.phase == phase)
+
+    def holdings(self, phase: int) -> tuple[Holding | None, ...]:
+        """The weights that each rank computes with in ``phase``; None: its pipeline has no micro-batch."""
+        held: list[Holding | None] = [None] * self.num_devices
+        for pipeline in self.pipelines_of(phase):
+            for stage in range(pipeline.scheme.num_stages if pipeline.micro_batches else 0):
+                for place, rank in enumerate(pipeline.ranks_of(stage)):
+                    held[rank] = pipeline.scheme.holding(stage, place)
+        return tuple(held)
 
     def check_covers(self, batch: GlobalBatch) -> None:
         """Raise ``CheckError`` unless the plan computes every sequence of ``batch`` exactly once, at its length."""

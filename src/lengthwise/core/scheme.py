@@ -60,6 +60,59 @@ def check_methods(methods: tuple[Method, ...], degree: int, weights: Weights) ->
 
 
 @dataclass(frozen=True, kw_only=True)
+class Holding:
+    """The weights that one rank computes with: some layers, and of these one of some shards."""
+
+    first: int
+    end: int
+    """One past the last layer."""
+    num_layers: int
+    """Of the whole model."""
+    shard: int = 0
+    num_shards: int = 1
+
+    @property
+    def has_input(self) -> bool:
+        """Whether what comes before the first layer is among it: embeddings."""
+        return self.first == 0
+
+    @property
+    def has_output(self) -> bool:
+        """Whether what comes after the last layer is among it: norm and head."""
+        return self.end == self.num_layers
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether it is the whole model."""
+        return self.has_input and self.has_output and self.num_shards == 1
+
+
+class Schedule(StrEnum):
+    """In which order the stages of a pipeline run forwards and backwards."""
+
+    ONE_F_ONE_B = "1f1b"
+    """A backward as soon as there is one: at most as many micro-batches in flight as stages are left."""
+    GPIPE = "gpipe"
+    """All forwards, then all backwards (Huang et al. 2019): every micro-batch in flight at once."""
+
+
+def issue_order(
+    stage: int, *, num_stages: int, num_micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B
+) -> list[tuple[bool, int]]:
+    """What one stage runs: (is it a backward, micro-batch) of each pass.
+
+    1F1B (PipeDream-Flush; Narayanan et al. 2021, section 2.2): as many forwards as there are stages behind this one;
+    then a forward and a backward in turn; then the rest.
+    """
+    ahead = num_micro_batches if schedule is Schedule.GPIPE else num_stages - 1 - stage
+    warm_up = min(ahead, num_micro_batches)
+    order = [(False, i) for i in range(warm_up)]
+    for i in range(num_micro_batches - warm_up):
+        order += [(False, warm_up + i), (True, i)]
+    return order + [(True, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scheme:
     """One pipeline: devices per stage, layers per stage, a method and a recompute flag per layer."""
 
@@ -115,6 +168,15 @@ class Scheme:
         """The layers that ``stage`` holds."""
         ends = (0, *accumulate(self.stage_layers))
         return range(ends[stage], ends[stage + 1])
+
+    def holding(self, stage: int, place: int) -> "Holding":
+        """What the rank at ``place`` of the ``degree`` ranks of ``stage`` computes with."""
+        is_split = self.weights is Weights.SHARDED and self.degree > 1
+        shard, num_shards = (place, self.degree) if is_split else (0, 1)
+        layers = self.layers_of_stage(stage)
+        return Holding(
+            first=layers.start, end=layers.stop, num_layers=self.num_layers, shard=shard, num_shards=num_shards
+        )
 
 
 def uniform_scheme(

@@ -17,6 +17,10 @@ class SpanKind(StrEnum):
     UPDATE = "update"
 
 
+PUSH = "push"
+"""Name of the spans in which ranks sum their gradients: none ends before all have come."""
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Span:
     """[start_s, end_s) on one rank, in seconds from the start of the step."""
@@ -81,25 +85,25 @@ class Timeline:
         return max(loads_s) * self.num_ranks / sum(loads_s) if sum(loads_s) else 1.0
 
     def with_waits(self) -> "Timeline":
-        """Mark the part of each communication in which a rank only waits for slower ranks to arrive.
+        """Mark the part of each push in which a rank only waits for slower ranks to arrive.
 
-        The first collective after the micro-batches cannot finish before the last rank joins it. A rank measures only
-        that it is inside the call; here, where all ranks are known, the call is cut at the last arrival.
+        A push cannot end before the last rank joins it. A rank measures only that it is inside the call; here, where
+        all ranks are known, the call is cut at the last arrival.
         """
-        firsts: dict[int, Span] = {}
+        pushes: dict[int, list[Span]] = {}
         for span in sorted(self.spans):
-            if span.kind is SpanKind.COMMUNICATE:
-                firsts.setdefault(span.rank, span)
-        arrival_s = max((span.start_s for span in firsts.values()), default=0.0)
+            if span.name == PUSH:
+                pushes.setdefault(span.rank, []).append(span)
+        arrivals: dict[Span, float] = {}
+        for together in zip(*pushes.values()):
+            arrivals |= dict.fromkeys(together, max(span.start_s for span in together))
         spans: list[Span] = []
         for span in self.spans:
-            if firsts.get(span.rank) is span and span.start_s < arrival_s:
-                meet_s = min(arrival_s, span.end_s)
+            meet_s = min(arrivals.get(span, span.start_s), span.end_s)
+            if span.start_s < meet_s:
                 spans.append(replace(span, end_s=meet_s, kind=SpanKind.WAIT, name="wait"))
-                if meet_s < span.end_s:
-                    spans.append(replace(span, start_s=meet_s))
-            else:
-                spans.append(span)
+            if meet_s < span.end_s or span.start_s == span.end_s:
+                spans.append(replace(span, start_s=meet_s))
         return replace(self, spans=tuple(spans))
 
 

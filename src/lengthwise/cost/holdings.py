@@ -7,7 +7,7 @@ gradients are pushed. ``core.layout.transfers`` counts the same, slice by slice.
 
 from dataclasses import dataclass
 
-from lengthwise.core.scheme import Scheme, Strategy, Weights
+from lengthwise.core.scheme import Holding, Scheme, Strategy, Weights
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import LINK_EFFICIENCY
 from lengthwise.cost.memory import DTYPE_BYTES
@@ -68,7 +68,7 @@ class Mover:
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
         """Push the gradients of ``before`` and pull the weights of ``after``; 0 if each rank holds the same in both."""
-        if slices(before) == slices(after):
+        if holdings(before) == holdings(after):
             return 0.0
         width, master = self._widths
         return self.exchange_s(before, master) + self.exchange_s(after, width)
@@ -91,15 +91,13 @@ class Mover:
         return slowest_s / LINK_EFFICIENCY
 
 
-def slices(strategy: Strategy) -> dict[int, tuple[range, int, int]]:
-    """What each rank holds: the layers of its stage, and which of how many shards of them."""
-    held = {}
-    for scheme, ranks in zip(strategy.schemes, strategy.ranks):
-        for place, rank in enumerate(ranks):
-            stage, shard = divmod(place, scheme.degree)
-            is_sharded = scheme.weights is Weights.SHARDED and scheme.degree > 1
-            held[rank] = (scheme.layers_of_stage(stage), *((shard, scheme.degree) if is_sharded else (0, 1)))
-    return held
+def holdings(strategy: Strategy) -> dict[int, Holding]:
+    """What each rank computes with."""
+    return {
+        rank: scheme.holding(*divmod(place, scheme.degree))
+        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
+        for place, rank in enumerate(ranks)
+    }
 
 
 def _num_distinct(scheme: Scheme, per_node: int) -> int:

@@ -36,7 +36,7 @@ def simulate(plan: StepPlan, options: SimOptions = _EXACT) -> Timeline:
     for phase in step.phases:
         for run in phase.pipelines:
             for stage in range(len(run.stages)):
-                ranks = run.ranks_of(stage)
+                ranks = run.pipeline.ranks_of(stage)
                 spans += _on_ranks(ranks, _stretches(run, stage, phase))
                 memory += [
                     MemorySample(time_s=time_s, rank=rank, num_bytes=num_bytes)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lengthwise.core.plan import Pipeline
+from lengthwise.core.scheme import issue_order
 
 
 class Pass(NamedTuple):
@@ -50,11 +51,6 @@ class PipelineRun:
         """
         state, stages = self.pipeline.state_bytes, self.pipeline.scheme.num_stages
         return tuple(max(0, m.peak_bytes - state) // stages for m in self.pipeline.micro_batches)
-
-    def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that compute ``stage`` together."""
-        degree = self.pipeline.scheme.degree
-        return self.pipeline.ranks[stage * degree : (stage + 1) * degree]
 
     def memory_of(self, stage: int) -> list[tuple[float, int]]:
         """Bytes in use on each rank of ``stage``: the time of each change and the bytes from then on."""
@@ -98,18 +94,6 @@ def run_pipeline(
         for factors in slowdowns
     ]
     return PipelineRun(pipeline=pipeline, start_s=start_s, stages=_run_stages(times, start_s, transfer_s))
-
-
-def issue_order(stage: int, *, num_stages: int, num_micro_batches: int) -> list[tuple[bool, int]]:
-    """1F1B on one stage: (is it a backward, micro-batch) of each pass.
-
-    Warm-up: as many forwards as there are stages behind this one; then a forward and a backward in turn; then the rest.
-    """
-    warm_up = min(num_stages - 1 - stage, num_micro_batches)
-    order = [(False, i) for i in range(warm_up)]
-    for i in range(num_micro_batches - warm_up):
-        order += [(False, warm_up + i), (True, i)]
-    return order + [(True, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
 
 
 def _run_stages(

@@ -55,7 +55,7 @@ def summary(plan: StepPlan, options: SimOptions = _EXACT) -> SimulatedStep:
             peak_bytes = max(peak_bytes, max(num_bytes for _, num_bytes in first))
             for stage in range(len(run.stages)):
                 gaps_s, communicating_s = _times_s(run, stage)
-                waiting_s[list(run.ranks_of(stage))] += gaps_s + late_s
+                waiting_s[list(run.pipeline.ranks_of(stage))] += gaps_s + late_s
                 bubble_s += degree * gaps_s
                 communicate_s += degree * communicating_s
     busy_s = step.end_s - waiting_s

@@ -6,6 +6,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
+from lengthwise.core.layout import row_bounds
 from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.group import Group, Groups
@@ -13,7 +14,7 @@ from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.model.operators import Dense
 from lengthwise.runtime.model.targets import IGNORE
 from lengthwise.runtime.parallel.execution import StageExecution
-from lengthwise.runtime.parallel.shards import keep_own_rows, row_bounds
+from lengthwise.runtime.parallel.shards import keep_own_rows
 
 SHARDED = tuple(method for method, weights in WEIGHTS_OF.items() if weights is Weights.SHARDED)
 WHOLE = (Method.ULYSSES, Method.RING)

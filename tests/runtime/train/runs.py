@@ -1,7 +1,6 @@
 """Random batches and random plans for them, and what one device computes: the two sides of the exactness tests."""
 
 import random
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,16 +14,16 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.parallel.shards import row_bounds
+from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.feed import feed
 from lengthwise.runtime.train.step import run_step
 
 SPEC = ModelSpec(
-    name="test", num_layers=2, hidden_size=12, ffn_size=20, num_heads=4, num_kv_heads=2, head_size=6, vocab_size=37
+    name="test", num_layers=4, hidden_size=12, ffn_size=20, num_heads=4, num_kv_heads=2, head_size=6, vocab_size=37
 )
-BETAS, EPS, DECAY, LR, CLIP = (0.9, 0.95), 1e-8, 0.1, 1e-2, 0.5
+SETTINGS, LR, CLIP = OptimizerSettings(), 1e-2, 0.5
 
 
 class RandomTokens:
@@ -43,32 +42,31 @@ def random_batch(rng: random.Random, step: int) -> GlobalBatch:
     return GlobalBatch(step=step, ids=tuple(range(100 * step, 100 * step + count)), lengths=tuple(lengths))
 
 
-def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int, *, shard_degree: int = 1) -> StepPlan:
-    """Any distribution of the sequences: uneven degrees and packs, idle ranks, two phases, padding, recompute, methods.
+def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepPlan:
+    """Any distribution of the sequences over any strategy.
 
-    With ``shard_degree`` > 1 all pipelines have that degree, on sharded weights.
+    Uneven degrees, stages and packs, ranks in any order, idle pipelines, two phases, padding, recompute, methods.
     """
-    groups = random_groups(rng, num_ranks, shard_degree)
-    held: list[list[list[int]]] = [[] for _ in groups]
-    busy = rng.sample(range(len(groups)), rng.randint(1, len(groups)))
+    schemes = [
+        (phase, ranks, scheme)
+        for phase in range(rng.randint(1, 2))
+        for ranks, scheme in random_strategy(rng, num_ranks)
+    ]
+    held: list[list[list[int]]] = [[] for _ in schemes]
+    busy = rng.sample(range(len(schemes)), rng.randint(1, len(schemes)))
     for position in range(len(batch.ids)):
         packs = held[rng.choice(busy)]
         if packs and rng.random() < 0.6:
             rng.choice(packs).append(position)
         else:
             packs.append([position])
-    num_phases = rng.randint(1, 2)
-    pipelines = []
-    for ranks, packs in zip(groups, held):
-        able = methods_of(len(ranks), is_sharded=shard_degree > 1)
-        scheme = Scheme(
-            degree=len(ranks), stage_layers=(SPEC.num_layers,), recompute=(False,) * SPEC.num_layers,
-            methods=tuple(rng.choices(able, k=SPEC.num_layers)), weights=WEIGHTS_OF.get(able[0], Weights.WHOLE),
-        )  # fmt: skip
-        micro_batches = [random_micro_batch(rng, batch, positions, able) for positions in packs]
-        cut = rng.randrange(len(micro_batches) + 1) if num_phases > 1 else len(micro_batches)
-        for phase, part in enumerate((micro_batches[:cut], micro_batches[cut:])[:num_phases]):
-            pipelines.append(Pipeline(ranks=ranks, scheme=scheme, micro_batches=tuple(part), phase=phase))
+    pipelines = [
+        Pipeline(
+            ranks=ranks, scheme=scheme, phase=phase,
+            micro_batches=tuple(random_micro_batch(rng, batch, positions, scheme) for positions in packs),
+        )
+        for (phase, ranks, scheme), packs in zip(schemes, held)
+    ]  # fmt: skip
     plan = StepPlan(
         step=batch.step, policy="random", pipelines=tuple(pipelines), loss_normaliser=max(1, batch.num_targets),
         update_s=0.0, time_s=1.0, lower_bound_s=1.0,
@@ -77,13 +75,27 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int, *, shard
     return plan
 
 
-def random_groups(rng: random.Random, num_ranks: int, shard_degree: int) -> list[tuple[int, ...]]:
-    """Neighbouring ranks, of any number where weights are whole."""
-    groups: list[tuple[int, ...]] = []
-    while (first := sum(map(len, groups))) < num_ranks:
-        size = shard_degree if shard_degree > 1 else rng.randint(1, num_ranks - first)
-        groups.append(tuple(range(first, first + size)))
-    return groups
+def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int, ...], Scheme]]:
+    """Pipelines of any degree up to 4 and any number of stages, on ranks in any order."""
+    free = list(range(num_ranks))
+    if rng.random() < 0.5:
+        rng.shuffle(free)
+    found = []
+    while free:
+        degree = rng.randint(1, min(4, len(free)))
+        stages = rng.randint(1, min(SPEC.num_layers, len(free) // degree))
+        cuts = sorted(rng.sample(range(1, SPEC.num_layers), stages - 1))
+        able = methods_of(degree, is_sharded=rng.random() < 0.5)
+        scheme = Scheme(
+            degree=degree,
+            stage_layers=tuple(b - a for a, b in zip([0, *cuts], [*cuts, SPEC.num_layers])),
+            recompute=(False,) * SPEC.num_layers,
+            methods=tuple(rng.choices(able, k=SPEC.num_layers)),
+            weights=WEIGHTS_OF.get(able[0], Weights.WHOLE),
+        )
+        found.append((tuple(free[: scheme.num_devices]), scheme))
+        free = free[scheme.num_devices :]
+    return found
 
 
 def methods_of(degree: int, *, is_sharded: bool) -> list[Method]:
@@ -95,7 +107,8 @@ def methods_of(degree: int, *, is_sharded: bool) -> list[Method]:
     return [method for method, weights in WEIGHTS_OF.items() if weights is wanted and method not in too_few_heads]
 
 
-def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[int], able: list[Method]) -> MicroBatch:
+def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[int], scheme: Scheme) -> MicroBatch:
+    able = methods_of(scheme.degree, is_sharded=scheme.weights is Weights.SHARDED)
     lengths = tuple(batch.lengths[i] for i in positions)
     padded_to = max(lengths) + rng.randint(0, 3) if rng.random() < 0.3 else 0
     return MicroBatch(
@@ -113,31 +126,35 @@ def local_world() -> World:
     return World(rank=dist.get_rank(), size=size, device=torch.device("cpu"), mesh=init_device_mesh("cpu", (size,)))
 
 
-def new_state(world: World, dtype: torch.dtype, shard_degree: int = 1) -> tuple[Transformer, ShardedState]:
-    model = build_model(SPEC, dtype=dtype, seed=1)
-    rows = partial(row_bounds, spec=SPEC, degree=shard_degree) if shard_degree > 1 else None
-    state = ShardedState(model, world, betas=BETAS, eps=EPS, weight_decay=DECAY, degree=shard_degree, row_bounds=rows)
-    return model, state
+def new_state(
+    world: World, dtype: torch.dtype, *, spec: ModelSpec = SPEC, settings: OptimizerSettings = SETTINGS
+) -> tuple[Transformer, ShardedState]:
+    model = build_model(spec, dtype=dtype, seed=1)
+    return model, ShardedState(model, world, settings)
 
 
-def master_weights(state: ShardedState) -> torch.Tensor:
-    """All of them, on every rank."""
-    shards = [None] * state.world.size
-    dist.all_gather_object(shards, state.owned()["master"])
-    return torch.cat(shards)
+def master_weights(state: ShardedState) -> dict[str, torch.Tensor]:
+    """All master weights, from all ranks, by parameter."""
+    whole = torch.zeros(state.table.num_elements, dtype=torch.float64)
+    at = 0
+    for start, end in state.owned_layout.intervals[state.world.rank]:
+        whole[start:end] = state.master[at : at + end - start]
+        at += end - start
+    dist.all_reduce(whole)
+    return {name: whole[slice(*slot.interval)].view(slot.shape) for name, slot in state.table.slots.items()}
 
 
 def train_on_ranks(
-    seed: int, num_steps: int, dtype: torch.dtype, shard_degree: int = 1
-) -> tuple[list[float], torch.Tensor]:
-    """Losses and final whole weights after random plans on the pool's ranks."""
+    seed: int, num_steps: int, dtype: torch.dtype, settings: OptimizerSettings = SETTINGS
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final master weights of training with a new random plan at every step."""
     rng = random.Random(seed)
     world = local_world()
-    model, state = new_state(world, dtype, shard_degree)
+    model, state = new_state(world, dtype, settings=settings)
     losses = []
     for step in range(num_steps):
         batch = random_batch(rng, step)
-        plan = random_plan(rng, batch, world.size, shard_degree=shard_degree)
+        plan = random_plan(rng, batch, world.size)
         source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
         result = run_step(plan, model, state, source, lr=LR, clip_norm=CLIP, clock=StepClock(world))
         losses.append(result.loss)
@@ -145,27 +162,27 @@ def train_on_ranks(
 
 
 def train_on_one_device(
-    seed: int, num_steps: int, num_ranks: int, shard_degree: int = 1
-) -> tuple[list[float], torch.Tensor]:
-    """The same batches by plain PyTorch: one whole batch at a time, autograd, clip_grad_norm_, AdamW."""
+    seed: int, num_steps: int, num_ranks: int, settings: OptimizerSettings = SETTINGS
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same by torch alone: one whole batch a step, torch's own optimizer and clipping."""
     rng = random.Random(seed)
     model = build_model(SPEC, dtype=torch.float64, seed=1)
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    optimizer = settings.make(
+        [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+    )
     losses = []
     for step in range(num_steps):
         batch = random_batch(rng, step)
-        random_plan(rng, batch, num_ranks, shard_degree=shard_degree)  # draws what the ranks draw
+        random_plan(rng, batch, num_ranks)  # draws what the ranks draw
         loss = whole_batch_loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = LR
         optimizer.step()
         losses.append(loss.item())
-    return losses, torch.cat([p.detach().flatten() for p in model.parameters()])
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
 def whole_batch_loss(model: torch.nn.Module, batch: GlobalBatch) -> torch.Tensor:

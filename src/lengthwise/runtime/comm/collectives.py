@@ -1,5 +1,6 @@
 """The collectives of a step, under one name on every torch this project supports."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ def all_gather(whole: Tensor, shard: Tensor, *, group: Handle = None, async_op: 
 def reduce_scatter(shard: Tensor, whole: Tensor, *, group: Handle = None, async_op: bool = False) -> Any:
     """Sum ``whole`` over the ranks and keep this rank's part of it in ``shard``; a ``Work`` if ``async_op``."""
     return _reduce_scatter(shard, whole, group=group, async_op=async_op)
+
+
+def all_to_all(
+    out: Tensor, x: Tensor, *, receive: Sequence[int], send: Sequence[int], group: Handle = None, async_op: bool = False
+) -> Any:
+    """The first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r. A ``Work`` if ``async_op``."""
+    return dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=async_op)
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ p ranks in the group. Every call is counted: bytes that this rank sends, as a ri
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,11 @@ class Pending:
         for work in self._works:
             work.wait()
         return self._make()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether waiting would take no time."""
+        return all(work.is_completed() for work in self._works)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -149,6 +155,18 @@ class Group:
         assert work is not None
         return Pending(lambda: x, [work])
 
+    def send(self, x: Tensor, to: int, *, tag: int = 0) -> Pending:
+        """``x`` to the rank at place ``to``."""
+        x = x.contiguous()
+        self.sent.add("message", _bytes(x))
+        work = dist.isend(x, self.ranks[to], group=self.handle, tag=tag) if x.numel() else None
+        return Pending(lambda: x, [work] if work else [])
+
+    def receive(self, x: Tensor, source: int, *, tag: int = 0) -> Pending:
+        """What the rank at place ``source`` sends, in ``x``."""
+        work = dist.irecv(x, self.ranks[source], group=self.handle, tag=tag) if x.numel() else None
+        return Pending(lambda: x, [work] if work else [])
+
     def combine(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Sum or maximum over ranks, in place. One all-reduce."""
         if self.size > 1:
@@ -163,18 +181,22 @@ class Groups:
     Making one is collective: every rank asks for the same groups in the same order, whether it is in them or not.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._made: dict[tuple[int, ...], Group] = {}
+    def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._made: dict[tuple[tuple[int, ...], str], Group] = {}
 
-    def of(self, ranks: tuple[int, ...]) -> Group | None:
-        """The group of ``ranks``, which ascend; None on a rank outside of it."""
+    def of(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
+        """The group of ``ranks``, which ascend; None on a rank outside of it.
+
+        Groups of different ``purpose`` do not wait for each other's messages.
+        """
         assert list(ranks) == sorted(set(ranks)), f"torch sorts the ranks of a group, so {ranks} must ascend"
-        if ranks not in self._made:
-            handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        key = (ranks, purpose)
+        if key not in self._made:
+            handle = dist.new_group(list(ranks), timeout=self._timeout) if len(ranks) > 1 else None
             place = ranks.index(self._rank) if self._rank in ranks else -1
-            self._made[ranks] = Group(rank=place, ranks=ranks, handle=handle)
-        group = self._made[ranks]
+            self._made[key] = Group(rank=place, ranks=ranks, handle=handle)
+        group = self._made[key]
         return group if group.rank >= 0 else None
 
 

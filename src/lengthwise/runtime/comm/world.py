@@ -28,7 +28,7 @@ class World:
     @cached_property
     def groups(self) -> Groups:
         """Groups of some of the ranks."""
-        return Groups(self.rank)
+        return Groups(self.rank, TIMEOUT)
 
     @property
     def is_first(self) -> bool:

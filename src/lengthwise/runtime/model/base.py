@@ -25,6 +25,8 @@ class Transformer(nn.Module, ABC):
     """
 
     layers: nn.ModuleList
+    inputs: frozenset[str] = frozenset({"embedding"})
+    """Weights that come before the first layer."""
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
@@ -50,6 +52,17 @@ class Transformer(nn.Module, ABC):
     @abstractmethod
     def output(self) -> tuple[Tensor, Tensor | None]:
         """``[V, D]`` and, where there is one, ``[V]``: logits = norm @ head^T + bias."""
+
+    @property
+    def num_units(self) -> int:
+        """Parts of the model whose weights come and go together: the input, each layer, the output."""
+        return len(self.layers) + 2
+
+    def unit_of(self, name: str) -> int:
+        """The unit, counted from 0, of the weight called ``name``."""
+        if name.startswith("layers."):
+            return int(name.split(".")[1]) + 1
+        return 0 if name in self.inputs else self.num_units - 1
 
     def forward(
         self,
@@ -81,15 +94,26 @@ class Transformer(nn.Module, ABC):
         logits_TV = self.norm(self.hidden(tokens_T, cu_seqlens)) @ head_VD.T
         return logits_TV if bias_V is None else logits_TV + bias_V
 
-    def run(self, execution: Execution) -> Tensor:
-        """Sum of the losses of the tokens that ``execution`` gives this rank."""
-        return execution.cross_entropy(self.norm(self.run_layers(execution)), *self.output)
+    def run(self, execution: Execution, x_tD: Tensor | None = None) -> Tensor:
+        """The layers of ``execution``, from ``x_tD`` or, with the first layer among them, from this rank's tokens.
 
-    def run_layers(self, execution: Execution) -> Tensor:
-        """Output of the last layer for the tokens of this rank: ``[t, D]``."""
-        x_tD = self.embed(execution)
-        for number, layer in enumerate(self.layers):
-            run = partial(layer, operators=execution.operators(number))
+        Returns:
+            The last layer's output ``[t, D]``; after the last layer of all, the sum of the losses of this rank's tokens.
+        """
+        x_tD = self.run_layers(execution, x_tD)
+        if execution.layers.stop < len(self.layers):
+            return x_tD
+        x_tD = execution.watch.enter(self.num_units - 1, x_tD)
+        return execution.cross_entropy(self.norm(x_tD), *self.output)
+
+    def run_layers(self, execution: Execution, x_tD: Tensor | None = None) -> Tensor:
+        """Output of the last of the layers of ``execution`` for the tokens of this rank: ``[t, D]``."""
+        if x_tD is None:
+            execution.watch.need(0)
+            x_tD = self.embed(execution)
+        for number in execution.layers:
+            run = partial(self.layers[number], operators=execution.operators(number))
+            x_tD = execution.watch.enter(number + 1, x_tD)
             x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
         return x_tD
 
@@ -103,7 +127,10 @@ class Transformer(nn.Module, ABC):
     ) -> OneDevice:
         flags = recompute or ()
         assert len(flags) in (0, len(self.layers)), f"{len(flags)} recompute flags for {len(self.layers)} layers"
-        return OneDevice(tokens_T, targets_T, views=self.views(cu_seqlens), tables=self.tables, recompute=flags)
+        return OneDevice(
+            tokens_T, targets_T, views=self.views(cu_seqlens), tables=self.tables, layers=range(len(self.layers)),
+            recompute=flags,
+        )  # fmt: skip
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

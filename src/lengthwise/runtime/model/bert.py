@@ -39,6 +39,8 @@ class Layer(BiasedLayer):
 class Bert(Transformer):
     """Normed embeddings of tokens, positions and types, layers, masked-LM transform, decoder with a bias."""
 
+    inputs = frozenset({"embedding", "position", "token_type", "embedding_norm", "embedding_norm_bias"})
+
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__(spec, dtype=dtype, device=device)
         new = partial(parameter, dtype=dtype, device=device)

@@ -4,6 +4,7 @@ t tokens of this rank, D hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,8 +20,38 @@ MakeTables = Callable[[np.ndarray], Tables | None]
 """A model's rotary tables for tokens at some offsets of their sequences; None where it has none."""
 
 
+class Watch:
+    """Told when the weights of a unit are about to be used, and when their gradients are complete. Does nothing itself.
+
+    Units are those of :meth:`~lengthwise.runtime.model.base.Transformer.unit_of`.
+    """
+
+    def need(self, unit: int) -> None:
+        """The forward is about to use the weights of ``unit``."""
+
+    def complete(self, unit: int) -> None:
+        """The backward of this micro-batch has added all it adds to the gradients of ``unit``."""
+
+    def enter(self, unit: int, x_tD: Tensor) -> Tensor:
+        """``x_tD``, the input of ``unit``: whose gradient is known only once those of its weights are complete.
+
+        Of the first unit of a stage, completion is not told: there is nothing behind it.
+        """
+        self.need(unit)
+        if x_tD.grad_fn is not None:
+            x_tD.register_hook(partial(self._on_gradient, unit))
+        return x_tD
+
+    def _on_gradient(self, unit: int, _: Tensor) -> None:
+        self.complete(unit)
+
+
 class Execution(Protocol):
     """One micro-batch on one rank."""
+
+    layers: range
+    """Those that this rank computes."""
+    watch: Watch
 
     def offsets(self) -> Tensor:
         """[t] int64: where in its sequence each token of this rank is."""
@@ -53,9 +84,12 @@ class OneDevice:
         *,
         views: Sequence[View],
         tables: MakeTables,
+        layers: range,
         recompute: Sequence[bool] = (),
+        watch: Watch | None = None,
     ) -> None:
         """``views``: of the layers, in turn; ``recompute``: one flag per layer, or none for no layer."""
+        self.layers, self.watch = layers, watch or Watch()
         self.tokens_T, self.targets_T, self.views, self.recompute = tokens_T, targets_T, views, recompute
         self._dense = [Dense(view, tables(view.offsets)) for view in views]
 

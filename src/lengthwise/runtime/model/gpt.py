@@ -81,6 +81,8 @@ class Layer(BiasedLayer):
 class Gpt(Transformer):
     """Embeddings of tokens and positions, layers, final norm, head."""
 
+    inputs = frozenset({"embedding", "position"})
+
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__(spec, dtype=dtype, device=device)
         new = partial(parameter, dtype=dtype, device=device)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lengthwise.core.layout import row_bounds
 from lengthwise.core.scheme import Method, Weights
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.model.execution import Watch
 from lengthwise.runtime.model.loss import chunk_tokens, chunked_cross_entropy
 from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
 from lengthwise.runtime.parallel.embedding import sharded_cross_entropy, sharded_lookup
-from lengthwise.runtime.parallel.shards import row_bounds
 from lengthwise.runtime.parallel.stage import LayerStage, StageView
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.runtime.parallel.weights import Prefetch
@@ -46,15 +47,20 @@ class StageExecution:
         methods: Sequence[Method],
         weights: Weights,
         recompute: Sequence[bool] = (),
+        layers: range | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """``methods``: one per layer; ``recompute``: one flag per layer, or none for no layer.
+        """``methods``: one per layer; ``recompute``: one flag per layer, or none for no layer; ``layers``: of this
+        stage, or all of them.
 
-        The model's weights are whole, or this rank's rows of :func:`~lengthwise.runtime.parallel.shards.row_bounds`.
+        The model's weights are whole, or this rank's rows of :func:`~lengthwise.core.layout.row_bounds`.
 
         Raises:
             InputError: a method cannot share this model's layers among so many ranks.
         """
         self._group, self._recompute = group, recompute
+        self.layers = range(len(model.layers)) if layers is None else layers
+        self.watch = watch or Watch()
         self._is_sharded = weights is Weights.SHARDED
         self._vocabulary = row_bounds("embedding", model.spec, degree=group.size)
         views = model.views(cu_seqlens)
@@ -67,18 +73,19 @@ class StageExecution:
         ]
         bounds = _bounds(model, group.size)
         prefetch = Prefetch()
-        self._operators = []
-        layers: list[Any] = list(model.layers)
-        for number, (layer, method) in enumerate(zip(layers, methods, strict=True)):
+        self._operators: dict[int, Operators] = {}
+        for number in self.layers:
+            layer: Any = model.layers[number]
             stage = LayerStage(
                 view=self._views[number % len(views)],
                 bounds=bounds,
                 prefetch=prefetch,
                 layer=number,
                 is_recomputed=self.is_recomputed(number),
+                watch=self.watch,
             )
             attention, ffn = layer.attention_weights, layer.ffn_weights
-            self._operators.append(make_operators(method)(stage, attention, ffn))
+            self._operators[number] = make_operators(methods[number])(stage, attention, ffn)
 
     def offsets(self) -> Tensor:
         """[t]"""

@@ -1,37 +1,12 @@
-"""Which rows of each weight a rank of a stage holds where weights are sharded.
-
-One layout for all methods on sharded weights (ParaDySe, table 2): queries, keys, values and the projection back by
-key/value head with its queries, the feed-forward by column, the vocabulary by row; norms and whatever else is small are
-whole on every rank. p need not divide anything: shares differ by one unit, and may be empty.
-"""
+"""The rows that a rank of a stage holds where weights are sharded (:func:`lengthwise.core.layout.row_bounds`)."""
 
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lengthwise.core.layout import row_bounds
 from lengthwise.core.specs import ModelSpec
-
-_UNITS = {
-    "qkv": "groups", "qkv_bias": "groups", "proj": "groups",
-    "gate": "columns", "up": "columns", "up_bias": "columns", "down": "columns",
-    "embedding": "vocabulary", "head": "vocabulary", "output_bias": "vocabulary",
-}  # fmt: skip
-
-
-def row_bounds(name: str, spec: ModelSpec, *, degree: int) -> tuple[int, ...] | None:
-    """Rank r holds the rows ``bounds[r]`` to ``bounds[r + 1]`` of the weight called ``name``; None: all of them.
-
-    The last part of the name decides.
-    """
-    kind = name.rpartition(".")[2]
-    if kind not in _UNITS:
-        return None
-    count = {"groups": spec.num_kv_heads, "columns": spec.ffn_size, "vocabulary": spec.vocab_size}[_UNITS[kind]]
-    group_size = spec.num_heads // spec.num_kv_heads
-    rows = {"qkv": group_size + 2, "qkv_bias": group_size + 2, "proj": group_size}.get(kind, 0) * spec.head_size or 1
-    return tuple(rank * count // degree * rows for rank in range(degree + 1))
-
 
 def keep_own_rows(model: nn.Module, spec: ModelSpec, *, rank: int, degree: int) -> None:
     """Make every sharded parameter of ``model`` this rank's rows of it, in place; the rest is freed."""
@@ -45,7 +20,7 @@ class FlatShards:
     """The shards of one operator's weights, laid end to end: what moves between ranks in one piece."""
 
     def __init__(self, shards: Mapping[str, Tensor], bounds: Mapping[str, Sequence[int]]) -> None:
-        """``shards``: of any one rank; ``bounds``: as :func:`row_bounds` answers for each of them."""
+        """``shards``: of any one rank; ``bounds``: as :func:`~lengthwise.core.layout.row_bounds` answers for each of them."""
         self.bounds = {name: bounds[name] for name in shards}
         self._trailing = {name: shard.shape[1:] for name, shard in shards.items()}
         num_ranks = len(next(iter(self.bounds.values()))) - 1

@@ -5,14 +5,14 @@ T tokens of the pack, t of this rank.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.model.execution import MakeTables
+from lengthwise.runtime.model.execution import MakeTables, Watch
 from lengthwise.runtime.model.operators import Bundle, Tables
 from lengthwise.runtime.model.view import View
 from lengthwise.runtime.parallel.blocks import block_tasks
@@ -86,6 +86,7 @@ class LayerStage:
     prefetch: Prefetch
     layer: int
     is_recomputed: bool
+    watch: Watch
 
     @property
     def group(self) -> Group:
@@ -99,5 +100,6 @@ class LayerStage:
     def gathered(self, weights: Bundle) -> Gathered:
         """Weights that are gathered when they are needed."""
         return Gathered(
-            weights.tensors, self.bounds, self.group, self.prefetch, layer=self.layer, is_recomputed=self.is_recomputed
-        )
+            weights.tensors, self.bounds, self.group, self.prefetch, layer=self.layer, is_recomputed=self.is_recomputed,
+            need=partial(self.watch.need, self.layer + 1),
+        )  # fmt: skip

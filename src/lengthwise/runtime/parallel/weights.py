@@ -8,7 +8,7 @@ and entering, backward; the gather of the operator that comes next is then alrea
 t tokens of this rank, O outputs, I inputs of a product.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,8 +99,12 @@ class Gathered:
         *,
         layer: int,
         is_recomputed: bool,
+        need: Callable[[], None],
     ) -> None:
-        """``bounds``: rank r holds rows ``bounds[name][r]`` to ``bounds[name][r + 1]`` of each weight."""
+        """``bounds``: rank r holds rows ``bounds[name][r]`` to ``bounds[name][r + 1]`` of each weight; ``need`` waits
+        until this rank's are there.
+        """
+        self._need = need
         self.shards, self.group, self.prefetch = shards, group, prefetch
         self.layer, self.is_recomputed = layer, is_recomputed
         self.place = len(prefetch.queue)
@@ -134,6 +138,7 @@ class Gathered:
     def start(self) -> None:
         """Set the gather going, unless it is or the weights are there."""
         if self._coming is None and not self._whole:
+            self._need()
             self._coming = self.group.gather(self._flat.join(self.shards), self._flat.sizes)
 
     def fill(self, following: "Gathered | None") -> None:

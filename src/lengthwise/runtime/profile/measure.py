@@ -8,14 +8,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.targets import Masking, masked_targets, next_token_targets
+from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 
 SHORTEST = 32
@@ -37,7 +39,7 @@ def ladder(max_length: int, max_tokens: int) -> list[tuple[int, ...]]:
 
 
 def profile(
-    model: nn.Module,
+    model: Transformer,
     spec: ModelSpec,
     world: World,
     *,
@@ -51,7 +53,8 @@ def profile(
     Cost: the sum over packs of one forward and ``repeats`` forwards and backwards.
     """
     flags = (recompute,) * spec.num_layers
-    state = ShardedState(model, world, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    state = ShardedState(model, world, OptimizerSettings())
+    state.hold_everything()
     generator = torch.Generator().manual_seed(0)
     feeds = [_random_feed(lengths, spec, world, generator) for lengths in packs]
     _forward_backward(model, feeds[0], flags)  # the first call of anything is slow
@@ -105,16 +108,17 @@ def _random_feed(lengths: tuple[int, ...], spec: ModelSpec, world: World, genera
     return tokens.to(world.device), pack.cu_seqlens, targets.to(world.device)
 
 
-def _forward_backward(model: nn.Module, feed: Feed, recompute: tuple[bool, ...]) -> None:
+def _forward_backward(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) -> None:
     tokens_T, cu_seqlens, targets_T = feed
     (model(tokens_T, cu_seqlens, targets_T, recompute=recompute) / len(tokens_T)).backward()
 
 
 def _update(state: ShardedState) -> None:
-    state.push()
+    state.clear_gradient()
+    state.finish_push()
     norm, _ = state.global_norm(torch.zeros((), device=state.world.device))
     state.step(lr=0.0, clip=min(1.0, 1.0 / (norm + 1e-6)))
-    state.pull()
+    state.hold_everything()
 
 
 def _time_s(work: Callable[[], None], world: World) -> float:
@@ -127,7 +131,7 @@ def _time_s(work: Callable[[], None], world: World) -> float:
     return time.perf_counter() - start_s
 
 
-def _kept_bytes(model: nn.Module, feed: Feed, recompute: tuple[bool, ...], world: World) -> int:
+def _kept_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...], world: World) -> int:
     """Bytes a micro-batch needs beyond the model state: the allocator's peak on a GPU, saved tensors on a CPU."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -140,7 +144,7 @@ def _kept_bytes(model: nn.Module, feed: Feed, recompute: tuple[bool, ...], world
     return kept
 
 
-def _saved_bytes(model: nn.Module, feed: Feed, recompute: tuple[bool, ...]) -> int:
+def _saved_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) -> int:
     """Bytes of the distinct storages, weights left out, that the forward saves for the backward."""
     known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes: dict[int, int] = {}

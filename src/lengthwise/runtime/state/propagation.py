@@ -1,122 +1,201 @@
-"""Propagation layout: the weights that forward and backward use on each rank, and how they get there and back.
+"""Pull and push: how each unit's weights come from their owners to whoever computes with them, and gradients back.
 
-Every rank holds some intervals of the flat parameter buffer. *Pull* brings them from their owners, *push* returns
-gradients, summed over all that hold the same. Where every rank holds everything these are an all-gather and a
-reduce-scatter, else all-to-alls of the slices that :func:`lengthwise.core.layout.transfers` counts.
+Owners hold their shares in the optimization layout, ranks compute in a propagation layout. Of every unit, all ranks
+issue one collective each way. Where every rank computes with all of a unit these are an all-gather and a reduce-scatter,
+else all-to-alls of exactly the slices that :func:`lengthwise.core.layout.transfers` counts.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.core.layout import Interval, Layout, Transfer, fully_sharded, shard_size, transfers
-from lengthwise.runtime.comm.collectives import all_gather, reduce_scatter
-from lengthwise.runtime.comm.world import World
+from lengthwise.core.layout import Interval, Layout, Transfer, fully_sharded, shard_size, transfers_of
+from lengthwise.runtime.comm.collectives import all_gather, all_to_all, reduce_scatter
+from lengthwise.runtime.comm.group import Pending, Traffic
+
+Slices = tuple[tuple[slice, ...], ...]
+"""For each rank, some slices of a tensor."""
 
 
-class Propagation(Protocol):
-    """Weights in the compute dtype and gradients in the master dtype, as one rank holds them."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitRoute:
+    """The way of one unit between its owners and the ranks that compute with it, as one rank sees it."""
 
-    weights: Tensor
-    """Flat; what this rank computes with."""
-    gradients: Tensor
-    """Flat; where gradients accumulate."""
+    rank: int
+    region: slice
+    """Of this rank's flat weights and gradients: what it computes with, in the order of the buffer, then padding."""
+    own: slice
+    """Of this rank's flat master weights: its share of the unit."""
+    shard: int
+    """Elements of the largest share where all ranks compute with the whole unit; else 0."""
+    to: Slices
+    """For each rank: what it computes with of our share, counted from the share's start."""
+    come: Slices
+    """For each rank: what it owns of our region, counted from the region's start."""
+    sent: Traffic
+
+    def pull(self, own: Tensor, weights: Tensor) -> Pending:
+        """Fill the region of ``weights`` from every owner's share; ``own``: this rank's, in the compute dtype."""
+        region = weights[self.region]
+        if self.shard:
+            own = own if len(own) == self.shard else torch.cat([own, own.new_zeros(self.shard - len(own))])
+            self.sent.add("pull", (len(self.to) - 1) * self.shard * own.element_size())
+            work = all_gather(region, own, async_op=True)
+            return Pending(lambda keep=own: region, [work])  # type: ignore[misc]
+        outgoing, send, receive = _joined(own, self.to), _sizes(self.to), _sizes(self.come)
+        self.sent.add("pull", (sum(send) - send[self.rank]) * own.element_size())
+        direct = _is_in_order(self.come)
+        incoming = region if direct else torch.empty_like(region)
+        work = all_to_all(incoming, outgoing, receive=receive, send=send, async_op=True)
+
+        def make(keep: Tensor = outgoing) -> Tensor:
+            if not direct:
+                for at, piece in _pieces(incoming, self.come):
+                    region[at] = piece
+            return region
+
+        return Pending(make, [work])
+
+    def push(self, gradients: Tensor, pushed: Tensor) -> Pending:
+        """Add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
+        region, target = gradients[self.region], pushed[self.own]
+        if self.shard:
+            incoming = region.new_empty(self.shard)
+            self.sent.add("push", (len(self.to) - 1) * self.shard * region.element_size())
+            work = reduce_scatter(incoming, region, async_op=True)
+            return Pending(lambda: target.add_(incoming[: len(target)]), [work])
+        outgoing = region if _is_in_order(self.come) else _joined(region, self.come)
+        send, receive = _sizes(self.come), _sizes(self.to)
+        self.sent.add("push", (sum(send) - send[self.rank]) * region.element_size())
+        incoming = region.new_empty(sum(receive))
+        work = all_to_all(incoming, outgoing, receive=receive, send=send, async_op=True)
+
+        def make(keep: Tensor = outgoing) -> Tensor:
+            for at, piece in _pieces(incoming, self.to):
+                target[at] += piece
+            return target
+
+        return Pending(make, [work])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Routes:
+    """Those of all units on one rank, and where what it computes with lies in its flat weights."""
+
+    units: tuple[UnitRoute, ...]
+    num_elements: int
+    """Of this rank's flat weights and gradients, padding included."""
+    held: tuple[Interval, ...]
+    """Of the whole buffer: what this rank computes with."""
+    places: tuple[int, ...]
+    """Where each of them begins in the flat weights."""
 
     def place(self, interval: Interval) -> slice:
-        """Where in ``weights`` and ``gradients`` an interval of the whole buffer is."""
-        ...
-
-    def pull(self, own: Tensor) -> None:
-        """Fill ``weights`` from every owner's shard ``own``, padded to equal size, in the compute dtype."""
-        ...
-
-    def push(self, own: Tensor) -> None:
-        """Sum ``gradients`` into every owner's ``own``, and clear them."""
-        ...
-
-
-class WholePropagation:
-    """Every rank holds everything. One collective each way."""
-
-    def __init__(self, num_elements: int, world: World, *, compute: torch.dtype, master: torch.dtype) -> None:
-        size = shard_size(num_elements, world.size)
-        self.weights = torch.zeros(size * world.size, dtype=compute, device=world.device)
-        self.gradients = torch.zeros(size * world.size, dtype=master, device=world.device)
-
-    def place(self, interval: Interval) -> slice:
-        """As it is."""
-        return slice(*interval)
-
-    def pull(self, own: Tensor) -> None:
-        """One all-gather of all elements."""
-        all_gather(self.weights, own)
-
-    def push(self, own: Tensor) -> None:
-        """One reduce-scatter of all elements."""
-        reduce_scatter(own, self.gradients)
-        self.gradients.zero_()
-
-
-class SlicedPropagation:
-    """Every rank holds the intervals of ``layout``. One all-to-all each way."""
-
-    def __init__(self, layout: Layout, world: World, *, compute: torch.dtype, master: torch.dtype) -> None:
-        self._held = layout.intervals[world.rank]
-        self._starts: dict[int, int] = {}
-        num_held = 0
-        for start, end in self._held:
-            self._starts[start] = num_held
-            num_held += end - start
-        self.weights = torch.zeros(num_held, dtype=compute, device=world.device)
-        self.gradients = torch.zeros(num_held, dtype=master, device=world.device)
-        moves = transfers(fully_sharded(layout.num_elements, world.size), layout)
-        first = world.rank * shard_size(layout.num_elements, world.size)
-        # Of each peer, in its order: the slices of our shard that it holds, and of what we hold that it owns.
-        self._to = [self._slices([m for m in moves if m.source == world.rank and m.target == rank], first)
-                    for rank in range(world.size)]  # fmt: skip
-        self._from = [[self.place((m.start, m.end)) for m in moves if m.target == world.rank and m.source == rank]
-                      for rank in range(world.size)]  # fmt: skip
-
-    def place(self, interval: Interval) -> slice:
-        """Found by the held interval that contains it."""
+        """Where an interval of the whole buffer, within one that is held, lies in the flat weights."""
         start, end = interval
-        around = max((low for low, _ in self._held if low <= start), default=None)
-        assert around is not None, f"interval [{start}, {end}) is not held here"
-        at = self._starts[around] + start - around
-        return slice(at, at + end - start)
-
-    def pull(self, own: Tensor) -> None:
-        """Owners send every holder the slices it holds."""
-        received = _exchange([own[at] for group in self._to for at in group], _sizes(self._to), _sizes(self._from), own)
-        for at, piece in zip(_flat(self._from), received.split([at.stop - at.start for at in _flat(self._from)])):
-            self.weights[at] = piece
-
-    def push(self, own: Tensor) -> None:
-        """Holders send every owner their gradients of its slices; owners add them up, rank by rank."""
-        pieces = [self.gradients[at] for at in _flat(self._from)]
-        received = _exchange(pieces, _sizes(self._from), _sizes(self._to), self.gradients)
-        own.zero_()
-        for at, piece in zip(_flat(self._to), received.split([at.stop - at.start for at in _flat(self._to)])):
-            own[at] += piece
-        self.gradients.zero_()
-
-    @staticmethod
-    def _slices(moves: Sequence[Transfer], first: int) -> list[slice]:
-        return [slice(move.start - first, move.end - first) for move in moves]
+        if start == end:
+            return slice(0, 0)
+        at = bisect_right(self.held, start, key=_start) - 1
+        assert at >= 0 and end <= self.held[at][1], f"interval [{start}, {end}) is not held here"
+        first = self.places[at] + start - self.held[at][0]
+        return slice(first, first + end - start)
 
 
-def _flat(groups: Sequence[Sequence[slice]]) -> list[slice]:
-    return [at for group in groups for at in group]
+def routes(bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int, sent: Traffic) -> Routes:
+    """From the optimization layout ``owned`` to the propagation layout ``computed``, as ``rank`` sees it.
+
+    ``bounds``: unit u is the elements ``bounds[u]`` to ``bounds[u + 1]`` of the buffer.
+    """
+    num_ranks, held = owned.num_ranks, computed.intervals[rank]
+    moves: list[list[Transfer]] = [[] for _ in bounds[1:]]
+    for move in transfers_of(rank, owned, computed):
+        moves[bisect_right(bounds, move.start) - 1].append(move)
+    found, places = [], []
+    region_start = own_start = 0
+    for unit, (first, end) in enumerate(zip(bounds, bounds[1:])):
+        own = [interval for interval in owned.intervals[rank] if first <= interval[0] < end]
+        mine = [interval for interval in held if first <= interval[0] < end]
+        in_own, in_region = _Offsets(own), _Offsets(mine)
+        to: list[list[slice]] = [[] for _ in range(num_ranks)]
+        come: list[list[slice]] = [[] for _ in range(num_ranks)]
+        for move in moves[unit]:
+            if move.source == rank:
+                to[move.target].append(in_own.of(move.start, move.end))
+            if move.target == rank:
+                come[move.source].append(in_region.of(move.start, move.end))
+        shard = shard_size(end - first, num_ranks) if _is_whole(first, end, owned, computed) else 0
+        length = shard * num_ranks if shard else in_region.total
+        found.append(
+            UnitRoute(
+                rank=rank,
+                region=slice(region_start, region_start + length),
+                own=slice(own_start, own_start + in_own.total),
+                shard=shard,
+                to=tuple(map(tuple, to)),
+                come=tuple(map(tuple, come)),
+                sent=sent,
+            )
+        )
+        places += [region_start + offset for offset in in_region.starts]
+        region_start += length
+        own_start += in_own.total
+    return Routes(units=tuple(found), num_elements=region_start, held=held, places=tuple(places))
 
 
-def _sizes(groups: Sequence[Sequence[slice]]) -> list[int]:
-    return [sum(at.stop - at.start for at in group) for group in groups]
+class _Offsets:
+    """Intervals laid end to end."""
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        self._intervals = intervals
+        self.starts, self.total = [], 0
+        for start, end in intervals:
+            self.starts.append(self.total)
+            self.total += end - start
+
+    def of(self, start: int, end: int) -> slice:
+        """Where a piece of one of the intervals lies."""
+        at = bisect_right(self._intervals, start, key=_start) - 1
+        first = self.starts[at] + start - self._intervals[at][0]
+        return slice(first, first + end - start)
 
 
-def _exchange(pieces: Sequence[Tensor], send: list[int], receive: list[int], like: Tensor) -> Tensor:
-    out = like.new_empty(sum(receive))
-    dist.all_to_all_single(out, torch.cat([like.new_empty(0), *pieces]), receive, send)
-    return out
+def _start(interval: Interval) -> int:
+    return interval[0]
+
+
+def _is_whole(first: int, end: int, owned: Layout, computed: Layout) -> bool:
+    """Whether every rank computes with all of a unit of which ranks own consecutive shares."""
+
+    def inside(held: tuple[Interval, ...]) -> list[Interval]:
+        return [(a - first, b - first) for a, b in held if first <= a < end]
+
+    for rank, held in enumerate(fully_sharded(end - first, owned.num_ranks).intervals):
+        if inside(owned.intervals[rank]) != list(held):
+            return False
+    return all(sum(b - a for a, b in inside(held)) == end - first for held in set(computed.intervals))
+
+
+def _sizes(slices: Slices) -> list[int]:
+    return [sum(at.stop - at.start for at in each) for each in slices]
+
+
+def _joined(x: Tensor, slices: Slices) -> Tensor:
+    return torch.cat([x[:0], *(x[at] for each in slices for at in each)])
+
+
+def _pieces(joined: Tensor, slices: Slices) -> Iterator[tuple[slice, Tensor]]:
+    start = 0
+    for each in slices:
+        for at in each:
+            size = at.stop - at.start
+            yield at, joined[start : start + size]
+            start += size
+
+
+def _is_in_order(slices: Slices) -> bool:
+    """Whether the slices, rank by rank, follow one another without gaps."""
+    flat = [at for each in slices for at in each]
+    return all(before.stop == after.start for before, after in zip(flat, flat[1:])) and (not flat or not flat[0].start)

@@ -1,146 +1,149 @@
-"""Optimization layout apart from compute layout: every rank updates its shard alone, whatever it computes with.
+"""Optimization layout apart from compute layout: every rank updates what it owns, whatever it computes with.
 
-All parameters lie in one flat buffer, in the order the model names them. Rank r owns the r-th interval of
-``core.layout.fully_sharded``: its master weights and optimizer moments exist nowhere else. *Push* sums gradients into
-the owners, *pull* spreads updated weights, in whatever layout ranks compute with
-(:mod:`lengthwise.runtime.state.propagation`).
+All parameters lie in one flat buffer, unit by unit (:mod:`lengthwise.runtime.state.table`). Every rank owns a share of
+each unit: its master weights and the optimizer's state exist nowhere else and never move. For the micro-batches that
+ranks compute with the same weights, :meth:`ShardedState.hold` lays out what each needs, *pull* brings it from its
+owners, *push* returns gradients, summed (:mod:`lengthwise.runtime.state.propagation`).
 
+    master    [own]    master dtype
+    pushed    [own]    master dtype: the gradient, summed over ranks
     weights   [held]   compute dtype; the model's parameters are views of it
     gradients [held]   master dtype; parameter gradients accumulate in it
-    master    [shard]  master dtype; a view of ``weights`` where every rank holds everything and both dtypes are one
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.layout import Interval, Layout, fully_sharded, shard_size
+from lengthwise.core.scheme import Holding
 from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.comm.group import Pending, Traffic
 from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.state.propagation import Propagation, SlicedPropagation, WholePropagation
+from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.propagation import Routes, UnitRoute, routes
+from lengthwise.runtime.state.table import ParameterTable
 
-RowBounds = Callable[[str], Sequence[int] | None]
-"""Of a parameter by name: rank r of a stage computes with rows ``bounds[r]`` to ``bounds[r + 1]``; None: with all."""
+MAX_ROUTES = 64
+"""Layouts whose routes are remembered."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Neighbours of what this rank owns that the optimizer treats alike."""
+
+    name: str
+    """Of the unit, or of the parameter where parameters are not cut."""
+    parameter: nn.Parameter
+    """A view of ``master``; its gradient is a view of ``pushed``."""
+    decays: bool
 
 
 class ShardedState:
-    """Weights, gradients and AdamW of one model over all ranks. Turns the model's parameters into views."""
+    """Weights, gradients and optimizer of one model over all ranks. Turns the model's parameters into views."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        degree: int = 1,
-        row_bounds: RowBounds | None = None,
-    ) -> None:
-        """``row_bounds``: ranks compute with shards, in stages of ``degree`` neighbours; None: with everything."""
-        named = list(model.named_parameters())
-        self.world = world
-        self.degree = degree if row_bounds else 1
-        """Ranks that hold a model together."""
-        self.compute_dtype = named[0][1].dtype
+    def __init__(self, model: Transformer, world: World, settings: OptimizerSettings) -> None:
+        self.world, self.settings = world, settings
+        self.table = ParameterTable.of(model)
+        self.compute_dtype = next(model.parameters()).dtype
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        self.slices = _slices(named)
-        self.num_elements = sum(parameter.numel() for _, parameter in named)
-        size = shard_size(self.num_elements, world.size)
-        self._own = slice(world.rank * size, (world.rank + 1) * size)
-        held = fully_sharded(self.num_elements, world.size).intervals[world.rank]
-        self.interval: Interval = held[0] if held else (0, 0)
+        whole = settings.needs_whole_parameters
+        self.owned_layout = (
+            self.table.whole_parameters(world.size) if whole else self.table.sharded(world.size)
+        )
+        self.sent = Traffic()
+        """Bytes that pulls and pushes sent."""
+        self._named = dict(model.named_parameters())
+        self._grad_views: dict[str, Tensor] = {}
+        self._routes: dict[tuple[Holding | None, ...], Routes] = {}
+        self.master = self._owned_values()
+        self._pushed = torch.zeros_like(self.master)
+        self.segments = self._make_segments()
+        self.optimizer = settings.make(
+            [s.parameter for s in self.segments if s.decays], [s.parameter for s in self.segments if not s.decays]
+        )
+        if self.compute_dtype != self.master_dtype:
+            for name, parameter in self._named.items():
+                parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
+        self.holdings: tuple[Holding | None, ...] | None = None
+        self.weights = self.gradients = self.master[:0]
+        self._coming: list[Pending | None] = []
+        self._going: list[Pending] = []
+        self._is_pulled = False
+        self._release()
 
-        flat = torch.zeros(size * world.size, dtype=self.compute_dtype, device=world.device)
-        with torch.no_grad():
-            for name, parameter in named:
-                flat[slice(*self.slices[name])] = parameter.flatten()
-        self.propagation = self._make_propagation(named, row_bounds)
-        self._shares_master = self.compute_dtype == self.master_dtype and self.degree == 1
-        if self.degree == 1:
-            self.weights.copy_(flat)
-        own = (self.weights if self.degree == 1 else flat)[self._own]
-        self.master = own if self._shares_master else own.to(self.master_dtype, copy=True)
-        self._attach(named, row_bounds)
-        del flat
-        self._pushed = torch.zeros(size, dtype=self.master_dtype, device=world.device)
-        self._segments = list(self._make_segments(named))
-        groups = [
-            {"params": [s for s, decays in self._segments if decays == flag], "weight_decay": weight_decay * flag}
-            for flag in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps) if groups else None
-        if self.degree > 1:
-            self.pull()
+    def hold(self, holdings: Sequence[Holding | None]) -> None:
+        """Lay out what every rank computes with from now on; weights come with the next :meth:`pull`."""
+        holdings = tuple(holdings)
+        if holdings == self.holdings:
+            return
+        self._is_pulled = False
+        self._release()
+        self.routes = self._routes_to(holdings)
+        size, device = self.routes.num_elements, self.world.device
+        if len(self.weights) != size:
+            self.weights = self.gradients = self.master[:0]  # freed before they are allocated anew
+            self.weights = torch.zeros(size, dtype=self.compute_dtype, device=device)
+            self.gradients = torch.zeros(size, dtype=self.master_dtype, device=device)
+        for part in self.table.parts(holdings[self.world.rank]):
+            self._attach(part.slot.name, self.routes.place(part.interval), part.shape)
+        self.holdings = holdings
 
-    @property
-    def weights(self) -> Tensor:
-        """[held] what this rank computes with."""
-        return self.propagation.weights
+    def hold_everything(self) -> None:
+        """Every rank the whole model, pulled: for evaluation, measuring and tests."""
+        layers = self.table.num_units - 2
+        self.hold([Holding(first=0, end=layers, num_layers=layers)] * self.world.size)
+        self.pull()
+        for unit in range(self.table.num_units):
+            self.need(unit)
 
-    @property
-    def gradients(self) -> Tensor:
-        """[held] where this rank's gradients accumulate."""
-        return self.propagation.gradients
+    def pull(self) -> None:
+        """Set the weights of all units going to the ranks that compute with them, unless they are there.
 
-    def _make_propagation(self, named: list[tuple[str, nn.Parameter]], row_bounds: RowBounds | None) -> Propagation:
-        dtypes = {"compute": self.compute_dtype, "master": self.master_dtype}
-        if self.degree == 1:
-            return WholePropagation(self.num_elements, self.world, **dtypes)
-        intervals = []
-        for rank in range(self.world.size):
-            rows = [self._rows(name, p, row_bounds, rank % self.degree) for name, p in named]
-            intervals.append(tuple(interval for interval, _ in rows if interval[0] < interval[1]))
-        layout = Layout(num_elements=self.num_elements, intervals=tuple(intervals))
-        return SlicedPropagation(layout, self.world, **dtypes)
+        In the order of the units, on every rank, so that the first layer's arrive first. :meth:`need` waits.
+        """
+        if not self._is_pulled:
+            self._coming = [
+                route.pull(self.master[route.own].to(self.compute_dtype), self.weights) for route in self.routes.units
+            ]
+        self._is_pulled = True
+        self._next_push = self.table.num_units - 1
 
-    def _rows(
-        self, name: str, parameter: nn.Parameter, row_bounds: RowBounds | None, place: int
-    ) -> tuple[Interval, torch.Size]:
-        """What the rank at ``place`` of its stage holds of a parameter: interval of the flat buffer, and shape."""
-        start, end = self.slices[name]
-        bounds = row_bounds(name) if row_bounds else None
-        if bounds is None:
-            return (start, end), parameter.shape
-        width = parameter.shape[1:].numel()
-        shape = torch.Size([bounds[place + 1] - bounds[place], *parameter.shape[1:]])
-        return (start + bounds[place] * width, start + bounds[place + 1] * width), shape
+    def is_coming(self, unit: int) -> bool:
+        """Whether the weights of ``unit`` have been set going and not been waited for."""
+        return self._coming[unit] is not None
 
-    def _attach(self, named: list[tuple[str, nn.Parameter]], row_bounds: RowBounds | None) -> None:
-        """Make every parameter a view of ``weights`` whose gradient lands in ``gradients``."""
-        for name, parameter in named:
-            interval, shape = self._rows(name, parameter, row_bounds, self.world.rank % self.degree)
-            at = self.propagation.place(interval) if interval[0] < interval[1] else slice(0, 0)
-            parameter.data = self.weights[at].view(shape)
-            gradient = self.gradients[at].view(shape)
-            if self.compute_dtype == self.master_dtype:
-                parameter.grad = gradient  # autograd adds to an existing gradient in place
-            else:
-                parameter.register_post_accumulate_grad_hook(_adds_to(gradient))
+    def need(self, unit: int) -> None:
+        """Wait until the weights of ``unit`` are there."""
+        coming = self._coming[unit]
+        if coming is not None:
+            coming.wait()
+            self._coming[unit] = None
 
-    def _make_segments(self, named: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[nn.Parameter, bool]]:
-        """Runs of this rank's interval that decay alike, for the optimizer. Matrices decay, vectors do not."""
-        runs: list[tuple[int, int, bool]] = []
-        for name, parameter in named:
-            start, end = self.slices[name]
-            start, end = max(start, self.interval[0]), min(end, self.interval[1])
-            if start >= end:
-                continue
-            if runs and runs[-1][2] == (parameter.ndim > 1):
-                runs[-1] = (runs[-1][0], end, runs[-1][2])
-            else:
-                runs.append((start, end, parameter.ndim > 1))
-        for start, end, decays in runs:
-            inside = slice(start - self._own.start, end - self._own.start)
-            segment = nn.Parameter(self.master[inside], requires_grad=True)
-            segment.grad = self._pushed[inside]
-            yield segment, decays
+    def push_from(self, unit: int) -> None:
+        """This rank's gradients of ``unit`` and all after it are final: set those going that are not yet.
 
-    def push(self) -> None:
-        """Sum every rank's gradients into their owners, at master precision."""
-        self.propagation.push(self._pushed)
+        Pushes are issued in the reverse order of the units, the same on every rank.
+        """
+        while self._next_push >= unit:
+            self._going.append(self.routes.units[self._next_push].push(self.gradients, self._pushed))
+            self._next_push -= 1
+
+    def finish_push(self) -> None:
+        """Push what is left, wait until every owner has its sums, and clear the gradients."""
+        self.push_from(0)
+        for unit in range(self.table.num_units):
+            self.need(unit)  # of weights that were sent but not used here, what was sent is freed
+        for going in self._going:
+            going.wait()
+        self._going = []
+        self.gradients.zero_()
+
+    def clear_gradient(self) -> None:
+        """Begin a step: nothing is pushed yet."""
+        self._pushed.zero_()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
         """Norm of the pushed gradient over all ranks, and ``loss`` summed over them: one collective for both.
@@ -153,6 +156,7 @@ class ShardedState:
 
     def step(self, *, lr: float, clip: float) -> None:
         """Scale the pushed gradient by ``clip`` and let the optimizer update this rank's master weights."""
+        self._is_pulled = False
         if self.optimizer is None:
             return
         if clip != 1.0:
@@ -161,58 +165,79 @@ class ShardedState:
             group["lr"] = lr
         self.optimizer.step()
 
-    def pull(self) -> None:
-        """Spread the owners' master weights to every rank that computes with them, in the compute dtype."""
-        if self._shares_master:
-            self.propagation.pull(self.weights[self._own])
+    def forget_weights(self) -> None:
+        """Master weights were changed: what was pulled is out of date."""
+        self._is_pulled = False
+
+    def _owned_values(self) -> Tensor:
+        """This rank's part of the model's weights as they are."""
+        pieces = [torch.empty(0, dtype=self.master_dtype, device=self.world.device)]
+        for start, end in self.owned_layout.intervals[self.world.rank]:
+            for name, (first, last) in self.table.intervals.items():
+                if first < end and start < last:
+                    flat = self._named[name].detach().flatten()
+                    inside = flat[max(start, first) - first : min(end, last) - first]
+                    pieces.append(inside.to(self.world.device, self.master_dtype))
+        return torch.cat(pieces)
+
+    def _make_segments(self) -> list[Segment]:
+        """Whole parameters, or runs within each unit that decay alike. Matrices decay, vectors do not."""
+        runs: list[tuple[str, int, int, bool, tuple[int, ...]]] = []
+        at = 0
+        for start, end in self.owned_layout.intervals[self.world.rank]:
+            for slot in self.table.slots.values():
+                size = min(end, slot.interval[1]) - max(start, slot.interval[0])
+                if size <= 0:
+                    continue
+                name, decays = str(slot.unit), len(slot.shape) > 1
+                if self.settings.needs_whole_parameters:
+                    runs.append((slot.name, at, at + size, decays, slot.shape))
+                elif runs and (runs[-1][0], runs[-1][3]) == (name, decays):
+                    first = runs[-1][1]
+                    runs[-1] = (name, first, at + size, decays, (at + size - first,))
+                else:
+                    runs.append((name, at, at + size, decays, (size,)))
+                at += size
+        segments = []
+        for name, first, last, decays, shape in runs:
+            parameter = nn.Parameter(self.master[first:last].view(shape))
+            parameter.grad = self._pushed[first:last].view(shape)
+            segments.append(Segment(name=name, parameter=parameter, decays=decays))
+        return segments
+
+    def _routes_to(self, holdings: tuple[Holding | None, ...]) -> Routes:
+        found = self._routes.pop(holdings, None)
+        if found is None:
+            computed = self.table.propagation(holdings)
+            found = routes(self.table.bounds, self.owned_layout, computed, rank=self.world.rank, sent=self.sent)
+        self._routes[holdings] = found  # the newest last
+        while len(self._routes) > MAX_ROUTES:
+            del self._routes[next(iter(self._routes))]
+        return found
+
+    def _release(self) -> None:
+        """Leave no parameter a view of anything."""
+        self.holdings = None
+        self._grad_views = {}
+        for name, parameter in self._named.items():
+            parameter.grad = None
+            parameter.data = parameter.data.new_empty(0, *self.table.slots[name].shape[1:])
+
+    def _attach(self, name: str, at: slice, shape: tuple[int, ...]) -> None:
+        """Make a parameter a view of ``weights`` whose gradient lands in ``gradients``."""
+        parameter = self._named[name]
+        parameter.data = self.weights[at].view(shape)
+        if self.compute_dtype == self.master_dtype:
+            parameter.grad = self.gradients[at].view(shape)  # autograd adds to an existing gradient in place
         else:
-            self.propagation.pull(self.master.to(self.compute_dtype))
+            self._grad_views[name] = self.gradients[at].view(shape)
 
-    def owned(self) -> dict[str, Tensor]:
-        """This rank's elements of the master weights and the moments, without padding; copies of the moments."""
-        length = self.interval[1] - self.interval[0]
-        moments = {name: torch.zeros(length, dtype=self.master_dtype) for name in ("exp_avg", "exp_avg_sq")}
-        at = 0
-        for segment, _ in self._segments:
-            assert self.optimizer is not None
-            for name, whole in moments.items():
-                if name in self.optimizer.state[segment]:
-                    whole[at : at + segment.numel()] = self.optimizer.state[segment][name]
-            at += segment.numel()
-        return {"master": self.master[:length].detach(), **moments}
+    def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]
+        """A hook that moves a parameter's finished gradient into the buffer of higher precision."""
 
-    def restore(self, owned: dict[str, Tensor], num_steps: int) -> None:
-        """Take back what :meth:`owned` returned after ``num_steps`` optimizer steps, and pull."""
-        length = self.interval[1] - self.interval[0]
-        with torch.no_grad():
-            self.master[:length] = owned["master"]
-        at = 0
-        for segment, _ in self._segments:
-            assert self.optimizer is not None
-            here = slice(at, at + segment.numel())
-            self.optimizer.state[segment] = {
-                "step": torch.tensor(float(num_steps)),
-                "exp_avg": owned["exp_avg"][here].to(segment.device).clone(),
-                "exp_avg_sq": owned["exp_avg_sq"][here].to(segment.device).clone(),
-            }
-            at += segment.numel()
-        self.pull()
+        def add(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._grad_views[name].add_(parameter.grad)
+            parameter.grad = None
 
-
-def _slices(named: list[tuple[str, nn.Parameter]]) -> dict[str, Interval]:
-    slices, start = {}, 0
-    for name, parameter in named:
-        slices[name] = (start, start + parameter.numel())
-        start += parameter.numel()
-    return slices
-
-
-def _adds_to(gradient: Tensor) -> Callable[[Tensor], None]:
-    """A hook that moves a parameter's finished gradient into the buffer of higher precision."""
-
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        gradient.add_(parameter.grad)
-        parameter.grad = None
-
-    return add
+        return add

@@ -22,15 +22,29 @@ class StepClock:
         self.world = world
         self._zero_s = time.perf_counter()
         self._spans: list[tuple[float, float, SpanKind, str]] = []
+        self._open = (self._zero_s, SpanKind.WAIT, "")
         self._memory: list[tuple[float, int]] = []
 
     @contextmanager
     def span(self, kind: SpanKind, name: str = "") -> Iterator[None]:
         """Time what happens inside. On a GPU the device finishes first, so that spans hold what they name."""
         self.world.synchronize()
-        start_s = time.perf_counter()
+        self._open = (time.perf_counter(), kind, name)
         yield
         self.world.synchronize()
+        self._close_span()
+
+    @contextmanager
+    def interruption(self, kind: SpanKind, name: str = "") -> Iterator[None]:
+        """Something else within a span, which goes on behind it."""
+        _, outer, outer_name = self._open
+        self._close_span()
+        with self.span(kind, name):
+            yield
+        self._open = (time.perf_counter(), outer, outer_name)
+
+    def _close_span(self) -> None:
+        start_s, kind, name = self._open
         self._spans.append((start_s, time.perf_counter(), kind, name))
 
     def since_start_s(self) -> float:

@@ -6,18 +6,19 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError, LengthwiseError
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.scheme import Schedule
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.collectives import gather_rows
-from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.targets import Masking
-from lengthwise.runtime.parallel.execution import StageExecution
 from lengthwise.runtime.state.sharded import ShardedState
-from lengthwise.runtime.train.clock import StepClock, bytes_in_use
+from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
-from lengthwise.runtime.train.feed import Feed, TokenSource, feed
+from lengthwise.runtime.train.feed import TokenSource
+from lengthwise.runtime.train.pipeline import StretchRun, make_groups
+from lengthwise.runtime.train.schedule import check_matching, operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,7 @@ def run_step(
     clip_norm: float,
     clock: StepClock,
     masking: Masking | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> StepResult:
     """Compute this rank's micro-batches, sum gradients over ranks, clip by the true global norm, update.
 
@@ -72,14 +74,11 @@ def run_step(
     of a model that predicts masked ones.
 
     Raises:
-        InputError: the plan is not executable yet.
+        InputError: the plan is for other ranks or another model.
+        CheckError: its operations do not match.
         LengthwiseError: the loss or the gradient is not finite; weights are left as they were.
     """
-    world = state.world
-    check_executable(plan, world.size, shard_degree=state.degree)
-    loss = run_micro_batches(plan, model, world, source, clock=clock, masking=masking)
-    with clock.span(SpanKind.COMMUNICATE, "push"):
-        state.push()
+    loss = run_micro_batches(plan, model, state, source, clock=clock, masking=masking, schedule=schedule)
     with clock.span(SpanKind.UPDATE, "clip"):
         norm, total = state.global_norm(loss)
     if not (torch.isfinite(torch.tensor([norm, total])).all()):
@@ -90,52 +89,31 @@ def run_step(
         )
     with clock.span(SpanKind.UPDATE, "optimizer"):
         state.step(lr=lr, clip=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)
-    with clock.span(SpanKind.COMMUNICATE, "pull"):
-        state.pull()
     return StepResult(loss=total, grad_norm=norm, lr=lr)
 
 
 def run_micro_batches(
     plan: StepPlan,
     model: Transformer,
-    world: World,
+    state: ShardedState,
     source: TokenSource,
     *,
     clock: StepClock,
     masking: Masking | None = None,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Tensor:
-    """Forward and backward of this rank's micro-batches in the plan's order; its share of the step's mean loss."""
-    groups = {pipeline.ranks: world.groups.of(pipeline.ranks) for pipeline in plan.pipelines}
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    pipelines = [plan.pipeline_of(world.rank, phase) for phase in range(plan.num_phases)]
-    work = [(pipeline, micro_batch) for pipeline in pipelines for micro_batch in pipeline.micro_batches]
-    for number, (pipeline, micro_batch) in enumerate(work):
-        with clock.span(SpanKind.DATA, f"micro-batch {number}"):
-            fed = feed(source, micro_batch.pack, world.device, masking=masking)
-        with clock.span(SpanKind.COMPUTE, f"micro-batch {number}"):
-            part = _forward(model, fed, pipeline, micro_batch, groups[pipeline.ranks]) / plan.loss_normaliser
-            part.backward()
-            loss += part.detach()
-        clock.sample_memory(bytes_in_use(world.device))
-    return loss
+    """Pull, compute and push all that the plan has for this rank; its share of the step's mean loss.
 
-
-def _forward(model: Transformer, fed: Feed, pipeline: Pipeline, micro_batch: MicroBatch, group: Group | None) -> Tensor:
-    """Sum of the losses of this rank's tokens of a micro-batch."""
-    scheme = pipeline.scheme
-    recompute = scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
-    if scheme.degree == 1:
-        loss: Tensor = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T, recompute=recompute)
-        return loss
-    assert group is not None, "a rank computes in pipelines that it is in"
-    execution = StageExecution(
-        model,
-        group,
-        tokens_T=fed.tokens_T,
-        targets_T=fed.targets_T,
-        cu_seqlens=fed.cu_seqlens,
-        methods=scheme.methods if micro_batch.methods is None else micro_batch.methods,
-        weights=scheme.weights,
-        recompute=recompute,
-    )
-    return model.run(execution)
+    Raises:
+        InputError, CheckError: as :func:`run_step`.
+    """
+    check_executable(plan, model.spec, state.world.size)
+    planned = operations(plan, schedule)
+    for _, lists in planned:
+        check_matching(lists, step=plan.step)
+    make_groups(plan, state)
+    state.clear_gradient()
+    rank_run = StretchRun(plan=plan, model=model, state=state, source=source, clock=clock, masking=masking)
+    for stretch, lists in planned:
+        rank_run.run(stretch, lists[state.world.rank])
+    return rank_run.loss

@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -17,8 +16,8 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.parallel.shards import row_bounds
 from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.feed import TokenSource, masking_of
@@ -75,22 +74,13 @@ class Trainer:
     """Of one device, for utilisation; None where it is unknown."""
     callbacks: Sequence[Callback] = ()
     """Called on the first rank."""
-    shard_degree: int = 1
-    """Neighbouring ranks that hold the weights together; 1: every rank holds them whole."""
     next_step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        optim, degree = self.config.optim, self.shard_degree
+        optim = self.config.optim
         self.masking = masking_of(self.spec, seed=self.config.seed)
-        self.state = ShardedState(
-            self.model,
-            self.world,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            degree=degree,
-            row_bounds=partial(row_bounds, spec=self.spec, degree=degree) if degree > 1 else None,
-        )
+        settings = OptimizerSettings(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+        self.state = ShardedState(self.model, self.world, settings)
 
     def resume(self, path: Path) -> None:
         """Restore weights, optimizer, sampler and step from a checkpoint.

@@ -1,0 +1,144 @@
+"""Where each parameter lies in the flat buffer, and which part of it a rank holds, to update or to compute with.
+
+The buffer is made of *units*, the parts of a model whose weights come and go together: its input, each layer, its
+output. Two kinds of layout cut it: the optimization layout, in which every rank owns a share of every unit, and
+propagation layouts, in which ranks hold what their strategy has them compute with.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+from lengthwise.core.layout import Interval, Layout, row_bounds, sharded_by_unit
+from lengthwise.core.scheme import Holding
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.model.base import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """The place of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: int
+    start: int
+
+    @property
+    def interval(self) -> Interval:
+        """Its elements of the buffer."""
+        return self.start, self.start + prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The rows of one parameter that a rank computes with."""
+
+    slot: Slot
+    interval: Interval
+    """Of the buffer; may be empty."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterTable:
+    """All parameters of a model, in the order of their units."""
+
+    slots: Mapping[str, Slot]
+    bounds: tuple[int, ...]
+    """Unit u is the elements ``bounds[u]`` to ``bounds[u + 1]``."""
+    spec: ModelSpec
+    shared: frozenset[str]
+    """Parameters of the input that the output uses as well."""
+
+    @classmethod
+    def of(cls, model: Transformer) -> "ParameterTable":
+        """The table of a model."""
+        named = sorted(model.named_parameters(), key=lambda item: model.unit_of(item[0]))  # stable within a unit
+        ends = list(accumulate((parameter.numel() for _, parameter in named), initial=0))
+        units = [model.unit_of(name) for name, _ in named]
+        slots = {
+            name: Slot(name=name, shape=tuple(parameter.shape), unit=unit, start=start)
+            for (name, parameter), unit, start in zip(named, units, ends)
+        }
+        sizes = [0] * model.num_units
+        for (_, parameter), unit in zip(named, units):
+            sizes[unit] += parameter.numel()
+        shared = frozenset({"embedding"}) if model.spec.tied_embeddings else frozenset()
+        return cls(slots=slots, bounds=tuple(accumulate(sizes, initial=0)), spec=model.spec, shared=shared)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole buffer."""
+        return self.bounds[-1]
+
+    @property
+    def num_units(self) -> int:
+        """Input, layers, output."""
+        return len(self.bounds) - 1
+
+    @cached_property
+    def intervals(self) -> dict[str, Interval]:
+        """Where each parameter lies."""
+        return {name: slot.interval for name, slot in self.slots.items()}
+
+    def sharded(self, num_ranks: int) -> Layout:
+        """Every unit fully sharded over all ranks."""
+        return sharded_by_unit(self.bounds, num_ranks)
+
+    def whole_parameters(self, num_ranks: int) -> Layout:
+        """Every parameter on one rank; the largest first, each to the rank that owns least."""
+        held: list[list[Interval]] = [[] for _ in range(num_ranks)]
+        sizes = [0] * num_ranks
+        for start, end in sorted(self.intervals.values(), key=lambda interval: interval[0] - interval[1]):
+            rank = sizes.index(min(sizes))
+            held[rank].append((start, end))
+            sizes[rank] += end - start
+        return Layout(num_elements=self.num_elements, intervals=tuple(tuple(sorted(each)) for each in held))
+
+    def parts(self, holding: Holding | None) -> list[Part]:
+        """What a rank with this holding computes with, in the order of the buffer."""
+        if holding is None:
+            return []
+        units = {layer + 1 for layer in range(holding.first, holding.end)}
+        units |= {0} if holding.has_input else set()
+        units |= {self.num_units - 1} if holding.has_output else set()
+        held = [
+            slot
+            for slot in self.slots.values()
+            if slot.unit in units or (holding.has_output and slot.name in self.shared)
+        ]
+        return [self._part(slot, holding) for slot in held]
+
+    def propagation(self, holdings: Sequence[Holding | None]) -> Layout:
+        """The layout in which each rank has what it computes with."""
+        found = {holding: self._intervals(self.parts(holding)) for holding in set(holdings)}
+        return Layout(num_elements=self.num_elements, intervals=tuple(found[holding] for holding in holdings))
+
+    def _intervals(self, parts: Sequence[Part]) -> tuple[Interval, ...]:
+        """What is held, neighbours of one unit as one interval."""
+        found: list[Interval] = []
+        units: list[int] = []
+        for part in parts:
+            start, end = part.interval
+            if start == end:
+                continue
+            if found and found[-1][1] == start and units[-1] == part.slot.unit:
+                found[-1] = (found[-1][0], end)
+            else:
+                found.append((start, end))
+                units.append(part.slot.unit)
+        return tuple(found)
+
+    def _part(self, slot: Slot, holding: Holding) -> Part:
+        start, end = slot.interval
+        bounds = row_bounds(slot.name, self.spec, degree=holding.num_shards) if holding.num_shards > 1 else None
+        if bounds is None:
+            return Part(slot=slot, interval=(start, end), shape=slot.shape)
+        first, last = bounds[holding.shard], bounds[holding.shard + 1]
+        width = prod(slot.shape[1:])
+        return Part(
+            slot=slot, interval=(start + first * width, start + last * width), shape=(last - first, *slot.shape[1:])
+        )
