@@ -50,6 +50,9 @@ class PlanConfig(_Section):
     policy: Literal[
         "padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis", "auto"
     ] = "auto"
+    file: str = Field(
+        default="", description="plans to execute, made by `lengthwise plan --out` or by hand; empty: plan each step"
+    )
     profile: str = Field(default="", description="file made by `lengthwise profile`; empty: analytic costs")
     cost: Literal["fitted", "hybrid"] = Field(
         default="fitted", description="made from the profile: a l^2 + b l + c, or a random forest (extra: learned)"
@@ -72,7 +75,7 @@ class PlanConfig(_Section):
     )
     max_degree: int = Field(default=1, ge=1, description="most devices that share a layer")
     max_stages: int = Field(
-        default=1, ge=1, description="most pipeline stages; train executes 1, plan and simulate any"
+        default=1, ge=1, description="most pipeline stages"
     )
     recompute: Literal["auto", "none", "all"] = Field(
         default="auto", description="layers computed again in the backward; auto: as few as a micro-batch needs to fit"
@@ -87,11 +90,13 @@ class PlanConfig(_Section):
 
 
 class OptimConfig(_Section):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
 
+    name: Literal["adamw", "sgd", "adafactor"] = "adamw"
     lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="of adamw")
+    eps: float = Field(default=1e-8, gt=0, description="of adamw and adafactor")
+    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd")
     weight_decay: float = Field(default=0.1, ge=0, description="on matrices; norms and biases never decay")
     clip_norm: float = Field(default=1.0, ge=0, description="limit of the global gradient norm; 0: none")
     warmup_steps: int = Field(default=0, ge=0)
@@ -107,7 +112,11 @@ class TrainConfig(_Section):
         default="float32", description="of forward and backward; weights and optimizer stay in float32 or above"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        default="1f1b", description="order of forwards and backwards in a pipeline; gpipe keeps every micro-batch"
+    )
     checkpoint_every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
+    checkpoint_async: bool = Field(default=True, description="write them while training goes on")
     keep_checkpoints: int = Field(default=2, ge=1)
     timeline: bool = Field(default=True, description="record every rank's spans")
     tensorboard: bool = Field(default=False, description="write event files too (extra: tb)")

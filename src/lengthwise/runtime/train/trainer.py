@@ -12,6 +12,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import Preempted
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder, timeline_to_row
+from lengthwise.core.scheme import Schedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.world import World
@@ -79,7 +80,9 @@ class Trainer:
     def __post_init__(self) -> None:
         optim = self.config.optim
         self.masking = masking_of(self.spec, seed=self.config.seed)
-        settings = OptimizerSettings(betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+        settings = OptimizerSettings(
+            name=optim.name, betas=optim.betas, eps=optim.eps, momentum=optim.momentum, weight_decay=optim.weight_decay
+        )
         self.state = ShardedState(self.model, self.world, settings)
 
     def resume(self, path: Path) -> None:
@@ -141,6 +144,7 @@ class Trainer:
             clip_norm=optim.clip_norm,
             clock=clock,
             masking=self.masking,
+            schedule=Schedule(train.schedule),
         )
         timeline = clock.timeline(plan.step)
         measured = measure(timeline, self.world)
