@@ -60,6 +60,9 @@ class PlanConfig(_Section):
     batch_size: int | None = Field(
         default=None, ge=1, description="sequences per micro-batch of `padded`; none: the fastest that fits"
     )
+    one_shape: bool = Field(
+        default=False, description="`padded`: one shape for all micro-batches of a step, for static compilation"
+    )
     max_tokens: int | None = Field(
         default=None, ge=1, description="most tokens of a micro-batch, padding included; none: what memory holds"
     )

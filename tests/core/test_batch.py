@@ -30,6 +30,8 @@ def test_of_each_sequence_15_percent_are_masked_and_at_least_one_token():
         lambda: Pack(ids=(1,), lengths=(3, 4)),
         lambda: Pack(ids=(), lengths=()),
         lambda: Pack(ids=(1,), lengths=(5,), padded_to=4),
+        lambda: Pack(ids=(1, 2), lengths=(5, 5), padded_to=5, rows=1),
+        lambda: Pack(ids=(1,), lengths=(5,), rows=2),
         lambda: GlobalBatch(step=0, ids=(1,), lengths=()),
         lambda: GlobalBatch(step=0, ids=(), lengths=()),
         lambda: GlobalBatch(step=0, ids=(1, 7), lengths=(3, 0)),

@@ -163,8 +163,33 @@ def test_any_change_changes_the_digest(plan):
 @given(plans())
 def test_each_rank_works_in_one_pipeline_per_phase(plan):
     assert plan.num_phases == 2
-    assert [plan.pipeline_of(4, phase).scheme.degree for phase in range(2)] == [2, 1]
+    assert [[p.scheme.degree for p in plan.pipelines_of(phase) if 4 in p.ranks] for phase in range(2)] == [[2], [1]]
     assert all(strategy.num_devices == plan.num_devices == 6 for strategy in plan.strategies)
+
+
+@given(plans())
+def test_ranks_hold_what_their_place_among_the_sorted_ranks_of_a_stage_says_and_idle_ones_nothing(plan):
+    held = plan.holdings(0)
+    assert len(held) == 6
+    assert [(one.first, one.end, one.shard, one.num_shards) for one in (held[r] for r in (0, 1, 3, 4))] == [
+        (0, 1, 0, 2), (0, 1, 1, 2), (1, 3, 0, 2), (1, 3, 1, 2)
+    ]  # fmt: skip
+    assert held[2].is_everything
+    assert held[5] is None, "its pipeline has no micro-batch"
+    assert plan.holdings(1) == (None,) * 6
+
+
+@given(plans(), st.permutations(range(6)))
+def test_holdings_follow_the_ranks_wherever_they_are(plan, names):
+    moved = replace(
+        plan, pipelines=tuple(replace(p, ranks=tuple(names[rank] for rank in p.ranks)) for p in plan.pipelines)
+    )
+    before, after = plan.holdings(0), moved.holdings(0)
+    for stage in moved.pipelines[0].ranks_of(0), moved.pipelines[0].ranks_of(1):
+        assert list(stage) == sorted(stage)
+        assert [after[rank].shard for rank in stage] == [0, 1]
+    layers = [(one and (one.first, one.end)) for one in before]
+    assert [(one and (one.first, one.end)) for one in (after[names[rank]] for rank in range(6))] == layers
 
 
 @pytest.mark.parametrize("phases", [(1,), (0, 2)])

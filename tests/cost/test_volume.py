@@ -176,4 +176,5 @@ def test_more_devices_hold_less_optimizer_state_each():
     model = model_preset("llama-tiny")
     sizes = [state_bytes(model, num_devices=n, dtype="bfloat16") for n in (1, 2, 4)]
     assert sizes[0] == model.num_params * 18
+    assert sizes[1] == model.num_params * (6 + 8)
     assert sizes[0] > sizes[1] > sizes[2] > model.num_params * 6

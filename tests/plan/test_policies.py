@@ -103,10 +103,22 @@ def test_padded_takes_the_samplers_order_and_pads_to_the_longest_of_a_micro_batc
     assert [(pack.ids, pack.padded_to) for pack in packs] == [((10, 11), 9), ((12, 13), 4), ((14,), 7)]
 
 
+def test_padded_gives_all_micro_batches_of_a_step_one_shape_if_asked():
+    plan = plan_of("padded", [3, 9, 4, 4, 7], num_devices=2, batch_size=2, one_shape=True)
+    packs = sorted((pack for held in packs_of(plan) for pack in held), key=lambda pack: pack.ids)
+    assert [pack.ids for pack in packs] == [(10, 11), (12, 13), (14,)]
+    assert {pack.cu_seqlens for pack in packs} == {(0, 9, 18)}
+    assert len({m.time_s for pipeline in plan.pipelines for m in pipeline.micro_batches}) == 1
+
+
 @settings(max_examples=40, deadline=None)
-@given(LENGTHS, st.integers(1, 5), st.booleans(), st.sampled_from(Objective))
-def test_padded_tunes_on_the_seconds_that_its_arrangement_takes(lengths, size, overhead_per_sequence, objective):
-    problem = make_problem(overhead_per_sequence=overhead_per_sequence, objective=objective)
+@given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans(), st.sampled_from(Objective))
+def test_padded_tunes_on_the_seconds_that_its_arrangement_takes(
+    lengths, size, one_shape, overhead_per_sequence, objective
+):
+    problem = make_problem(
+        overhead_per_sequence=overhead_per_sequence, objective=objective, one_shape=one_shape
+    )
     priced = PricedBatch(problem, make_batch(lengths))
     for kind in problem.kinds:
         if problem.num_devices % kind.num_devices == 0:

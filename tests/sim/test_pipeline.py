@@ -62,29 +62,6 @@ def test_every_pass_starts_as_soon_as_its_stage_is_free_and_its_input_is_there(c
     assert run.end_s == pytest.approx(max((times[-1] for times in expected if times), default=start_s))
 
 
-@given(st.integers(1, 6), st.integers(0, 9))
-def test_issue_order_runs_each_pass_once_and_keeps_no_more_than_the_stages_behind(num_stages, count):
-    for stage in range(num_stages):
-        order = issue_order(stage, num_stages=num_stages, num_micro_batches=count)
-        assert sorted(order) == [(is_backward, i) for is_backward in (False, True) for i in range(count)]
-        held = most = 0
-        for is_backward, _ in order:
-            held += -1 if is_backward else 1
-            most = max(most, held)
-        assert (held, most) == (0, min(count, num_stages - stage))
-
-
-def test_last_stage_alternates_and_the_first_warms_up():
-    forward, backward = False, True
-    assert issue_order(2, num_stages=3, num_micro_batches=2) == [
-        (forward, 0), (backward, 0), (forward, 1), (backward, 1)
-    ]  # fmt: skip
-    assert issue_order(0, num_stages=3, num_micro_batches=4) == [
-        (forward, 0), (forward, 1), (forward, 2), (backward, 0), (forward, 3), (backward, 1),
-        (backward, 2), (backward, 3),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(("recomputed", "forward_s"), [(0, 1 / 3), (LAYERS, 1 / 4), (LAYERS // 2, 1 / 3.5)])
 def test_backward_is_two_forwards_and_the_recomputed_layers_again(recomputed, forward_s):
     pipeline = pipeline_of(1.0, recomputed=recomputed)

@@ -1,5 +1,6 @@
 """From a configuration to the parts of a run that need no torch: sampler, model spec, costs, planner."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -7,17 +8,21 @@ from pathlib import Path
 import numpy as np
 
 from lengthwise.config import Config
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.scheme import Method
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.cost.fitted import FittedCost
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.sampler import Sampler
+from lengthwise.plan.from_file import PlanFile
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.pool import DEFAULT_METHODS, NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
+from lengthwise.plan.random_methods import RandomMethods, random_strategies
 from lengthwise.plan.solve.shop import Objective
 
 DEFAULT_TOKENS_PER_STEP = 65_536
@@ -134,9 +139,8 @@ def make_planner(
     spec: ModelSpec,
     cluster: ClusterSpec,
     lengths: LengthIndex,
-    methods: tuple[Method, ...] = DEFAULT_METHODS,
 ) -> Planner:
-    """The planner of the configured policy for a corpus; ``methods``: where the configuration names none.
+    """The planner of the configured policy for a corpus.
 
     Raises:
         InputError: plan.method needs a plan.degree, or that does not divide the devices.
@@ -144,9 +148,9 @@ def make_planner(
     """
     plan = config.plan
     if plan.method == RANDOM:
-        methods = (Method.ULYSSES_Z,)  # every device may hold its share, so mixes of sharded weights can be drawn
-    elif plan.method:
-        methods = (Method(plan.method),)
+        methods: tuple[Method, ...] = (Method.ULYSSES_Z,)  # its layout of weights is that of all that are drawn
+    else:
+        methods = (Method(plan.method),) if plan.method else DEFAULT_METHODS
     _check_degree(config, cluster)
     pool = Pool(
         max_degree=plan.degree or plan.max_degree,
@@ -154,6 +158,7 @@ def make_planner(
         methods=methods,
         recompute=Recompute(plan.recompute),
         degree=plan.degree,
+        head_layers=spec.head_layers,
     )
     problem = make_problem(
         cost,
@@ -165,8 +170,34 @@ def make_planner(
         token_limit=plan.max_tokens,
     )
     problem.check_fits(lengths.lengths)
-    problem = replace(problem, batch_size=plan.batch_size, objective=Objective(plan.objective))
+    problem = replace(
+        problem, batch_size=plan.batch_size, one_shape=plan.one_shape, objective=Objective(plan.objective)
+    )
     return Planner(policy=plan.policy, problem=problem)
+
+
+def open_plans(config: Config) -> PlanFile:
+    """The plans of ``plan.file``, which say all that the other settings of ``plan`` would decide.
+
+    Raises:
+        InputError: there are none, or settings contradict them.
+    """
+    plan = config.plan
+    if asked := [f"plan.{name}={value}" for name in ("method", "degree") if (value := getattr(plan, name))]:
+        raise InputError(
+            f"plan.file={plan.file} holds plans that are executed as they are; {' and '.join(asked)} would not apply. "
+            "Leave it out, or plan again with it"
+        )
+    return PlanFile(Path(plan.file))
+
+
+def with_draws(config: Config, planner: Planner) -> Callable[[GlobalBatch], StepPlan]:
+    """The planner as it is, or with what ``plan.method=random`` draws."""
+    if config.plan.method != RANDOM:
+        return planner
+    if config.plan.degree:
+        return RandomMethods(planner=planner, seed=config.seed)
+    return random_strategies(planner, seed=config.seed)
 
 
 def _check_degree(config: Config, cluster: ClusterSpec) -> None:
@@ -176,23 +207,19 @@ def _check_degree(config: Config, cluster: ClusterSpec) -> None:
         raise InputError(
             f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
         )
-    if plan.profile and plan.degree and plan.degree > 1:
+    several = {"plan.degree": plan.degree or 1, "plan.max_degree": plan.max_degree, "plan.max_stages": plan.max_stages}
+    if plan.profile and (asked := [f"{name}={count}" for name, count in several.items() if count > 1]):
         raise InputError(
-            f"{plan.profile} was measured on one device and knows no cost of plan.degree={plan.degree}; set "
+            f"{plan.profile} was measured on one device and knows no cost of {' and '.join(asked)}; set "
             "plan.profile= (empty) for analytic costs"
         )
-    if plan.method and plan.degree is None:
-        raise InputError(f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer")
+    if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree > 1):
+        drawn = "; or set plan.max_degree to have it drawn for every step" if plan.method == RANDOM else ""
+        raise InputError(
+            f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer{drawn}"
+        )
     if plan.method == Method.DENSE and plan.degree != 1:
         raise InputError(f"plan.method=dense shares nothing: plan.degree must be 1, not {plan.degree}")
-
-
-def shard_degree(config: Config) -> int:
-    """Neighbouring ranks that hold the weights together under the configured method; 1: each holds them whole."""
-    plan = config.plan
-    if plan.method == RANDOM or (plan.method and WEIGHTS_OF.get(Method(plan.method)) is Weights.SHARDED):
-        return plan.degree or 1
-    return 1
 
 
 def _samples(config: Config, lengths: LengthIndex) -> list[np.ndarray]:

@@ -82,7 +82,10 @@ def run(
         for count in parse_counts(gpus, "--gpus")
     ]
     names = tuple(parse_names(policies, list(POLICIES), "--policies"))
-    pool = Pool(max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), recompute=recompute)
+    pool = Pool(
+        max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), recompute=recompute,
+        head_layers=spec.head_layers,
+    )  # fmt: skip
     check_place(html, "--html")
     view = apply_max_length(open_source(lengths, seed=seed), max_length=max_length, rule=over_length.value)
     contest = Contest(

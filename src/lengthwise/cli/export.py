@@ -32,11 +32,10 @@ def run(
     values = {name: value for name, value in document.items() if name in names}
     spec = ModelSpec(**{**values, "rope_scaling": tuple(tuple(item) for item in document["rope_scaling"])})
     source = folder.checkpoints / checkpoint if checkpoint else latest(folder.checkpoints)
-    weights = load_weights(source)
+    weights = load_weights(source, spec)
     model = build_model(spec, dtype=next(iter(weights.values())).dtype)
-    parameters = dict(model.named_parameters())
-    for name, values_of in weights.items():
-        parameters[name].data.copy_(values_of.view_as(parameters[name]))
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
     corpus = folder.read_json("corpus.json")
     extra = {"max_position_embeddings": corpus["max_length"], "eos_token_id": corpus["eos_id"]}
     save_pretrained(model, out, config=extra)

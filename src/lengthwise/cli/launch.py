@@ -3,15 +3,32 @@
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from lengthwise.core.errors import InputError
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 RUN_FOLDER_VARIABLE = "LENGTHWISE_RUN_FOLDER"
 """How `lengthwise train` tells the ranks it starts where to write; it reads there how they ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How the ranks ended; true if all of them well."""
+
+    well: bool
+    killed: str = ""
+    """Which rank a signal killed, if one did."""
+
+    def __bool__(self) -> bool:
+        return self.well
 
 
 def is_rank() -> bool:
@@ -25,8 +42,9 @@ def torchrun(
     nproc: int,
     variables: dict[str, str] | None = None,
     on_stop: Callable[[], None] | None = None,
-) -> bool:
-    """Run ``lengthwise ARGUMENTS`` as ``nproc`` ranks of one machine; returns whether all ended well.
+    max_restarts: int = 0,
+) -> Ended:
+    """Run ``lengthwise ARGUMENTS`` as ``nproc`` ranks of one machine, again up to ``max_restarts`` times if one dies.
 
     One thread a rank unless OMP_NUM_THREADS says otherwise. The first SIGTERM or SIGINT calls ``on_stop``, by which the
     ranks are to end by themselves, however long their step takes; a second one ends them. Without ``on_stop``, and with
@@ -45,8 +63,11 @@ def torchrun(
         raise InputError("this verb needs torch: pip install 'lengthwise[train]'") from None
     os.environ.setdefault("OMP_NUM_THREADS", "1" if nproc > 1 else str(os.cpu_count() or 1))
     os.environ.update(variables or {})
+    if max_restarts:  # else ranks started again meet at the addresses of dead ones
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what went wrong
-    command = ["--standalone", "--nproc-per-node", str(nproc), "-m", "lengthwise", *arguments]
+    command = ["--standalone", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
+    command += ["-m", "lengthwise", *arguments]
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     received: list[int] = []
     if on_stop is not None and "signals_to_handle" in LaunchConfig.__dataclass_fields__:
@@ -55,18 +76,29 @@ def torchrun(
             signal.signal(number, partial(_note_stop, received, on_stop))
     try:
         torch_run.run(torch_run.parse_args(command))
-        ended_well = True
-    except ChildFailedError:
-        ended_well = False
+        ended = Ended(well=True)
+    except ChildFailedError as failed:
+        ended = Ended(well=False, killed=_killed(failed.failures))
     except SignalException as stopped:
         received.append(stopped.sigval)
-        ended_well = False
+        ended = Ended(well=False)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     if signal.SIGINT in received:
         raise KeyboardInterrupt
-    return ended_well
+    return ended
+
+
+def _killed(failures: "Mapping[int, ProcessFailure]") -> str:
+    """The rank that a signal killed first; ranks that torchrun ended because of it do not count."""
+    by_signal = [
+        failure for failure in failures.values() if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
+    ]
+    if not by_signal:
+        return ""
+    first = min(by_signal, key=lambda failure: failure.timestamp)
+    return f"rank {first.local_rank} was killed by {first.signal_name()}"
 
 
 def _note_stop(received: list[int], on_stop: Callable[[], None], number: int, frame: FrameType | None) -> None:

@@ -60,7 +60,9 @@ def run(
     """Show the longest sequence, or pack, of every scheme, and what would fit a given length at the least cost."""
     spec = model_preset(model)
     cluster = make_cluster(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm)
-    pool = Pool(max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods))
+    pool = Pool(
+        max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers
+    )
     cost = AnalyticCost(model=spec, cluster=cluster, dtype=dtype.value)
     layers = spec.num_layers
     levels = tuple(dict.fromkeys((0, layers // 2, layers)))

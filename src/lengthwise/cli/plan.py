@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model
+from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model, with_draws
 from lengthwise.cli.console import emit_json, progress, stderr, stdout
 from lengthwise.cli.launch import split_arguments
 from lengthwise.config import Config, load
@@ -20,7 +20,9 @@ DEFAULT_STEPS = 10
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="steps to plan")] = DEFAULT_STEPS,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="steps to plan; default: 10, with --out all of train.steps")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="write the plans here, one JSON object a line")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
@@ -28,7 +30,8 @@ def run(
     from lengthwise.report.whole_file import check_place, write_whole
 
     check_place(out, "--out")
-    plans = list(plan_steps(load(*split_arguments(config, overrides)), steps))
+    resolved = load(*split_arguments(config, overrides))
+    plans = list(plan_steps(resolved, steps or (DEFAULT_STEPS if out is None else resolved.train.steps)))
     if out is not None:
         write_whole({out: "".join(json.dumps(plan.to_json()) + "\n" for plan in plans).encode()})
     if as_json:
@@ -46,11 +49,11 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
     corpus = open_corpus(config.data)
     spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
     cost = make_cost(config, spec, cluster)
-    planner = make_planner(config, cost, spec=spec, cluster=cluster, lengths=corpus.lengths)
-    if cluster.num_devices > 1 and config.plan.max_degree == config.plan.max_stages == 1:
+    planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, lengths=corpus.lengths))
+    if cluster.num_devices > 1 and max(config.plan.degree or 1, config.plan.max_degree, config.plan.max_stages) == 1:
         stderr().print(
-            "planned for what train executes today: one device a pipeline; for any degree and up to 8 stages set "
-            f"plan.max_degree={cluster.num_devices} plan.max_stages=8",
+            "every pipeline is one device, as plan.max_degree and plan.max_stages are 1; for any degree and up to 8 "
+            f"stages set plan.max_degree={cluster.num_devices} plan.max_stages=8",
             soft_wrap=True,
         )
     sampler = make_sampler(config, corpus.lengths)

@@ -24,14 +24,24 @@ def run(
         str | None, typer.Option("--method", "--methods", help="how ranks share a layer, or random; plan.method")
     ] = None,
     degree: Annotated[int | None, typer.Option(min=1, help="ranks that share a layer; plan.degree")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="plans to execute, made by `lengthwise plan --out` or by hand; plan.file")
+    ] = None,
     resume: Annotated[Path | None, typer.Option(help="a run folder: go on from its latest checkpoint")] = None,
+    fall_back: Annotated[
+        bool, typer.Option("--fall-back", help="where the latest checkpoint is damaged, go on from the one before")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="times that all ranks are started again after one has died")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Train. For several machines use torchrun itself: torchrun ARGS -m lengthwise train CONFIG [OVERRIDES]."""
     from lengthwise.config import load
 
     path, changes = split_arguments(config, overrides)
-    changes += [f"plan.{name}={value}" for name, value in (("method", method), ("degree", degree)) if value is not None]
+    options = (("method", method), ("degree", degree), ("file", plan))
+    changes += [f"plan.{name}={value}" for name, value in options if value is not None]
     if resume is not None:
         if path is not None:
             raise InputError(f"--resume goes on with {resume}/config.yaml; give overrides, not another config ({path})")
@@ -44,19 +54,20 @@ def run(
         named = os.environ.get(RUN_FOLDER_VARIABLE) or str(resume or resolved.run_folder)
         if not named:
             raise InputError("under torchrun set run_folder=DIR, so that all ranks write to the same place")
-        run_worker(resolved, RunFolder(Path(named)), resume=resume is not None)
+        run_worker(resolved, RunFolder(Path(named)), resume=resume is not None, fall_back=fall_back)
         return
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
         RunFolder(folder).check_new()
     arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
-    launch(RunFolder(folder), arguments, nproc=nproc)
+    arguments += ["--fall-back"] if fall_back else []
+    launch(RunFolder(folder), arguments, nproc=nproc, max_restarts=max_restarts)
     if as_json:
         emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
 
 
-def launch(folder: RunFolder, arguments: list[str], *, nproc: int) -> None:
-    """Train into ``folder`` with ``nproc`` ranks.
+def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int = 0) -> None:
+    """Train into ``folder`` with ``nproc`` ranks, started again up to ``max_restarts`` times after one has died.
 
     Raises:
         LengthwiseError: with the message and exit code of the rank that failed; 75 if SIGTERM stopped it and it saved.
@@ -74,17 +85,23 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int) -> None:
 
     try:
         variables = {RUN_FOLDER_VARIABLE: str(folder.path)}
-        ended_well = torchrun(["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop)
+        ended = torchrun(
+            ["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop, max_restarts=max_restarts
+        )
     except KeyboardInterrupt:
         log.print(folder.read_json("status.json").get("error", ""), soft_wrap=True)
         raise
     finally:
         folder.stop.unlink(missing_ok=True)
     status = folder.read_json("status.json")
-    if ended_well and status.get("state") == "done":
+    if ended and status.get("state") == "done":
         log.print(f"done; next: lengthwise report {folder.path}", soft_wrap=True)
         return
-    error = LengthwiseError(status.get("error") or f"a rank was killed; {folder.path} holds what it had written")
+    if status.get("state") in ("failed", "preempted"):
+        error = LengthwiseError(status["error"])
+    else:
+        died = ended.killed or status.get("error") or "a rank died"
+        error = LengthwiseError(f"{died}. Go on with: lengthwise train --resume {folder.path}")
     error.exit_code = status.get("exit_code") or 1
     raise error
 

@@ -2,84 +2,82 @@
 
 import os
 import sys
-import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lengthwise.cli.assemble import (
-    RANDOM,
     make_cost,
     make_planner,
     make_sampler,
+    open_plans,
     resolve_cluster,
     resolve_model,
-    shard_degree,
+    with_draws,
 )
-from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
+from lengthwise.cli.restart import (
+    DONE,
+    RUNNING,
+    STATUS,
+    Start,
+    earlier_end,
+    end_with_parent,
+    is_first,
+    settings_of,
+    tell,
+    write_status,
+)
 from lengthwise.config import Config
-from lengthwise.core.errors import InputError, LengthwiseError, Preempted
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.scheme import Method
 from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, DeviceSpec, ModelSpec, nearest
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.stats import histogram
 from lengthwise.plan.ahead import PlanAhead
-from lengthwise.plan.planner import Planner
-from lengthwise.plan.random_methods import RandomMethods
+from lengthwise.plan.from_file import PlanFile
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import World
     from lengthwise.runtime.model.base import Transformer
     from lengthwise.runtime.train.metrics import Callback, Row
+    from lengthwise.runtime.train.trainer import BatchStream
 
 
-def run_worker(config: Config, folder: RunFolder, *, resume: bool) -> None:
-    """Train as one rank, and say in status.json how it ended. Does not return after an error of the user's."""
+def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bool = False) -> None:
+    """Train as one rank, and say in status.json how it ended. Does not return after an error.
+
+    Started again, or with the same settings in the same folder, it goes on from the newest checkpoint.
+    """
     from lengthwise.runtime.comm.world import start_world, stop_world
 
+    if (exit_code := earlier_end(folder)) is not None:
+        os._exit(exit_code)  # what failed for good is not tried again
     folder.path.mkdir(parents=True, exist_ok=True)
-    if _is_first():
-        (folder.path / "status.json").unlink(missing_ok=True)  # of an earlier attempt
+    if is_first():
+        (folder.path / STATUS).unlink(missing_ok=True)  # of an earlier attempt
+    end_with_parent()
     try:
-        if _is_first() and not resume:
-            folder.check_new()
+        config = settings_of(config, folder, resume=resume)
         world = start_world(config.train.device)
-        _train(config, folder, world, resume=resume)
+        _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back))
         if world.is_first:
-            folder.write_json("status.json", {"state": "done", "exit_code": 0, "error": ""})
+            write_status(folder, DONE, exit_code=0)
         stop_world()
     except LengthwiseError as error:
-        _tell(folder, str(error), error.exit_code)
+        tell(folder, error)
         os._exit(error.exit_code)  # peers may be in a collective this rank will never join
     except Exception as error:
-        if _tell(folder, f"{type(error).__name__}: {error}", 1):
-            raise
-        os._exit(1)  # a rank that failed before has told why; that a collective broke here only follows from it
+        if tell(folder, error):
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(1)  # at once: threads that write a checkpoint may wait for ranks that are gone
 
 
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _tell(folder: RunFolder, error: str, exit_code: int) -> bool:
-    """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
-    if not _is_first():
-        time.sleep(1.0)  # what all ranks meet at once, the first tells
-    if folder.read_json("status.json").get("state") in ("failed", "preempted"):
-        return False
-    state = "preempted" if exit_code == Preempted.exit_code else "failed"
-    folder.write_json("status.json", {"state": state, "exit_code": exit_code, "error": error})
-    if RUN_FOLDER_VARIABLE not in os.environ:  # else the process that started the ranks reads the file and tells
-        sys.stderr.write(f"error: {error}\n")
-        sys.stderr.flush()
-    return True
-
-
-def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -> None:
-    from lengthwise.runtime.state import checkpoint
+def _train(config: Config, world: "World", start: Start) -> None:
     from lengthwise.runtime.train.trainer import Trainer
 
     corpus = open_corpus(config.data)
@@ -87,51 +85,50 @@ def _train(config: Config, folder: RunFolder, world: "World", *, resume: bool) -
         raise InputError(f"{config.data.index} holds lengths alone; training needs an index with tokens")
     spec = resolve_model(config, corpus)
     cluster = find_cluster(config, world)
-    planner = make_planner(
-        config,
-        make_cost(config, spec, cluster),
-        spec=spec,
-        cluster=cluster,
-        lengths=corpus.lengths,
-        methods=(Method.ULYSSES, Method.RING),  # weights stay whole, whatever a plan does
-    )
-    is_random = config.plan.method == RANDOM and (config.plan.degree or 1) > 1
-    finish = partial(RandomMethods, seed=config.seed) if is_random else _as_it_is
-    if world.is_first:
-        _describe(folder, config, corpus, spec, cluster)
     is_gpu = world.device.type == "cuda"
-    workers = int(is_gpu) if config.plan.workers is None else config.plan.workers
+    stream, planner = _plans(config, corpus, spec, cluster, world)
+    if world.is_first:
+        _describe(start.folder, config, corpus, spec, cluster)
+    try:
+        trainer = Trainer(
+            config=config,
+            spec=spec,
+            model=build(config, spec, world),
+            source=corpus,
+            stream=stream,
+            planner=planner,
+            folder=start.folder,
+            world=world,
+            peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
+            callbacks=_callbacks(config, start.folder, cluster) if world.is_first else (),
+        )
+        start.restore(trainer, world)
+        if isinstance(planner, PlanFile):
+            planner.check_steps(range(trainer.next_step, config.train.steps))
+        trainer.fit()
+    finally:
+        if isinstance(planner, PlanAhead):
+            planner.close()
+
+
+def _plans(
+    config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec, world: "World"
+) -> "tuple[BatchStream, Callable[[GlobalBatch], StepPlan]]":
+    """The stream of batches and what plans them: the file of plans, or the policy, ahead of training."""
+    sampler = make_sampler(config, corpus.lengths)
+    if config.plan.file:
+        return sampler, open_plans(config)
+    planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, lengths=corpus.lengths)
+    workers = int(world.device.type == "cuda") if config.plan.workers is None else config.plan.workers
     ahead = PlanAhead(
-        make_sampler(config, corpus.lengths),
-        finish(planner=planner),
-        fallback=finish(planner=replace(planner, policy="static")),
+        sampler,
+        with_draws(config, planner),
+        fallback=with_draws(config, replace(planner, policy="static")),
         workers=workers,
         depth=config.plan.look_ahead,
         warn=world.is_first,
     )
-    trainer = Trainer(
-        config=config,
-        spec=spec,
-        model=build(config, spec, world),
-        source=corpus,
-        stream=ahead,
-        planner=ahead,
-        folder=folder,
-        world=world,
-        shard_degree=shard_degree(config),
-        peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
-        callbacks=_callbacks(config, folder, cluster) if world.is_first else (),
-    )
-    try:
-        if resume:
-            trainer.resume(checkpoint.latest(folder.checkpoints))
-        trainer.fit()
-    finally:
-        ahead.close()
-
-
-def _as_it_is(planner: Planner) -> Planner:
-    return planner
+    return ahead, ahead
 
 
 def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":
@@ -178,7 +175,9 @@ def _found_device(world: "World", local_ranks: int) -> DeviceSpec:
 
 
 def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:
-    config.save(folder.config)
+    partial = folder.config.with_suffix(".partial")
+    config.save(partial)
+    partial.replace(folder.config)  # whole or not at all: ranks started again read it
     folder.write_json("ledger.json", corpus.ledger.to_json())
     folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})
     folder.write_json(
@@ -198,7 +197,7 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
             "cluster": cluster.name,
         },
     )
-    folder.write_json("status.json", {"state": "running", "exit_code": None, "error": ""})
+    write_status(folder, RUNNING)
 
 
 def _octaves(longest: int) -> tuple[int, ...]:

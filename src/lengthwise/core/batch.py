@@ -62,23 +62,30 @@ class Pack:
     """Sequences laid end to end in one forward; attention never crosses a boundary.
 
     ``padded_to`` > 0 lays every sequence out in that many tokens, the padding at its end. No token of a sequence
-    looks at it and no padding token is a target, so a padded pack is as exact as a dense one; it costs more.
+    looks at it and no padding token is a target, so a padded pack is as exact as a dense one; it costs more. ``rows``
+    above the number of sequences lays out as many, the last ones of padding alone: every pack of ``rows`` sequences of
+    ``padded_to`` tokens has one shape.
     """
 
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
     padded_to: int = 0
+    rows: int = 0
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.lengths) or not self.ids:
             raise InputError(f"a pack needs as many lengths as ids and at least one; got {len(self.ids)} ids")
         if self.padded_to and self.padded_to < max(self.lengths):
             raise InputError(f"sequences of {max(self.lengths):,} tokens cannot be padded to {self.padded_to:,}")
+        if self.rows and (self.rows < len(self.lengths) or not self.padded_to):
+            raise InputError(
+                f"{len(self.lengths)} sequences padded to {self.padded_to:,} tokens cannot be laid out in {self.rows} rows"
+            )
 
     @cached_property
     def computed_lengths(self) -> tuple[int, ...]:
         """Tokens each sequence occupies in the forward, padding included."""
-        return (self.padded_to,) * len(self.lengths) if self.padded_to else self.lengths
+        return (self.padded_to,) * max(self.rows, len(self.lengths)) if self.padded_to else self.lengths
 
     @cached_property
     def num_tokens(self) -> int:

@@ -180,7 +180,8 @@ class StepPlan:
             for m in p.micro_batches:
                 pack, sizes = m.pack, (m.time_s, m.comm_s, m.peak_bytes)
                 overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
-                state.update(f"{pack.ids}{pack.lengths}{pack.padded_to}{sizes}{overrides}".encode())
+                shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
+                state.update(f"{pack.ids}{pack.lengths}{shape}{sizes}{overrides}".encode())
         return state.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -206,7 +207,7 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> "StepPlan":
-        """The plan that :meth:`to_json` wrote.
+        """The plan that :meth:`to_json` wrote, or one written by hand, which needs no digest.
 
         Raises:
             InputError: another schema version, a missing or a wrong field.
@@ -231,10 +232,10 @@ class StepPlan:
             )
         except (KeyError, TypeError, IndexError) as error:
             raise InputError(f"not a plan: {type(error).__name__} {error}") from None
-        if plan.digest != document.get("digest"):
+        if (written := document.get("digest", plan.digest)) != plan.digest:
             raise CheckError(
-                f"plan for step {plan.step} has digest {plan.digest}, its file says {document.get('digest')}: "
-                "the file was changed after it was written; plan again"
+                f"plan for step {plan.step} has digest {plan.digest}, its file says {written}: the file was changed "
+                "after it was written; plan again, or take the digest out if the change is meant"
             )
         return plan
 
@@ -268,6 +269,7 @@ def _micro_batch_to_json(micro_batch: MicroBatch) -> dict[str, Any]:
         "ids": list(pack.ids),
         "lengths": list(pack.lengths),
         "padded_to": pack.padded_to,
+        "rows": pack.rows,
         "time_s": micro_batch.time_s,
         "comm_s": micro_batch.comm_s,
         "peak_bytes": micro_batch.peak_bytes,
@@ -279,7 +281,12 @@ def _micro_batch_to_json(micro_batch: MicroBatch) -> dict[str, Any]:
 def _micro_batch_from_json(document: dict[str, Any]) -> MicroBatch:
     methods, recompute = document["methods"], document["recompute"]
     return MicroBatch(
-        pack=Pack(ids=tuple(document["ids"]), lengths=tuple(document["lengths"]), padded_to=document["padded_to"]),
+        pack=Pack(
+            ids=tuple(document["ids"]),
+            lengths=tuple(document["lengths"]),
+            padded_to=document["padded_to"],
+            rows=document.get("rows", 0),
+        ),
         time_s=document["time_s"],
         comm_s=document["comm_s"],
         peak_bytes=document["peak_bytes"],

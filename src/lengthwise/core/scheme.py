@@ -180,25 +180,44 @@ class Scheme:
 
 
 def uniform_scheme(
-    num_layers: int, *, degree: int = 1, stages: int = 1, method: Method = Method.DENSE, recomputed: int = 0
+    num_layers: int,
+    *,
+    degree: int = 1,
+    stages: int = 1,
+    method: Method = Method.DENSE,
+    recomputed: int = 0,
+    head_layers: float = 0.0,
 ) -> Scheme:
     """One method for every layer, layers and recomputed layers spread evenly over the stages.
 
-    Where they do not divide, the first stages hold one layer more: the last one also computes the head.
+    The last stage also computes the head, which costs as much as ``head_layers`` layers, and holds fewer layers for it.
+    Where the others do not divide, the first ones hold one more.
 
     Raises:
         InputError: more stages or recomputed layers than layers, or a method that ``degree`` excludes.
     """
     if not 1 <= stages <= num_layers or not 0 <= recomputed <= num_layers:
         raise InputError(f"{num_layers} layers cannot form {stages} stages with {recomputed} of them recomputed")
-    each, more = divmod(num_layers, stages)
     return Scheme(
         degree=degree,
-        stage_layers=tuple(each + (stage < more) for stage in range(stages)),
+        stage_layers=split_layers(num_layers, stages, head_layers=head_layers),
         methods=(method,) * num_layers,
         recompute=spread(recomputed, num_layers),
         weights=WEIGHTS_OF.get(method, Weights.WHOLE),
     )
+
+
+def split_layers(num_layers: int, stages: int, *, head_layers: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage, so that the largest, the head counted to the last one, is as small as possible."""
+    if stages == 1:
+        return (num_layers,)
+
+    def largest(last: int) -> float:
+        return max(-(-(num_layers - last) // (stages - 1)), last + head_layers)
+
+    last = min(range(num_layers // stages, 0, -1), key=largest)
+    each, more = divmod(num_layers - last, stages - 1)
+    return (*(each + (stage < more) for stage in range(stages - 1)), last)
 
 
 def spread(count: int, total: int) -> tuple[bool, ...]:

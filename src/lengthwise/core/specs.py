@@ -67,6 +67,11 @@ class ModelSpec:
         return attention + (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size
 
     @property
+    def head_layers(self) -> float:
+        """Layers whose products cost as much as the head's."""
+        return self.hidden_size * self.vocab_size / self.layer_matmul_params
+
+    @property
     def objective(self) -> str:
         """What a model is trained to predict, one of ``core.batch.OBJECTIVES``."""
         return NEXT_TOKEN if self.causal else MASKED

@@ -12,12 +12,14 @@ FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d")
 def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> int:
     """Bytes per device that are there whatever is computed: weights and gradients held, the optimizer fully sharded.
 
-    Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). The two
-    moments of AdamW are spread over all devices, and so are the master weights unless the compute weights have their
-    dtype and serve as such.
+    Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). Spread over
+    all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the
+    gradients it has, and the weights it has if they are of the master's dtype.
     """
     compute, master = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
-    sharded = 2 * master if compute == master else 3 * master
+    sharded = 4 * master
+    if num_devices == 1:
+        sharded = 2 * master if compute == master else 3 * master
     held = model.num_params if num_held is None else num_held
     return held * (compute + master) + sharded * shard_size(model.num_params, num_devices)
 

@@ -26,6 +26,8 @@ class Lane:
     """The kind each pack runs as, of the lane's family; empty: all as ``kind``."""
     padded_to: tuple[int, ...] = ()
     """Tokens that each pack's sequences are padded to; empty: none is."""
+    rows: int = 0
+    """Sequences that each padded pack is laid out as, the last ones of padding alone; 0: as many as it has."""
 
 
 Phase = tuple[Lane, ...]
@@ -46,9 +48,9 @@ def pack_times_s(priced: PricedBatch, lane: Lane) -> list[float]:
     if lane.padded_to:
         each_s = lane.kind.times_s(np.array(lane.padded_to)).tolist()
         overhead_s, per_sequence = lane.kind.overhead_s, priced.problem.overhead_per_sequence
+        counts = [max(lane.rows, len(pack)) for pack in lane.packs]
         return [
-            time_s * len(pack) + overhead_s * (len(pack) if per_sequence else 1)
-            for time_s, pack in zip(each_s, lane.packs)
+            time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)
         ]
     runs = lane.runs or (lane.kind,) * len(lane.packs)
     sums_s = np.zeros(len(runs))
@@ -148,6 +150,7 @@ def _micro_batches(priced: PricedBatch, lane: Lane, times_s: list[float], policy
             ids=tuple([batch.ids[i] for i in held]),
             lengths=tuple([batch.lengths[i] for i in held]),
             padded_to=lane.padded_to[number] if lane.padded_to else 0,
+            rows=lane.rows,
         )
         for number, held in enumerate(lane.packs)
     ]

@@ -28,6 +28,8 @@ class Homogeneous:
     deal: Deal
     is_padded: bool = False
     """Whether each micro-batch is padded to its longest sequence."""
+    rows: int = 0
+    """Where set, every micro-batch of a step is padded to one shape: this many of the step's longest sequence."""
     setting: str = ""
     """What else was tuned, as tables show it."""
 
@@ -54,11 +56,15 @@ class Homogeneous:
                     kind=self.kind,
                     ranks=ranks,
                     packs=tuple(packs),
-                    padded_to=tuple(longest(priced, pack) for pack in packs) if self.is_padded else (),
+                    padded_to=tuple(self._padded_to(priced, pack) for pack in packs) if self.is_padded else (),
+                    rows=self.rows,
                 )
                 for ranks, packs in zip(self._ranks, dealt)
             ),
         )
+
+    def _padded_to(self, priced: PricedBatch, pack: Pack) -> int:
+        return int(priced.lengths.max()) if self.rows else longest(priced, pack)
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least; cheap."""

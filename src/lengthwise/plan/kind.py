@@ -88,10 +88,13 @@ def schemes_of(
     stages: Sequence[int],
     methods: Sequence[Method],
     recomputed: Sequence[int],
+    head_layers: float = 0.0,
 ) -> list[Scheme]:
     """Every combination that makes sense: dense where a stage is one device, the given methods where it is several."""
     return [
-        uniform_scheme(num_layers, degree=degree, stages=count, method=method, recomputed=layers)
+        uniform_scheme(
+            num_layers, degree=degree, stages=count, method=method, recomputed=layers, head_layers=head_layers
+        )
         for degree in degrees
         for count in stages
         if count <= num_layers

@@ -52,6 +52,8 @@ class Pool:
     recompute: Recompute = Recompute.AUTO
     degree: int | None = None
     """Exactly so many devices per stage."""
+    head_layers: float = 0.0
+    """Layers that cost as much as the head; the last stage holds fewer for it."""
 
     def __post_init__(self) -> None:
         for name, limit in (("max_degree", self.max_degree), ("max_stages", self.max_stages)):
@@ -70,6 +72,7 @@ class Pool:
             stages=[count for count in stages if count <= (self.max_stages or count)],
             methods=self.methods,
             recomputed=self.recompute.levels(num_layers) if recomputed is None else recomputed,
+            head_layers=self.head_layers,
         )
 
 

@@ -30,6 +30,8 @@ class Problem:
     """Lengths of typical global batches, which proposals and tuning look at."""
     batch_size: int | None = None
     """Sequences per micro-batch of `padded`; None: the fastest that fits."""
+    one_shape: bool = False
+    """Whether `padded` gives every micro-batch of a step the same shape."""
     objective: Objective = Objective.FLOW_SHOP
     overhead_per_sequence: bool = False
     """Charge the overhead once per sequence, as Hydraulis' Eq. (1) reads, instead of once per micro-batch."""

@@ -1,4 +1,7 @@
-"""A method drawn anew for every layer of every micro-batch: shows that switching changes nothing but time."""
+"""What is usually chosen for speed drawn at random instead: shows that switching changes nothing but time.
+
+A method for every layer of every micro-batch, and, where that is left open, degree and stages for every step.
+"""
 
 import random
 from dataclasses import dataclass, replace
@@ -31,6 +34,8 @@ class RandomMethods:
             InfeasibleError: as the planner, or a micro-batch does not fit under the methods drawn for it.
         """
         plan = self.planner(batch)
+        if self.planner.problem.kinds[0].scheme.degree == 1:
+            return plan  # nobody shares a layer
         drawn = random.Random(f"{self.seed}/{batch.step}")
         pipelines = tuple(
             replace(
@@ -73,3 +78,35 @@ class RandomMethods:
         time_s = float(problem.cost.time_s(micro_batch.pack.computed_lengths, ran_as))
         comm_s = float(problem.cost.comm_times_s(np.asarray(micro_batch.pack.computed_lengths), ran_as).sum())
         return replace(micro_batch, methods=methods, peak_bytes=peak, time_s=time_s, comm_s=comm_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomStrategies:
+    """Draws the strategy of every step, then its methods: a function of seed and step alone, equal on every rank."""
+
+    members: tuple[RandomMethods, ...]
+    seed: int
+
+    def __call__(self, batch: GlobalBatch) -> StepPlan:
+        """The plan for one global batch.
+
+        Raises:
+            InfeasibleError: as :class:`RandomMethods`.
+        """
+        return random.Random(f"{self.seed}/{batch.step}/strategy").choice(self.members)(batch)
+
+
+def random_strategies(planner: Planner, *, seed: int) -> RandomStrategies:
+    """Every degree and number of stages of the planner's pool whose pipelines tile the cluster, as one drawn a step."""
+    problem = planner.problem
+    members = [
+        RandomMethods(planner=replace(planner, problem=replace(problem, kinds=kinds, prepared={})), seed=seed)
+        for kinds in problem.families.values()
+        if problem.num_devices % kinds[0].num_devices == 0 and kinds[0].max_tokens >= problem.max_length
+    ]
+    if not members:
+        raise InfeasibleError(
+            f"no strategy to draw: no degree and number of stages tile {problem.num_devices} devices and hold the "
+            f"longest sequence ({problem.max_length:,} tokens); raise plan.max_degree or set data.max_length"
+        )
+    return RandomStrategies(members=tuple(members), seed=seed)

@@ -30,6 +30,8 @@ def test_targets_are_the_next_tokens_of_the_same_sequence():
     assert next_token_targets(tokens_T, pack_of(3, 1, 4)).tolist() == [1, 2, IGNORE, IGNORE, 5, 6, 7, IGNORE]
     padded = next_token_targets(tokens_T, pack_of(3, 1, padded_to=4))
     assert padded.tolist() == [1, 2, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE]
+    with_empty_rows = next_token_targets(tokens_T, Pack(ids=(7,), lengths=(3,), padded_to=4, rows=2))
+    assert with_empty_rows.tolist() == [1, 2, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE]
 
 
 MASKING = Masking(seed=5, vocab_size=50, mask_token_id=49)

@@ -1,94 +1,231 @@
-"""A checkpoint is complete or not there, and damage is named."""
+"""A checkpoint holds all of a state, for any number of ranks, and damage is named."""
 
+import json
+import logging
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.state import checkpoint
-from lengthwise.runtime.state.sharded import ShardedState
-from tests.runtime.train.runs import BETAS, DECAY, EPS, SPEC, local_world, new_state
+from lengthwise.runtime.state import checkpoint, saver
+from lengthwise.runtime.state.contents import contents
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from tests.runtime.state.saved import (
+    OPTIMIZERS,
+    assert_same_tensors,
+    loaded,
+    name_of,
+    save_trained,
+    train,
+    trained,
+    whole_contents,
+)
+from tests.runtime.train.runs import SPEC, local_world, master_weights, new_state
+
+optimizers = pytest.mark.parametrize("settings", OPTIMIZERS, ids=name_of)
 
 
-def saved(path: str, dtype: torch.dtype) -> ShardedState:
-    """State after one made-up step, saved under ``path``."""
-    _, state = new_state(local_world(), dtype)
-    state.gradients.copy_(torch.linspace(-1, 1, len(state.gradients)))
-    state.push()
-    state.step(lr=1e-2, clip=1.0)
-    state.pull()
-    checkpoint.save(Path(path), state, {"step": 1}, keep=2)
-    return state
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@optimizers
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_state_survives_a_checkpoint_to_the_bit(ranks, tmp_path, dtype, num_ranks):
-    ranks(num_ranks).run(_check_round_trip, str(tmp_path), dtype)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_loaded_state_trains_on_as_the_saved_one_does_to_the_bit(ranks, tmp_path, settings, num_ranks, dtype):
+    ranks(num_ranks).run(_check_round_trip, str(tmp_path), dtype, settings)
 
 
-def _check_round_trip(path, dtype):
-    state = saved(path, dtype)
-    _, other = new_state(state.world, dtype)
-    assert not torch.equal(other.weights, state.weights)
-    assert checkpoint.load(checkpoint.latest(Path(path)), other)["step"] == 1
-    assert torch.equal(other.weights, state.weights)
-    for name, tensor in state.owned().items():
-        assert torch.equal(other.owned()[name], tensor), name
+def _check_round_trip(path, dtype, settings):
+    model, state = trained(dtype, settings)
+    checkpoint.save(Path(path), state, {"step": 2, "sampler": {"place": 7}}, keep=2)
+    other_model, other = new_state(local_world(), dtype, settings=settings)
+    assert not torch.equal(other.master, state.master)
+    document = checkpoint.load(checkpoint.latest(Path(path)), other)
+    assert (document["step"], document["sampler"]) == (2, {"place": 7})
+    assert_same_tensors(whole_contents(other), whole_contents(state))
+    assert train(other_model, other, first=2, steps=2) == train(model, state, first=2, steps=2)
+    assert_same_tensors(whole_contents(other), whole_contents(state))
 
 
-def test_master_weights_can_be_read_by_one_process_without_ranks(ranks, tmp_path):
-    expected = ranks(3).run(_whole_weights, str(tmp_path))[0]
-    found = checkpoint.load_weights(checkpoint.latest(tmp_path))
-    model = build_model(SPEC, dtype=torch.float64)
-    assert list(found) == [name for name, _ in model.named_parameters()]
-    assert torch.equal(torch.cat(list(found.values())), expected)
+@optimizers
+@pytest.mark.parametrize(("num_writers", "num_readers"), [(3, 2), (2, 8), (8, 1)])
+def test_any_number_of_ranks_reads_what_any_other_wrote(ranks, tmp_path, settings, num_writers, num_readers):
+    expected = ranks(num_writers).run(save_trained, str(tmp_path), torch.float64, settings)[0]
+    for found in ranks(num_readers).run(_load_whole, str(tmp_path), torch.float64, settings):
+        assert_same_tensors(found, expected)
 
 
-def _whole_weights(path):
-    state = saved(path, torch.float64)
-    return state.weights[: state.num_elements].clone()
+def _load_whole(path, dtype, settings):
+    return whole_contents(loaded(path, dtype, settings)[1])
 
 
-def test_saving_a_step_again_replaces_it_whole(ranks, tmp_path):
-    ranks(2).run(_save_twice, str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+@optimizers
+def test_a_state_saved_before_its_first_step_trains_as_a_new_one(ranks, tmp_path, settings):
+    ranks(2).run(_check_untrained, str(tmp_path), settings)
 
 
-def _save_twice(path):
-    saved(path, torch.float32)
-    saved(path, torch.float32)
+def _check_untrained(path, settings):
+    save_trained(path, torch.float64, settings, steps=0)
+    model, state = loaded(path, torch.float64, settings)
+    assert train(model, state, first=0, steps=2) == train(
+        *new_state(local_world(), torch.float64, settings=settings), first=0, steps=2
+    )
 
 
-def test_unfinished_and_damaged_checkpoints_are_refused_by_name(ranks, tmp_path):
-    with pytest.raises(InputError, match="no complete checkpoint"):
-        checkpoint.latest(tmp_path)
-    ranks(2).run(_save_twice, str(tmp_path))
-    ranks(2).run(_check_damage, str(tmp_path))
+@pytest.mark.parametrize("settings", [OptimizerSettings(), OptimizerSettings(name="adafactor")], ids=name_of)
+def test_master_weights_can_be_read_by_one_process_without_ranks(ranks, tmp_path, settings):
+    expected = ranks(3).run(_save_and_gather, str(tmp_path), settings)[0]
+    found = checkpoint.load_weights(checkpoint.latest(tmp_path), SPEC)
+    assert_same_tensors(found, expected)
 
 
-def _check_damage(path):
-    import torch.distributed as dist
+def _save_and_gather(path, settings):
+    _, state = trained(torch.float64, settings)
+    checkpoint.save(Path(path), state, {"step": 2}, keep=1)
+    return master_weights(state)
 
-    folder = checkpoint.latest(Path(path))
-    _, state = new_state(local_world(), torch.float32)
-    other = build_model(SPEC, dtype=torch.float32)
-    other.head = None
-    smaller = ShardedState(other, local_world(), betas=BETAS, eps=EPS, weight_decay=DECAY)
-    with pytest.raises(InputError, match="another model: parameter 'head'"):
-        checkpoint.load(folder, smaller)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for file in folder.glob("*.distcp"):
-            file.write_bytes(file.read_bytes()[:50])
-    dist.barrier()
-    with pytest.raises(InputError, match="a file is damaged or missing"):
-        checkpoint.load(folder, state)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (folder / "state.json").write_text("{")
-    dist.barrier()
-    with pytest.raises(InputError, match="not a complete checkpoint"):
-        checkpoint.load(folder, state)
+
+@optimizers
+def test_what_a_rank_copies_to_host_memory_is_its_own_share_and_no_more(ranks, settings):
+    assert sum(ranks(3).run(_bytes_of_master, settings)) == 8 * SPEC.num_params
+
+
+def _bytes_of_master(settings):
+    _, state = trained(torch.float64, settings)
+    copies = {name: content.local for name, content in contents(state).items()}
+    kept = [held for of_one in state.optimizer.state.values() for name, held in of_one.items() if name != "step"]
+    assert sum(copy.untyped_storage().nbytes() for copy in copies.values()) == (
+        state.master.nbytes + sum(tensor.nbytes for tensor in kept if tensor is not None)
+    )
+    own = {tensor.untyped_storage().data_ptr() for tensor in (state.master, *filter(None.__ne__, kept))}
+    assert not own & {copy.untyped_storage().data_ptr() for copy in copies.values() if copy.numel()}
+    return sum(copy.nbytes for name, copy in copies.items() if name.startswith("master/"))
+
+
+@pytest.fixture(scope="module")
+def intact(ranks, tmp_path_factory) -> Path:
+    """A checkpoint of two ranks with an older one beside it."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    ranks(2).run(save_trained, str(folder), torch.float32, steps=1)
+    ranks(2).run(save_trained, str(folder), torch.float32, steps=2)
+    return checkpoint.latest(folder)
+
+
+def test_a_changed_byte_in_any_file_is_found_and_the_file_named(intact):
+    rng = random.Random(0)
+    assert len(list(intact.iterdir())) == 4  # two ranks' tensors, what lies where, and state.json
+    for file in intact.iterdir():
+        original = file.read_bytes()
+        small = file.name == "state.json"
+        for at in range(len(original)) if small else rng.sample(range(len(original)), 40):
+            changed = original[:at] + bytes([original[at] ^ rng.randint(1, 255)]) + original[at + 1 :]
+            file.write_bytes(changed)
+            with pytest.raises(InputError, match="step_00000001") as found:
+                checkpoint.verify(intact)
+            assert str(file) in str(found.value)
+        file.write_bytes(original)
+    checkpoint.verify(intact)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "state.json"])
+@pytest.mark.parametrize("harm", ["changed", "truncated", "missing"])
+def test_every_rank_refuses_a_damaged_checkpoint_and_names_the_file(ranks, intact, name, harm):
+    file = intact / name
+    original = file.read_bytes()
+    try:
+        if harm == "missing":
+            file.unlink()
+        else:
+            half = len(original) // 2
+            file.write_bytes(original[:half] + (b"" if harm == "truncated" else b"?" + original[half + 1 :]))
+        told = ranks(3).run(_refusal, str(intact), SPEC, OptimizerSettings())
+    finally:
+        file.write_bytes(original)
+    assert len(set(told)) == 1
+    assert told[0].startswith(f"{file} ")
+    assert told[0].endswith("go on from a checkpoint beside it: step_00000001")
+    ranks(3).run(_load_whole, str(intact.parent), torch.float32, OptimizerSettings())
+
+
+def _refusal(path, spec, settings) -> str:
+    _, state = new_state(local_world(), torch.float32, spec=spec, settings=settings)
+    before = state.master.clone()
+    with pytest.raises(InputError) as refused:
+        checkpoint.load(Path(path), state)
+    assert torch.equal(state.master, before)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 40}, r"parameter 'embedding' is of shape \[37, 12\] there, of shape \[40, 12\] here"),
+        ({"num_layers": 5}, r"parameter 'layers\.4\.\w+' is missing there, of shape \[.*\] here"),
+        ({"tied_embeddings": True}, r"parameter 'head' is of shape \[37, 12\] there, missing here"),
+        ({"rope_theta": 5e5}, r"its digest is [0-9a-f]{16}, that of test is [0-9a-f]{16}"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_and_what_differs_named(ranks, intact, changes, message):
+    for told in ranks(2).run(_refusal, str(intact), replace(SPEC, **changes), OptimizerSettings()):
+        assert told.startswith(f"{intact / 'state.json'} holds another model: ")
+        pytest.raises(InputError, _raise, told).match(message)
+
+
+def _raise(message):
+    raise InputError(message)
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with", "message"),
+    [
+        (0, 1, "holds the state of adamw, this run has optim.name=sgd; set optim.name=adamw"),
+        (3, 0, "holds the state of adafactor, this run has optim.name=adamw; set optim.name=adafactor"),
+        (1, 2, "holds ['momentum_buffer'] of sgd, which keeps none in this run; set optim.momentum"),
+        (2, 1, "holds no tensors of sgd, which keeps ['momentum_buffer'] in this run; set optim.momentum"),
+    ],
+)
+def test_a_checkpoint_of_another_optimizer_is_refused(ranks, tmp_path, saved_with, loaded_with, message):
+    ranks(2).run(save_trained, str(tmp_path), torch.float32, OPTIMIZERS[saved_with])
+    saved = checkpoint.latest(tmp_path)
+    for told in ranks(2).run(_refusal, str(saved), SPEC, OPTIMIZERS[loaded_with]):
+        assert told.startswith(f"{saved / 'state.json'} {message}")
+
+
+def test_a_checkpoint_of_another_schema_is_refused_by_name(ranks, tmp_path, monkeypatch):
+    """As a checkpoint of version 1 was: without digests; and one of a version to come."""
+    old = tmp_path / "step_00000001"
+    old.mkdir()
+    (old / "state.json").write_text(json.dumps({"schema_version": 1, "num_elements": 7, "step": 1}) + "\n")
+    with pytest.raises(InputError, match=r"step_00000001/state\.json has checkpoint schema 1, .* reads 2; go on with"):
+        checkpoint.read_state(old)
+    ranks(2).run(_save_as_version, str(tmp_path), 3)
+    with pytest.raises(InputError, match=r"step_00000002/state\.json has checkpoint schema 3, .* reads 2; go on with"):
+        checkpoint.read_state(checkpoint.latest(tmp_path))
+
+
+def _save_as_version(path, version):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver.files, "CHECKPOINT_SCHEMA_VERSION", version)
+        save_trained(path)
+
+
+def test_a_checkpoint_of_another_package_version_loads_with_a_warning(ranks, tmp_path):
+    warnings = ranks(2).run(_load_from_other_version, str(tmp_path))
+    assert [len(told) for told in warnings] == [1, 0]
+    assert warnings[0][0].endswith("step_00000002 was written with lengthwise_version 9.9.9, this run has 0.1.0")
+
+
+def _load_from_other_version(path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver, "__version__", "9.9.9")
+        expected = save_trained(path)
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("lengthwise").addHandler(handler)
+    try:
+        _, state = loaded(path)
+    finally:
+        logging.getLogger("lengthwise").removeHandler(handler)
+    assert_same_tensors(whole_contents(state), expected)
+    return told

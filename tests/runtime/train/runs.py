@@ -111,8 +111,9 @@ def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[i
     able = methods_of(scheme.degree, is_sharded=scheme.weights is Weights.SHARDED)
     lengths = tuple(batch.lengths[i] for i in positions)
     padded_to = max(lengths) + rng.randint(0, 3) if rng.random() < 0.3 else 0
+    rows = len(lengths) + rng.randint(0, 2) if padded_to and rng.random() < 0.5 else 0
     return MicroBatch(
-        pack=Pack(ids=tuple(batch.ids[i] for i in positions), lengths=lengths, padded_to=padded_to),
+        pack=Pack(ids=tuple(batch.ids[i] for i in positions), lengths=lengths, padded_to=padded_to, rows=rows),
         time_s=1.0,
         peak_bytes=1,
         methods=tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None,
@@ -162,27 +163,34 @@ def train_on_ranks(
 
 
 def train_on_one_device(
-    seed: int, num_steps: int, num_ranks: int, settings: OptimizerSettings = SETTINGS
+    seed: int,
+    num_steps: int,
+    num_ranks: int,
+    settings: OptimizerSettings = SETTINGS,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same by torch alone: one whole batch a step, torch's own optimizer and clipping."""
+    """The same by torch alone: a whole batch a step, torch's optimizer and clipping, masters of 32 bits or more."""
     rng = random.Random(seed)
-    model = build_model(SPEC, dtype=torch.float64, seed=1)
-    optimizer = settings.make(
-        [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
-    )
+    model = build_model(SPEC, dtype=dtype, seed=1)
+    weights = list(model.parameters())
+    masters = [torch.nn.Parameter(w.detach().to(torch.promote_types(dtype, torch.float32))) for w in weights]
+    optimizer = settings.make([p for p in masters if p.ndim > 1], [p for p in masters if p.ndim == 1])
     losses = []
     for step in range(num_steps):
         batch = random_batch(rng, step)
         random_plan(rng, batch, num_ranks)  # draws what the ranks draw
         loss = whole_batch_loss(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for gradient, master in zip(torch.autograd.grad(loss, weights), masters):
+            master.grad = gradient.to(master.dtype)
+        torch.nn.utils.clip_grad_norm_(masters, CLIP)
         for group in optimizer.param_groups:
             group["lr"] = LR
         optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters):
+                weight.copy_(master)
         losses.append(loss.item())
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+    return losses, {name: p.detach().double() for (name, _), p in zip(model.named_parameters(), masters)}
 
 
 def whole_batch_loss(model: torch.nn.Module, batch: GlobalBatch) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """The naive default: a fixed number of sequences per micro-batch, padded to the longest of them.
 
-Sequences are taken in the sampler's order, micro-batches are dealt to equal pipelines in turn.
+Sequences are taken in the sampler's order, micro-batches are dealt to equal pipelines in turn. With one shape, all
+micro-batches of a step are of as many sequences of as many tokens, the longest's, for pipelines that are compiled for
+static shapes (the rule of DeepSpeed's variable batches for pipelines).
 """
 
 from collections.abc import Sequence
@@ -39,15 +41,20 @@ def prepare(problem: Problem) -> Homogeneous:
 def padded(problem: Problem, kind: Kind, *, size: int) -> Homogeneous:
     """The policy with a given scheme and ``size`` sequences per micro-batch."""
     deal = partial(_deal, size=size)
-    return Homogeneous(problem=problem, kind=kind, deal=deal, is_padded=True, setting=f"{size} sequences each")
+    rows = size if problem.one_shape else 0
+    return Homogeneous(
+        problem=problem, kind=kind, deal=deal, is_padded=True, rows=rows, setting=f"{size} sequences each"
+    )
 
 
 def step_s(priced: PricedBatch, kind: Kind, *, size: int) -> float:
     """Seconds of the micro-batches of a step, without arranging them."""
     starts = np.arange(0, len(priced.lengths), size)
-    counts = np.diff(starts, append=len(priced.lengths))
+    counts, lengths = np.diff(starts, append=len(priced.lengths)), np.maximum.reduceat(priced.lengths, starts)
+    if priced.problem.one_shape:
+        counts, lengths = np.full_like(counts, size), np.full_like(lengths, priced.lengths.max())
     overheads = counts if priced.problem.overhead_per_sequence else 1
-    times_s = kind.times_s(np.maximum.reduceat(priced.lengths, starts)) * counts + kind.overhead_s * overheads
+    times_s = kind.times_s(lengths) * counts + kind.overhead_s * overheads
     num_pipelines = priced.problem.num_devices // kind.num_devices
     dealt = [times_s[number::num_pipelines].tolist() for number in range(min(num_pipelines, len(starts)))]
     return max(pipeline_time_s(held, kind.num_stages, priced.problem.objective) for held in dealt)

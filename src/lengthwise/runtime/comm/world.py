@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def start_world(device: str = "auto") -> World:
     if not dist.is_initialized():
         backend = "nccl" if kind == "cuda" else "gloo"
         if under_torchrun():
-            dist.init_process_group(backend, timeout=TIMEOUT)
+            dist.init_process_group(backend, timeout=TIMEOUT, **_meeting_place())
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     return World(
@@ -72,6 +73,25 @@ def start_world(device: str = "auto") -> World:
         device=torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu"),
         mesh=init_device_mesh(kind, (dist.get_world_size(),)),
     )
+
+
+def _meeting_place() -> dict[str, Any]:
+    """Where ranks find each other: by default in a store that torchrun keeps when it starts them again.
+
+    Then the addresses in it are those of dead ranks, and so this start writes to a part of its own. Machines count their
+    restarts apart, so that this holds for one machine; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 does it.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if restart == "0" or not is_kept or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
+        return {}
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)
+    return {
+        "store": dist.PrefixStore(f"restart_{restart}", store),
+        "rank": int(os.environ["RANK"]),
+        "world_size": int(os.environ["WORLD_SIZE"]),
+    }
 
 
 def stop_world() -> None:

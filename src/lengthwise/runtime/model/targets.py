@@ -22,6 +22,7 @@ def next_token_targets(tokens_T: Tensor, pack: Pack) -> Tensor:
     without = [token for (start, end), length in ends for token in range(start + length - 1, end)]
     targets_T = tokens_T.roll(-1)
     targets_T[torch.tensor(without, device=tokens_T.device)] = IGNORE
+    targets_T[pack.cu_seqlens[len(pack.lengths)] :] = IGNORE  # rows of padding alone
     return targets_T
 
 

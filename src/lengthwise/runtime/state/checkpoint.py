@@ -1,132 +1,195 @@
-"""Checkpoints: a folder per step that is either complete or not there.
+"""Checkpoints: saved by any number of ranks, read by any other, or by one process without ranks.
 
-checkpoints/step_00000100/   written as step_00000100.partial, renamed when every rank has finished
-    *.distcp, .metadata      torch.distributed.checkpoint: master weights and moments as flat sharded tensors
-    state.json               step, sampler, digests, where each parameter lies in the flat buffer
-checkpoints/latest           the name of the newest complete one
+torch.distributed.checkpoint holds the tensors (*.distcp, .metadata); ``state.json`` says what they are: step, sampler,
+model, optimizer, and a digest of every file. :mod:`lengthwise.runtime.state.checkpoint_files` says which are complete.
 """
 
-import json
-import shutil
+import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, Shard
 
+from lengthwise import __version__
 from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.state.checkpoint_files import (
+    CHECKPOINT_SCHEMA_VERSION,
+    STATE_FILE,
+    candidates,
+    damage,
+    damaged,
+    latest,
+    read_state,
+)
+from lengthwise.runtime.state.contents import MASTER, restore, room_for
+from lengthwise.runtime.state.saver import HostGroup, Saver
 from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.state.table import ParameterTable
 
-CHECKPOINT_SCHEMA_VERSION = 1
+__all__ = ["CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "load", "load_weights", "read_state", "save", "verify"]
 
-
-def save(folder: Path, sharded: ShardedState, extra: dict[str, Any], *, keep: int) -> Path:
-    """Write a checkpoint after ``extra["step"]`` steps; every rank calls this. Keeps the ``keep`` newest."""
-    name = f"step_{extra['step']:08d}"
-    partial, final = folder / f"{name}.partial", folder / name
-    first = sharded.world.is_first
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(_as_sharded(sharded, sharded.owned()), checkpoint_id=str(partial), no_dist=False)
-    if first:
-        document = {
-            "schema_version": CHECKPOINT_SCHEMA_VERSION,
-            "num_elements": sharded.num_elements,
-            "master_dtype": str(sharded.master_dtype).removeprefix("torch."),
-            "slices": sharded.slices,
-            **extra,
-        }
-        (partial / "state.json").write_text(json.dumps(document) + "\n")
-        if final.exists():  # the same step again, after a resume from an older checkpoint
-            final.rename(folder / f"{name}.replaced")
-        partial.rename(final)
-        shutil.rmtree(folder / f"{name}.replaced", ignore_errors=True)
-        pointer = folder / "latest.partial"
-        pointer.write_text(name + "\n")
-        pointer.replace(folder / "latest")
-        for old in sorted(path for path in folder.glob("step_????????") if path != final)[: -keep + 1 or None]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
+_log = logging.getLogger(__name__)
 
 
-def latest(folder: Path) -> Path:
-    """The newest complete checkpoint in ``folder``.
+def save(folder: Path, state: ShardedState, extra: dict[str, Any], *, keep: int) -> None:
+    """Write a checkpoint after ``extra["step"]`` steps; every rank calls this. The ``keep`` newest stay in ``folder``.
 
-    Raises:
-        InputError: there is none.
+    A run writes its checkpoints with a :class:`Saver`, which does not make it wait.
     """
-    pointer = folder / "latest"
-    if not pointer.is_file():
-        raise InputError(
-            f"no complete checkpoint in {folder}: the run stopped before its first one; remove it and start anew"
-        )
-    return folder / pointer.read_text().strip()
-
-
-def read_extra(checkpoint: Path) -> dict[str, Any]:
-    """What was saved beside the tensors.
-
-    Raises:
-        InputError: not a checkpoint, or of another schema version.
-    """
+    saver = Saver(folder, state, keep=keep)
     try:
-        document = json.loads((checkpoint / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{checkpoint} is not a complete checkpoint ({error}); name another one") from None
-    if document.get("schema_version") != CHECKPOINT_SCHEMA_VERSION:
-        raise InputError(
-            f"{checkpoint} has checkpoint schema {document.get('schema_version')}, this version reads "
-            f"{CHECKPOINT_SCHEMA_VERSION}"
-        )
+        saver.save(extra, wait=True)
+    finally:
+        saver.close()
+
+
+def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
+    """Restore weights and optimizer on every rank and return what was saved beside them.
+
+    Raises:
+        InputError: the checkpoint is incomplete or damaged, of another model or of another optimizer.
+    """
+    group = HostGroup()
+    try:
+        document = _checked_by_all(checkpoint, state, group)
+        with _readable(checkpoint):
+            metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+            room = room_for(state, {name: tensor.size for name, tensor in metadata.items()})  # type: ignore[union-attr]
+            tensors = {name: content.on(group.mesh) for name, content in room.items()}
+            dcp.load(tensors, checkpoint_id=str(checkpoint), process_group=group.handle)
+    finally:
+        group.close()
+    if state.world.is_first:
+        _warn_of_differences(checkpoint, document, state)
+    restore(state, room, document["step"])
     return document
 
 
-def load(checkpoint: Path, sharded: ShardedState) -> dict[str, Any]:
-    """Restore weights and moments on every rank and return what was saved beside them.
+def load_weights(checkpoint: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """The whole master weights by parameter, in one process without a process group.
 
     Raises:
-        InputError: the checkpoint is incomplete, damaged or of a model of another shape.
+        InputError: as :func:`load`.
     """
-    extra = read_extra(checkpoint)
-    slices = {name: tuple(interval) for name, interval in extra["slices"].items()}
-    if slices != sharded.slices:
-        wrong = sorted(set(slices.items()) ^ set(sharded.slices.items()))
-        raise InputError(f"{checkpoint} holds another model: parameter {wrong[0][0]!r} differs in size or place")
-    owned = sharded.owned()
-    tensors = _as_sharded(sharded, owned)
-    try:
-        dcp.load(tensors, checkpoint_id=str(checkpoint))
-    except (Exception, CheckpointException) as error:  # many kinds for damaged files; the latter is no Exception
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
-        raise InputError(f"{checkpoint} cannot be read ({reason}); a file is damaged or missing") from error
-    sharded.restore({name: tensor.to_local() for name, tensor in tensors.items()}, extra["step"])
-    return extra
-
-
-def load_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Master weights by their flat buffer slice, in one process without a process group; [elements] each."""
-    extra = read_extra(checkpoint)
-    flat = {"master": torch.empty(extra["num_elements"], dtype=getattr(torch, extra["master_dtype"]))}
-    with warnings.catch_warnings():
+    document = verify(checkpoint)
+    _check_digest(checkpoint, document, spec)
+    bounds = document["unit_bounds"]
+    buffer = torch.empty(bounds[-1], dtype=getattr(torch, document["master_dtype"]))
+    found = {}
+    for name, slot in document["parameters"].items():
+        shape = torch.Size(slot["shape"])
+        found[name] = buffer[slot["start"] : slot["start"] + shape.numel()].view(shape)
+    units = {str(unit): buffer[start:end] for unit, (start, end) in enumerate(pairwise(bounds))}
+    parts = found if document["has_whole_parameters"] else units
+    with _readable(checkpoint), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
-        dcp.load(flat, checkpoint_id=str(checkpoint), no_dist=True)
-    return {name: flat["master"][start:end] for name, (start, end) in extra["slices"].items()}
+        tensors = {f"{MASTER}/{name}": part for name, part in parts.items()}
+        dcp.load(tensors, checkpoint_id=str(checkpoint), no_dist=True)
+    return found
 
 
-def _as_sharded(sharded: ShardedState, owned: dict[str, Tensor]) -> dict[str, DTensor]:
-    """Each rank's elements as one tensor over all ranks; ``core.layout.fully_sharded`` is DTensor's own rule."""
-    return {
-        name: DTensor.from_local(
-            tensor.to(sharded.world.device), sharded.world.mesh, [Shard(0)], run_check=False,
-            shape=torch.Size([sharded.num_elements]), stride=(1,),
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """Compare every file with its digest, and return what was saved beside the tensors.
+
+    Raises:
+        InputError: a file is missing or is not as it was written.
+    """
+    document = read_state(checkpoint)
+    _verify_files(checkpoint, document["files"])
+    return document
+
+
+def _verify_files(checkpoint: Path, expected: dict[str, Any]) -> None:
+    for name, digest in expected.items():
+        if wrong := damage(checkpoint / name, digest):
+            raise damaged(checkpoint / name, wrong)
+
+
+def _checked_by_all(checkpoint: Path, state: ShardedState, group: HostGroup) -> dict[str, Any]:
+    """What was saved beside the tensors, if no rank finds anything wrong; else all raise what the first one found.
+
+    Each file is verified by one rank, so that together they read every byte once, whoever will need it.
+    """
+    world, document, error = state.world, {}, None
+    try:
+        document = read_state(checkpoint)
+        _check_model(checkpoint, document, state.table)
+        _check_optimizer(checkpoint, document, state)
+        _verify_files(checkpoint, dict(list(document["files"].items())[world.rank :: world.size]))
+    except InputError as found:
+        error = str(found)
+    errors = [found for found in group.gather(error) if found]
+    if errors:
+        raise InputError(errors[0])
+    return document
+
+
+def _check_model(checkpoint: Path, document: dict[str, Any], table: ParameterTable) -> None:
+    saved = document["parameters"]
+    here = {name: {"start": slot.start, "shape": list(slot.shape)} for name, slot in table.slots.items()}
+    for name in {**here, **saved}:
+        theirs, ours = saved.get(name), here.get(name)
+        if theirs is None or ours is None or theirs["shape"] != ours["shape"]:
+            told = [f"of shape {slot['shape']}" if slot else "missing" for slot in (theirs, ours)]
+            raise InputError(
+                f"{checkpoint / STATE_FILE} holds another model: parameter {name!r} is {told[0]} there, {told[1]} here"
+                "; resume with the settings model.* of the run that saved it, or start a new run"
+            )
+    _check_digest(checkpoint, document, table.spec)
+    assert saved == here and document["unit_bounds"] == list(table.bounds), "one schema version has one order of units"
+
+
+def _check_digest(checkpoint: Path, document: dict[str, Any], spec: ModelSpec) -> None:
+    if document["model_digest"] != spec.digest:
+        raise InputError(
+            f"{checkpoint / STATE_FILE} holds another model: its digest is {document['model_digest']}, that of "
+            f"{spec.name} is {spec.digest}. It may have as many weights, but heads, positions or norms differ; resume "
+            "with the settings model.* of the run that saved it, or start a new run"
         )
-        for name, tensor in owned.items()
-    }  # fmt: skip
+
+
+def _check_optimizer(checkpoint: Path, document: dict[str, Any], state: ShardedState) -> None:
+    saved, settings = document["optimizer"], state.settings
+    if saved["name"] != settings.name:
+        raise InputError(
+            f"{checkpoint / STATE_FILE} holds the state of {saved['name']}, this run has optim.name={settings.name}; "
+            f"set optim.name={saved['name']}, or export the weights and start from them (model.hf)"
+        )
+    if saved["tensors"] != list(settings.state_names):
+        raise InputError(
+            f"{checkpoint / STATE_FILE} holds {saved['tensors'] or 'no tensors'} of {settings.name}, which keeps "
+            f"{list(settings.state_names) or 'none'} in this run; set optim.momentum as it was when it was saved"
+        )
+
+
+def _warn_of_differences(checkpoint: Path, document: dict[str, Any], state: ShardedState) -> None:
+    """What is no reason to refuse a checkpoint, but may be the reason of a difference."""
+    here = {
+        "lengthwise_version": __version__,
+        "torch_version": torch.__version__,
+        "master_dtype": str(state.master_dtype).removeprefix("torch."),
+    }
+    for name, ours in here.items():
+        if document[name] != ours:
+            _log.warning("%s was written with %s %s, this run has %s", checkpoint, name, document[name], ours)
+
+
+@contextmanager
+def _readable(checkpoint: Path) -> Iterator[None]:
+    """What torch cannot read although the files are those that were written."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        raise InputError(
+            f"{checkpoint} cannot be read by torch {torch.__version__} ({reason}), though its files are as they were "
+            f"written; use the torch_version that {checkpoint / STATE_FILE} names"
+        ) from error

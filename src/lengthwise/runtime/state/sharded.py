@@ -9,6 +9,9 @@ owners, *push* returns gradients, summed (:mod:`lengthwise.runtime.state.propaga
     pushed    [own]    master dtype: the gradient, summed over ranks
     weights   [held]   compute dtype; the model's parameters are views of it
     gradients [held]   master dtype; parameter gradients accumulate in it
+
+One rank alone computes with what it owns: its gradients are what is pushed, and, where both dtypes are one, its weights are
+the master weights.
 """
 
 from collections.abc import Sequence
@@ -55,6 +58,7 @@ class ShardedState:
         )
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
+        self._is_alone = world.size == 1
         self._named = dict(model.named_parameters())
         self._grad_views: dict[str, Tensor] = {}
         self._routes: dict[tuple[Holding | None, ...], Routes] = {}
@@ -82,11 +86,7 @@ class ShardedState:
         self._is_pulled = False
         self._release()
         self.routes = self._routes_to(holdings)
-        size, device = self.routes.num_elements, self.world.device
-        if len(self.weights) != size:
-            self.weights = self.gradients = self.master[:0]  # freed before they are allocated anew
-            self.weights = torch.zeros(size, dtype=self.compute_dtype, device=device)
-            self.gradients = torch.zeros(size, dtype=self.master_dtype, device=device)
+        self._allocate(self.routes.num_elements)
         for part in self.table.parts(holdings[self.world.rank]):
             self._attach(part.slot.name, self.routes.place(part.interval), part.shape)
         self.holdings = holdings
@@ -104,7 +104,11 @@ class ShardedState:
 
         In the order of the units, on every rank, so that the first layer's arrive first. :meth:`need` waits.
         """
-        if not self._is_pulled:
+        if self._is_alone and not self._is_pulled:
+            self._coming = [None] * self.table.num_units
+            if self.compute_dtype != self.master_dtype:
+                self.weights.copy_(self.master)
+        elif not self._is_pulled:
             self._coming = [
                 route.pull(self.master[route.own].to(self.compute_dtype), self.weights) for route in self.routes.units
             ]
@@ -127,12 +131,14 @@ class ShardedState:
 
         Pushes are issued in the reverse order of the units, the same on every rank.
         """
-        while self._next_push >= unit:
+        while self._next_push >= unit and not self._is_alone:
             self._going.append(self.routes.units[self._next_push].push(self.gradients, self._pushed))
             self._next_push -= 1
 
     def finish_push(self) -> None:
         """Push what is left, wait until every owner has its sums, and clear the gradients."""
+        if self._is_alone:
+            return
         self.push_from(0)
         for unit in range(self.table.num_units):
             self.need(unit)  # of weights that were sent but not used here, what was sent is freed
@@ -204,6 +210,22 @@ class ShardedState:
             parameter.grad = self._pushed[first:last].view(shape)
             segments.append(Segment(name=name, parameter=parameter, decays=decays))
         return segments
+
+    def _allocate(self, size: int) -> None:
+        """Weights and gradients of ``size``. One rank alone computes with what it owns: nothing is there twice."""
+        if self._is_alone:
+            assert size == len(self.master), "one rank computes with the whole model"
+            self.gradients = self._pushed
+            if self.compute_dtype == self.master_dtype:
+                self.weights = self.master
+                return
+        if len(self.weights) == size:
+            return
+        self.weights = self.master[:0]  # freed before it is allocated anew
+        self.weights = torch.zeros(size, dtype=self.compute_dtype, device=self.world.device)
+        if not self._is_alone:
+            self.gradients = self.master[:0]
+            self.gradients = torch.zeros(size, dtype=self.master_dtype, device=self.world.device)
 
     def _routes_to(self, holdings: tuple[Holding | None, ...]) -> Routes:
         found = self._routes.pop(holdings, None)

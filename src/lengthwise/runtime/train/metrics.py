@@ -1,6 +1,7 @@
 """One row per step: to JSON lines, to TensorBoard, and as the log line."""
 
 import json
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -122,9 +123,11 @@ def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
 
 
 class JsonLines:
-    """Appends rows to a file, each whole or not at all to a reader."""
+    """Appends rows to a file, each whole or not at all to a reader; what a kill left of a last row goes first."""
 
     def __init__(self, path: Path) -> None:
+        if path.is_file():
+            _cut_to_whole_lines(path)
         self._file = path.open("a")
 
     def on_step(self, row: Row) -> None:
@@ -135,6 +138,19 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _cut_to_whole_lines(path: Path, block: int = 1 << 16) -> None:
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - block)
+            file.seek(start)
+            if (last := file.read(end - start).rfind(b"\n")) >= 0:
+                file.truncate(start + last + 1)
+                return
+            end = start
+        file.truncate(0)
 
 
 class TensorBoard:

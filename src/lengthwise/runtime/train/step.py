@@ -32,15 +32,25 @@ class StepResult:
     lr: float
 
 
-def agree(plan: StepPlan, world: World, clock: StepClock, *, stop: bool) -> bool:
-    """Check that all ranks hold the same plan, set the clock's zero, and tell whether any rank was asked to stop.
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What holds before a step, of any rank and so for all."""
+
+    stop: bool
+    """A rank was asked to stop."""
+    save_failed: bool
+    """A rank knows of a checkpoint that could not be written."""
+
+
+def agree(plan: StepPlan, world: World, clock: StepClock, *, stop: bool, save_failed: bool = False) -> Agreed:
+    """Check that all ranks hold the same plan, set the clock's zero, and share what any rank knows. One all-gather.
 
     Raises:
         CheckError: the plans differ; training with them would hang or corrupt the gradient.
     """
-    digest = int(plan.digest, 16) - (1 << 63)
-    row = torch.tensor([digest, int(stop), int(clock.since_start_s() * 1e9)], dtype=torch.int64, device=world.device)
-    digests, stops, leads_ns = gather_rows(row).T.tolist()
+    values = [int(plan.digest, 16) - (1 << 63), int(stop), int(save_failed), int(clock.since_start_s() * 1e9)]
+    row = torch.tensor(values, dtype=torch.int64, device=world.device)
+    digests, stops, failures, leads_ns = gather_rows(row).T.tolist()
     clock.align(max(leads_ns) / 1e9)
     if len(set(digests)) > 1:
         other = next(rank for rank, value in enumerate(digests) if value != digests[0])
@@ -48,7 +58,7 @@ def agree(plan: StepPlan, world: World, clock: StepClock, *, stop: bool) -> bool
             f"step {plan.step}: rank {other} plans {_hex(digests[other])}, rank 0 plans {_hex(digests[0])}; "
             "the ranks see different data, profiles or versions"
         )
-    return any(stops)
+    return Agreed(stop=any(stops), save_failed=any(failures))
 
 
 def _hex(digest: int) -> str:

@@ -19,6 +19,7 @@ from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.saver import Saver
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.feed import TokenSource, masking_of
@@ -84,12 +85,13 @@ class Trainer:
             name=optim.name, betas=optim.betas, eps=optim.eps, momentum=optim.momentum, weight_decay=optim.weight_decay
         )
         self.state = ShardedState(self.model, self.world, settings)
+        self._saver = Saver(self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints)
 
     def resume(self, path: Path) -> None:
         """Restore weights, optimizer, sampler and step from a checkpoint.
 
         Raises:
-            InputError: it is damaged, of another model, or its data is not this run's.
+            InputError: it is damaged, of another model or optimizer, or its data is not this run's.
         """
         extra = checkpoint.load(path, self.state)
         self.stream.load_state_dict(extra["sampler"])
@@ -100,7 +102,7 @@ class Trainer:
 
         Raises:
             Preempted: SIGTERM came; a checkpoint was written after the last finished step.
-            LengthwiseError: the loss is not finite, or ranks disagree.
+            LengthwiseError: the loss is not finite, ranks disagree, or a checkpoint could not be written.
         """
         stop = StopRequest(self.folder.stop)
         writers = self._writers()
@@ -108,7 +110,7 @@ class Trainer:
             while self.next_step < self.config.train.steps:
                 before = self.stream.state_dict()
                 if self._train_one(stop, writers):
-                    self._save(before)
+                    self._save(before, wait=True)
                     if self.world.is_first:
                         self.folder.stop.unlink(missing_ok=True)
                     raise Preempted(
@@ -117,9 +119,10 @@ class Trainer:
                     )
                 every = self.config.train.checkpoint_every
                 if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
-                    self._save(self.stream.state_dict())
-            self._save(self.stream.state_dict())
+                    self._save(self.stream.state_dict(), wait=not self.config.train.checkpoint_async)
+            self._save(self.stream.state_dict(), wait=True)
         finally:
+            self._saver.close()
             for writer in writers.values():
                 writer.close()
             for callback in self.callbacks:
@@ -131,7 +134,10 @@ class Trainer:
         with clock.span(SpanKind.PLAN, "plan"):
             batch = next(self.stream)
             plan = self.planner(batch)
-        if agree(plan, self.world, clock, stop=bool(stop)):
+        agreed = agree(plan, self.world, clock, stop=bool(stop), save_failed=self._saver.has_failed)
+        if agreed.save_failed:
+            self._saver.wait()  # raises
+        if agreed.stop:
             return True
         train, optim = self.config.train, self.config.optim
         lr = learning_rate(optim, plan.step, train.steps) * plan.lr_factor
@@ -167,7 +173,9 @@ class Trainer:
             path.parent.mkdir(parents=True, exist_ok=True)
         return {name: JsonLines(path) for name, path in paths.items()}
 
-    def _save(self, sampler: dict[str, Any]) -> None:
-        extra = {"step": self.next_step, "sampler": sampler, "model_digest": self.spec.digest}
-        keep = self.config.train.keep_checkpoints
-        checkpoint.save(self.folder.checkpoints, self.state, extra, keep=keep)
+    def _save(self, sampler: dict[str, Any], *, wait: bool) -> None:
+        """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""
+        if self._saver.step != self.next_step:
+            self._saver.save({"step": self.next_step, "sampler": sampler}, wait=wait)
+        elif wait:
+            self._saver.wait()

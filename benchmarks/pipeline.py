@@ -1,0 +1,261 @@
+"""Two stages under 1F1B and GPipe: how long they wait, with balanced packs and with packs of equal length; predicted too.
+
+    python benchmarks/pipeline.py [--quick] [--rounds 5]
+
+Two ranks are processes of one thread joined by Gloo, started here; each is one stage. Writes pipeline.md and
+results/pipeline.json. A full run takes about five minutes on two cores; leave the machine alone meanwhile.
+"""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean, median
+
+from method_ranks import Ranks
+from pages import Cell, Goal, Section, at_most, number, say, write
+from pipeline_runs import (
+    LONGEST,
+    SCHEME,
+    SPEC,
+    STAGES,
+    TOKENS,
+    as_they_come,
+    balanced,
+    batch_of,
+    filled,
+    measured_profile,
+    one_step,
+    problem_of,
+    stage_cost,
+)
+
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.scheme import Schedule
+from lengthwise.core.timeline import SpanKind, Timeline, merge
+from lengthwise.sim.engine import simulate
+
+TITLE = "Pipeline stages: how long they wait"
+FIRST = (
+    "Two stages of one rank each, processes of one thread joined by Gloo on one machine of two cores. A Llama of "
+    "{params:.1f} M parameters in float32 ({layers} layers of {hidden}, {split} of them on each stage, bytes as "
+    "vocabulary), {tokens:,} tokens a step, sequences cut at {longest:,}, packs of at most as many. Every step is "
+    "trained by the runtime and recorded; all packings and schedules take turns on the same sequences in every round. "
+    "Load average {load}.{quick}"
+)
+PACKINGS = {"balanced": balanced, "equal length, costliest first": filled, "equal length, as they come": as_they_come}
+CORPORA = ("commoncrawl", "githubcode")
+CLOSE = 0.05
+"""Share of the device time by which a prediction may be off."""
+Variant = tuple[str, Schedule]
+VARIANTS: tuple[Variant, ...] = tuple((name, schedule) for schedule in Schedule for name in PACKINGS)
+
+
+@dataclass(kw_only=True)
+class Steps:
+    """Of one packing under one schedule, over the rounds."""
+
+    plans: list[StepPlan] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+
+    def idle(self) -> list[float]:
+        """Shares of the ranks' time between the first forward and the last backward in which they do not compute."""
+        return [1.0 - sum(busy_s(timeline)) / (STAGES * span_s(timeline)) for timeline in self.timelines]
+
+    def spans_s(self) -> list[float]:
+        """Seconds from the first forward to the last backward."""
+        return [span_s(timeline) for timeline in self.timelines]
+
+    def predicted(self) -> list[float]:
+        """The idle share that the simulator tells of the plan."""
+        return [simulate(plan).idle_fraction for plan in self.plans]
+
+    def replayed(self) -> list[float]:
+        """The same with each micro-batch's own measured time, mean over the stages, instead of the fit's."""
+        return [
+            simulate(with_times(plan, timeline)).idle_fraction for plan, timeline in zip(self.plans, self.timelines)
+        ]
+
+    def skew(self) -> float:
+        """Compute time of the last stage over that of the first."""
+        return median(busy_s(timeline)[-1] / busy_s(timeline)[0] for timeline in self.timelines)
+
+
+def busy_s(timeline: Timeline) -> list[float]:
+    """Seconds that each rank computes."""
+    return [timeline.time_s(SpanKind.COMPUTE, rank) for rank in range(timeline.num_ranks)]
+
+
+def span_s(timeline: Timeline) -> float:
+    """Seconds from the first forward of any rank to the last backward of any."""
+    spans = [span for span in timeline.spans if span.kind is SpanKind.COMPUTE]
+    return max(span.end_s for span in spans) - min(span.start_s for span in spans)
+
+
+def with_times(plan: StepPlan, timeline: Timeline) -> StepPlan:
+    """The plan, its micro-batches taking what they took."""
+    pipeline = plan.pipelines[0]
+    taken_s = [0.0] * len(pipeline.micro_batches)
+    for span in timeline.spans:
+        if span.kind is SpanKind.COMPUTE:
+            taken_s[int(span.name.split()[1])] += span.duration_s / STAGES
+    micro_batches = tuple(replace(m, time_s=time_s) for m, time_s in zip(pipeline.micro_batches, taken_s))
+    return replace(plan, pipelines=(replace(pipeline, micro_batches=micro_batches),))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one corpus, one round; for a look")
+    parser.add_argument("--rounds", type=int, default=0, help="steps of every packing under every schedule")
+    options = parser.parse_args()
+    rounds = options.rounds or (1 if options.quick else 5)
+    corpora = CORPORA[:1] if options.quick else CORPORA
+    loads = [os.getloadavg()[0]]
+    ranks = Ranks(STAGES)
+    try:
+        found = {corpus: measure(ranks, corpus, rounds=rounds, repeats=2 if options.quick else 5) for corpus in corpora}
+    finally:
+        ranks.close()
+    loads.append(os.getloadavg()[0])
+    sections = [say(idle_section(found, rounds=rounds)), say(balance_section(found))]
+    first = FIRST.format(
+        params=SPEC.num_params / 1e6, layers=SPEC.num_layers, hidden=SPEC.hidden_size, split=SCHEME.stage_layers[0],
+        tokens=TOKENS, longest=LONGEST, load=" to ".join(f"{load:.1f}" for load in loads),
+        quick=" **A quick run.**" if options.quick else "",
+    )  # fmt: skip
+    write("pipeline", title=TITLE, first=first, sections=sections)
+
+
+def measure(ranks: Ranks, corpus: str, *, rounds: int, repeats: int) -> dict[Variant, Steps]:
+    """Profile, then step after step."""
+    cost = stage_cost(ranks.run(measured_profile, repeats=repeats)[0])
+    problem = problem_of(cost)
+    found = {variant: Steps() for variant in VARIANTS}
+    warm_up = balanced(problem, batch_of(corpus, rounds))
+    ranks.run(one_step, warm_up, corpus, Schedule.ONE_F_ONE_B)
+    for step in range(rounds):
+        plans = {name: make(problem, batch_of(corpus, step)) for name, make in PACKINGS.items()}
+        for name, schedule in VARIANTS:
+            found[name, schedule].plans.append(plans[name])
+            found[name, schedule].timelines.append(merge(ranks.run(one_step, plans[name], corpus, schedule)))
+    return found
+
+
+def idle_section(found: Mapping[str, Mapping[Variant, Steps]], *, rounds: int) -> Section:
+    """Measured beside predicted."""
+    rows: list[list[Cell]] = []
+    off, gains = [], []
+    for corpus, variants in found.items():
+        ours = variants["balanced", Schedule.ONE_F_ONE_B]
+        for (name, schedule), steps in variants.items():
+            rows.append(
+                [corpus, str(schedule), name, *_cells(steps, ours, is_simulated=schedule is Schedule.ONE_F_ONE_B)]
+            )
+            if schedule is Schedule.ONE_F_ONE_B:
+                off.append(abs(median(_differences(steps))))
+            if schedule is Schedule.ONE_F_ONE_B and name != "balanced":
+                gains.append(median(mine / theirs for mine, theirs in zip(ours.idle(), steps.idle())))
+    worst = max(off)
+    return Section(
+        title="Idle share of two stages",
+        text=f"Medians of {rounds} steps. *Idle*: between the first forward and the last backward, the share of both "
+        "ranks' time that is not forward or backward. *Predicted*: the simulator's, of the same plan, before it ran; "
+        "micro-batch times are a fit (`a l^2 + b l + c`) to a profile taken in this run, half of the whole model's "
+        "for a stage. *Off*: predicted minus measured, points. *With its own times*: the simulator's with what each "
+        "micro-batch took, mean over the two stages: what is off then is the simulator's, not the fit's. *Even*: (S "
+        "- 1) / (V + S - 1), what V micro-batches of one cost would leave idle. *Time*: first forward to last "
+        "backward over that of balanced packs under 1F1B, median of ratios within a round. The simulator executes "
+        "1F1B alone.",
+        head=(
+            "lengths like",
+            "schedule",
+            "packs",
+            "micro-batches",
+            "idle",
+            "predicted",
+            "off",
+            "with its own times",
+            "even",
+            "time",
+        ),
+        rows=rows,
+        goals=(
+            Goal(
+                what="idle share under 1F1B, every packing and corpus: predicted minus measured, median of steps, "
+                "worst",
+                aim=f"at most {number(CLOSE * 100, 'points')}",
+                measured=number(worst * 100, "points"),
+                met=worst <= CLOSE,
+            ),
+            at_most(
+                "idle share under 1F1B, balanced packs over packs of equal length, median of steps, worst",
+                max(gains),
+                1.0,
+                "x",
+            ),
+        ),
+    )
+
+
+def balance_section(found: Mapping[str, Mapping[Variant, Steps]]) -> Section:
+    """How even the micro-batches and the stages are."""
+    rows: list[list[Cell]] = []
+    for corpus, variants in found.items():
+        for name in PACKINGS:
+            steps = variants[name, Schedule.ONE_F_ONE_B]
+            planned = [[m.time_s for m in plan.pipelines[0].micro_batches] for plan in steps.plans]
+            taken = [
+                [m.time_s for m in with_times(plan, timeline).pipelines[0].micro_batches]
+                for plan, timeline in zip(steps.plans, steps.timelines)
+            ]
+            tokens = [[m.pack.num_tokens for m in plan.pipelines[0].micro_batches] for plan in steps.plans]
+            share = median(forward_share(timeline) for timeline in steps.timelines)
+            rows.append(
+                [
+                    corpus,
+                    name,
+                    *(_uneven(each) for each in (tokens, planned, taken)),
+                    f"{steps.skew():.2f}",
+                    f"{share:.2f}",
+                ]
+            )
+    return Section(
+        title="How even packs and stages are",
+        text="The costliest micro-batch of a step over the mean, in tokens, in planned and in measured time; medians "
+        "over steps under 1F1B. *Stages*: compute time of the last stage, which has the head, over that of the first; "
+        "the simulator takes them as equal. *Forward*: its share of forward and backward; the simulator takes a third.",
+        head=("lengths like", "packs", "tokens", "planned time", "measured time", "stages", "forward"),
+        rows=rows,
+    )
+
+
+def forward_share(timeline: Timeline) -> float:
+    """Of the compute time."""
+    forward_s = sum(s.duration_s for s in timeline.spans if s.kind is SpanKind.COMPUTE and s.name.startswith("forward"))
+    return forward_s / sum(busy_s(timeline))
+
+
+def _uneven(steps: Sequence[Sequence[float]]) -> str:
+    return f"{median(max(values) / mean(values) for values in steps):.2f}"
+
+
+def _differences(steps: Steps) -> list[float]:
+    return [told - seen for told, seen in zip(steps.predicted(), steps.idle())]
+
+
+def _cells(steps: Steps, ours: Steps, *, is_simulated: bool) -> list[Cell]:
+    counts = [len(plan.pipelines[0].micro_batches) for plan in steps.plans]
+    even = median((STAGES - 1) / (count + STAGES - 1) for count in counts)
+    told: list[Cell] = [None, None, None]
+    if is_simulated:
+        told = [
+            f"{median(steps.predicted()):.1%}",
+            f"{median(_differences(steps)) * 100:+.1f}",
+            f"{median(steps.replayed()):.1%}",
+        ]
+    time = median(theirs / mine for theirs, mine in zip(steps.spans_s(), ours.spans_s()))
+    return [f"{median(counts):.0f}", f"{median(steps.idle()):.1%}", *told, f"{even:.1%}", f"{time:.2f}x"]
+
+
+if __name__ == "__main__":
+    main()

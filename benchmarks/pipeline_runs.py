@@ -1,0 +1,133 @@
+"""What the benchmark of pipelines runs on its two ranks: a profile, and steps of plans of two stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch.distributed as dist
+from switching_runs import Tokens, world
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import ProfileTable
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.scheme import Schedule, Scheme, uniform_scheme
+from lengthwise.core.specs import ModelSpec, cluster_preset
+from lengthwise.core.timeline import Timeline
+from lengthwise.cost.fitted import FittedCost
+from lengthwise.data.synthetic import synthetic_lengths
+from lengthwise.plan.arrangement import Arrangement, Lane, to_plan
+from lengthwise.plan.dispatch import PlacedStrategy, Tile
+from lengthwise.plan.homogeneous import Pack
+from lengthwise.plan.kind import Kind, make_kinds
+from lengthwise.plan.policies.static import static
+from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.profile.measure import ladder, profile
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.step import agree, run_step
+
+STAGES = 2
+SPEC = ModelSpec(
+    name="pipeline", num_layers=8, hidden_size=128, ffn_size=384, num_heads=4, num_kv_heads=2, head_size=32,
+    vocab_size=256,
+)  # fmt: skip
+SCHEME = uniform_scheme(SPEC.num_layers, stages=STAGES)
+LONGEST = 2048
+"""Tokens: where longer sequences are cut, and most of a pack."""
+TOKENS = 9 * LONGEST
+"""Of a step."""
+LR, CLIP = 1e-4, 1.0
+
+
+def batch_of(corpus: str, step: int) -> GlobalBatch:
+    """``TOKENS`` tokens of lengths like a corpus's, cut at ``LONGEST``; the last one cut to fit."""
+    lengths: list[int] = []
+    for length in np.minimum(synthetic_lengths(corpus, TOKENS // 16, step), LONGEST).tolist():
+        lengths.append(min(length, TOKENS - sum(lengths)))
+        if sum(lengths) == TOKENS:
+            break
+    return GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths))
+
+
+def stage_cost(table: ProfileTable) -> FittedCost:
+    """Of a stage: half the layers, so half of what one device took for the whole model."""
+    rows = [replace(row, time_s=row.time_s / STAGES, kept_bytes=row.kept_bytes // STAGES) for row in table.rows]
+    halved = replace(table, rows=tuple(rows), update_s=0.0)
+    return FittedCost([(SCHEME, halved)], model=SPEC, cluster=cluster_preset(f"{STAGES}xcpu"))
+
+
+def problem_of(cost: FittedCost) -> Problem:
+    """One pipeline of two stages, packs of at most ``LONGEST`` tokens."""
+    kinds = make_kinds([SCHEME], cost, num_devices=STAGES, token_limit=LONGEST)
+    return Problem(
+        kinds=kinds, num_devices=STAGES, devices_per_node=STAGES, memory_bytes=cost.cluster.device.memory_bytes,
+        max_length=LONGEST,
+    )  # fmt: skip
+
+
+def balanced(problem: Problem, batch: GlobalBatch) -> StepPlan:
+    """Our packer: packs of equal cost, as many as end earliest."""
+    priced = PricedBatch(problem, batch)
+    phase, found = PlacedStrategy(problem, [Tile(kind=problem.kinds[0], count=1)]).assign(priced)
+    return to_plan(priced, Arrangement(phases=(phase,), lower_bound_s=found.lower_bound), policy="balanced")
+
+
+def filled(problem: Problem, batch: GlobalBatch) -> StepPlan:
+    """Packs of equal length, first fit decreasing, the costliest first: what policy ``static`` runs."""
+    priced = PricedBatch(problem, batch)
+    return to_plan(priced, static(problem, problem.kinds[0])(priced), policy="filled")
+
+
+def as_they_come(problem: Problem, batch: GlobalBatch) -> StepPlan:
+    """Packs of equal length, each sequence into the first with room, in the order of the stream."""
+    plan = to_plan(*_arranged(problem, batch, first_fit(batch.lengths, LONGEST)), policy="as they come")
+    pipeline = plan.pipelines[0]
+    in_order = sorted(pipeline.micro_batches, key=lambda m: min(m.pack.ids))
+    return replace(plan, pipelines=(replace(pipeline, micro_batches=tuple(in_order)),))
+
+
+def _arranged(problem: Problem, batch: GlobalBatch, packs: Sequence[Pack]) -> tuple[PricedBatch, Arrangement]:
+    lane = Lane(kind=problem.kinds[0], ranks=tuple(range(STAGES)), packs=tuple(packs))
+    return PricedBatch(problem, batch), Arrangement(phases=((lane,),), lower_bound_s=0.0)
+
+
+def first_fit(lengths: Sequence[int], capacity: int) -> list[Pack]:
+    """Positions of the sequences of each pack."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for position, length in enumerate(lengths):
+        at = next((number for number, left in enumerate(room) if length <= left), len(packs))
+        if at == len(packs):
+            packs.append([])
+            room.append(capacity)
+        packs[at].append(position)
+        room[at] -= length
+    return [tuple(pack) for pack in packs]
+
+
+@cache
+def trained() -> tuple[Transformer, ShardedState]:
+    """The model and its state, made once per process."""
+    model = build_model(SPEC, seed=0)
+    return model, ShardedState(model, world(), OptimizerSettings())
+
+
+def measured_profile(*, repeats: int) -> ProfileTable:
+    """Of the whole model on one device, both ranks at once, as ``lengthwise profile`` takes it."""
+    packs = ladder(LONGEST, LONGEST)
+    return profile(build_model(SPEC, seed=0), SPEC, world(), packs=packs, recompute=False, repeats=repeats)
+
+
+def one_step(plan: StepPlan, corpus: str, schedule: Schedule) -> Timeline:
+    """Train one step; what this rank recorded."""
+    model, state = trained()
+    source = Tokens(batch_of(corpus, plan.step), SPEC.vocab_size)
+    dist.barrier()
+    clock = StepClock(world())
+    agree(plan, world(), clock, stop=False)
+    run_step(plan, model, state, source, lr=LR, clip_norm=CLIP, clock=clock, schedule=schedule)
+    return clock.timeline(plan.step)

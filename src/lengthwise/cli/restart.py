@@ -1,0 +1,176 @@
+"""What a rank finds that torchrun started again: how the run ended before, and the checkpoint to go on from."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
+from lengthwise.config import Config, load
+from lengthwise.core.errors import InputError, LengthwiseError, Preempted
+from lengthwise.core.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.comm.world import World
+    from lengthwise.runtime.train.trainer import Trainer
+
+STATUS = "status.json"
+RUNNING, DONE, PREEMPTED, FAILED, CRASHED = "running", "done", "preempted", "failed", "crashed"
+"""States of a run. What crashed may go well if it is tried again; what failed would fail again."""
+OVER = (DONE, PREEMPTED, FAILED)
+PARENT_EVERY_S = 0.5
+
+
+def is_first() -> bool:
+    """Whether this rank says how the run goes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def num_restarts() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def earlier_end(folder: RunFolder) -> int | None:
+    """The exit code with which the ranks ended for good before torchrun started them again, if they did.
+
+    torchrun knows only that a rank failed, not that it would fail again, and starts all of them up to --max-restarts
+    times. It also stops and starts them, without counting, when a machine joins: then they go on.
+    """
+    status = folder.read_json(STATUS)
+    is_earlier = status.get("attempt", num_restarts()) < num_restarts()
+    return int(status["exit_code"]) if is_earlier and status.get("state") in OVER else None
+
+
+def write_status(folder: RunFolder, state: str, *, exit_code: int | None = None, error: str = "") -> None:
+    """Record how the run goes."""
+    folder.write_json(STATUS, {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()})
+
+
+def tell(folder: RunFolder, error: Exception) -> bool:
+    """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
+    if not is_first():
+        time.sleep(1.0)  # what all ranks meet at once, the first tells
+    state = _state_after(error)
+    if isinstance(error, LengthwiseError):
+        told, exit_code = str(error), error.exit_code
+    else:
+        told, exit_code = f"{type(error).__name__}: {error}", 1
+    if folder.read_json(STATUS).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):
+        return False
+    write_status(folder, state, exit_code=exit_code, error=told)
+    if RUN_FOLDER_VARIABLE not in os.environ:  # else the process that started the ranks reads the file and tells
+        sys.stderr.write(f"error: {told}\n")
+        sys.stderr.flush()
+    return True
+
+
+def _state_after(error: Exception) -> str:
+    if isinstance(error, Preempted):
+        return PREEMPTED
+    follows = error.__cause__ is not None and not isinstance(error.__cause__, OSError)
+    if isinstance(error, LengthwiseError) and not (error.exit_code == LengthwiseError.exit_code and follows):
+        return FAILED
+    return CRASHED  # also a checkpoint that could not be written because a rank was gone
+
+
+def settings_of(config: Config, folder: RunFolder, *, resume: bool) -> Config:
+    """The settings to train with: those the run began with, if ranks are started again, whatever was edited since.
+
+    Raises:
+        InputError: the folder holds another run.
+    """
+    if resume or not folder.config.is_file():
+        return config
+    begun = load(folder.config, [])
+    if num_restarts():
+        return begun
+    if is_first() and begun != config:
+        folder.check_new()
+    return config  # the same command again: it goes on
+
+
+def end_with_parent() -> None:
+    """Have this rank save and end once torchrun is gone: nobody watches it, and a successor may write where it does."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_EVERY_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """From where a run goes on."""
+
+    folder: RunFolder
+    resume: bool = False
+    """Whether the user said so, so that there must be a checkpoint."""
+    fall_back: bool = False
+    """Whether an older checkpoint will do where the newest is damaged."""
+
+    def restore(self, trainer: "Trainer", world: "World") -> None:
+        """Go on from the newest complete checkpoint, if there is one. Every rank calls this.
+
+        Raises:
+            InputError: it is damaged, or of another run; or there is none to resume from.
+        """
+        paths = _of_all(world, self._checkpoints() if world.is_first else [])[0]  # others may see the folder late
+        if world.is_first and num_restarts():
+            where = f"from {paths[0].name}" if paths else "from the first step: no checkpoint is complete yet"
+            sys.stderr.write(f"restart {num_restarts()}: going on {where}\n")
+        first: InputError | None = None
+        for path in paths:
+            error = _try(trainer, path, world)
+            if error is None:
+                if first is not None and world.is_first:
+                    sys.stderr.write(f"warning: {first}. Going on from an older one: {path}\n")
+                return
+            first = first or error
+            if not self.fall_back:
+                raise error
+        if first is not None:
+            raise InputError(f"{first}. None of {', '.join(path.name for path in paths)} can be gone on from")
+
+    def _checkpoints(self) -> list[Path]:
+        """The latest complete checkpoint and those before it; all there are if it cannot be told and falling back."""
+        from lengthwise.runtime.state import checkpoint
+
+        complete = checkpoint.candidates(self.folder.checkpoints)
+        if not (complete or self.resume):
+            return []
+        try:
+            return complete[complete.index(checkpoint.latest(self.folder.checkpoints)) :]
+        except InputError:
+            if not (complete and self.fall_back):
+                raise
+            return complete
+
+
+def _try(trainer: "Trainer", path: Path, world: "World") -> InputError | None:
+    """Resume from ``path``; the error that any rank met, the same on all of them."""
+    error = None
+    try:
+        trainer.resume(path)
+    except InputError as met:
+        error = met
+    met_by = _of_all(world, None if error is None else str(error))
+    told = next((words for words in met_by if words is not None), None)
+    return None if told is None else InputError(told)
+
+
+def _of_all(world: "World", value: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    values = [value] * world.size
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,194 @@
+"""The files of checkpoints: which are complete, how one becomes it, how damage is found. No tensors here.
+
+checkpoints/step_00000100/             complete: every rank had finished when it got this name
+            step_00000100.partial/     being written, or what a crash left of it
+            step_00000100.replaced/    an older one of the same step, until the new one has its name
+            latest                     the name of the newest; moved last
+
+``state.json`` is the last file written and the first removed: a folder without it is no checkpoint. Whatever moment a
+process is killed at, the newest complete checkpoint stays where :func:`latest` finds it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lengthwise.core.errors import InputError
+
+CHECKPOINT_SCHEMA_VERSION = 2
+
+STATE_FILE, POINTER = "state.json", "latest"
+_PARTIAL, _REPLACED, _DIGEST = ".partial", ".replaced", "blake2b"
+_NAME = re.compile(r"step_\d{8,}")
+
+
+def step_name(step: int) -> str:
+    """Of the checkpoint after ``step`` steps."""
+    return f"step_{step:08d}"
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The complete checkpoints in ``folder``, newest first; whether their files are intact is found by reading them."""
+    found: dict[str, Path] = {}
+    for path in folder.glob("step_*"):
+        name = path.name.removesuffix(_REPLACED)
+        is_complete = _NAME.fullmatch(name) and (path / STATE_FILE).is_file()
+        if is_complete and (name not in found or path.name == name):  # what was to be replaced counts while it is alone
+            found[name] = path
+    return [found[name] for name in sorted(found, key=_step_of, reverse=True)]
+
+
+def latest(folder: Path) -> Path:
+    """The newest complete checkpoint in ``folder``.
+
+    Raises:
+        InputError: there is none, or ``latest`` names one that is not there.
+    """
+    complete = candidates(folder)
+    if not complete:
+        raise InputError(
+            f"no complete checkpoint in {folder}: the run stopped before its first one; remove it and start anew"
+        )
+    pointer = folder / POINTER
+    if not pointer.is_file():
+        return complete[0]  # a crash between giving it its name and pointing to it
+    name = pointer.read_text(errors="replace").strip()
+    for path in complete:
+        if path.name.removesuffix(_REPLACED) == name:
+            return path
+    raise InputError(
+        f"{pointer} names {name!r}, which is no complete checkpoint; write the name of another into it "
+        f"({', '.join(path.name for path in complete)}), or go on with: lengthwise train --resume RUN --fall-back"
+    )
+
+
+def begin(folder: Path, name: str) -> Path:
+    """An empty folder to write the checkpoint ``name`` in; what crashes left behind is cleared away."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for replaced in folder.glob(f"step_*{_REPLACED}"):
+        final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+        if (replaced / STATE_FILE).is_file() and not (final / STATE_FILE).is_file():
+            _remove(final)
+            replaced.rename(final)  # a crash came before the new one had its name
+        else:
+            _remove(replaced)
+    for path in folder.glob("step_*"):
+        if path.name.endswith(_PARTIAL) or (_NAME.fullmatch(path.name) and not (path / STATE_FILE).is_file()):
+            _remove(path)
+    partial = folder / f"{name}{_PARTIAL}"
+    partial.mkdir()
+    return partial
+
+
+def publish(partial: Path, document: dict[str, Any], *, keep: int) -> Path:
+    """Make a checkpoint that all ranks have written complete and ``latest``, then remove all but the ``keep`` newest.
+
+    Those of later steps, left by a run that was resumed from before them, are neither counted nor removed.
+    """
+    folder, name = partial.parent, partial.name.removesuffix(_PARTIAL)
+    final, replaced = folder / name, folder / f"{name}{_REPLACED}"
+    _write(partial / STATE_FILE, _encoded(document))
+    if final.exists():  # the same step again, after a resume from an older checkpoint
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(folder)
+    pointer = folder / f"{POINTER}{_PARTIAL}"
+    _write(pointer, name + "\n")
+    pointer.replace(folder / POINTER)
+    _sync(folder)
+    _remove(replaced)
+    older = [path for path in candidates(folder) if _step_of(path.name) <= _step_of(name)]
+    for path in older[keep:]:
+        _remove(path)
+    return final
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What was saved beside the tensors.
+
+    Raises:
+        InputError: not a checkpoint, damaged, or of another schema version.
+    """
+    path = checkpoint / STATE_FILE
+    try:
+        text = path.read_text()
+        document = json.loads(text)
+        digest = document.pop(_DIGEST, None)
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise damaged(path, f"cannot be read ({type(error).__name__}: {error})") from None
+    version = document.get("schema_version")
+    is_intact = digest is not None and _encoded(document) == text
+    if version != CHECKPOINT_SCHEMA_VERSION and (is_intact or digest is None):
+        raise InputError(
+            f"{path} has checkpoint schema {version}, this version of lengthwise reads {CHECKPOINT_SCHEMA_VERSION}; go "
+            "on with the version that wrote it, or export the weights with that one and start from them (model.hf)"
+        )
+    if not is_intact:
+        raise damaged(path, "has changed since it was written")
+    return document
+
+
+def digest_of(file: Path) -> dict[str, Any]:
+    """Size and content digest of a file."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        return {"num_bytes": stream.tell(), _DIGEST: digest}
+
+
+def damage(file: Path, expected: dict[str, Any]) -> str | None:
+    """What is wrong with a file of which :func:`digest_of` said ``expected`` when it was written; None: nothing."""
+    try:
+        num_bytes = file.stat().st_size
+        if num_bytes != expected["num_bytes"]:
+            return f"has {num_bytes:,} bytes of {expected['num_bytes']:,}"
+        return None if digest_of(file) == expected else "has changed since it was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error})"
+
+
+def damaged(file: Path, what: str) -> InputError:
+    """The error for a file of a checkpoint, with the way out."""
+    checkpoint = file.parent
+    others = ", ".join(path.name for path in candidates(checkpoint.parent) if path != checkpoint)
+    if not others:
+        return InputError(f"{file} {what}; no other checkpoint lies beside it: start the run anew")
+    return InputError(f"{file} {what}; go on from a checkpoint beside it: {others}")
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step_").removesuffix(_REPLACED))
+
+
+def _encoded(document: dict[str, Any]) -> str:
+    """As text that carries its own digest."""
+    digest = hashlib.blake2b(json.dumps(document).encode(), digest_size=16).hexdigest()
+    return json.dumps({**document, _DIGEST: digest}) + "\n"
+
+
+def _write(file: Path, text: str) -> None:
+    with file.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync(file.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Put the names in a folder on disk, so that they survive a power cut too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(checkpoint: Path) -> None:
+    """What is half removed is no checkpoint any more, and the next :func:`begin` removes the rest."""
+    (checkpoint / STATE_FILE).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)

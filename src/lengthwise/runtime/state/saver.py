@@ -1,0 +1,181 @@
+"""Writes the checkpoints of a run while training goes on.
+
+The step loop waits only while this rank's share is copied to host memory. A thread of each rank then writes it, one
+checkpoint at a time. The threads agree over a Gloo group of their own, so their messages never meet training's, and the
+first rank's gives the checkpoint its name when all have finished.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+
+from lengthwise import __version__
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.comm.world import TIMEOUT, World
+from lengthwise.runtime.state import checkpoint_files as files
+from lengthwise.runtime.state.contents import Content, contents
+from lengthwise.runtime.state.sharded import ShardedState
+
+_log = logging.getLogger(__name__)
+
+
+class HostGroup:
+    """All ranks, to speak of checkpoints through host memory whatever they compute on. Made by all at once."""
+
+    def __init__(self) -> None:
+        self.handle = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.mesh = DeviceMesh.from_group(self.handle, "cpu")
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank gives, by rank."""
+        found: list[Any] = [None] * self.handle.size()
+        dist.all_gather_object(found, value, group=self.handle)
+        return found
+
+    def close(self) -> None:
+        """End it; no rank may use it any more."""
+        dist.destroy_process_group(self.handle)
+
+
+class Saver:
+    """Every rank of a run has one, and calls the same of it at the same step."""
+
+    def __init__(self, folder: Path, state: ShardedState, *, keep: int) -> None:
+        """``folder``: of all the run's checkpoints; the ``keep`` newest stay in it."""
+        self._folder, self._state, self._keep = folder, state, keep
+        self._group: HostGroup | None = None
+        self._thread: Thread | None = None
+        self._error: BaseException | None = None
+        self.step: int | None = None
+        """That of the newest checkpoint begun."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a checkpoint could not be written; :meth:`wait` says why."""
+        return self._error is not None
+
+    def save(self, extra: dict[str, Any], *, wait: bool) -> None:
+        """Begin a checkpoint after ``extra["step"]`` steps, when the one before is complete; ``wait``: until this is.
+
+        Raises:
+            LengthwiseError: as :meth:`wait`.
+        """
+        self.wait()
+        self._group = self._group or HostGroup()
+        self.step = extra["step"]
+        found, document = contents(self._state), {**_description(self._state), **extra}
+        self._thread = Thread(target=self._run, args=(self._group, found, document), name="checkpoint", daemon=True)
+        self._thread.start()
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when no checkpoint is being written.
+
+        Raises:
+            LengthwiseError: one could not be written. Complete ones are as they were.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise LengthwiseError(
+                f"the checkpoint of step {self.step} could not be written to {self._folder} ({_reason(error)}); "
+                "complete ones are as they were. Make room, then go on with: lengthwise train --resume RUN"
+            ) from error
+
+    def close(self) -> None:
+        """Let the checkpoint that is being written end, and leave the group."""
+        try:
+            self.wait()
+        except LengthwiseError as error:
+            _log.warning("%s", error)
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    def _run(self, group: HostGroup, found: dict[str, Content], document: dict[str, Any]) -> None:
+        try:
+            _write(self._folder, found, document, group=group, world=self._state.world, keep=self._keep)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            self._error = error
+
+
+def _write(
+    folder: Path, found: dict[str, Content], document: dict[str, Any], *, group: HostGroup, world: World, keep: int
+) -> None:
+    """One checkpoint, from the empty folder to its name; on every rank. What fails on one rank fails on all."""
+    name = files.step_name(document["step"])
+    partial = folder / f"{name}.partial"
+    _first_does(lambda: files.begin(folder, name), group, world)
+    tensors = {key: content.on(group.mesh) for key, content in found.items()}
+    writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)  # everything is in host memory already
+    dcp.save(tensors, storage_writer=writer, process_group=group.handle)
+    outcomes = group.gather(_tried(lambda: _digests(partial, world)))
+    document = {**document, "files": _joined(outcomes)}
+    _first_does(lambda: files.publish(partial, document, keep=keep), group, world)
+
+
+def _digests(partial: Path, world: World) -> dict[str, Any]:
+    """Of the files that this rank wrote."""
+    own = sorted(partial.glob(f"__{world.rank}_*"))
+    own += [partial / ".metadata"] if world.is_first else []
+    return {file.name: files.digest_of(file) for file in own}
+
+
+def _joined(outcomes: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
+    """What all ranks tried, as one."""
+    for rank, (_, error) in enumerate(outcomes):
+        if error:
+            raise OSError(f"rank {rank}: {error}")
+    return {name: value for found, _ in outcomes for name, value in found.items()}
+
+
+def _first_does(act: Callable[[], object], group: HostGroup, world: World) -> None:
+    """The first rank alone acts; all go on when it has, and its error is raised on all."""
+    outcome = [_tried(act)[1] if world.is_first else None]
+    dist.broadcast_object_list(outcome, src=0, group=group.handle, device=torch.device("cpu"))
+    if outcome[0]:
+        raise OSError(f"rank 0: {outcome[0]}")
+
+
+def _tried(act: Callable[[], Any]) -> tuple[Any, str]:
+    """What ``act`` returns, or why it failed."""
+    try:
+        return act(), ""
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _description(state: ShardedState) -> dict[str, Any]:
+    """What a checkpoint says of the state it holds, for whoever reads it."""
+    table, settings = state.table, state.settings
+    return {
+        "schema_version": files.CHECKPOINT_SCHEMA_VERSION,
+        "lengthwise_version": __version__,
+        "torch_version": torch.__version__,
+        "num_ranks": state.world.size,
+        "model_digest": table.spec.digest,
+        "master_dtype": str(state.master_dtype).removeprefix("torch."),
+        "optimizer": {"name": settings.name, "tensors": list(settings.state_names)},
+        "has_whole_parameters": settings.needs_whole_parameters,
+        "unit_bounds": list(table.bounds),
+        "parameters": {name: {"start": slot.start, "shape": list(slot.shape)} for name, slot in table.slots.items()},
+    }
+
+
+def _reason(error: BaseException) -> str:
+    """The error that a rank met, without the stack that torch prints of every rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
