@@ -11,7 +11,7 @@ from switching_runs import Tokens, world
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.scheme import Schedule, Scheme, uniform_scheme
+from lengthwise.core.scheme import Schedule, uniform_scheme
 from lengthwise.core.specs import ModelSpec, cluster_preset
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost.fitted import FittedCost
@@ -19,7 +19,7 @@ from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.arrangement import Arrangement, Lane, to_plan
 from lengthwise.plan.dispatch import PlacedStrategy, Tile
 from lengthwise.plan.homogeneous import Pack
-from lengthwise.plan.kind import Kind, make_kinds
+from lengthwise.plan.kind import make_kinds
 from lengthwise.plan.policies.static import static
 from lengthwise.plan.problem import PricedBatch, Problem
 from lengthwise.runtime.model.base import Transformer
@@ -36,17 +36,30 @@ SPEC = ModelSpec(
     vocab_size=256,
 )  # fmt: skip
 SCHEME = uniform_scheme(SPEC.num_layers, stages=STAGES)
-LONGEST = 2048
-"""Tokens: where longer sequences are cut, and most of a pack."""
-TOKENS = 9 * LONGEST
+CAPACITY = 2048
+"""Most tokens of a pack."""
+TOKENS = 9 * CAPACITY
 """Of a step."""
 LR, CLIP = 1e-4, 1.0
 
 
-def batch_of(corpus: str, step: int) -> GlobalBatch:
-    """``TOKENS`` tokens of lengths like a corpus's, cut at ``LONGEST``; the last one cut to fit."""
+@dataclass(frozen=True)
+class Lengths:
+    """Drawn like those of a corpus, and cut."""
+
+    corpus: str
+    longest: int
+
+    @property
+    def name(self) -> str:
+        """As tables show it."""
+        return f"{self.corpus}, cut at {self.longest:,}"
+
+
+def batch_of(drawn: Lengths, step: int) -> GlobalBatch:
+    """``TOKENS`` tokens in all, the last sequence cut to fit."""
     lengths: list[int] = []
-    for length in np.minimum(synthetic_lengths(corpus, TOKENS // 16, step), LONGEST).tolist():
+    for length in np.minimum(synthetic_lengths(drawn.corpus, TOKENS // 16, step), drawn.longest).tolist():
         lengths.append(min(length, TOKENS - sum(lengths)))
         if sum(lengths) == TOKENS:
             break
@@ -61,11 +74,11 @@ def stage_cost(table: ProfileTable) -> FittedCost:
 
 
 def problem_of(cost: FittedCost) -> Problem:
-    """One pipeline of two stages, packs of at most ``LONGEST`` tokens."""
-    kinds = make_kinds([SCHEME], cost, num_devices=STAGES, token_limit=LONGEST)
+    """One pipeline of two stages, packs of at most ``CAPACITY`` tokens."""
+    kinds = make_kinds([SCHEME], cost, num_devices=STAGES, token_limit=CAPACITY)
     return Problem(
         kinds=kinds, num_devices=STAGES, devices_per_node=STAGES, memory_bytes=cost.cluster.device.memory_bytes,
-        max_length=LONGEST,
+        max_length=CAPACITY,
     )  # fmt: skip
 
 
@@ -84,7 +97,7 @@ def filled(problem: Problem, batch: GlobalBatch) -> StepPlan:
 
 def as_they_come(problem: Problem, batch: GlobalBatch) -> StepPlan:
     """Packs of equal length, each sequence into the first with room, in the order of the stream."""
-    plan = to_plan(*_arranged(problem, batch, first_fit(batch.lengths, LONGEST)), policy="as they come")
+    plan = to_plan(*_arranged(problem, batch, first_fit(batch.lengths, CAPACITY)), policy="as they come")
     pipeline = plan.pipelines[0]
     in_order = sorted(pipeline.micro_batches, key=lambda m: min(m.pack.ids))
     return replace(plan, pipelines=(replace(pipeline, micro_batches=tuple(in_order)),))
@@ -118,14 +131,14 @@ def trained() -> tuple[Transformer, ShardedState]:
 
 def measured_profile(*, repeats: int) -> ProfileTable:
     """Of the whole model on one device, both ranks at once, as ``lengthwise profile`` takes it."""
-    packs = ladder(LONGEST, LONGEST)
+    packs = ladder(CAPACITY, CAPACITY)
     return profile(build_model(SPEC, seed=0), SPEC, world(), packs=packs, recompute=False, repeats=repeats)
 
 
-def one_step(plan: StepPlan, corpus: str, schedule: Schedule) -> Timeline:
+def one_step(plan: StepPlan, drawn: Lengths, schedule: Schedule) -> Timeline:
     """Train one step; what this rank recorded."""
     model, state = trained()
-    source = Tokens(batch_of(corpus, plan.step), SPEC.vocab_size)
+    source = Tokens(batch_of(drawn, plan.step), SPEC.vocab_size)
     dist.barrier()
     clock = StepClock(world())
     agree(plan, world(), clock, stop=False)

@@ -61,7 +61,7 @@ def first(loads: list[float], *, quick: bool) -> str:
 
 
 def makers(ranks: Ranks, *, rounds: int, quick: bool) -> dict[str, Callable[[], list[Section]]]:
-    """Sections by name, in the order of the page. The last one starts ranks of its own."""
+    """Sections by name, in the order of the page. The last one ends the ranks."""
     visited = switching_time.Visits(ranks, rounds=rounds)
 
     def restart() -> list[Section]:

@@ -36,14 +36,13 @@ def once(ranks: Ranks, folder: Path, name: str) -> tuple[Ranks, dict[str, float]
 
 
 def section(ranks: Ranks, folder: Path, visits: Visits, *, times: int) -> Section:
-    """Start anew some times, each time on ranks of its own; those given go on until the switches are timed."""
+    """Start anew some times; the ranks given are ended by the first."""
     switch_s, first_s = visits.extra_s, visits.first_extra_s
     found: list[dict[str, float]] = []
-    held = Ranks(RANKS)
     for number in range(times):
-        held, seconds = once(held, folder, [*POOL][1 + number % (len(POOL) - 1)])
+        ranks, seconds = once(ranks, folder, [*POOL][1 + number % (len(POOL) - 1)])
         found.append(seconds)
-    held.close()
+    ranks.close()
     medians = {phase: median(seconds[phase] for seconds in found) for phase in PHASES}
     total_s = median(sum(seconds.values()) for seconds in found)
     rows = [[WHAT[phase], f"{medians[phase]:.3f}"] for phase in PHASES]

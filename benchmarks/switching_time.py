@@ -28,7 +28,7 @@ class Visits:
     @cached_property
     def first_times(self) -> Mapping[str, Sequence[Sequence[Ran]]]:
         """Strategy -> the steps of its first visit ever, each on every rank."""
-        return dict(zip(POOL, _by_step(self.ranks.run(visit, [*POOL], repeats=REPEATS, seed=10_000))))
+        return dict(zip(POOL, _by_step(self.ranks.run(visit, [*POOL], repeats=2, seed=10_000))))
 
     @cached_property
     def found(self) -> Sequence[Sequence[Sequence[Ran]]]:
@@ -75,17 +75,19 @@ def section(visits: Visits) -> Section:
         title="Time of a step",
         text=f"Strategies in random order, {REPEATS} steps of each on the same sequences. *After another*: the first "
         "over the second, which is the same step right after itself; in brackets the quartiles. *Control*: the third "
-        "over the second, where nothing changes; its quartiles are the noise. *Laying out* is the time of a rank in "
-        "`hold` and in posting the pulls, median over visits of the mean over ranks. *First ever*: milliseconds that "
-        "the very first step under a strategy takes more than the second; process groups and routes are made then, "
-        "and kept. Strategies that compute with the same weights on every rank (all whole ones) have one layout: "
-        "between them nothing changes.",
+        "over the second, where nothing changes; its quartiles are the noise. *Processor*: the first over the second "
+        "in seconds of processor, all ranks together, which other programs on the machine disturb less. *Laying out* "
+        "is the time of a rank in `hold` and in posting the pulls, median over visits of the mean over ranks. *First "
+        "ever*: milliseconds that the very first step under a strategy takes more than the second; process groups "
+        "and routes are made then, and kept. Strategies that compute with the same weights on every rank (all whole "
+        "ones) have one layout: between them nothing changes.",
         head=(
             "strategy",
             "visits",
             "step, ms",
             "after another",
             "control",
+            "processor",
             "laying out after another, ms",
             "after itself, ms",
             "first ever, ms",
@@ -99,6 +101,12 @@ def section(visits: Visits) -> Section:
                 "x",
             ),
             at_most("the same, visits where the layout changes", _ratio(moved, 0), 1.10, "x"),
+            at_most(
+                "the same in seconds of processor, all ranks, visits where the layout changes",
+                median(_processor_ratios(moved)),
+                1.10,
+                "x",
+            ),
         ),
     )
 
@@ -117,6 +125,12 @@ def _ratios(visits: Sequence[Sequence[Sequence[Ran]]], step: int) -> list[float]
     return [_time_s(steps[step]) / _time_s(steps[1]) for steps in visits]
 
 
+def _processor_ratios(visits: Sequence[Sequence[Sequence[Ran]]]) -> list[float]:
+    """Of the first step over the second, all ranks together."""
+    sums = [[sum(one.processor_s for one in step) for step in steps] for steps in visits]
+    return [after_another / after_itself for after_another, after_itself, *_ in sums]
+
+
 def _ratio(visits: Sequence[Sequence[Sequence[Ran]]], step: int) -> float:
     return median(_ratios(visits, step))
 
@@ -128,6 +142,7 @@ def _cells(visits: Sequence[Sequence[Sequence[Ran]]]) -> list[str | int]:
         len(visits),
         f"{median(times_ms):,.0f}",
         *(_with_quartiles(_ratios(visits, at)) for at in (0, 2)),
+        f"{median(_processor_ratios(visits)):.2f}",
         *(f"{layout_ms:.1f}" for layout_ms in layouts),
     ]
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from lengthwise.cli.assemble import make_planner, make_sampler, resolve_model, shard_degree
+from lengthwise.cli.assemble import make_planner, make_sampler, open_plans, resolve_model
 from lengthwise.config import check, load
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -95,10 +95,15 @@ def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask
     [
         (["plan.method=metp", "plan.degree=3"], "plan.degree=3 does not divide the 4 devices of the run; .* 1, 2, 4"),
         (["plan.method=dense", "plan.degree=2"], "plan.method=dense shares nothing: plan.degree must be 1, not 2"),
-        (["plan.method=random"], "plan.method=random needs plan.degree"),
+        (["plan.method=metp", "plan.max_degree=4"], "plan.method=metp needs plan.degree"),
+        (["plan.method=random"], "plan.method=random needs plan.degree, .*; or set plan.max_degree"),
         (
             ["plan.profile=p.json", "plan.degree=2"],
             "p.json was measured on one device and knows no cost of plan.degree=2",
+        ),
+        (
+            ["plan.profile=p.json", "plan.max_degree=4", "plan.max_stages=2"],
+            "p.json was measured on one device and knows no cost of plan.max_degree=4 and plan.max_stages=2",
         ),
     ],
 )
@@ -109,6 +114,27 @@ def test_methods_and_degrees_that_do_not_go_together_are_refused(settings, messa
         make_planner(config, cost, spec=spec, cluster=cluster, lengths=LengthIndex(lengths=np.array([5, 9])))
 
 
-@pytest.mark.parametrize(("method", "degree"), [("metp", 2), ("random", 2), ("ring", 1), ("ulysses", 1), ("", 1)])
-def test_weights_are_sharded_over_the_degree_of_methods_that_shard_them(method, degree):
-    assert shard_degree(load(None, [f"plan.method={method}", "plan.degree=2"])) == degree
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], {(1, 1)}),
+        (["plan.max_degree=4"], {(1, 1), (2, 1), (4, 1)}),
+        (["plan.max_stages=8"], {(1, 1), (1, 2), (1, 4)}),
+        (["plan.degree=2", "plan.max_stages=2"], {(2, 1), (2, 2)}),
+        (["plan.max_degree=2", "plan.max_stages=2"], {(1, 1), (2, 1), (1, 2), (2, 2)}),
+    ],
+)
+def test_degree_and_stages_are_limited_by_the_settings_alone(settings, expected):
+    config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, lengths=LengthIndex(lengths=np.array([5, 9])))
+    schemes = [kind.scheme for kind in planner.problem.kinds]
+    assert {(scheme.degree, scheme.num_stages) for scheme in schemes} == expected
+    if expected - {(1, 1), (1, 2), (1, 4)}:
+        assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
+
+
+@pytest.mark.parametrize("setting", ["plan.method=ring", "plan.degree=2"])
+def test_a_file_of_plans_is_executed_as_it_is(setting):
+    with pytest.raises(InputError, match=rf"plan.file=p.jsonl holds plans that are executed as they are; {setting}"):
+        open_plans(load(None, ["plan.file=p.jsonl", setting]))

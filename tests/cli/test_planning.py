@@ -44,7 +44,7 @@ def test_plans_and_simulations_agree_and_need_no_profile(cli, lengths, tmp_path)
 def test_all_plans_of_a_file_are_simulated_and_what_is_not_is_said(cli, lengths, tmp_path):
     file = tmp_path / "plans.jsonl"
     code, _, err = cli("plan", *arguments(lengths, "plan.policy=static"), "--steps", 12, "--out", file)
-    assert code == 0 and "plan.max_degree=8 plan.max_stages=8" in err
+    assert code == 0 and "every pipeline is one device" in err and "plan.max_degree=8 plan.max_stages=8" in err
     assert json.loads(cli("simulate", file, "--json")[1])["num_steps"] == 12
     assert json.loads(cli("simulate", file, "--steps", 3, "--json")[1])["num_steps"] == 3
     code, _, err = cli("simulate", file, "cluster.name=2xcpu")
@@ -52,6 +52,27 @@ def test_all_plans_of_a_file_are_simulated_and_what_is_not_is_said(cli, lengths,
     file.write_bytes(file.read_bytes()[:-5])
     code, out, err = cli("simulate", file, "--json")
     assert (code, json.loads(out)["num_steps"]) == (0, 11) and "11 plans are whole" in err
+
+
+def test_a_file_of_plans_holds_those_of_all_steps_of_the_run(cli, lengths, tmp_path):
+    file, short = tmp_path / "plans.jsonl", arguments(lengths, "plan.policy=static", "train.steps=14")
+    code, _, err = cli("plan", *short, "plan.max_degree=2", "--out", file)
+    assert code == 0 and "one device" not in err
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == list(range(14))
+    assert len(json.loads(cli("plan", *short, "--json")[1])["plans"]) == 10
+    cli("plan", *short, "--steps", 2, "--out", file)
+    assert len(file.read_text().splitlines()) == 2
+
+
+def test_plans_drawn_at_random_are_those_that_training_draws(cli, lengths):
+    options = ["plan.method=random", "plan.max_degree=8", "plan.max_stages=2", "plan.policy=static"]
+    code, out, err = cli("plan", *arguments(lengths, *options), "--steps", 8, "--json")
+    assert code == 0, err
+    plans = json.loads(out)["plans"]
+    schemes = [scheme for plan in plans for scheme in plan["schemes"]]
+    assert len({(scheme["degree"], len(scheme["stage_layers"])) for scheme in schemes}) > 2
+    micro_batches = [m for plan in plans for pipeline in plan["pipelines"] for m in pipeline["micro_batches"]]
+    assert len({method for m in micro_batches for method in m["methods"] or []}) > 3
 
 
 @pytest.mark.parametrize("options", [("plan", "--out"), ("simulate", "--html"), ("simulate", "--trace")], ids=" ".join)

@@ -139,6 +139,23 @@ def timeline_from_row(row: dict[str, Any], rank: int) -> Timeline:
     )
 
 
+def cut_unfinished_line(path: Path) -> None:
+    """Take away the last line of a JSON-lines file if a kill cut it off, so that the next row begins a line."""
+    if not path.is_file():
+        return
+    with path.open("rb+") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 65_536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            end = start + newline + 1
+            if newline >= 0:
+                break
+        if end < size:
+            file.truncate(end)
+
+
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a JSON-lines file, if there is one; a last line cut off by a kill is passed over.
 

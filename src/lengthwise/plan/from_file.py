@@ -32,8 +32,8 @@ class PlanFile:
         """
         self.path = path
         self._ends_early = False
-        self._offsets: dict[int, tuple[int, int]] = {}
-        """Of every step: the number of its line and where it begins."""
+        self._offsets: dict[int, int] = {}
+        """Of every step: where its line begins."""
         self._documents: dict[int, Any] = {}
         """Of every step, if the file is one document."""
         try:
@@ -69,15 +69,15 @@ class PlanFile:
             CheckError: it is not what its digest says.
         """
         self.check_steps(range(step, step + 1))
-        where, document = self._load(step)
+        document = self._load(step)
         try:
             plan = StepPlan.from_json(document)
         except LengthwiseError as error:
-            raise type(error)(f"{where}: {error}") from None
+            raise type(error)(f"{self._where(step)}: {error}") from None
         except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"{where} is not a plan: {error}") from None
+            raise InputError(f"{self._where(step)} is not a plan: {error}") from None
         if plan.step != step:
-            raise InputError(f"{where} was for step {step}, now it is for step {plan.step}: leave the file as it is")
+            raise InputError(f"{self.path} has changed: what was the plan for step {step} is for step {plan.step} now")
         return plan
 
     def __call__(self, batch: GlobalBatch) -> StepPlan:
@@ -123,20 +123,25 @@ class PlanFile:
             elif found is None:
                 raise InputError(f'{self.path}:{number} is not a plan: it has no "step"')
             else:
-                self._offsets[int(found[1])] = (number, offset)
+                self._offsets[int(found[1])] = offset
 
-    def _load(self, step: int) -> tuple[str, Any]:
-        """Where the plan for ``step`` is, in words, and what is there."""
+    def _load(self, step: int) -> Any:
         if step in self._documents:
-            return f"{self.path}, step {step}", self._documents[step]
-        number, offset = self._offsets[step]
-        where = f"{self.path}:{number}"
+            return self._documents[step]
         try:
             with self.path.open("rb") as file:
-                file.seek(offset)
-                return where, json.loads(file.readline())
+                file.seek(self._offsets[step])
+                return json.loads(file.readline())
         except (OSError, ValueError) as error:
-            raise InputError(f"{where}, the plan for step {step}, is damaged: {error}; plan again") from None
+            raise InputError(
+                f"{self._where(step)}, the plan for step {step}, is damaged: {error}; plan again"
+            ) from None
+
+    def _where(self, step: int) -> str:
+        if step in self._documents:
+            return f"{self.path}, step {step}"
+        numbers = (number for number, offset, _ in _lines(self.path) if offset == self._offsets[step])
+        return f"{self.path}:{next(numbers, '?')}"
 
 
 _MAKE = "lengthwise plan CONFIG --out FILE"

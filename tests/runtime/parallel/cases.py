@@ -1,5 +1,6 @@
 """A model under any methods on the ranks of a pool, and on one device: the two sides of every equality here."""
 
+import gc
 from functools import cache
 from itertools import accumulate
 
@@ -176,3 +177,11 @@ def whole_gradient(name, weight, spec, group, weights):
         grad = whole
     dist.all_reduce(grad)
     return grad
+
+
+def live_bytes():
+    """Of all tensors of this process, storage that several share counted once."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

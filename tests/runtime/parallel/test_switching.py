@@ -1,6 +1,5 @@
 """Any layer may use any method in any micro-batch: nothing is rebuilt, nothing stays, weights come ahead of use."""
 
-import gc
 import random
 from itertools import pairwise
 
@@ -12,7 +11,7 @@ from lengthwise.runtime.comm.group import Group, Pending
 from lengthwise.runtime.parallel import stage
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from lengthwise.runtime.parallel.weights import Gathered
-from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, model_of, run, small, whole_group
+from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, live_bytes, model_of, run, small, whole_group
 
 SPEC = small(num_layers=4)
 
@@ -38,13 +37,6 @@ def bytes_after_switches(weights):
         if number in (2, 200):
             found.append(live_bytes())
     return found
-
-
-def live_bytes():
-    gc.collect()
-    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("recompute", [(False,) * 4, (True, False, True, True)], ids=["kept", "recomputed"])

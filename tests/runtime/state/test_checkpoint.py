@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,9 +121,8 @@ def test_a_changed_byte_in_any_file_is_found_and_the_file_named(intact):
         for at in range(len(original)) if small else rng.sample(range(len(original)), 40):
             changed = original[:at] + bytes([original[at] ^ rng.randint(1, 255)]) + original[at + 1 :]
             file.write_bytes(changed)
-            with pytest.raises(InputError, match="step_00000001") as found:
+            with pytest.raises(InputError, match=re.escape(f"{file} ")):
                 checkpoint.verify(intact)
-            assert str(file) in str(found.value)
         file.write_bytes(original)
     checkpoint.verify(intact)
 
@@ -168,11 +168,7 @@ def _refusal(path, spec, settings) -> str:
 def test_a_checkpoint_of_another_model_is_refused_and_what_differs_named(ranks, intact, changes, message):
     for told in ranks(2).run(_refusal, str(intact), replace(SPEC, **changes), OptimizerSettings()):
         assert told.startswith(f"{intact / 'state.json'} holds another model: ")
-        pytest.raises(InputError, _raise, told).match(message)
-
-
-def _raise(message):
-    raise InputError(message)
+        assert re.search(message, told)
 
 
 @pytest.mark.parametrize(

@@ -1,42 +1,67 @@
-"""The optimization layout: every element owned once, by the rank that core.layout says."""
+"""What each rank owns and updates, whatever it computes with; and that nothing of a layout outlives it."""
+
+import random
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from lengthwise.core.layout import fully_sharded, replicated, transfers
-from tests.runtime.train.runs import local_world, new_state
+from lengthwise.core.layout import sharded_by_unit
+from lengthwise.core.scheme import Holding
+from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.sharded import MAX_ROUTES
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.step import run_step
+from tests.runtime.parallel.cases import live_bytes
+from tests.runtime.train.families import random_case, source_of
+from tests.runtime.train.runs import CLIP, LR, SETTINGS, SPEC, local_world, new_state
+
+ADAFACTOR = OptimizerSettings(name="adafactor")
+EVERYTHING = Holding(first=0, end=SPEC.num_layers, num_layers=SPEC.num_layers)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_ranks_own_the_intervals_of_the_layout_and_decay_what_is_a_matrix(ranks, num_ranks):
-    ranks(num_ranks).run(_check_ownership)
+@pytest.mark.parametrize("settings", [SETTINGS, ADAFACTOR], ids=lambda one: one.name)
+def test_ranks_own_the_intervals_of_the_layout_and_decay_what_is_a_matrix(ranks, num_ranks, settings):
+    ranks(num_ranks).run(_check_ownership, settings)
 
 
-def _check_ownership():
-    model, state = new_state(local_world(), torch.float64)
-    layout = fully_sharded(state.num_elements, state.world.size)
+def _check_ownership(settings):
+    _, state = new_state(local_world(), torch.float64, settings=settings)
+    layout = state.owned_layout
+    if settings == SETTINGS:
+        assert layout == sharded_by_unit(state.table.bounds, state.world.size)
     held = layout.intervals[state.world.rank]
-    assert held == ((state.interval,) if state.interval != (0, 0) else ())
-    decays = torch.cat([torch.full((p.numel(),), p.ndim > 1) for p in model.parameters()])
-    found = torch.cat([torch.full((s.numel(),), flag) for s, flag in state._segments])
-    assert torch.equal(found, decays[state.interval[0] : state.interval[1]])
+    decays = torch.zeros(state.table.num_elements, dtype=torch.bool)
+    for slot in state.table.slots.values():
+        decays[slice(*slot.interval)] = len(slot.shape) > 1
+    expected = torch.cat([decays[:0], *(decays[start:end] for start, end in held)])
+    assert decays.any() and not decays.all(), "matrices and vectors"
+    found = torch.cat([torch.full((s.parameter.numel(),), s.decays) for s in state.segments])
+    assert torch.equal(found, expected)
+    for group, flag in zip(state.optimizer.param_groups, (True, False)):
+        assert group["weight_decay"] == (settings.weight_decay if flag else 0.0)
+        assert {id(p) for p in group["params"]} == {id(s.parameter) for s in state.segments if s.decays is flag}
+    at = 0
+    for segment in state.segments:
+        assert segment.parameter.data_ptr() == state.master[at:].data_ptr(), "a view, in order, without gaps"
+        at += segment.parameter.numel()
+    assert at == len(state.master)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_pull_moves_what_the_layouts_transfers_say(ranks, num_ranks):
-    ranks(num_ranks).run(_check_pull)
+def test_everything_can_be_held_by_all_at_once(ranks):
+    ranks(3).run(_check_everything)
 
 
-def _check_pull():
-    _, state = new_state(local_world(), torch.float32)
-    size, n = state.world.size, state.num_elements
-    state.master.fill_(float(state.world.rank))
-    state.pull()
-    expected = torch.empty(n)
-    for move in transfers(fully_sharded(n, size), replicated(n, size)):
-        if move.target == state.world.rank:
-            expected[move.start : move.end] = float(move.source)
-    assert torch.equal(state.weights[:n], expected)
+def _check_everything():
+    model, state = new_state(local_world(), torch.float64)
+    model_alone = dict(new_state(local_world(), torch.float64)[0].named_parameters())
+    assert all(not weight.numel() for weight in model_alone.values()), "no weights where nothing is held"
+    state.hold_everything()
+    for name, weight in build_model(SPEC, dtype=torch.float64, seed=1).named_parameters():
+        assert torch.equal(model.get_parameter(name), weight)
 
 
 def test_gradients_of_several_backwards_add_up_at_master_precision(ranks):
@@ -45,12 +70,123 @@ def test_gradients_of_several_backwards_add_up_at_master_precision(ranks):
 
 def _check_accumulation():
     model, state = new_state(local_world(), torch.bfloat16)
+    state.hold_everything()
     embedding = model.embedding
     for value in (256.0, 1.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
         (embedding[0, 0] * value).backward()
-    assert embedding.grad is None
+    assert embedding.grad is None, "what is kept is at master precision"
+    assert state.gradients.dtype == torch.float32
     assert state.gradients[0].item() == 259.0
-    state.push()
+    state.finish_push()
     assert not state.gradients.any()
-    if state.interval[0] == 0:
-        assert state._pushed[0].item() == 518.0
+    if state.world.rank == 0:
+        assert state.segments[0].parameter.grad[0].item() == 518.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_rank_that_computes_nothing_sends_and_updates_what_it_owns(ranks, dtype):
+    """Also if it never computed anything before."""
+    ranks(3).run(_check_idle, dtype)
+
+
+def _check_idle(dtype):
+    _, state = new_state(local_world(), dtype)
+    before = state.master.clone()
+    state.hold([None, EVERYTHING, None])
+    state.pull()
+    for unit in range(state.table.num_units):
+        state.need(unit)
+    assert (len(state.weights), state.weights.dtype) == (state.table.num_elements * (state.world.rank == 1), dtype)
+    if state.world.rank == 1:
+        state.gradients.fill_(1.0)
+    state.finish_push()
+    assert all((s.parameter.grad == 1.0).all() for s in state.segments)
+    norm, loss = state.global_norm(torch.tensor(float(state.world.rank)))
+    assert norm == pytest.approx(state.table.num_elements**0.5) and loss == 3.0
+    state.step(lr=0.1, clip=1.0)
+    assert (state.master != before).all()
+
+
+def test_weights_follow_an_update_and_nothing_is_pulled_twice(ranks):
+    ranks(2).run(_check_updated)
+
+
+def _check_updated():
+    model, state = new_state(local_world(), torch.float64)
+    state.hold_everything()
+    state.sent.clear()
+    state.hold_everything()
+    assert not state.sent.num_bytes, "the weights are there"
+    before = model.embedding.detach().clone()
+    state.gradients.fill_(1.0)
+    state.finish_push()
+    state.step(lr=0.1, clip=1.0)
+    assert torch.equal(model.embedding, before), "until the next pull"
+    state.hold_everything()
+    assert (model.embedding != before).all()
+    with torch.no_grad():
+        state.master.fill_(7.0)
+    state.forget_weights()
+    state.hold_everything()
+    assert (model.embedding == 7.0).all()
+
+
+def test_sixty_strategies_leave_as_many_bytes_as_two(ranks):
+    for after_two, after_sixty in ranks(3).run(_bytes_after_strategies):
+        assert after_two == after_sixty > 0
+
+
+def _bytes_after_strategies():
+    world = local_world()
+    model, state = new_state(world, torch.bfloat16)
+    found = []
+    for number in range(60):
+        batch, plan = random_case(SPEC, 1 if number in (1, 59) else number, world.size)
+        run_step(plan, model, state, source_of(batch), lr=LR, clip_norm=CLIP, clock=StepClock(world))
+        if number in (1, 59):
+            found.append(live_bytes())
+    return found
+
+
+def test_only_so_many_routes_are_remembered_and_forgotten_ones_are_found_again(ranks):
+    ranks(4).run(_check_routes)
+
+
+def _check_routes():
+    world, rng = local_world(), random.Random(3)
+    _, state = new_state(world, torch.float64)
+    seen = []
+    while len(set(seen)) <= MAX_ROUTES + 10:
+        seen.append(random_case(SPEC, rng.randrange(10**6), world.size)[1].holdings(0))
+        state.hold(seen[-1])
+        assert len(state._routes) == min(len(set(seen)), MAX_ROUTES)
+    newest = list(state._routes)
+    assert newest == list(dict.fromkeys(reversed(seen)))[:MAX_ROUTES][::-1], "the least recently used go first"
+    state.hold(next(one for one in seen if one not in newest))
+    state.pull()
+    state.finish_push()
+    held = state.table.parts(state.holdings[world.rank])
+    assert sum(part.interval[1] - part.interval[0] for part in held) == len(state.weights)
+
+
+def test_groups_are_made_once_for_each_set_of_ranks(ranks):
+    ranks(4).run(_check_groups)
+
+
+def _check_groups():
+    world, made = local_world(), []
+    model, state = new_state(world, torch.float64)
+    original = dist.new_group
+
+    def new_group(ranks, **options):
+        made.append(tuple(ranks))
+        return original(ranks, **options)
+
+    with mock.patch.object(dist, "new_group", new_group):
+        counts = []
+        for seed in (*range(12), *range(12)):
+            batch, plan = random_case(SPEC, seed, world.size)
+            run_step(plan, model, state, source_of(batch), lr=LR, clip_norm=CLIP, clock=StepClock(world))
+            counts.append(len(made))
+    assert counts[-1] == counts[11] > 3, "a strategy that comes back finds its groups"
+    assert max(made.count(one) for one in made) <= 3, "one for a stage, one each way for a pipeline"

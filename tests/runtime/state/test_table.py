@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.layout import row_bounds
-from lengthwise.core.scheme import Scheme
+from lengthwise.core.layout import row_bounds, sharded_by_unit
+from lengthwise.core.scheme import Method, Weights, uniform_scheme
 from lengthwise.cost.holdings import held_params
 from lengthwise.runtime.model.build import empty_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
@@ -74,7 +74,7 @@ def test_the_ranks_of_every_stage_hold_all_that_it_computes_with(name, seed):
                 wanted |= set(range(*table.slots["embedding"].interval))
             held = [held_elements(table, scheme.holding(stage, place)) for place in range(scheme.degree)]
             assert set().union(*held) == wanted
-            assert scheme.weights == "sharded" or all(each == wanted for each in held)
+            assert scheme.weights is Weights.SHARDED or all(each == wanted for each in held)
 
 
 @every_family
@@ -84,7 +84,7 @@ def test_a_rank_of_a_sharded_stage_holds_its_own_rows_of_each_parameter(name):
         for rank in range(degree):
             model = empty_model(spec)
             keep_own_rows(model, spec, rank=rank, degree=degree)
-            holding = _sharded(spec, degree).holding(0, rank)
+            holding = uniform_scheme(spec.num_layers, degree=degree, method=Method.METP).holding(0, rank)
             parts = {part.slot.name: part for part in TABLES[name].parts(holding)}
             assert parts.keys() == TABLES[name].slots.keys()
             for parameter, weight in model.named_parameters():
@@ -94,13 +94,6 @@ def test_a_rank_of_a_sharded_stage_holds_its_own_rows_of_each_parameter(name):
                 bounds = row_bounds(parameter, spec, degree=degree)
                 first = bounds[rank] * weight[:1].numel() if bounds and len(weight) else 0
                 assert not len(weight) or part.interval[0] == part.slot.start + first
-
-
-def _sharded(spec, degree):
-    return Scheme(
-        degree=degree, stage_layers=(spec.num_layers,), methods=("metp",) * spec.num_layers,
-        recompute=(False,) * spec.num_layers, weights="sharded",
-    )  # fmt: skip
 
 
 @every_family
@@ -130,12 +123,7 @@ def test_a_propagation_layout_is_what_its_ranks_hold(name, seed, num_ranks):
 @given(st.sampled_from(sorted(FAMILIES)), st.integers(1, 9))
 def test_owners_hold_a_share_of_every_unit_or_whole_parameters(name, num_ranks):
     table = TABLES[name]
-    shares = table.sharded(num_ranks)
-    assert shares.owns_each_element_once
-    for first, end in pairwise(table.bounds):
-        assert sum(any(first <= a < end for a, _ in held) for held in shares.intervals) == min(
-            num_ranks, -(-(end - first) // -(-(end - first) // num_ranks))
-        )
+    assert table.sharded(num_ranks) == sharded_by_unit(table.bounds, num_ranks)
     whole = table.whole_parameters(num_ranks)
     assert whole.owns_each_element_once
     assert sorted(interval for held in whole.intervals for interval in held) == sorted(table.intervals.values())

@@ -12,7 +12,7 @@ from lengthwise.core.plan import Pipeline
 from lengthwise.core.scheme import WEIGHTS_OF, Method, Scheme, Weights
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
-from lengthwise.runtime.train.step import agree, run_step
+from lengthwise.runtime.train.step import Agreed, agree, run_step
 from tests.runtime.train.runs import RandomTokens, local_world, new_state, random_batch, random_plan
 
 
@@ -57,20 +57,26 @@ def test_ranks_with_different_plans_stop_before_they_hang(ranks):
 def _check_disagreement():
     world = local_world()
     plan = example(3)[1]
-    assert agree(plan, world, StepClock(world), stop=False) is False
+    assert agree(plan, world, StepClock(world), stop=False) == Agreed(stop=False, save_failed=False)
     if world.rank == 2:
         plan = replace(plan, lr_factor=0.5)
     with pytest.raises(CheckError, match=r"rank 2 plans [0-9a-f]{16}, rank 0 plans"):
         agree(plan, world, StepClock(world), stop=False)
 
 
-def test_one_rank_asked_to_stop_stops_all(ranks):
-    assert ranks(3).run(_stop_on_rank_one) == [True] * 3
+def test_what_one_rank_knows_all_know(ranks):
+    """That it was asked to stop; that a checkpoint could not be written."""
+    for agreed in ranks(3).run(_agree_on_what_rank_one_knows):
+        assert agreed == [Agreed(stop=True, save_failed=False), Agreed(stop=False, save_failed=True)]
 
 
-def _stop_on_rank_one():
+def _agree_on_what_rank_one_knows():
     world = local_world()
-    return agree(example(3)[1], world, StepClock(world), stop=world.rank == 1)
+    plan, is_told = example(3)[1], world.rank == 1
+    return [
+        agree(plan, world, StepClock(world), stop=is_told),
+        agree(plan, world, StepClock(world), stop=False, save_failed=is_told),
+    ]
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank_with_weights_unchanged(ranks):

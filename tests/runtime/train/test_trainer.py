@@ -1,5 +1,6 @@
 """The loop: resumes to the bit, stops when asked, keeps its records straight."""
 
+import errno
 import os
 import random
 import signal
@@ -8,17 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from lengthwise.config import check
-from lengthwise.core.errors import InputError, Preempted
+from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.state import checkpoint, checkpoint_files
 from lengthwise.runtime.train.trainer import Trainer
-from tests.runtime.train.runs import SPEC, RandomTokens, local_world, random_plan
+from tests.runtime.train.runs import SPEC, RandomTokens, local_world, master_weights, random_plan
 
+EXACT = 1e-10
+"""float64: sums in another order differ by rounding alone."""
 LENGTHS = np.random.default_rng(0).integers(1, 25, 40)
 
 
@@ -36,11 +40,11 @@ class Stop:
         pass
 
 
-def make_trainer(path: str, *, callbacks=(), **settings) -> Trainer:
+def make_trainer(path: str, *, callbacks=(), optimizer: str = "adamw", **settings) -> Trainer:
     """Seven sequences a step, planned at random but alike on every rank."""
     world = local_world()
     settings = {"steps": 8, "dtype": "float64", "checkpoint_every": 3, **settings}
-    config = check({"train": settings, "optim": {"lr": 1e-2, "warmup_steps": 2}})
+    config = check({"train": settings, "optim": {"name": optimizer, "lr": 1e-2, "warmup_steps": 2}})
     index = LengthIndex(lengths=LENGTHS)
     return Trainer(
         config=config,
@@ -55,33 +59,110 @@ def make_trainer(path: str, *, callbacks=(), **settings) -> Trainer:
     )
 
 
-def run_whole(path: str) -> torch.Tensor:
-    trainer = make_trainer(path)
+def run_whole(path: str, **settings) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(path, **settings)
     trainer.fit()
-    return trainer.state.weights.clone()
+    return master_weights(trainer.state)
 
 
-def run_in_parts(path: str, stop_after: int) -> torch.Tensor:
-    first = make_trainer(path, callbacks=[Stop(stop_after)])
+def run_until_stopped(path: str, stop_after: int, **settings) -> None:
+    trainer = make_trainer(path, callbacks=[Stop(stop_after)], **settings)
     with pytest.raises(Preempted, match=r"saved\. Go on with"):
-        first.fit()
-    second = make_trainer(path)
-    second.resume(checkpoint.latest(Path(path) / "checkpoints"))
-    assert second.next_step == stop_after
-    second.fit()
-    return second.state.weights.clone()
+        trainer.fit()
 
 
-@pytest.mark.parametrize("stop_after", [1, 5])
-def test_a_run_that_is_stopped_and_resumed_ends_at_the_same_weights_to_the_bit(ranks, tmp_path, stop_after):
-    whole = ranks(2).run(run_whole, str(tmp_path / "whole"))
-    parts = ranks(2).run(run_in_parts, str(tmp_path / "parts"), stop_after)
-    for expected, actual in zip(whole, parts):
-        assert torch.equal(expected, actual)
-    records = [RunFolder(tmp_path / name).read_metrics() for name in ("whole", "parts")]
-    assert [row["step"] for row in records[1]] == list(range(8))
-    assert [row["loss/avg"] for row in records[0]] == [row["loss/avg"] for row in records[1]]
-    assert [row["plan/id"] for row in records[0]] == [row["plan/id"] for row in records[1]]
+def run_on(path: str, stop_after: int, **settings) -> dict[str, torch.Tensor]:
+    trainer = make_trainer(path, **settings)
+    trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
+    assert trainer.next_step == stop_after
+    trainer.fit()
+    return master_weights(trainer.state)
+
+
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "waiting"])
+@pytest.mark.parametrize("stop_after", [1, 3, 5])
+def test_a_run_that_is_stopped_and_resumed_ends_at_the_same_weights_to_the_bit(ranks, tmp_path, stop_after, is_async):
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    expected = ranks(2).run(run_whole, whole)[0]
+    ranks(2).run(run_until_stopped, parts, stop_after, checkpoint_async=is_async)
+    for found in ranks(2).run(run_on, parts, stop_after, checkpoint_async=is_async):
+        for name, weight in expected.items():
+            assert torch.equal(weight, found[name]), name
+    for column in ("step", "loss/avg", "plan/id", "lr"):
+        assert column_of(parts, column) == column_of(whole, column)
+
+
+def column_of(path: str, name: str) -> list:
+    return [row[name] for row in RunFolder(Path(path)).read_metrics()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (1, 4)])
+def test_a_run_resumed_on_other_ranks_with_other_strategies_goes_on_exactly(ranks, tmp_path, optimizer, before, after):
+    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
+    expected = ranks(before).run(run_whole, whole, optimizer=optimizer)[0]
+    ranks(before).run(run_until_stopped, parts, 4, optimizer=optimizer)
+    for found in ranks(after).run(run_on, parts, 4, optimizer=optimizer):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=EXACT, atol=EXACT)
+    for column in ("step", "lr", "data/num_tokens", "data/max_len"):
+        assert column_of(parts, column) == column_of(whole, column)
+    assert column_of(parts, "loss/avg") == pytest.approx(column_of(whole, "loss/avg"), rel=EXACT)
+    assert column_of(parts, "plan/id")[4:] != column_of(whole, "plan/id")[4:]
+
+
+def test_a_run_whose_checkpoint_cannot_be_written_ends_on_all_ranks_before_the_next_step(ranks, tmp_path):
+    assert ranks(3).run(_fail_to_write, str(tmp_path)) == [4] * 3
+    assert [path.name for path in checkpoint.candidates(tmp_path / "checkpoints")] == []
+
+
+def _fail_to_write(path):
+    """Rank 1 cannot write the checkpoint after step 3; that it failed is known when step 4 is done."""
+    trainer = make_trainer(path)
+    if trainer.world.is_first:
+        trainer.callbacks = [WaitForSaver(trainer)]
+    with pytest.MonkeyPatch.context() as patch:
+        if trainer.world.rank == 1:
+            patch.setattr(dcp.FileSystemWriter, "write_data", _no_space)
+        with pytest.raises(LengthwiseError, match=r"step 3 could not be written .*rank 1: OSError: .*No space left"):
+            trainer.fit()
+    return trainer.next_step
+
+
+def _no_space(*arguments):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class WaitForSaver:
+    """A callback that ends step 4 when the checkpoint of step 3 has been given up."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.saver = trainer._saver
+
+    def on_step(self, row):
+        if row["step"] == 3:
+            self.saver._thread.join(50)
+
+    def close(self):
+        pass
+
+
+def test_a_stop_right_after_a_checkpoint_waits_for_it_and_writes_no_second(ranks, tmp_path):
+    assert ranks(2).run(_saves_until_stopped, str(tmp_path)) == [["step_00000003"], []]
+
+
+def _saves_until_stopped(path):
+    begun, begin = [], checkpoint_files.begin
+
+    def seen_to_begin(folder, name):
+        begun.append(name)
+        return begin(folder, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_files, "begin", seen_to_begin)
+        run_until_stopped(path, 3)
+    assert checkpoint.latest(Path(path) / "checkpoints").name == "step_00000003"
+    return begun
 
 
 def test_every_step_leaves_metrics_a_plan_and_a_timeline_of_all_ranks(ranks, tmp_path):
@@ -93,8 +174,31 @@ def test_every_step_leaves_metrics_a_plan_and_a_timeline_of_all_ranks(ranks, tmp
         plan, timeline = plans[row["step"]], timelines[row["step"]]
         assert row["plan/id"] == plan.digest
         assert row["perf/step_time_s"] == pytest.approx(timeline.step_time_s, abs=1e-5)
-        computed = {(s.rank, s.name) for s in timeline.spans if s.kind == "compute"}
-        assert len(computed) == sum(len(p.micro_batches) * p.scheme.degree for p in plan.pipelines)
+        assert {(s.rank, s.name) for s in timeline.spans if s.kind == "compute"} == passes_of(plan)
+
+
+def passes_of(plan) -> set[tuple[int, str]]:
+    """A forward and a backward of every micro-batch on every rank of its pipeline; its name is its number there."""
+    return {
+        (rank, f"{direction} {number}")
+        for pipeline in plan.pipelines
+        for number in range(len(pipeline.micro_batches))
+        for rank in pipeline.ranks
+        for direction in ("forward", "backward")
+    }
+
+
+def test_records_that_a_kill_cut_off_in_a_line_are_mended_when_the_run_goes_on(ranks, tmp_path):
+    """And what the kill lost is written again, as the steps behind the checkpoint are trained again."""
+    ranks(2).run(run_until_stopped, str(tmp_path), 5)
+    files = [tmp_path / "metrics.jsonl", tmp_path / "plans.jsonl", *(tmp_path / "timeline").iterdir()]
+    assert len(files) == 4
+    for file in files:
+        file.write_text(file.read_text()[:-20])
+    ranks(2).run(run_on, str(tmp_path), 5)
+    folder = RunFolder(tmp_path)
+    for steps in (folder.read_metrics(), folder.read_plans(), folder.read_timelines()):
+        assert [row["step"] if isinstance(row, dict) else row for row in steps] == [0, 1, 2, 3, 5, 6, 7]
 
 
 def test_the_newest_checkpoints_are_kept_and_the_others_removed(ranks, tmp_path):

@@ -1,18 +1,19 @@
 """Pull and push: how each unit's weights come from their owners to whoever computes with them, and gradients back.
 
 Owners hold their shares in the optimization layout, ranks compute in a propagation layout. Of every unit, all ranks
-issue one collective each way. Where every rank computes with all of a unit these are an all-gather and a reduce-scatter,
-else all-to-alls of exactly the slices that :func:`lengthwise.core.layout.transfers` counts.
+issue one collective each way. Where every rank computes with all of a unit these are an all-gather and a
+reduce-scatter, else all-to-alls of exactly the slices that :func:`lengthwise.core.layout.transfers` counts.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lengthwise.core.layout import Interval, Layout, Transfer, fully_sharded, shard_size, transfers_of
+from lengthwise.core.layout import Interval, Layout, Transfer, shard_size, transfers_of
 from lengthwise.runtime.comm.collectives import all_gather, all_to_all, reduce_scatter
 from lengthwise.runtime.comm.group import Pending, Traffic
 
@@ -32,9 +33,13 @@ class UnitRoute:
     shard: int
     """Elements of the largest share where all ranks compute with the whole unit; else 0."""
     to: Slices
-    """For each rank: what it computes with of our share, counted from the share's start."""
+    """For each rank: what it computes with of our share, counted from the share's start.
+
+    Empty where ``shard`` is not 0."""
     come: Slices
-    """For each rank: what it owns of our region, counted from the region's start."""
+    """For each rank: what it owns of our region, counted from the region's start.
+
+    Empty where ``shard`` is not 0."""
     sent: Traffic
 
     def pull(self, own: Tensor, weights: Tensor) -> Pending:
@@ -110,12 +115,14 @@ def routes(bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int,
     ``bounds``: unit u is the elements ``bounds[u]`` to ``bounds[u + 1]`` of the buffer.
     """
     num_ranks, held = owned.num_ranks, computed.intervals[rank]
-    moves: list[list[Transfer]] = [[] for _ in bounds[1:]]
-    for move in transfers_of(rank, owned, computed):
+    distinct = set(computed.intervals)
+    whole = [_is_whole(first, end, owned, distinct) for first, end in pairwise(bounds)]
+    moves: list[list[Transfer]] = [[] for _ in whole]
+    for move in transfers_of(rank, owned, _without(computed, bounds, whole)):
         moves[bisect_right(bounds, move.start) - 1].append(move)
     found, places = [], []
     region_start = own_start = 0
-    for unit, (first, end) in enumerate(zip(bounds, bounds[1:])):
+    for unit, (first, end) in enumerate(pairwise(bounds)):
         own = [interval for interval in owned.intervals[rank] if first <= interval[0] < end]
         mine = [interval for interval in held if first <= interval[0] < end]
         in_own, in_region = _Offsets(own), _Offsets(mine)
@@ -126,7 +133,7 @@ def routes(bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int,
                 to[move.target].append(in_own.of(move.start, move.end))
             if move.target == rank:
                 come[move.source].append(in_region.of(move.start, move.end))
-        shard = shard_size(end - first, num_ranks) if _is_whole(first, end, owned, computed) else 0
+        shard = shard_size(end - first, num_ranks) if whole[unit] else 0
         length = shard * num_ranks if shard else in_region.total
         found.append(
             UnitRoute(
@@ -162,20 +169,33 @@ class _Offsets:
         return slice(first, first + end - start)
 
 
-def _start(interval: Interval) -> int:
+def _start(interval: tuple[int, ...]) -> int:
     return interval[0]
 
 
-def _is_whole(first: int, end: int, owned: Layout, computed: Layout) -> bool:
+def _is_whole(first: int, end: int, owned: Layout, computed: Iterable[tuple[Interval, ...]]) -> bool:
     """Whether every rank computes with all of a unit of which ranks own consecutive shares."""
-
-    def inside(held: tuple[Interval, ...]) -> list[Interval]:
-        return [(a - first, b - first) for a, b in held if first <= a < end]
-
-    for rank, held in enumerate(fully_sharded(end - first, owned.num_ranks).intervals):
-        if inside(owned.intervals[rank]) != list(held):
+    for held in computed:
+        at, reached = bisect_left(held, first, key=_start), first
+        while at < len(held) and held[at][0] == reached < end:
+            reached = held[at][1]
+            at += 1
+        if reached < end:
             return False
-    return all(sum(b - a for a, b in inside(held)) == end - first for held in set(computed.intervals))
+    size, at = shard_size(end - first, owned.num_ranks), bisect_left(owned.owners, first, key=_start)
+    for rank, start in enumerate(range(first, end, size or 1)):
+        if owned.owners[at + rank] != (start, min(start + size, end), rank):
+            return False
+    return True
+
+
+def _without(computed: Layout, bounds: Sequence[int], left_out: Sequence[bool]) -> Layout:
+    """A layout without some units."""
+    kept = {
+        held: tuple(interval for interval in held if not left_out[bisect_right(bounds, interval[0]) - 1])
+        for held in set(computed.intervals)
+    }
+    return Layout(num_elements=computed.num_elements, intervals=tuple(kept[held] for held in computed.intervals))
 
 
 def _sizes(slices: Slices) -> list[int]:
@@ -198,4 +218,4 @@ def _pieces(joined: Tensor, slices: Slices) -> Iterator[tuple[slice, Tensor]]:
 def _is_in_order(slices: Slices) -> bool:
     """Whether the slices, rank by rank, follow one another without gaps."""
     flat = [at for each in slices for at in each]
-    return all(before.stop == after.start for before, after in zip(flat, flat[1:])) and (not flat or not flat[0].start)
+    return all(before.stop == after.start for before, after in pairwise(flat)) and (not flat or not flat[0].start)

@@ -72,7 +72,8 @@ class ShardedState:
             for name, parameter in self._named.items():
                 parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
         self.holdings: tuple[Holding | None, ...] | None = None
-        self.weights = self.gradients = self.master[:0]
+        self.gradients = self.master[:0]
+        self.weights = self.gradients.to(self.compute_dtype)  # a rank may hold nothing, but of this kind
         self._coming: list[Pending | None] = []
         self._going: list[Pending] = []
         self._is_pulled = False

@@ -8,10 +8,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from typing import NoReturn
 
 from lengthwise.core.errors import CheckError
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
-from lengthwise.core.scheme import Holding, Schedule, issue_order
+from lengthwise.core.scheme import Holding, Method, Schedule, issue_order
 
 
 class Kind(StrEnum):
@@ -84,7 +86,7 @@ def operations(
     for number, stretch in enumerate(stretches(plan)):
         name = f"{number} (phases {stretch.phases.start} to {stretch.phases.stop - 1})"
         lists: list[list[Operation]] = [[_moving(Kind.PULL, name, everyone)] for _ in everyone]
-        for position, pipeline in enumerate(plan.pipelines):
+        for position, pipeline in sorted(enumerate(plan.pipelines), key=lambda item: item[1].phase):
             if pipeline.phase in stretch.phases:
                 for rank, steps in _of_pipeline(position, pipeline, schedule):
                     lists[rank] += steps
@@ -98,43 +100,48 @@ def _moving(kind: Kind, name: str, everyone: tuple[int, ...]) -> Operation:
     return Operation(kind=kind, ranks=everyone, what=f"of stretch {name}")
 
 
-def _of_pipeline(
-    position: int, pipeline: Pipeline, schedule: Schedule
-) -> Iterator[tuple[int, list[Operation]]]:
-    """Of every rank of a pipeline. Phases of one stretch follow one another in the plan."""
+def _of_pipeline(position: int, pipeline: Pipeline, schedule: Schedule) -> Iterator[tuple[int, list[Operation]]]:
+    """Of every rank of a pipeline."""
     num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
     for stage in range(num_stages):
         order = issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule)
+        passes = [_pass(position, pipeline, number, stage, is_backward) for is_backward, number in order]
         for place, rank in enumerate(pipeline.ranks_of(stage)):
             steps: list[Operation] = []
-            for is_backward, number in order:
+            for (is_backward, number), one in zip(order, passes):
                 source, target = (stage + 1, stage - 1) if is_backward else (stage - 1, stage + 1)
                 if 0 <= source < num_stages:
                     steps.append(_message(position, pipeline, number, place, source, stage, is_backward, sends=False))
-                steps.append(_pass(position, pipeline, number, stage, is_backward))
+                steps.append(one)
                 if 0 <= target < num_stages:
                     steps.append(_message(position, pipeline, number, place, stage, target, is_backward, sends=True))
             yield rank, steps
 
 
 def _pass(position: int, pipeline: Pipeline, number: int, stage: int, is_backward: bool) -> Operation:
-    micro_batch, layers = pipeline.micro_batches[number], pipeline.scheme.layers_of_stage(stage)
-    methods = [str(pipeline.methods_of(micro_batch)[layer]) for layer in layers]
-    flags = "".join(str(int(pipeline.recompute_of(micro_batch)[layer])) for layer in layers)
-    pack = micro_batch.pack
-    what = (
-        f"of micro-batch {number} of pipeline {position}, stage {stage}: sequences {_named(pack.ids)}, layers "
-        f"{layers.start} to {layers.stop - 1} by {'+'.join(dict.fromkeys(methods))}, recompute {flags}"
+    micro_batch = pipeline.micro_batches[number]
+    how = _how(
+        pipeline.scheme.layers_of_stage(stage), pipeline.methods_of(micro_batch), pipeline.recompute_of(micro_batch)
     )
-    if len(set(methods)) > 1:
-        what += f", in turn {','.join(methods)}"
     return Operation(
         kind=Kind.BACKWARD if is_backward else Kind.FORWARD,
         ranks=pipeline.ranks_of(stage),
-        what=what,
+        what=(
+            f"of micro-batch {number} of pipeline {position}, stage {stage}: sequences {_named(micro_batch.pack.ids)}, "
+            f"{how}"
+        ),
         pipeline=position,
         micro_batch=number,
     )
+
+
+@lru_cache(maxsize=4096)
+def _how(layers: range, methods: tuple[Method, ...], recompute: tuple[bool, ...]) -> str:
+    """Methods and flags of the layers of a stage in words; most passes of a plan share theirs."""
+    used = [str(methods[layer]) for layer in layers]
+    flags = "".join(str(int(recompute[layer])) for layer in layers)
+    words = f"layers {layers.start} to {layers.stop - 1} by {'+'.join(dict.fromkeys(used))}, recompute {flags}"
+    return f"{words}, in turn {','.join(used)}" if len(set(used)) > 1 else words
 
 
 def _message(
@@ -166,8 +173,9 @@ def _named(numbers: Sequence[int], most: int = 8) -> str:
 def check_matching(lists: Sequence[Sequence[Operation]], *, step: int) -> None:
     """Raise ``CheckError`` unless the ranks, each doing its list in order, all come to its end.
 
-    Messages do not wait to be received; whatever several ranks do together waits for all of them, and all must mean the
-    same. Messages from one rank to another, outputs and gradients each by themselves, arrive in the order they are sent.
+    Messages do not wait to be received; whatever several ranks do together waits for all of them, and all must mean
+    the same. Messages from one rank to another, outputs and gradients each by themselves, arrive in the order in which
+    they are sent, and none is left over.
     """
     matcher = _Matcher(lists, step)
     matcher.run()
@@ -178,6 +186,7 @@ class _Matcher:
         self._lists, self._step = lists, step
         self._at = [0] * len(lists)
         self._sent: dict[tuple[int, int, bool], deque[Operation]] = {}
+        self._come: dict[Operation, int] = {}  # of what several do together: how many of its ranks, in order, are there
 
     def run(self) -> None:
         waiting = deque(range(len(self._lists)))
@@ -187,10 +196,8 @@ class _Matcher:
             self._fail(stuck[0])
         for messages in self._sent.values():
             if messages:
-                left = messages[0]
-                raise CheckError(
-                    f"step {self._step} is not run: rank {left.ranks[0]} would {left}, which never receives it"
-                )
+                sender, receiver = messages[0].ranks
+                self._disagree(sender, messages[0], receiver, None)
 
     def _next(self, rank: int) -> Operation | None:
         done = self._at[rank]
@@ -210,7 +217,7 @@ class _Matcher:
                 if not _is_same_message(messages[0], operation):
                     self._disagree(messages[0].ranks[0], messages[0], rank, operation)
                 messages.popleft()
-            elif all(self._next(other) == operation for other in operation.ranks):
+            elif self._is_complete(operation):
                 for other in operation.ranks:
                     self._at[other] += other != rank
                 freed += [other for other in operation.ranks if other != rank]
@@ -219,17 +226,31 @@ class _Matcher:
             self._at[rank] += 1
         return freed
 
+    def _is_complete(self, operation: Operation) -> bool:
+        """Whether all ranks of an operation have come to it. They stay until then, so each is looked at once."""
+        come, ranks = self._come.pop(operation, 0), operation.ranks
+        while come < len(ranks) and self._next(ranks[come]) == operation:
+            come += 1
+        if come < len(ranks):
+            self._come[operation] = come
+        return come == len(ranks)
+
     def _channel(self, message: Operation) -> deque[Operation]:
         return self._sent.setdefault((*message.ranks, message.is_backward), deque())  # type: ignore[arg-type]
 
     def _fail(self, rank: int) -> None:
-        """Name a rank that cannot go on, and the one it waits for."""
-        operation = self._next(rank)
-        assert operation is not None
-        others = [other for other in operation.ranks if other != rank and self._next(other) != operation]
-        self._disagree(rank, operation, others[0], self._next(others[0]))
+        """Name a rank that cannot go on and the one it waits for: the last of those that wait for one another."""
+        seen: set[int] = set()
+        while True:
+            operation = self._next(rank)
+            assert operation is not None
+            seen.add(rank)
+            other = next(one for one in operation.ranks if one != rank and self._next(one) != operation)
+            if other in seen or self._next(other) is None:
+                self._disagree(rank, operation, other, self._next(other))
+            rank = other
 
-    def _disagree(self, a: int, of_a: Operation, b: int, of_b: Operation | None) -> None:
+    def _disagree(self, a: int, of_a: Operation, b: int, of_b: Operation | None) -> NoReturn:
         raise CheckError(
             f"step {self._step} is not run, its ranks would wait for ever: next, rank {a} would {of_a}; rank {b} "
             f"would {of_b or 'do nothing more'}"

@@ -11,7 +11,7 @@ from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import Preempted
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.run_folder import RunFolder, timeline_to_row
+from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
 from lengthwise.core.scheme import Schedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import SpanKind
@@ -171,6 +171,7 @@ class Trainer:
             paths |= {"plans": self.folder.plans, "metrics": self.folder.metrics}
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
+            cut_unfinished_line(path)
         return {name: JsonLines(path) for name, path in paths.items()}
 
     def _save(self, sampler: dict[str, Any], *, wait: bool) -> None:

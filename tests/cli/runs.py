@@ -1,0 +1,107 @@
+"""Runs of the real command line: a small corpus, processes that can be killed, and what is left of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor
+
+from lengthwise.cli.assemble import resolve_model
+from lengthwise.config import load
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.data.corpus import open_corpus
+from lengthwise.runtime.state.checkpoint import latest, load_weights
+
+
+def lengthwise(*arguments: object, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own."""
+    command = [sys.executable, "-m", "lengthwise", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == expected, done.stderr[-3000:]
+    return done
+
+
+def make_corpus(folder: Path) -> Path:
+    """A byte-level index of a few small files of very different length."""
+    folder.mkdir(exist_ok=True)
+    for number in range(24):
+        (folder / f"{number:02}.txt").write_text(f"file {number} says hello. " * (1 + number * number // 8))
+    out = folder.parent / f"{folder.name}-index"
+    lengthwise("index", folder, "--out", out)
+    return out
+
+
+def settings(corpus: Path, folder: Path, *more: str) -> list[str]:
+    sizes = ["data.max_length=600", "data.over_length=split", "data.tokens_per_step=2000", "train.checkpoint_every=2"]
+    return [f"data.index={corpus}", f"run_folder={folder}", *sizes, *more]
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 200) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+class Run:
+    """A command that trains into ``folder``, in a job of its own that can be killed in part."""
+
+    def __init__(self, folder: Path, *command: object) -> None:
+        self.folder = RunFolder(folder)
+        self.log = folder.with_suffix(".log")
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, command)], stdout=log, stderr=log, start_new_session=True
+            )
+
+    def steps(self) -> list[int]:
+        """Of all rows so far, in the order they were written; steps trained again are there again."""
+        if not self.folder.metrics.is_file():
+            return []
+        return [json.loads(line)["step"] for line in self.folder.metrics.read_text().splitlines(keepends=True)[:-1]]
+
+    def wait_for(self, step: int, *, after: int = 0) -> int:
+        """Wait until a row after the first ``after`` ones is of ``step`` or later; how many rows there are then."""
+        wait_until(lambda: self.process.poll() is not None or max(self.steps()[after:], default=-1) >= step)
+        assert self.process.poll() is None, f"it ended before step {step}:\n{self.log.read_text()[-3000:]}"
+        return len(self.steps())
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the ranks that are running."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                variables = (path / "environ").read_text().split("\0")
+            except (OSError, IndexError):
+                continue  # it has ended
+            rank = next((value for value in variables if value.startswith("RANK=")), None)
+            if parent == self.process.pid and rank is not None:
+                found[int(rank.removeprefix("RANK="))] = int(path.name)
+        return found
+
+    def kill(self, *ranks: int) -> None:
+        """kill -9 of these ranks."""
+        running = self.ranks()
+        for rank in ranks:
+            os.kill(running[rank], signal.SIGKILL)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and all that was printed, when it has ended."""
+        code = self.process.wait(timeout=300)
+        return code, self.log.read_text()
+
+    def status(self) -> tuple[str, int | None]:
+        status = self.folder.read_json("status.json")
+        return status["state"], status["exit_code"]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """Those of the latest checkpoint of a run."""
+    config = load(folder / "config.yaml", [])
+    return load_weights(latest(folder / "checkpoints"), resolve_model(config, open_corpus(config.data)))

@@ -1,0 +1,255 @@
+"""Whatever happens to a run, it goes on to the weights it would have had, or says what is wrong and how to go on."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from lengthwise.cli.assemble import make_sampler
+from lengthwise.config import load
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.data.corpus import open_corpus
+from lengthwise.runtime.state.checkpoint import candidates
+from tests.cli.runs import Run, lengthwise, make_corpus, settings, wait_until, weights
+
+STEPS, EVERY = 8, 4
+ROUNDING = 1e-10
+"""Other ranks add the same float64 numbers in another order."""
+MID_STEP_S = 0.03
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def options(corpus, folder, *more):
+    own = [f"train.steps={STEPS}", f"train.checkpoint_every={EVERY}", "train.dtype=float64", "plan.policy=static"]
+    return settings(corpus, folder, *own, "plan.max_tokens=1200", *more)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus, tmp_path_factory) -> Path:
+    """The folder of a run of two ranks that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    lengthwise("train", *options(corpus, folder), "--nproc", 2)
+    return folder
+
+
+@pytest.fixture
+def start(corpus, tmp_path):
+    """Start the run again in a folder of its own; what is left of it ends with the test."""
+    runs = []
+
+    def start_run(*more, launcher=("-m", "lengthwise")):
+        runs.append(Run(tmp_path / "run", *launcher, "train", *options(corpus, tmp_path / "run"), *more))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        with suppress(ProcessLookupError):
+            os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def assert_same_run(folder: RunFolder, undisturbed: Path, *, tolerance: float = 0.0) -> None:
+    """Every step once in each file, with the losses and at last the weights of the undisturbed run."""
+    found, expected = weights(folder.path), weights(undisturbed)
+    assert list(found) == list(expected)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=tolerance, atol=tolerance, msg=name)
+    rows, wanted = folder.read_metrics(), RunFolder(undisturbed).read_metrics()
+    assert [row["step"] for row in rows] == list(range(STEPS))
+    assert [row["loss/avg"] for row in rows] == pytest.approx([row["loss/avg"] for row in wanted], rel=tolerance, abs=0)
+    assert sorted(folder.read_plans()) == list(range(STEPS))
+    assert folder.read_json("status.json")["state"] == "done"
+
+
+def test_a_killed_rank_and_then_all_of_them_are_started_again(start, undisturbed):
+    run = start("--nproc", 2, "--max-restarts", 3)
+    rows = run.wait_for(0)
+    time.sleep(MID_STEP_S)
+    run.kill(1)
+    run.wait_for(EVERY + 1, after=rows)
+    time.sleep(MID_STEP_S)
+    run.kill(0, 1)
+    code, printed = run.end()
+    assert code == 0, printed[-3000:]
+    for restart in (1, 2):
+        assert f"restart {restart}: going on from " in printed
+    assert run.folder.read_json("status.json")["attempt"] == 2
+    assert_same_run(run.folder, undisturbed)
+    assert sorted(run.folder.read_timelines()) == list(range(STEPS))
+
+
+def test_under_bare_torchrun_a_killed_rank_is_started_again(start, undisturbed):
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--max-restarts", 2, "--master-port", free_port()]
+    run = start(launcher=[*launcher, "-m", "lengthwise"])
+    run.wait_for(EVERY)
+    time.sleep(MID_STEP_S)
+    run.kill(0)
+    code, printed = run.end()
+    assert code == 0, printed[-3000:]
+    assert "restart 1: going on from step_" in printed or "restart 1: going on from the first" in printed
+    assert_same_run(run.folder, undisturbed)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_job_goes_on_with_any_number_of_ranks_however_it_was_killed(start, undisturbed, tmp_path):
+    run = start("--nproc", 2)
+    run.wait_for(EVERY)
+    time.sleep(MID_STEP_S)
+    wait_until(lambda: candidates(run.folder.checkpoints))
+    os.killpg(run.process.pid, signal.SIGKILL)  # launcher and ranks
+    assert run.end()[0] == -signal.SIGKILL
+
+    again = Run(run.folder.path, "-m", "lengthwise", "train", "--resume", run.folder.path, "--nproc", 3)
+    again.wait_for(EVERY, after=len(run.steps()))
+    time.sleep(MID_STEP_S)
+    again.kill(2)
+    code, printed = again.end()
+    assert code == 1
+    assert f"error: rank 2 was killed by SIGKILL. Go on with: lengthwise train --resume {run.folder.path}" in printed
+
+    lengthwise("train", "--resume", run.folder.path)
+    assert_same_run(run.folder, undisturbed, tolerance=ROUNDING)
+
+
+def test_ranks_whose_launcher_is_killed_save_and_end(start):
+    run = start("--nproc", 2, "train.steps=1000")
+    run.wait_for(1)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    wait_until(lambda: run.folder.read_json("status.json").get("state") == "preempted")
+    assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.folder.read_metrics()):08}"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
+def test_a_stopped_run_saves_itself_and_goes_on(start, undisturbed, number, code):
+    """With restarts allowed: a run that was asked to stop is not started again."""
+    run = start("--nproc", 2, "--max-restarts", 2)
+    run.wait_for(1)
+    os.killpg(run.process.pid, number)  # a terminal signals every process of the job
+    ended, printed = run.end()
+    assert ended == code, printed[-3000:]
+    assert "Go on with: lengthwise train --resume" in printed
+    assert "Traceback" not in printed
+    assert run.status() == ("preempted", 75)
+    assert not run.folder.stop.exists()
+    done = len(run.folder.read_metrics())
+    assert done < STEPS
+    assert candidates(run.folder.checkpoints)[0].name == f"step_{done:08}"
+    if number == signal.SIGTERM:
+        lengthwise("train", "--resume", run.folder.path, "--nproc", 2)
+        assert_same_run(run.folder, undisturbed)
+
+
+def test_a_mistake_is_not_tried_again(start):
+    """A loss that diverges would diverge again, as a wrong setting would be wrong again."""
+    run = start("--max-restarts", 3, "optim.lr=1e30", "optim.clip_norm=0")
+    code, printed = run.end()
+    assert code == 1
+    assert printed.count("are not both finite; weights are unchanged") == 1
+    assert "restart" not in printed
+    status = run.folder.read_json("status.json")
+    assert (status["state"], status["attempt"]) == ("failed", 0)
+
+
+@pytest.fixture
+def refused(corpus, tmp_path, monkeypatch):
+    """Train in this process as the only rank: the exit code and the reason."""
+    from lengthwise.cli.worker import run_worker
+
+    class LeftError(Exception):
+        pass
+
+    def leave(number):
+        raise LeftError(number)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+    def train(*more, folder=tmp_path / "run", resume=False):
+        found = RunFolder(folder)
+        with pytest.raises(LeftError) as left:
+            run_worker(load(None, options(corpus, folder, *more)), found, resume=resume)
+        status = found.read_json("status.json")
+        assert (status["state"], (status["exit_code"],)) == ("failed", left.value.args)
+        if not resume:
+            assert not found.checkpoints.exists() and not found.metrics.read_text()
+            shutil.rmtree(folder)
+        return status["exit_code"], status["error"]
+
+    return train
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_if_asked(undisturbed, tmp_path, refused):
+    folder = tmp_path / "copy"
+    shutil.copytree(undisturbed, folder)
+    newest, older = candidates(folder / "checkpoints")
+    file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit
+    file.write_bytes(content)
+    code, error = refused(folder=folder, resume=True)
+    assert code == 2 and str(file) in error and "--fall-back" in error
+    done = lengthwise("train", "--resume", folder, "--fall-back")
+    assert f"warning: {file}" in done.stderr and f"Going on from an older one: {older}" in done.stderr
+    assert_same_run(RunFolder(folder), undisturbed, tolerance=ROUNDING)
+
+
+def plan(corpus, tmp_path, *more):
+    file = tmp_path / "plans.jsonl"
+    lengthwise("plan", *options(corpus, tmp_path / "run", "cluster.name=1xcpu", *more), "--out", file)
+    return file
+
+
+def test_plans_that_do_not_fit_the_run_are_refused(corpus, tmp_path, refused):
+    file = plan(corpus, tmp_path)
+    whole = file.read_text()
+
+    code, error = refused(f"plan.file={file}", "seed=1")
+    assert code == 4
+    assert f"{file} was made for other batches: plan for step 0 loses [(" in error and "plan again" in error
+
+    file.write_text(whole[:-20])
+    code, error = refused(f"plan.file={file}")
+    assert code == 2 and "no plan for step 7: it has 7 plans and a last line that is cut off" in error
+
+    file.write_text(whole)
+    code, error = refused(f"plan.file={file}", f"train.steps={STEPS + 3}")
+    assert code == 2 and "no plan for step 8: it has 8 plans, the run needs those of steps 0 to 10" in error
+
+    file.write_text(whole.replace('"lr_factor": 1.0', '"lr_factor": 3.0', 1))
+    code, error = refused(f"plan.file={file}")
+    assert code == 4 and f"{file}:1: plan for step 0 has digest" in error
+
+    documents = [json.loads(line) for line in whole.splitlines()]
+    idle = {**documents[0]["pipelines"][0], "ranks": [1], "micro_batches": []}
+    documents[0] = {**documents[0], "pipelines": [*documents[0]["pipelines"], idle]}
+    del documents[0]["digest"]
+    file.write_text(json.dumps(documents))
+    code, error = refused(f"plan.file={file}")
+    assert code == 2 and "plan for step 0 is for 2 ranks, the run has 1" in error
+
+
+def test_batches_do_not_depend_on_where_plans_come_from(corpus, undisturbed):
+    config = load(undisturbed / "config.yaml", [])
+    sampler = make_sampler(config, open_corpus(config.data).lengths)
+    plans = RunFolder(undisturbed).read_plans()
+    for step in range(STEPS):
+        plans[step].check_covers(next(sampler))

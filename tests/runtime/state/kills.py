@@ -1,0 +1,174 @@
+"""Ranks to kill: they train and save at every step, forked from a process that has imported all they need."""
+
+import importlib
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 60.0
+"""A rank that is still there so long after a peer died is taken for hung."""
+OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
+"""Of ``os``: all that changes names, and the end of every write."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One start of a run, and how it is to end."""
+
+    folder: Path
+    settings: dict[str, Any]
+    num_ranks: int = 2
+    victims: tuple[int, ...] = ()
+    """Ranks that get a SIGKILL."""
+    delay_s: float = 0.0
+    """Until then, from when the first rank trains, or else from the start of the processes."""
+    after_start: bool = True
+    dies_before: int | None = None
+    """The first rank kills itself before this operation on files, counted from when it trains."""
+
+
+class Nursery:
+    """The process that starts ranks, kills them and buries them."""
+
+    def __init__(self) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def run(self, attempt: Attempt) -> list[int]:
+        """What became of each rank: its exit code, or minus the signal that ended it."""
+        self._pipe.send(attempt)
+        if not self._pipe.poll(2 * LIMIT_S):
+            raise AssertionError(f"no news of {attempt}")
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        """End it; its ranks have ended."""
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    import tests.runtime.train.test_trainer
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        names = Path(folder) / "modules"
+        settings = {"steps": 2, "checkpoint_every": 1}
+        _run(Attempt(folder=Path(folder) / "run", settings=settings, num_ranks=1), names)
+        for name in names.read_text().split():  # what a first run imports on its way, for all to come
+            importlib.import_module(name)
+    while True:
+        try:
+            pipe.send(_run(pipe.recv()))
+        except EOFError:
+            return
+
+
+def _run(attempt: Attempt, list_modules: Path | None = None) -> list[int]:
+    attempt.folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        trains, says_so = os.pipe()
+        pids = []
+        for rank in range(attempt.num_ranks):
+            pid = os.fork()
+            if pid == 0:
+                _be_rank(lambda: _train(attempt, rank, Path(folder) / "store", says_so), attempt, rank, list_modules)  # noqa: B023
+            pids.append(pid)
+        os.close(says_so)
+        if attempt.victims:
+            if attempt.after_start:
+                select.select([trains], [], [], LIMIT_S)
+            time.sleep(attempt.delay_s)
+            for victim in attempt.victims:
+                os.kill(pids[victim], signal.SIGKILL)  # nobody else waits for them, so it is still this process
+        os.close(trains)
+        return _bury(pids)
+
+
+def _be_rank(train: Callable[[], None], attempt: Attempt, rank: int, list_modules: Path | None) -> None:
+    code = 1
+    try:
+        before = set(sys.modules)
+        train()
+        if list_modules is not None:
+            list_modules.write_text("\n".join(set(sys.modules) - before))
+        code = 0
+    except BaseException:
+        (attempt.folder / f"error_of_rank_{rank}").write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def _train(attempt: Attempt, rank: int, store: Path, says_so: int) -> None:
+    import torch.distributed as dist
+
+    from lengthwise.runtime.state import checkpoint
+    from tests.runtime.train.test_trainer import make_trainer
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(store), attempt.num_ranks),
+        rank=rank,
+        world_size=attempt.num_ranks,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    trainer = make_trainer(str(attempt.folder), **attempt.settings)
+    if checkpoint.candidates(trainer.folder.checkpoints):
+        trainer.resume(checkpoint.latest(trainer.folder.checkpoints))
+    if rank == 0:
+        if attempt.dies_before is not None:
+            _die_before(attempt.dies_before)
+        os.write(says_so, b".")
+    trainer.fit()
+
+
+def _die_before(number: int) -> None:
+    left = number
+
+    def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def count_and_do(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+            return operation(*arguments, **options)
+
+        return count_and_do
+
+    for name in OPERATIONS:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def _bury(pids: list[int]) -> list[int]:
+    """Wait for all; one that outlives ``LIMIT_S`` is killed, and told of as ended by SIGALRM."""
+    ends: dict[int, int] = {}
+    until = time.monotonic() + LIMIT_S
+    while len(ends) < len(pids):
+        for pid in pids:
+            if pid not in ends:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    ends[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > until:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    ends[pid] = -signal.SIGALRM
+        time.sleep(0.002)
+    return [ends[pid] for pid in pids]

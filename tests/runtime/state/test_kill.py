@@ -1,0 +1,123 @@
+"""kill -9 of any or all ranks at any moment: the newest complete checkpoint loads, and the run goes on as if undisturbed.
+
+Real processes, real signals, asynchronous checkpoints at every step.
+"""
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lengthwise.core.run_folder import RunFolder, read_jsonl
+from lengthwise.runtime.state import checkpoint
+from tests.runtime.state.kills import Attempt, Nursery
+from tests.runtime.train.runs import SPEC
+
+STEPS = 40
+SETTINGS = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 2}
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="module")
+def losses(nursery, tmp_path_factory) -> dict[int, float]:
+    """Of the undisturbed run on two ranks."""
+    return undisturbed(nursery, tmp_path_factory.mktemp("undisturbed") / "run", num_ranks=2)
+
+
+def undisturbed(nursery: Nursery, folder: Path, *, num_ranks: int) -> dict[int, float]:
+    assert nursery.run(
+        Attempt(folder=folder, settings={"steps": STEPS, "checkpoint_every": 0}, num_ranks=num_ranks)
+    ) == ([0] * num_ranks)
+    return {row["step"]: row["loss/avg"] for row in RunFolder(folder).read_metrics()}
+
+
+def test_ranks_killed_at_random_moments_lose_no_complete_checkpoint(nursery, losses, tmp_path):
+    kill_at_random(nursery, losses, tmp_path, num_kills=30, num_ranks=2)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_killed_at_many_more_random_moments_lose_no_complete_checkpoint(nursery, tmp_path, num_ranks):
+    expected = undisturbed(nursery, tmp_path / "undisturbed", num_ranks=num_ranks)
+    kill_at_random(nursery, expected, tmp_path, num_kills=300, num_ranks=num_ranks)
+
+
+def kill_at_random(nursery, losses, path, *, num_kills, num_ranks):
+    """A run that comes to its end is looked at and begun anew in another folder."""
+    rng, run = random.Random(0), Run(path / "0", losses)
+    killed = 0
+    while killed < num_kills:
+        attempt = Attempt(
+            folder=run.folder,
+            settings=SETTINGS,
+            num_ranks=num_ranks,
+            victims=tuple(rng.sample(range(num_ranks), rng.randint(1, num_ranks))),
+            delay_s=rng.uniform(0.0, 0.4),
+            after_start=rng.random() < 0.8,
+        )
+        ends = nursery.run(attempt)
+        run.check(ends)
+        killed += KILLED in ends
+        if KILLED not in ends:
+            run.check_finished()
+            run = Run(path / str(killed), losses)
+    run.check(nursery.run(Attempt(folder=run.folder, settings=SETTINGS, num_ranks=num_ranks)))
+    run.check_finished()
+
+
+def test_a_first_rank_killed_before_any_operation_on_files_loses_no_complete_checkpoint(nursery, losses, tmp_path):
+    """Through three saves: into an empty folder, beside an older one, with one to remove."""
+    run, number = Run(tmp_path / "run", losses), 0
+    while run.newest < 3 or number < 30:
+        run = Run(tmp_path / str(number), losses) if run.newest >= 3 else run
+        ends = nursery.run(Attempt(folder=run.folder, settings=SETTINGS, dies_before=number))
+        assert ends[0] == KILLED, "there are more operations than that"
+        run.check(ends)
+        number += 1
+    run.check(nursery.run(Attempt(folder=run.folder, settings=SETTINGS)))
+    run.check_finished()
+
+
+class Run:
+    """A run folder, and what must hold of it after every kill."""
+
+    def __init__(self, folder: Path, losses: dict[int, float]) -> None:
+        self.folder, self.losses = folder, losses
+        self.newest = 0
+        """Step of the newest complete checkpoint that was seen."""
+
+    def check(self, ends: list[int]) -> None:
+        """Ranks were killed or ended by themselves; what is complete is intact; what was trained is the same."""
+        assert set(ends) <= {0, 1, KILLED}, f"{ends}: {self.errors()}"
+        if KILLED not in ends:
+            assert set(ends) == {0}, self.errors()
+        for row in read_jsonl(RunFolder(self.folder).metrics):
+            assert row["loss/avg"] == self.losses[row["step"]], row["step"]
+        checkpoints = RunFolder(self.folder).checkpoints
+        found = checkpoint.candidates(checkpoints)
+        if not found:
+            assert not self.newest, f"the checkpoint of step {self.newest} is gone"
+            return
+        for path in found:
+            assert path.name == f"step_{checkpoint.verify(path)['step']:08d}"
+        newest = checkpoint.read_state(checkpoint.latest(checkpoints))["step"]
+        assert newest >= self.newest
+        assert sum(weight.numel() for weight in checkpoint.load_weights(found[0], SPEC).values()) == SPEC.num_params
+        self.newest = newest
+
+    def check_finished(self) -> None:
+        """All steps are done, and the last checkpoint is of the last step."""
+        assert [row["step"] for row in RunFolder(self.folder).read_metrics()] == list(range(STEPS))
+        assert self.newest == STEPS
+
+    def errors(self) -> str:
+        return "\n".join(path.read_text() for path in self.folder.glob("error_of_rank_*"))
