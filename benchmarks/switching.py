@@ -38,7 +38,7 @@ def main() -> None:
     loads = [os.getloadavg()[0]]
     ranks = Ranks(RANKS)
     try:
-        parts = makers(ranks, rounds=options.rounds or (1 if options.quick else 9), quick=options.quick)
+        parts = makers(ranks, rounds=options.rounds or (1 if options.quick else 8), quick=options.quick)
         wanted = options.only.split(",") if options.only else list(parts)
         if unknown := set(wanted) - set(parts):
             parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
@@ -71,7 +71,7 @@ def makers(ranks: Ranks, *, rounds: int, quick: bool) -> dict[str, Callable[[], 
     return {
         "time": lambda: [switching_time.section(visited)],
         "bytes": lambda: [switching_bytes.section(visited)],
-        "shares": lambda: [switching_shares.section(ranks, rounds=2 if quick else 9)],
+        "shares": lambda: [switching_shares.section(ranks, rounds=1 if quick else 9)],
         "restart": restart,
     }
 

@@ -60,11 +60,10 @@ def shares(step: Sequence[Ran]) -> Shares:
 def section(ranks: Ranks, *, rounds: int) -> Section:
     """All modes take turns in every round."""
     found: dict[str, list[Shares]] = {mode: [] for mode in MODES}
-    for number in range(-1, rounds):  # the first warms up
+    for number in range(rounds):
         by_rank = ranks.run(overlap_round, [*MODES.values()], seed=100 + number)
         for mode, step in zip(MODES, zip(*by_rank)):
-            if number >= 0:
-                found[mode].append(shares(step))
+            found[mode].append(shares(step))
     waits, overlaps = found["heterogeneous, not overlapped"], found["heterogeneous, overlapped"]
     gain = median(ours.step / theirs.step for ours, theirs in zip(overlaps, waits))
     between = median(ours.between / theirs.between for ours, theirs in zip(overlaps, waits))

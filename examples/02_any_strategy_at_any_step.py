@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 from lengthwise.cli.assemble import make_sampler, resolve_model
@@ -18,42 +20,40 @@ from lengthwise.core.scheme import Method, uniform_scheme
 from lengthwise.data.corpus import open_corpus
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
-docs = Path(__file__).resolve().parents[1] / "docs"
 
 
 def lengthwise(*arguments: object) -> None:
     subprocess.run([sys.executable, "-m", "lengthwise", *map(str, arguments)], check=True)
 
 
-lengthwise("index", docs, "--out", folder / "index")
-
-data = {"index": str(folder / "index"), "max_length": 2048, "over_length": "split", "tokens_per_step": 12_000}
+lengthwise("index", Path(__file__).resolve().parents[1] / "docs", "--out", folder / "index")
+data = {"index": str(folder / "index"), "max_length": 1024, "over_length": "split", "tokens_per_step": 6_000}
 config = check({"data": data, "train": {"steps": 4, "dtype": "float64"}, "run_folder": str(folder / "run")})
 config.save(folder / "run.yaml")
-corpus = open_corpus(config.data)
-layers = resolve_model(config, corpus).num_layers
-alone, staged = uniform_scheme(layers), uniform_scheme(layers, stages=2)
-shared = uniform_scheme(layers, degree=2, method=Method.METP)
+layers = resolve_model(config, corpus := open_corpus(config.data)).num_layers
+alone, shared = uniform_scheme(layers), uniform_scheme(layers, degree=2, method=Method.METP)
+staged = uniform_scheme(layers, stages=2)
 STRATEGIES = [[(shared, (0, 1)), (alone, (2,)), (alone, (3,))], [(staged, (0, 1)), (staged, (2, 3))]]
 
 
 def plan(batch: GlobalBatch) -> StepPlan:
-    """The longest sequences first, each to the pipeline with the fewest tokens a device; one a micro-batch."""
-    pipelines = [(scheme, ranks, list[MicroBatch]()) for scheme, ranks in STRATEGIES[batch.step % len(STRATEGIES)]]
+    """The longest sequences first, each to the pipeline with the fewest tokens a device."""
+    pipelines = [(scheme, ranks, list[MicroBatch]()) for scheme, ranks in STRATEGIES[batch.step % 2]]
     for length, sequence in sorted(zip(batch.lengths, batch.ids), reverse=True):
         held = min(pipelines, key=lambda p: sum(m.pack.num_tokens for m in p[2]) / len(p[1]))[2]
         held.append(MicroBatch(pack=Pack(ids=(sequence,), lengths=(length,)), time_s=0.0, peak_bytes=0))
-    done = tuple(Pipeline(scheme=scheme, ranks=ranks, micro_batches=tuple(held)) for scheme, ranks, held in pipelines)
-    costs = {"update_s": 0.0, "time_s": 0.0, "lower_bound_s": 0.0}
-    return StepPlan(step=batch.step, policy="hand", pipelines=done, loss_normaliser=batch.num_targets, **costs)
+    done = tuple(Pipeline(scheme=s, ranks=r, micro_batches=tuple(held)) for s, r, held in pipelines)
+    times = dict.fromkeys(("update_s", "time_s", "lower_bound_s"), 0.0)
+    return StepPlan(step=batch.step, policy="hand", pipelines=done, loss_normaliser=batch.num_targets, **times)
 
 
-batches = make_sampler(config, corpus.lengths)
-plans = [json.dumps(plan(next(batches)).to_json()) for _ in range(config.train.steps)]
-(folder / "plans.jsonl").write_text("\n".join(plans) + "\n")
+batches = islice(make_sampler(config, corpus.lengths), config.train.steps)
+(folder / "plans.jsonl").write_text("".join(json.dumps(plan(batch).to_json()) + "\n" for batch in batches))
 lengthwise("train", folder / "run.yaml", "--plan", folder / "plans.jsonl", "--nproc", 4)
 lengthwise("report", folder / "run")
 for step, timeline in RunFolder(folder / "run").read_timelines().items():
     for rank in range(4):
-        spans = [s for s in sorted(timeline.spans) if s.rank == rank and s.duration_s > 0.02 * timeline.step_time_s]
-        print(f"step {step} rank {rank}: " + ", ".join(f"{s.name} {1000 * s.duration_s:.0f} ms" for s in spans))
+        spent = Counter[str]()
+        for span in sorted(s for s in timeline.spans if s.rank == rank):
+            spent[span.name] += round(1000 * span.duration_s)
+        print(f"step {step} rank {rank}: {', '.join(f'{name} {ms} ms' for name, ms in spent.items() if ms > 9)}")

@@ -128,11 +128,12 @@ def test_a_job_goes_on_with_any_number_of_ranks_however_it_was_killed(start, und
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(start):
-    run = start("--nproc", 2, "train.steps=1000")
+    run = start("--nproc", 2, "train.steps=1000", "train.checkpoint_every=1")
     run.wait_for(1)
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
-    wait_until(lambda: run.folder.read_json("status.json").get("state") == "preempted")
+    wait_until(lambda: run.folder.read_json("status.json").get("state") != "running")
+    assert run.status() == ("preempted", 75), run.folder.read_json("status.json")["error"]
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.folder.read_metrics()):08}"
 
 
@@ -162,7 +163,7 @@ def test_a_mistake_is_not_tried_again(start):
     code, printed = run.end()
     assert code == 1
     assert printed.count("are not both finite; weights are unchanged") == 1
-    assert "restart" not in printed
+    assert "restart" not in printed and "Traceback" not in printed
     status = run.folder.read_json("status.json")
     assert (status["state"], status["attempt"]) == ("failed", 0)
 
@@ -190,7 +191,7 @@ def refused(corpus, tmp_path, monkeypatch):
         status = found.read_json("status.json")
         assert (status["state"], (status["exit_code"],)) == ("failed", left.value.args)
         if not resume:
-            assert not found.checkpoints.exists() and not found.metrics.read_text()
+            assert not found.checkpoints.exists() and not found.read_metrics()
             shutil.rmtree(folder)
         return status["exit_code"], status["error"]
 
@@ -201,12 +202,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_if_asked(undis
     folder = tmp_path / "copy"
     shutil.copytree(undisturbed, folder)
     newest, older = candidates(folder / "checkpoints")
+    code, error = refused("model.preset=llama-mini", folder=folder, resume=True)
+    assert code == 2 and "holds another model" in error
+    assert "--fall-back" not in error  # older ones are of the same model
+
     file = max(newest.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1  # one bit
     file.write_bytes(content)
     code, error = refused(folder=folder, resume=True)
-    assert code == 2 and str(file) in error and "--fall-back" in error
+    assert code == 2 and str(file) in error and f"With --fall-back, {older.name} is used instead" in error
+    assert (folder / "config.yaml").read_bytes() == (undisturbed / "config.yaml").read_bytes()
+
     done = lengthwise("train", "--resume", folder, "--fall-back")
     assert f"warning: {file}" in done.stderr and f"Going on from an older one: {older}" in done.stderr
     assert_same_run(RunFolder(folder), undisturbed, tolerance=ROUNDING)

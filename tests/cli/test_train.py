@@ -2,39 +2,24 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from lengthwise.cli.assemble import make_sampler
+from lengthwise.config import load
+from lengthwise.core.batch import Pack
+from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.scheme import Method, Scheme, uniform_scheme
+from lengthwise.data.corpus import open_corpus
+from tests.cli.runs import lengthwise, make_corpus, settings
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Path:
-    """A byte-level index of a few small files of very different length."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for number in range(24):
-        (folder / f"{number:02}.txt").write_text(f"file {number} says hello. " * (1 + number * number // 8))
-    out = folder.parent / f"{folder.name}-index"
-    lengthwise("index", folder, "--out", out)
-    return out
-
-
-def lengthwise(*arguments, expected=0) -> subprocess.CompletedProcess:
-    """Run the command line in a process of its own."""
-    command = [sys.executable, "-m", "lengthwise", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == expected, done.stderr[-3000:]
-    return done
-
-
-def settings(corpus: Path, folder: Path, *more: str) -> list[str]:
-    sizes = ["data.max_length=600", "data.over_length=split", "data.tokens_per_step=2000", "train.checkpoint_every=2"]
-    return [f"data.index={corpus}", f"run_folder={folder}", *sizes, *more]
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def test_two_ranks_train_report_and_export(corpus, tmp_path):
@@ -61,20 +46,26 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     lengthwise("train", *arguments, expected=2)  # the folder holds a run already
 
 
+NUM_STEPS, NUM_LAYERS = 5, 4
+
+
+def options(corpus, folder, *more) -> list[str]:
+    return settings(corpus, folder, f"train.steps={NUM_STEPS}", "train.dtype=float64", "plan.max_tokens=1200", *more)
+
+
 def losses(corpus, folder, *more) -> list[float]:
-    """Of five steps in float64 on two ranks."""
-    options = ["train.steps=5", "train.dtype=float64", "plan.policy=static", "plan.max_tokens=1200", *more]
-    lengthwise("train", *settings(corpus, folder, *options), "--nproc", 2)
+    """Of the steps in float64 on two ranks."""
+    lengthwise("train", *options(corpus, folder, *more), "--nproc", 2)
     return [row["loss/avg"] for row in RunFolder(folder).read_metrics()]
 
 
 @pytest.fixture(scope="module")
 def dense_losses(corpus, tmp_path_factory) -> list[float]:
-    return losses(corpus, tmp_path_factory.mktemp("dense") / "run", "--degree", "1")
+    return losses(corpus, tmp_path_factory.mktemp("dense") / "run", "plan.policy=static", "--degree", "1")
 
 
 def test_methods_drawn_at_random_train_as_one_device_does(corpus, tmp_path, dense_losses):
-    found = losses(corpus, tmp_path / "random", "--methods", "random", "--degree", "2")
+    found = losses(corpus, tmp_path / "random", "plan.policy=static", "--methods", "random", "--degree", "2")
     assert found == pytest.approx(dense_losses, rel=1e-10)
     plans = [json.loads(line) for line in (tmp_path / "random" / "plans.jsonl").read_text().splitlines()]
     drawn = [m["methods"] for plan in plans for pipeline in plan["pipelines"] for m in pipeline["micro_batches"]]
@@ -82,54 +73,82 @@ def test_methods_drawn_at_random_train_as_one_device_does(corpus, tmp_path, dens
     assert len({method for methods in drawn for method in methods}) > 2
 
 
-def test_a_method_on_whole_weights_trains_from_the_command_line(corpus, tmp_path, dense_losses):
-    found = losses(corpus, tmp_path / "ring", "--method", "ring", "--degree", "2")
+def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_wrote(corpus, tmp_path, dense_losses):
+    """No device holds the whole model and the longest sequence."""
+    more = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_stages=2"]
+    lengthwise("plan", *options(corpus, tmp_path / "run", *more), "--out", tmp_path / "plans.jsonl")
+    found = losses(corpus, tmp_path / "run", *more, "--plan", str(tmp_path / "plans.jsonl"))
     assert found == pytest.approx(dense_losses, rel=1e-10)
+    assert (tmp_path / "run" / "plans.jsonl").read_text() == (tmp_path / "plans.jsonl").read_text()
+    plans = RunFolder(tmp_path / "run").read_plans()
+    assert {p.scheme.num_stages for plan in plans.values() for p in plan.pipelines} == {2}
+
+
+def by_hand(batch, *pipelines: tuple[tuple[int, ...], Scheme]) -> StepPlan:
+    """Every other sequence to every other pipeline, two to a pack; nothing is predicted."""
+    places = range(len(batch.ids))
+    held = [list(places)[number :: len(pipelines)] for number in range(len(pipelines))]
+    return StepPlan(
+        step=batch.step,
+        policy="by hand",
+        pipelines=tuple(
+            Pipeline(
+                ranks=ranks,
+                scheme=scheme,
+                micro_batches=tuple(
+                    MicroBatch(
+                        pack=Pack(ids=tuple(batch.ids[k] for k in two), lengths=tuple(batch.lengths[k] for k in two)),
+                        time_s=0.0,
+                        peak_bytes=0,
+                    )
+                    for two in (mine[at : at + 2] for at in range(0, len(mine), 2))
+                ),
+            )
+            for mine, (ranks, scheme) in zip(held, pipelines)
+        ),
+        loss_normaliser=batch.num_targets,
+        update_s=0.0,
+        time_s=0.0,
+        lower_bound_s=0.0,
+    )
+
+
+def test_plans_written_by_hand_are_executed_as_they_are(corpus, tmp_path, dense_losses):
+    """Another strategy at every step, in one JSON document without digests."""
+    config = load(None, options(corpus, tmp_path / "run"))
+    batches = islice(make_sampler(config, open_corpus(config.data).lengths), NUM_STEPS)
+    dense, ring, metp, ulysses = (
+        uniform_scheme(NUM_LAYERS, degree=degree, method=method, recomputed=layers)
+        for degree, method, layers in (
+            (1, Method.DENSE, 0),
+            (2, Method.RING, 1),
+            (2, Method.METP, 4),
+            (2, Method.ULYSSES, 2),
+        )
+    )
+    uneven = Scheme(degree=1, stage_layers=(3, 1), methods=(Method.DENSE,) * 4, recompute=(True, False, False, True))
+    strategies = [
+        [((0, 1), ring)],
+        [((1, 0), uneven)],
+        [((0, 1), metp)],
+        [((1,), dense), ((0,), dense)],
+        [((0, 1), ulysses)],
+    ]
+    documents = [by_hand(batch, *pipelines).to_json() for batch, pipelines in zip(batches, strategies)]
+    for document in documents:
+        del document["digest"]
+    (tmp_path / "plans.json").write_text(json.dumps(documents, indent=1))
+    found = losses(corpus, tmp_path / "run", "--plan", str(tmp_path / "plans.json"))
+    assert found == pytest.approx(dense_losses, rel=1e-10)
+    executed = RunFolder(tmp_path / "run").read_plans()
+    assert [[p.scheme for p in executed[step].pipelines] for step in range(NUM_STEPS)] == [
+        [scheme for _, scheme in pipelines] for pipelines in strategies
+    ]
 
 
 def test_a_method_without_a_degree_is_refused(corpus, tmp_path):
     done = lengthwise("train", *settings(corpus, tmp_path / "run"), "--method", "metp", expected=2)
     assert "plan.method=metp needs plan.degree" in done.stderr
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
-def test_a_stopped_run_saves_itself_and_goes_on(corpus, tmp_path, number, code):
-    folder = tmp_path / "run"
-    arguments = ["train", *settings(corpus, folder, "train.steps=400"), "--nproc", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lengthwise", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    metrics = RunFolder(folder).metrics
-    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3)
-    os.killpg(process.pid, number)  # a terminal signals every process of the job
-    _, stderr = process.communicate(timeout=100)
-    assert process.returncode == code, stderr[-3000:]
-    assert "Go on with: lengthwise train --resume" in stderr
-    assert "Traceback" not in stderr
-    status = RunFolder(folder).read_json("status.json")
-    assert (status["state"], status["exit_code"]) == ("preempted", 75)
-    assert not RunFolder(folder).stop.exists()
-    done = len(RunFolder(folder).read_metrics())
-
-    lengthwise("train", "--resume", folder, f"train.steps={done + 2}", "--nproc", 2)
-    assert [row["step"] for row in RunFolder(folder).read_metrics()] == list(range(done + 2))
-    assert RunFolder(folder).read_json("status.json")["state"] == "done"
-
-
-def wait_until(condition, timeout_s=100):
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
-
-
-def test_a_loss_that_diverges_ends_the_run_with_the_reason(corpus, tmp_path):
-    done = lengthwise(
-        "train", *settings(corpus, tmp_path / "run", "train.steps=50", "optim.lr=1e30", "optim.clip_norm=0"), expected=1
-    )
-    assert "are not both finite; weights are unchanged" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert RunFolder(tmp_path / "run").read_json("status.json")["state"] == "failed"
 
 
 @pytest.mark.parametrize(

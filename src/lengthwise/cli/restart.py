@@ -129,17 +129,19 @@ class Start:
             where = f"from {paths[0].name}" if paths else "from the first step: no checkpoint is complete yet"
             sys.stderr.write(f"restart {num_restarts()}: going on {where}\n")
         first: InputError | None = None
-        for path in paths:
+        for path, older in zip(paths, [*paths[1:], None]):
             error = _try(trainer, path, world)
             if error is None:
                 if first is not None and world.is_first:
                     sys.stderr.write(f"warning: {first}. Going on from an older one: {path}\n")
                 return
+            if not _of_all(world, world.is_first and _is_damaged(path))[0]:
+                raise error
             first = first or error
             if not self.fall_back:
-                raise error
+                raise InputError(f"{error}. With --fall-back, {older.name} is used instead" if older else str(error))
         if first is not None:
-            raise InputError(f"{first}. None of {', '.join(path.name for path in paths)} can be gone on from")
+            raise InputError(f"{first}. All of {', '.join(path.name for path in paths)} are damaged")
 
     def _checkpoints(self) -> list[Path]:
         """The latest complete checkpoint and those before it; all there are if it cannot be told and falling back."""
@@ -166,6 +168,16 @@ def _try(trainer: "Trainer", path: Path, world: "World") -> InputError | None:
     met_by = _of_all(world, None if error is None else str(error))
     told = next((words for words in met_by if words is not None), None)
     return None if told is None else InputError(told)
+
+
+def _is_damaged(path: Path) -> bool:
+    from lengthwise.runtime.state import checkpoint
+
+    try:
+        checkpoint.verify(path)
+    except InputError:
+        return True
+    return False
 
 
 def _of_all(world: "World", value: Any) -> list[Any]:

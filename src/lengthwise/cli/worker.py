@@ -63,6 +63,8 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
     try:
         config = settings_of(config, folder, resume=resume)
         world = start_world(config.train.device)
+        if world.is_first:
+            write_status(folder, RUNNING)
         _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back))
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
@@ -87,8 +89,6 @@ def _train(config: Config, world: "World", start: Start) -> None:
     cluster = find_cluster(config, world)
     is_gpu = world.device.type == "cuda"
     stream, planner = _plans(config, corpus, spec, cluster, world)
-    if world.is_first:
-        _describe(start.folder, config, corpus, spec, cluster)
     try:
         trainer = Trainer(
             config=config,
@@ -105,6 +105,10 @@ def _train(config: Config, world: "World", start: Start) -> None:
         start.restore(trainer, world)
         if isinstance(planner, PlanFile):
             planner.check_steps(range(trainer.next_step, config.train.steps))
+        if world.is_first:
+            _describe(
+                start.folder, config, corpus, spec, cluster
+            )  # not before: a refused run leaves a folder as it was
         trainer.fit()
     finally:
         if isinstance(planner, PlanAhead):
@@ -197,7 +201,6 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
             "cluster": cluster.name,
         },
     )
-    write_status(folder, RUNNING)
 
 
 def _octaves(longest: int) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ def _step(record: RunRecord, row: dict[str, Any]) -> StepSummary:
     lengths = [length for pack in packs for length in pack.lengths]
     bound_s, predicted_s = row.get("plan/lower_bound_s"), row.get("plan/pred_time_s")
     if plan:
-        bound_s, predicted_s = plan.lower_bound_s, plan.time_s
+        bound_s, predicted_s = plan.lower_bound_s, plan.time_s or None  # one made by hand may predict nothing
     return StepSummary(
         step=step,
         num_tokens=row.get("data/num_tokens", sum(lengths) if plan else None),

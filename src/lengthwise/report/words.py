@@ -69,8 +69,10 @@ def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
 
 def _policy(record: RunRecord, summary: RunSummary) -> str:
     costs = record.setting("plan", "profile")
+    if plans := record.setting("plan", "file"):
+        return f"{summary.policy}, plans from {plans}"
     details = [f"costs from {costs}" if costs else "analytic costs"]
-    if record.setting("plan", "recompute"):
+    if record.setting("plan", "recompute") == "all":
         details.append("every layer recomputed in the backward")
     return f"{summary.policy}, {', '.join(details)}"
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -17,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 60.0
-"""A rank that is still there so long after a peer died is taken for hung."""
+"""A rank that is still there after so long is taken for hung."""
+GRACE_S = 1.0
+"""Ranks that are still there so long after one was killed wait in vain for it: they are killed too, as by torchrun."""
+STARTED, TRAINS, SAVES = "the ranks are started", "the first rank trains", "a checkpoint is being written"
 OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
 """Of ``os``: all that changes names, and the end of every write."""
 
@@ -31,9 +35,9 @@ class Attempt:
     num_ranks: int = 2
     victims: tuple[int, ...] = ()
     """Ranks that get a SIGKILL."""
+    after: str = STARTED
     delay_s: float = 0.0
-    """Until then, from when the first rank trains, or else from the start of the processes."""
-    after_start: bool = True
+    """Until then, from that on."""
     dies_before: int | None = None
     """The first rank kills itself before this operation on files, counted from when it trains."""
 
@@ -65,9 +69,9 @@ class Nursery:
 def _serve(pipe: Connection) -> None:
     import torch
 
-    import tests.runtime.train.test_trainer
-
     torch.set_num_threads(1)
+    for name in ("lengthwise.runtime.state.checkpoint", "tests.runtime.train.test_trainer"):
+        importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder) / "modules"
         settings = {"steps": 2, "checkpoint_every": 1}
@@ -83,6 +87,7 @@ def _serve(pipe: Connection) -> None:
 
 def _run(attempt: Attempt, list_modules: Path | None = None) -> list[int]:
     attempt.folder.mkdir(exist_ok=True)
+    stale = unfinished_saves(attempt.folder)
     with tempfile.TemporaryDirectory() as folder:
         trains, says_so = os.pipe()
         pids = []
@@ -93,13 +98,29 @@ def _run(attempt: Attempt, list_modules: Path | None = None) -> list[int]:
             pids.append(pid)
         os.close(says_so)
         if attempt.victims:
-            if attempt.after_start:
-                select.select([trains], [], [], LIMIT_S)
+            _wait_for(attempt, trains, stale)
             time.sleep(attempt.delay_s)
             for victim in attempt.victims:
                 os.kill(pids[victim], signal.SIGKILL)  # nobody else waits for them, so it is still this process
         os.close(trains)
         return _bury(pids)
+
+
+def _wait_for(attempt: Attempt, trains: int, stale: set[tuple[str, int]]) -> None:
+    if attempt.after != STARTED:
+        select.select([trains], [], [], LIMIT_S)
+    until = time.monotonic() + LIMIT_S
+    while attempt.after == SAVES and unfinished_saves(attempt.folder) <= stale and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def unfinished_saves(folder: Path) -> set[tuple[str, int]]:
+    """Checkpoints of a run that are being written or were when it ended, and when they were begun or added to."""
+    found = set()
+    for path in (folder / "checkpoints").glob("*.partial"):
+        with suppress(FileNotFoundError):  # it has got its name meanwhile
+            found.add((path.name, path.stat().st_mtime_ns))
+    return found
 
 
 def _be_rank(train: Callable[[], None], attempt: Attempt, rank: int, list_modules: Path | None) -> None:
@@ -157,18 +178,19 @@ def _die_before(number: int) -> None:
 
 
 def _bury(pids: list[int]) -> list[int]:
-    """Wait for all; one that outlives ``LIMIT_S`` is killed, and told of as ended by SIGALRM."""
+    """Wait for all. Hung ones are killed, and told of as ended by SIGALRM."""
     ends: dict[int, int] = {}
-    until = time.monotonic() + LIMIT_S
+    until, hung = time.monotonic() + LIMIT_S, -signal.SIGALRM
     while len(ends) < len(pids):
-        for pid in pids:
-            if pid not in ends:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    ends[pid] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > until:
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-                    ends[pid] = -signal.SIGALRM
+        for pid in set(pids) - set(ends):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                ends[pid] = os.waitstatus_to_exitcode(status)
+                if ends[pid] == -signal.SIGKILL and hung != ends[pid]:
+                    until, hung = time.monotonic() + GRACE_S, ends[pid]
+            elif time.monotonic() > until:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                ends[pid] = hung
         time.sleep(0.002)
     return [ends[pid] for pid in pids]

@@ -1,4 +1,4 @@
-"""kill -9 of any or all ranks at any moment: the newest complete checkpoint loads, and the run goes on as if undisturbed.
+"""kill -9 of any or all ranks at any moment: the newest complete checkpoint loads, and the run goes on undisturbed.
 
 Real processes, real signals, asynchronous checkpoints at every step.
 """
@@ -12,10 +12,10 @@ import pytest
 
 from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.runtime.state import checkpoint
-from tests.runtime.state.kills import Attempt, Nursery
+from tests.runtime.state.kills import SAVES, STARTED, TRAINS, Attempt, Nursery, unfinished_saves
 from tests.runtime.train.runs import SPEC
 
-STEPS = 40
+STEPS = 20
 SETTINGS = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 2}
 KILLED = -signal.SIGKILL
 
@@ -34,9 +34,8 @@ def losses(nursery, tmp_path_factory) -> dict[int, float]:
 
 
 def undisturbed(nursery: Nursery, folder: Path, *, num_ranks: int) -> dict[int, float]:
-    assert nursery.run(
-        Attempt(folder=folder, settings={"steps": STEPS, "checkpoint_every": 0}, num_ranks=num_ranks)
-    ) == ([0] * num_ranks)
+    settings = {"steps": STEPS, "checkpoint_every": 0}
+    assert set(nursery.run(Attempt(folder=folder, settings=settings, num_ranks=num_ranks))) == {0}
     return {row["step"]: row["loss/avg"] for row in RunFolder(folder).read_metrics()}
 
 
@@ -54,35 +53,39 @@ def test_ranks_killed_at_many_more_random_moments_lose_no_complete_checkpoint(nu
 def kill_at_random(nursery, losses, path, *, num_kills, num_ranks):
     """A run that comes to its end is looked at and begun anew in another folder."""
     rng, run = random.Random(0), Run(path / "0", losses)
-    killed = 0
+    killed = in_a_save = 0
     while killed < num_kills:
+        after = rng.choice([STARTED, TRAINS, TRAINS, SAVES, SAVES])
         attempt = Attempt(
             folder=run.folder,
             settings=SETTINGS,
             num_ranks=num_ranks,
             victims=tuple(rng.sample(range(num_ranks), rng.randint(1, num_ranks))),
-            delay_s=rng.uniform(0.0, 0.4),
-            after_start=rng.random() < 0.8,
+            after=after,
+            delay_s=rng.uniform(0.0, 0.03 if after == SAVES else 0.4),
         )
+        stale = unfinished_saves(run.folder)
         ends = nursery.run(attempt)
         run.check(ends)
         killed += KILLED in ends
+        in_a_save += not unfinished_saves(run.folder) <= stale
         if KILLED not in ends:
             run.check_finished()
             run = Run(path / str(killed), losses)
     run.check(nursery.run(Attempt(folder=run.folder, settings=SETTINGS, num_ranks=num_ranks)))
     run.check_finished()
+    assert in_a_save > num_kills // 10, "kills have to come while checkpoints are written"
 
 
 def test_a_first_rank_killed_before_any_operation_on_files_loses_no_complete_checkpoint(nursery, losses, tmp_path):
-    """Through three saves: into an empty folder, beside an older one, with one to remove."""
-    run, number = Run(tmp_path / "run", losses), 0
-    while run.newest < 3 or number < 30:
-        run = Run(tmp_path / str(number), losses) if run.newest >= 3 else run
+    """Of a save into a folder as the kill before left it, and of the next one."""
+    run = Run(tmp_path / "run", losses)
+    for number in range(30):
         ends = nursery.run(Attempt(folder=run.folder, settings=SETTINGS, dies_before=number))
-        assert ends[0] == KILLED, "there are more operations than that"
         run.check(ends)
-        number += 1
+        if ends[0] != KILLED:  # the last steps are less operations than that
+            run.check_finished()
+            run = Run(tmp_path / f"run after {number}", losses)
     run.check(nursery.run(Attempt(folder=run.folder, settings=SETTINGS)))
     run.check_finished()
 

@@ -1,17 +1,28 @@
 """Small models of every family that random plans can run, and batches and plans for them."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.scheme import Schedule
 from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.model.targets import Masking
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.feed import feed, masking_of
-from tests.runtime.train.runs import SPEC, RandomTokens, random_batch, random_plan
+from lengthwise.runtime.train.step import run_micro_batches
+from tests.runtime.train.runs import SETTINGS, SPEC, RandomTokens, local_world, new_state, random_batch, random_plan
+
+EXACT = 1e-10
+"""float64: sums in another order differ by rounding alone."""
 
 BIASED = {"gated_ffn": False, "qkv_bias": True, "tied_embeddings": True, "max_positions": 64}
 FAMILIES: dict[str, ModelSpec] = {
@@ -49,3 +60,44 @@ def gradients_on_one_device(spec: ModelSpec, batch: GlobalBatch) -> tuple[float,
     loss = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T) / max(1, batch.num_targets)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def pushed_gradients(state: ShardedState) -> dict[str, torch.Tensor]:
+    """What owners were pushed, from all ranks, by parameter."""
+    whole = torch.zeros(state.table.num_elements, dtype=torch.float64)
+    own = torch.cat([state.master[:0], *(segment.parameter.grad.flatten() for segment in state.segments)])
+    at = 0
+    for start, end in state.owned_layout.intervals[state.world.rank]:
+        whole[start:end] = own[at : at + end - start]
+        at += end - start
+    dist.all_reduce(whole)
+    return {name: whole[slice(*slot.interval)].view(slot.shape) for name, slot in state.table.slots.items()}
+
+
+def run_plan(
+    spec: ModelSpec,
+    batch: GlobalBatch,
+    plan: StepPlan,
+    *,
+    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    settings: OptimizerSettings = SETTINGS,
+    prepare: Callable[[Transformer, ShardedState], None] = lambda model, state: None,
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a plan on the ranks of a pool, from a fresh model in float64."""
+    world = local_world()
+    model, state = new_state(world, torch.float64, spec=spec, settings=settings)
+    prepare(model, state)
+    loss = run_micro_batches(
+        plan, model, state, source_of(batch), clock=StepClock(world), masking=masking_for(spec), schedule=schedule
+    )
+    dist.all_reduce(loss)
+    return loss.item(), pushed_gradients(state)
+
+
+def assert_as_on_one_device(spec: ModelSpec, batch: GlobalBatch, found: tuple[float, dict[str, torch.Tensor]]) -> None:
+    """``found`` is what :func:`gradients_on_one_device` gives."""
+    (expected_loss, expected), (loss, gradients) = gradients_on_one_device(spec, batch), found
+    assert abs(loss - expected_loss) <= EXACT * max(1.0, abs(expected_loss)), (loss, expected_loss)
+    for name, gradient in gradients.items():
+        wanted = expected.get(name, torch.zeros_like(gradient))
+        torch.testing.assert_close(gradient, wanted, rtol=EXACT, atol=EXACT, msg=f"gradient of {name}")

@@ -11,11 +11,9 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.step import run_step
 from tests.runtime.train.runs import (
-    BETAS,
     CLIP,
-    DECAY,
-    EPS,
     LR,
+    SETTINGS,
     SPEC,
     RandomTokens,
     random_batch,
@@ -32,11 +30,16 @@ TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_ten_steps_on_a_gpu_follow_the_exact_trajectory(dtype):
     expected, _ = train_on_one_device(3, 10, 1)
+    assert losses_on("cuda", dtype) == pytest.approx(expected, rel=TOLERANCE[dtype])
+
+
+def losses_on(device, dtype):
+    """Ten steps of random plans for one rank."""
     rng = random.Random(3)
-    world = start_world("cuda")
+    world = start_world(device)
     try:
         model = build_model(SPEC, dtype=dtype, device=world.device, seed=1)
-        state = ShardedState(model, world, betas=BETAS, eps=EPS, weight_decay=DECAY)
+        state = ShardedState(model, world, SETTINGS)
         losses = []
         for step in range(10):
             batch = random_batch(rng, step)
@@ -46,4 +49,4 @@ def test_ten_steps_on_a_gpu_follow_the_exact_trajectory(dtype):
             losses.append(result.loss)
     finally:
         stop_world()
-    assert losses == pytest.approx(expected, rel=TOLERANCE[dtype])
+    return losses

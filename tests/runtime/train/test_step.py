@@ -3,17 +3,22 @@
 import math
 import random
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
+from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
-from lengthwise.core.plan import Pipeline
-from lengthwise.core.scheme import WEIGHTS_OF, Method, Scheme, Weights
+from lengthwise.core.plan import MicroBatch, Pipeline
+from lengthwise.core.scheme import Method, uniform_scheme
+from lengthwise.runtime.train import step
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
+from lengthwise.runtime.train.schedule import operations
 from lengthwise.runtime.train.step import Agreed, agree, run_step
-from tests.runtime.train.runs import RandomTokens, local_world, new_state, random_batch, random_plan
+from tests.runtime.train.runs import SPEC, RandomTokens, local_world, new_state, random_batch, random_plan
 
 
 def example(num_ranks=2):
@@ -23,31 +28,41 @@ def example(num_ranks=2):
 
 
 def test_plans_for_another_world_are_refused():
-    with pytest.raises(InputError, match="for 2 ranks, the run has 3"):
-        check_executable(example()[1], 3, shard_degree=1)
+    with pytest.raises(InputError, match="plan for step 0 is for 2 ranks, the run has 3; plan again for 3"):
+        check_executable(example()[1], SPEC, 3)
 
 
-def scheme(degree, method, *, stage_layers=(2,)):
-    return Scheme(
-        degree=degree, stage_layers=stage_layers, methods=(method,) * 2, recompute=(False,) * 2,
-        weights=WEIGHTS_OF.get(method, Weights.WHOLE),
-    )  # fmt: skip
+def test_any_plan_for_these_ranks_and_this_model_is_executable():
+    for num_ranks in (1, 3, 8):
+        check_executable(example(num_ranks)[1], SPEC, num_ranks)
+
+
+def pipeline(ranks, degree, method, *, num_layers=SPEC.num_layers, overrides=None):
+    scheme = uniform_scheme(num_layers, degree=degree, method=method)
+    pack = Pack(ids=(0,), lengths=(9,))
+    micro_batch = MicroBatch(pack=pack, time_s=1.0, peak_bytes=1, methods=overrides)
+    return Pipeline(ranks=ranks, scheme=scheme, micro_batches=(micro_batch,))
 
 
 @pytest.mark.parametrize(
-    ("pipelines", "shard_degree", "message"),
+    ("last", "message"),
     [
-        ([((0, 1), scheme(1, Method.DENSE, stage_layers=(1, 1)))], 1, r"stage_layers=\(1, 1\) is not executable yet"),
-        ([((0, 1), scheme(2, Method.METP))], 1, "needs its weights sharded at degree 2, the run holds them whole"),
-        ([((0, 1), scheme(2, Method.RING))], 2, "needs its weights whole at degree 2, .* sharded over 2 ranks"),
-        ([((0, 2), scheme(2, Method.RING)), ((1,), scheme(1, Method.DENSE))], 1, r"ranks=\(0, 2\) are not executable"),
+        (pipeline((1, 2, 3), 3, Method.RING, num_layers=5), r"stage_layers=\(5,\) hold 5 layers, model test has 4"),
+        (
+            pipeline((1, 2, 3), 3, Method.MEGATRON_TS),
+            "megatron_ts at degree 3 needs as many key/value heads, model test has 2; choose a lower degree",
+        ),
+        (
+            pipeline((1, 2, 3), 3, Method.METP, overrides=(Method.METP,) * 3 + (Method.MEGATRON_TS,)),
+            "megatron_ts at degree 3 needs as many key/value heads",
+        ),
     ],
+    ids=["another model", "too few heads", "too few heads in one layer of one micro-batch"],
 )
-def test_plans_that_are_not_executable_yet_name_the_field(pipelines, shard_degree, message):
-    held = tuple(Pipeline(ranks=ranks, scheme=scheme, micro_batches=()) for ranks, scheme in pipelines)
-    plan = replace(example()[1], pipelines=held)
-    with pytest.raises(InputError, match=rf"pipelines\[0\].*{message}"):
-        check_executable(plan, plan.num_devices, shard_degree=shard_degree)
+def test_plans_that_do_not_fit_the_model_name_the_field(last, message):
+    plan = replace(example(4)[1], pipelines=(pipeline((0,), 1, Method.DENSE), last))
+    with pytest.raises(InputError, match=rf"pipelines\[1\]\.scheme.*{message}"):
+        check_executable(plan, SPEC, 4)
 
 
 def test_ranks_with_different_plans_stop_before_they_hang(ranks):
@@ -87,10 +102,35 @@ def _check_not_finite():
     world = local_world()
     batch, plan = example()
     model, state = new_state(world, torch.float64)
-    with torch.no_grad():
-        dict(model.named_parameters())["embedding"].fill_(math.inf)
-    before = state.weights.clone()
+    if world.rank == 1:
+        state.master[0] = math.inf  # of what it owns of the embedding
+    before = state.master.clone()
     source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
-    with pytest.raises(LengthwiseError, match="not both finite; weights are unchanged"):
-        run_step(plan, model, state, source, lr=0.1, clip_norm=1.0, clock=StepClock(world))
-    assert torch.equal(before, state.weights)
+    for _ in range(2):
+        with pytest.raises(LengthwiseError, match=r"step 0: loss .*not both finite; weights are unchanged since"):
+            run_step(plan, model, state, source, lr=0.1, clip_norm=1.0, clock=StepClock(world))
+    assert torch.equal(before, state.master)
+    assert state.optimizer is not None and not state.optimizer.state, "nor has the optimizer seen the step"
+
+
+def test_a_step_whose_operations_do_not_match_is_refused_before_anything_moves(ranks):
+    ranks(2).run(_check_refused)
+
+
+def _check_refused():
+    world = local_world()
+    batch, plan = example()
+    model, state = new_state(world, torch.float64)
+    source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
+
+    def without_a_push(*arguments):
+        return [(stretch, (lists[0][:-1], *lists[1:])) for stretch, lists in operations(*arguments)]
+
+    run = partial(run_step, plan, model, state, source, lr=0.1, clip_norm=1.0, clock=StepClock(world))
+    with (
+        mock.patch.object(step, "operations", without_a_push),
+        pytest.raises(CheckError, match=r"step 0 is not run, .* rank 0 would do nothing more"),
+    ):
+        run()
+    assert not state.sent.calls
+    assert math.isfinite(run().loss)

@@ -90,15 +90,16 @@ class Saver:
             error, self._error = self._error, None
             raise LengthwiseError(
                 f"the checkpoint of step {self.step} could not be written to {self._folder} ({_reason(error)}); "
-                "complete ones are as they were. Make room, then go on with: lengthwise train --resume RUN"
+                "complete ones are as they were. Once the cause is gone, go on with: lengthwise train --resume RUN"
             ) from error
 
     def close(self) -> None:
         """Let the checkpoint that is being written end, and leave the group."""
         try:
             self.wait()
-        except LengthwiseError as error:
-            _log.warning("%s", error)
+        except LengthwiseError as error:  # something else ends the run, or it has been told before
+            if self._state.world.is_first:
+                _log.warning("%s", error)
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -10,8 +10,8 @@ owners, *push* returns gradients, summed (:mod:`lengthwise.runtime.state.propaga
     weights   [held]   compute dtype; the model's parameters are views of it
     gradients [held]   master dtype; parameter gradients accumulate in it
 
-One rank alone computes with what it owns: its gradients are what is pushed, and, where both dtypes are one, its weights are
-the master weights.
+One rank alone computes with what it owns: its gradients are what is pushed, and, where both dtypes are one, its weights
+are the master weights.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from lengthwise.runtime.comm.group import Pending, Traffic
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.state.optimizer import OptimizerSettings
-from lengthwise.runtime.state.propagation import Routes, UnitRoute, routes
+from lengthwise.runtime.state.propagation import Routes, routes
 from lengthwise.runtime.state.table import ParameterTable
 
 MAX_ROUTES = 64
@@ -53,9 +53,7 @@ class ShardedState:
         self.compute_dtype = next(model.parameters()).dtype
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         whole = settings.needs_whole_parameters
-        self.owned_layout = (
-            self.table.whole_parameters(world.size) if whole else self.table.sharded(world.size)
-        )
+        self.owned_layout = self.table.whole_parameters(world.size) if whole else self.table.sharded(world.size)
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
         self._is_alone = world.size == 1
@@ -117,15 +115,20 @@ class ShardedState:
         self._next_push = self.table.num_units - 1
 
     def is_coming(self, unit: int) -> bool:
-        """Whether the weights of ``unit`` have been set going and not been waited for."""
-        return self._coming[unit] is not None
+        """Whether weights that ``unit`` uses have been set going and not been waited for."""
+        return any(self._coming[one] is not None for one in self._used_by(unit))
 
     def need(self, unit: int) -> None:
-        """Wait until the weights of ``unit`` are there."""
-        coming = self._coming[unit]
-        if coming is not None:
-            coming.wait()
-            self._coming[unit] = None
+        """Wait until the weights that ``unit`` uses are there. Where both are tied, the output uses the input's."""
+        for one in self._used_by(unit):
+            coming = self._coming[one]
+            if coming is not None:
+                coming.wait()
+                self._coming[one] = None
+
+    def _used_by(self, unit: int) -> tuple[int, ...]:
+        is_output = unit == self.table.num_units - 1
+        return (0, unit) if is_output and self.table.shared else (unit,)
 
     def push_from(self, unit: int) -> None:
         """This rank's gradients of ``unit`` and all after it are final: set those going that are not yet.

@@ -27,11 +27,11 @@ class StepClock:
 
     @contextmanager
     def span(self, kind: SpanKind, name: str = "") -> Iterator[None]:
-        """Time what happens inside. On a GPU the device finishes first, so that spans hold what they name."""
-        self.world.synchronize()
+        """Time what happens inside. On a GPU what is computed finishes first, so that spans hold what they name."""
+        self._finish()
         self._open = (time.perf_counter(), kind, name)
         yield
-        self.world.synchronize()
+        self._finish()
         self._close_span()
 
     @contextmanager
@@ -42,6 +42,14 @@ class StepClock:
         with self.span(kind, name):
             yield
         self._open = (time.perf_counter(), outer, outer_name)
+
+    def _finish(self) -> None:
+        """Wait for what this rank computes, and not for what is on its way from or to other ranks.
+
+        It shall be on its way while the rank computes; and the others may wait for what this rank does next.
+        """
+        if self.world.device.type == "cuda":
+            torch.cuda.current_stream(self.world.device).synchronize()
 
     def _close_span(self) -> None:
         start_s, kind, name = self._open

@@ -10,7 +10,9 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
     """Raise ``InputError`` naming what of ``plan`` does not fit this model or this many ranks."""
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
-        raise InputError(f"{where} is for {plan.num_devices} ranks, the run has {num_ranks}; plan again for {num_ranks}")
+        raise InputError(
+            f"{where} is for {plan.num_devices} ranks, the run has {num_ranks}; plan again for {num_ranks}"
+        )
     for number, pipeline in enumerate(plan.pipelines):
         scheme, named = pipeline.scheme, f"{where}: pipelines[{number}].scheme"
         if scheme.num_layers != spec.num_layers:

@@ -1,7 +1,6 @@
 """One row per step: to JSON lines, to TensorBoard, and as the log line."""
 
 import json
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -100,8 +99,8 @@ def step_row(
         "balance/time_max_over_mean": max(measured.compute_s) * len(by_device) / sum(measured.compute_s),
         "plan/id": plan.digest,
         "plan/policy": plan.policy,
-        "plan/pred_time_s": plan.time_s,
-        "plan/pred_error": plan.time_s / measured.step_s - 1.0,
+        "plan/pred_time_s": plan.time_s or None,  # a plan made by hand may predict nothing
+        "plan/pred_error": plan.time_s / measured.step_s - 1.0 if plan.time_s else None,
         "plan/lower_bound_s": plan.lower_bound_s,
         "memory/max_reserved_gib": measured.peak_bytes / GIB,
     }
@@ -111,6 +110,7 @@ def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
     """The row as one line of text."""
     mfu = "n/a" if row["perf/mfu"] is None else f"{row['perf/mfu']:.1%}"
     eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
+    error = "" if row["plan/pred_error"] is None else f" {row['plan/pred_error']:+.0%}"
     memory = f"{row['memory/max_reserved_gib']:.2f}GiB({row['memory/max_reserved_gib'] / device_gib:.0%})"
     return (
         f"step: {row['step'] + 1}/{num_steps}  loss: {row['loss/avg']:.4f}  grad_norm: {row['grad_norm']:.2f}  "
@@ -118,16 +118,14 @@ def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
         f"(max {row['data/max_len']:,})  pad: {row['data/pad_frac']:.1%}  "
         f"imbalance: {row['balance/time_max_over_mean']:.2f}  tps/gpu: {row['perf/tokens_per_s_per_gpu']:,.0f}  "
         f"tflops: {row['perf/tflops_per_gpu']:.2f}  mfu: {mfu}  mem: {memory}  "
-        f"plan: {row['plan/policy']} {row['plan/pred_error']:+.0%}  eta: {eta}"
+        f"plan: {row['plan/policy']}{error}  eta: {eta}"
     )
 
 
 class JsonLines:
-    """Appends rows to a file, each whole or not at all to a reader; what a kill left of a last row goes first."""
+    """Appends rows to a file, each whole or not at all to a reader."""
 
     def __init__(self, path: Path) -> None:
-        if path.is_file():
-            _cut_to_whole_lines(path)
         self._file = path.open("a")
 
     def on_step(self, row: Row) -> None:
@@ -138,19 +136,6 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _cut_to_whole_lines(path: Path, block: int = 1 << 16) -> None:
-    with path.open("rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - block)
-            file.seek(start)
-            if (last := file.read(end - start).rfind(b"\n")) >= 0:
-                file.truncate(start + last + 1)
-                return
-            end = start
-        file.truncate(0)
 
 
 class TensorBoard:

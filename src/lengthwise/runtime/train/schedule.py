@@ -53,7 +53,7 @@ class Operation:
             verb, (sender, receiver) = str(self.kind), self.ranks
             other = f"to rank {receiver}" if self.kind is Kind.SEND else f"from rank {sender}"
             return f"{verb} {self.what} {other}, {self.num_tokens:,} tokens"
-        return f"{self.kind} {self.what} with ranks {_named(self.ranks)}"
+        return f"run the {self.kind} {self.what} with ranks {_named(self.ranks)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,136 @@
+"""What a rank does that torchrun started again, without ranks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lengthwise.cli.restart import (
+    CRASHED,
+    DONE,
+    FAILED,
+    PREEMPTED,
+    RUNNING,
+    earlier_end,
+    settings_of,
+    tell,
+    write_status,
+)
+from lengthwise.config import check, load
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError, Preempted
+from lengthwise.core.run_folder import RunFolder
+
+CONFIG = check({"seed": 7, "optim": {"betas": [0.9, 0.99], "eps": 1e-8}})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    return RunFolder(tmp_path)
+
+
+@pytest.fixture
+def restarted(monkeypatch):
+    def restart(count):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+
+    return restart
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "exit_code"),
+    [
+        (InputError("no index"), FAILED, 2),
+        (InfeasibleError("too long"), FAILED, 3),
+        (CheckError("digests differ"), FAILED, 4),
+        (LengthwiseError("not finite"), FAILED, 1),
+        (Preempted("saved"), PREEMPTED, 75),
+        (RuntimeError("Connection closed by peer"), CRASHED, 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_what_would_fail_again_ends_the_run_and_what_may_go_well_is_tried_again(
+    folder, restarted, error, state, exit_code
+):
+    assert earlier_end(folder) is None
+    assert tell(folder, error)
+    status = folder.read_json("status.json")
+    assert (status["state"], status["exit_code"]) == (state, exit_code)
+    restarted(1)
+    assert earlier_end(folder) == (None if state == CRASHED else exit_code)
+
+
+@pytest.mark.parametrize(("cause", "ends"), [(OSError("disk full"), True), (RuntimeError("peer is gone"), False)])
+def test_a_checkpoint_that_failed_because_a_rank_died_is_tried_again(folder, restarted, cause, ends):
+    try:
+        raise LengthwiseError("the checkpoint of step 4 could not be written") from cause
+    except LengthwiseError as error:
+        tell(folder, error)
+    restarted(1)
+    assert (earlier_end(folder) is not None) == ends
+
+
+def test_a_run_that_is_done_or_still_runs_is_told_apart(folder, restarted):
+    write_status(folder, RUNNING)
+    restarted(1)
+    assert earlier_end(folder) is None
+    restarted(0)
+    write_status(folder, DONE, exit_code=0)
+    restarted(2)
+    assert earlier_end(folder) == 0
+
+
+def test_ranks_that_torchrun_stops_because_a_machine_joins_go_on(folder, restarted):
+    restarted(1)
+    tell(folder, Preempted("saved"))
+    assert earlier_end(folder) is None  # the same attempt: it was not the user who stopped them
+    restarted(2)
+    assert earlier_end(folder) == 75
+
+
+def test_the_reason_outlives_what_follows_from_it(folder, monkeypatch, capfd):
+    assert tell(folder, RuntimeError("Connection closed by peer"))
+    monkeypatch.setenv("RANK", "1")
+    assert tell(folder, InputError("no index"))
+    assert not tell(folder, RuntimeError("Connection closed by peer"))
+    assert not tell(folder, InputError("another rank met it too"))
+    assert folder.read_json("status.json")["error"] == "no index"
+    assert "no index" in capfd.readouterr().err
+
+
+def test_ranks_started_again_train_with_the_settings_the_run_began_with(folder, restarted):
+    edited = check({"seed": 8})
+    assert settings_of(CONFIG, folder, resume=False) is CONFIG
+    CONFIG.save(folder.config)
+    assert load(folder.config, []) == CONFIG
+    assert settings_of(CONFIG, folder, resume=False) == CONFIG  # the same command again
+    with pytest.raises(InputError, match="already holds a run"):
+        settings_of(edited, folder, resume=False)
+    assert settings_of(edited, folder, resume=True) is edited  # overrides
+    restarted(1)
+    assert settings_of(edited, folder, resume=False) == CONFIG
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=sys.stdout)
+print(child.pid, flush=True)
+"""
+CHILD = """
+import signal, sys, time
+from lengthwise.cli.restart import end_with_parent
+signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), sys.exit()))
+end_with_parent()
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_rank_whose_parent_ends_is_asked_to_stop():
+    variables = {**os.environ, "TORCHELASTIC_RUN_ID": "any"}
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, CHILD], env=variables, capture_output=True, text=True, timeout=100
+    )  # returns when the child has closed its output
+    assert done.stdout.splitlines()[-1] == "asked to stop"
