@@ -114,23 +114,31 @@ def test_ranks_started_again_train_with_the_settings_the_run_began_with(folder, 
 
 
 PARENT = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=sys.stdout)
-print(child.pid, flush=True)
+import os, subprocess, sys
+if sys.argv[2] == "names itself":
+    os.environ["LENGTHWISE_LAUNCHER"] = str(os.getpid())
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, stderr=sys.stdout)
+if sys.argv[2] == "waits":
+    child.stdout.readline()
 """
 CHILD = """
 import signal, sys, time
 from lengthwise.cli.restart import end_with_parent
-signal.signal(signal.SIGTERM, lambda *_: (print("asked to stop", flush=True), sys.exit()))
+def note(*_):
+    sys.stderr.write("asked to stop")
+    sys.exit()
+signal.signal(signal.SIGTERM, note)
 end_with_parent()
+print("ready", flush=True)
 while True:
     time.sleep(0.05)
 """
 
 
-def test_a_rank_whose_parent_ends_is_asked_to_stop():
+@pytest.mark.parametrize("parent", ["waits", "names itself"])
+def test_a_rank_whose_parent_ends_is_asked_to_stop(parent):
+    """Also if the parent ended before the rank could look, where the parent said who it is."""
     variables = {**os.environ, "TORCHELASTIC_RUN_ID": "any"}
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT, CHILD], env=variables, capture_output=True, text=True, timeout=100
-    )  # returns when the child has closed its output
-    assert done.stdout.splitlines()[-1] == "asked to stop"
+    command = [sys.executable, "-c", PARENT, CHILD, parent]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "asked to stop"  # it returns when the rank has ended

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 RUN_FOLDER_VARIABLE = "LENGTHWISE_RUN_FOLDER"
 """How `lengthwise train` tells the ranks it starts where to write; it reads there how they ended."""
 
+LAUNCHER_VARIABLE = "LENGTHWISE_LAUNCHER"
+"""How ranks know the process that started them, which may be gone before they look."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
@@ -62,7 +65,7 @@ def torchrun(
     except ImportError:
         raise InputError("this verb needs torch: pip install 'lengthwise[train]'") from None
     os.environ.setdefault("OMP_NUM_THREADS", "1" if nproc > 1 else str(os.cpu_count() or 1))
-    os.environ.update(variables or {})
+    os.environ.update({LAUNCHER_VARIABLE: str(os.getpid()), **(variables or {})})
     if max_restarts:  # else ranks started again meet at the addresses of dead ones
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what went wrong

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
+from lengthwise.cli.launch import LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.config import Config, load
 from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
@@ -98,7 +98,7 @@ def end_with_parent() -> None:
     """Have this rank save and end once torchrun is gone: nobody watches it, and a successor may write where it does."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    parent = os.getppid()
+    parent = int(os.environ.get(LAUNCHER_VARIABLE) or os.getppid())
 
     def watch() -> None:
         while os.getppid() == parent:

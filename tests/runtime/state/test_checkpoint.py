@@ -138,13 +138,13 @@ def test_every_rank_refuses_a_damaged_checkpoint_and_names_the_file(ranks, intac
         else:
             half = len(original) // 2
             file.write_bytes(original[:half] + (b"" if harm == "truncated" else b"?" + original[half + 1 :]))
-        told = ranks(3).run(_refusal, str(intact), SPEC, OptimizerSettings())
+        told = ranks(2).run(_refusal, str(intact), SPEC, OptimizerSettings())
     finally:
         file.write_bytes(original)
     assert len(set(told)) == 1
     assert told[0].startswith(f"{file} ")
     assert told[0].endswith("go on from a checkpoint beside it: step_00000001")
-    ranks(3).run(_load_whole, str(intact.parent), torch.float32, OptimizerSettings())
+    ranks(2).run(_load_whole, str(intact.parent), torch.float32, OptimizerSettings())
 
 
 def _refusal(path, spec, settings) -> str:

@@ -2,12 +2,15 @@
 
 import random
 from itertools import pairwise
+from time import monotonic
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lengthwise.core.layout import transfers
+from lengthwise.runtime.comm.group import Pending
 from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from lengthwise.runtime.state import propagation
@@ -263,15 +266,60 @@ def test_pulled_weights_are_waited_for_unit_by_unit(ranks):
 
 
 def _check_need():
-    world = local_world()
-    _, state = new_state(world, torch.float64)
-    state.hold(layouts_of("llama", 1, world.size)[0])
-    state.pull()
-    units = range(state.table.num_units)
-    assert all(state.is_coming(unit) for unit in units)
-    for number in (3, 0):
-        state.need(number)
-        assert not state.is_coming(number)
-    assert [unit for unit in units if state.is_coming(unit)] == [unit for unit in units if unit not in (0, 3)]
+    """What a rank waits for is the unit it asks for; of the others it frees what was sent once it has come."""
+    world, under_way = local_world(), set()
+    _, state = new_state(world, torch.float64, spec=FAMILIES["tied llama"])
+    last = state.table.num_units - 1
+    pull = propagation.UnitRoute.pull
+
+    def watched(route, *arguments):
+        pending, unit = pull(route, *arguments), state.routes.units.index(route)
+        under_way.add(unit)
+
+        class Watched(Pending):
+            is_done = property(lambda self: unit in arrived)
+
+            def wait(self):
+                under_way.discard(unit)
+                return pending.wait()
+
+        return Watched(lambda: state.weights)
+
+    arrived: set[int] = set()
+    with mock.patch.object(propagation.UnitRoute, "pull", watched):
+        state.hold(layouts_of("tied llama", 1, world.size)[0])
+        state.pull()
+    assert under_way == set(range(last + 1)) and all(map(state.is_coming, under_way))
+    state.need(3)
+    assert under_way == set(range(last + 1)) - {3} and not state.is_coming(3)
+    state.need(last)
+    assert under_way == set(range(1, last)) - {3}, "the output is tied to the input"
+    arrived |= {1, 4}
+    state.need(last)
+    assert under_way == set(range(2, last)) - {3, 4}
     state.finish_push()
-    assert not any(state.is_coming(unit) for unit in units), "nothing that was sent is kept"
+    assert not under_way and not any(map(state.is_coming, range(last + 1)))
+
+
+def test_gradients_that_have_come_are_added_while_others_are_under_way(ranks):
+    ranks(2).run(_check_going)
+
+
+def _check_going():
+    world = local_world()
+    model, state = new_state(world, torch.float64)
+    last = state.table.num_units - 1
+    holdings = next(held for seed in range(30) for held in layouts_of("llama", seed, 2) if None not in held)
+    pulled(state, holdings)
+    fill_gradients(model, state, holdings, seed=(0, 0))
+    state.push_from(last)
+    dist.barrier()
+    waiting = monotonic() + 30
+    while state._going and monotonic() < waiting:
+        state.push_from(last)  # issues nothing more
+    route = state.routes.units[last]
+    expected = own_part(state, summed_by_all_reduce(state, holdings, seed=(0, 0)))
+    assert not state._going
+    torch.testing.assert_close(pushed(state)[route.own], expected[route.own], rtol=EXACT, atol=EXACT)
+    state.finish_push()
+    torch.testing.assert_close(pushed(state), expected, rtol=EXACT, atol=EXACT)

@@ -131,6 +131,7 @@ def _check_failure(path, rank, where):
         ) as told:
             writer.wait()
     assert "complete ones are as they were" in str(told.value)
+    assert isinstance(told.value.__cause__, OSError)
     assert not writer.has_failed
     assert [item.name for item in checkpoint.candidates(folder)] == ["step_00000002"]
     assert_same_tensors(whole_contents(loaded(path)[1]), expected)

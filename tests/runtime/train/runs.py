@@ -1,6 +1,7 @@
 """Random batches and random plans for them, and what one device computes: the two sides of the exactness tests."""
 
 import random
+from functools import cache
 
 import numpy as np
 import torch
@@ -121,8 +122,9 @@ def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[i
     )
 
 
+@cache
 def local_world() -> World:
-    """The world of the rank pool this runs in."""
+    """The world of the rank pool this runs in. Tests share its groups: the threads of each wake up all the time."""
     size = dist.get_world_size()
     return World(rank=dist.get_rank(), size=size, device=torch.device("cpu"), mesh=init_device_mesh("cpu", (size,)))
 

@@ -81,17 +81,18 @@ class Saver:
         """Return when no checkpoint is being written.
 
         Raises:
-            LengthwiseError: one could not be written. Complete ones are as they were.
+            LengthwiseError: one could not be written. Complete ones are as they were. Its ``__cause__`` is an ``OSError``
+                if a file was the reason, and another error if a rank was gone.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
-            error, self._error = self._error, None
+            (cause, reason), self._error = _reason(self._error), None
             raise LengthwiseError(
-                f"the checkpoint of step {self.step} could not be written to {self._folder} ({_reason(error)}); "
+                f"the checkpoint of step {self.step} could not be written to {self._folder} ({reason}); "
                 "complete ones are as they were. Once the cause is gone, go on with: lengthwise train --resume RUN"
-            ) from error
+            ) from cause
 
     def close(self) -> None:
         """Let the checkpoint that is being written end, and leave the group."""
@@ -174,9 +175,9 @@ def _description(state: ShardedState) -> dict[str, Any]:
     }
 
 
-def _reason(error: BaseException) -> str:
-    """The error that a rank met, without the stack that torch prints of every rank."""
+def _reason(error: BaseException) -> tuple[BaseException, str]:
+    """The error that a rank met, and in words, without the stack that torch prints of every rank."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return cause, f"rank {rank}: {type(cause).__name__}: {cause}"
+    return error, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -120,9 +120,9 @@ class ShardedState:
 
     def need(self, unit: int) -> None:
         """Wait until the weights that ``unit`` uses are there. Where both are tied, the output uses the input's."""
-        for one in self._used_by(unit):
-            coming = self._coming[one]
-            if coming is not None:
+        used = self._used_by(unit)
+        for one, coming in enumerate(self._coming):
+            if coming is not None and (one in used or coming.is_done):  # what was sent of the others is freed
                 coming.wait()
                 self._coming[one] = None
 
@@ -138,6 +138,13 @@ class ShardedState:
         while self._next_push >= unit and not self._is_alone:
             self._going.append(self.routes.units[self._next_push].push(self.gradients, self._pushed))
             self._next_push -= 1
+        under_way = []
+        for going in self._going:
+            if going.is_done:
+                going.wait()
+            else:
+                under_way.append(going)
+        self._going = under_way
 
     def finish_push(self) -> None:
         """Push what is left, wait until every owner has its sums, and clear the gradients."""
