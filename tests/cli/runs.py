@@ -51,8 +51,10 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 200) -> None:
 class Run:
     """A command that trains into ``folder``, in a job of its own that can be killed in part."""
 
-    def __init__(self, folder: Path, *command: object) -> None:
-        self.folder = RunFolder(folder)
+    def __init__(self, folder: Path, *command: object, num_ranks: int) -> None:
+        self.folder, self.num_ranks = RunFolder(folder), num_ranks
+        self.running: dict[int, int] = {}
+        """Process ids of the ranks."""
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -67,12 +69,16 @@ class Run:
 
     def wait_for(self, step: int, *, after: int = 0) -> int:
         """Wait until a row after the first ``after`` ones is of ``step`` or later; how many rows there are then."""
-        wait_until(lambda: self.process.poll() is not None or max(self.steps()[after:], default=-1) >= step)
+        wait_until(lambda: self.process.poll() is not None or self._has_come_to(step, after))
         assert self.process.poll() is None, f"it ended before step {step}:\n{self.log.read_text()[-3000:]}"
         return len(self.steps())
 
-    def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks that are running."""
+    def _has_come_to(self, step: int, after: int) -> bool:
+        if not all(Path(f"/proc/{process}").exists() for process in self.running.values()) or not self.running:
+            self.running = self._ranks()
+        return max(self.steps()[after:], default=-1) >= step
+
+    def _ranks(self) -> dict[int, int]:
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
@@ -83,13 +89,12 @@ class Run:
             rank = next((value for value in variables if value.startswith("RANK=")), None)
             if parent == self.process.pid and rank is not None:
                 found[int(rank.removeprefix("RANK="))] = int(path.name)
-        return found
+        return found if len(found) == self.num_ranks else {}
 
     def kill(self, *ranks: int) -> None:
-        """kill -9 of these ranks."""
-        running = self.ranks()
+        """kill -9 of these of the ranks that were running when they were waited for last."""
         for rank in ranks:
-            os.kill(running[rank], signal.SIGKILL)
+            os.kill(self.running[rank], signal.SIGKILL)
 
     def end(self) -> tuple[int, str]:
         """Exit code and all that was printed, when it has ended."""

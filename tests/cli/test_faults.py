@@ -32,7 +32,7 @@ def corpus(tmp_path_factory) -> Path:
 
 def options(corpus, folder, *more):
     own = [f"train.steps={STEPS}", f"train.checkpoint_every={EVERY}", "train.dtype=float64", "plan.policy=static"]
-    return settings(corpus, folder, *own, "plan.max_tokens=1200", *more)
+    return settings(corpus, folder, *own, "data.max_length=400", "data.tokens_per_step=1200", *more)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,22 @@ def start(corpus, tmp_path):
     """Start the run again in a folder of its own; what is left of it ends with the test."""
     runs = []
 
-    def start_run(*more, launcher=("-m", "lengthwise")):
-        runs.append(Run(tmp_path / "run", *launcher, "train", *options(corpus, tmp_path / "run"), *more))
+    def start_run(*more, num_ranks=2, torchrun=()):
+        if torchrun:
+            launcher = [
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                num_ranks,
+                *torchrun,
+                "-m",
+                "lengthwise",
+                "train",
+            ]
+        else:
+            launcher = ["-m", "lengthwise", "train", "--nproc", num_ranks]
+        command = [*launcher, *options(corpus, tmp_path / "run"), *more]
+        runs.append(Run(tmp_path / "run", *command, num_ranks=num_ranks))
         return runs[-1]
 
     yield start_run
@@ -72,32 +86,29 @@ def assert_same_run(folder: RunFolder, undisturbed: Path, *, tolerance: float = 
     assert folder.read_json("status.json")["state"] == "done"
 
 
-def test_a_killed_rank_and_then_all_of_them_are_started_again(start, undisturbed):
-    run = start("--nproc", 2, "--max-restarts", 3)
-    rows = run.wait_for(0)
+def test_when_a_rank_is_killed_all_are_started_again(start, undisturbed):
+    """Here before there is a checkpoint, unless the machine is slow to kill it."""
+    run = start("--max-restarts", 3)
+    run.wait_for(0)
     time.sleep(MID_STEP_S)
     run.kill(1)
-    run.wait_for(EVERY + 1, after=rows)
-    time.sleep(MID_STEP_S)
-    run.kill(0, 1)
     code, printed = run.end()
     assert code == 0, printed[-3000:]
-    for restart in (1, 2):
-        assert f"restart {restart}: going on from " in printed
-    assert run.folder.read_json("status.json")["attempt"] == 2
+    assert printed.count("restart 1: going on from ") == 1 and "restart 2" not in printed
+    assert run.folder.read_json("status.json")["attempt"] == 1
     assert_same_run(run.folder, undisturbed)
     assert sorted(run.folder.read_timelines()) == list(range(STEPS))
 
 
-def test_under_bare_torchrun_a_killed_rank_is_started_again(start, undisturbed):
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--max-restarts", 2, "--master-port", free_port()]
-    run = start(launcher=[*launcher, "-m", "lengthwise"])
+def test_when_all_ranks_are_killed_bare_torchrun_starts_them_again(start, undisturbed):
+    run = start(torchrun=["--max-restarts", 3, "--master-port", free_port()])
     run.wait_for(EVERY)
     time.sleep(MID_STEP_S)
-    run.kill(0)
+    wait_until(lambda: candidates(run.folder.checkpoints))
+    run.kill(0, 1)
     code, printed = run.end()
     assert code == 0, printed[-3000:]
-    assert "restart 1: going on from step_" in printed or "restart 1: going on from the first" in printed
+    assert printed.count("restart 1: going on from step_") == 1 and "restart 2" not in printed
     assert_same_run(run.folder, undisturbed)
 
 
@@ -108,14 +119,14 @@ def free_port() -> int:
 
 
 def test_a_job_goes_on_with_any_number_of_ranks_however_it_was_killed(start, undisturbed, tmp_path):
-    run = start("--nproc", 2)
+    run = start()
     run.wait_for(EVERY)
     time.sleep(MID_STEP_S)
     wait_until(lambda: candidates(run.folder.checkpoints))
     os.killpg(run.process.pid, signal.SIGKILL)  # launcher and ranks
     assert run.end()[0] == -signal.SIGKILL
 
-    again = Run(run.folder.path, "-m", "lengthwise", "train", "--resume", run.folder.path, "--nproc", 3)
+    again = Run(run.folder.path, "-m", "lengthwise", "train", "--resume", run.folder.path, "--nproc", 3, num_ranks=3)
     again.wait_for(EVERY, after=len(run.steps()))
     time.sleep(MID_STEP_S)
     again.kill(2)
@@ -128,7 +139,7 @@ def test_a_job_goes_on_with_any_number_of_ranks_however_it_was_killed(start, und
 
 
 def test_ranks_whose_launcher_is_killed_save_and_end(start):
-    run = start("--nproc", 2, "train.steps=1000", "train.checkpoint_every=1")
+    run = start("train.steps=1000", "train.checkpoint_every=1", num_ranks=1)
     run.wait_for(1)
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
@@ -137,10 +148,12 @@ def test_ranks_whose_launcher_is_killed_save_and_end(start):
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.folder.read_metrics()):08}"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
-def test_a_stopped_run_saves_itself_and_goes_on(start, undisturbed, number, code):
+@pytest.mark.parametrize(
+    ("number", "code", "num_ranks"), [(signal.SIGTERM, 75, 2), (signal.SIGINT, 130, 1)], ids=["SIGTERM", "Ctrl-C"]
+)
+def test_a_stopped_run_saves_itself_and_goes_on(start, undisturbed, number, code, num_ranks):
     """With restarts allowed: a run that was asked to stop is not started again."""
-    run = start("--nproc", 2, "--max-restarts", 2)
+    run = start("--max-restarts", 2, num_ranks=num_ranks)
     run.wait_for(1)
     os.killpg(run.process.pid, number)  # a terminal signals every process of the job
     ended, printed = run.end()
@@ -159,7 +172,7 @@ def test_a_stopped_run_saves_itself_and_goes_on(start, undisturbed, number, code
 
 def test_a_mistake_is_not_tried_again(start):
     """A loss that diverges would diverge again, as a wrong setting would be wrong again."""
-    run = start("--max-restarts", 3, "optim.lr=1e30", "optim.clip_norm=0")
+    run = start("--max-restarts", 3, "optim.lr=1e30", "optim.clip_norm=0", num_ranks=1)
     code, printed = run.end()
     assert code == 1
     assert printed.count("are not both finite; weights are unchanged") == 1

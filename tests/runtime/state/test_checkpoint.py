@@ -30,8 +30,11 @@ optimizers = pytest.mark.parametrize("settings", OPTIMIZERS, ids=name_of)
 
 
 @optimizers
-@pytest.mark.parametrize("num_ranks", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"),
+    [(1, torch.float64), (3, torch.float64), (2, torch.bfloat16)],
+    ids=["1", "3", "2 in bfloat16"],
+)
 def test_a_loaded_state_trains_on_as_the_saved_one_does_to_the_bit(ranks, tmp_path, settings, num_ranks, dtype):
     ranks(num_ranks).run(_check_round_trip, str(tmp_path), dtype, settings)
 

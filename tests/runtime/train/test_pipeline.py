@@ -57,6 +57,12 @@ def scheme(degree=1, stages=1, method=Method.DENSE, recomputed=0):
 # ---- weights are never used before they have come
 
 
+class Late(Pending):
+    """Nothing of it is there before it is waited for."""
+
+    is_done = False
+
+
 @contextmanager
 def weights_that_come_when_waited_for():
     """Until then, what a rank computes with is not a number."""
@@ -71,7 +77,7 @@ def weights_that_come_when_waited_for():
             coming.wait()
             return region.copy_(staged[self.region])
 
-        return Pending(make)
+        return Late(make)
 
     with mock.patch.object(UnitRoute, "pull", pull):
         yield

@@ -81,8 +81,8 @@ class Saver:
         """Return when no checkpoint is being written.
 
         Raises:
-            LengthwiseError: one could not be written. Complete ones are as they were. Its ``__cause__`` is an ``OSError``
-                if a file was the reason, and another error if a rank was gone.
+            LengthwiseError: one could not be written. Complete ones are as they were. Its ``__cause__`` is an
+                ``OSError`` if a file was the reason, and another error if a rank was gone.
         """
         if self._thread is not None:
             self._thread.join()
