@@ -77,9 +77,7 @@ class PlanConfig(_Section):
         default=None, ge=1, description="devices that share a layer, exactly; none: any number up to max_degree"
     )
     max_degree: int = Field(default=1, ge=1, description="most devices that share a layer")
-    max_stages: int = Field(
-        default=1, ge=1, description="most pipeline stages"
-    )
+    max_stages: int = Field(default=1, ge=1, description="most pipeline stages")
     recompute: Literal["auto", "none", "all"] = Field(
         default="auto", description="layers computed again in the backward; auto: as few as a micro-batch needs to fit"
     )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
@@ -49,7 +50,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 200) -> None:
 
 
 class Run:
-    """A command that trains into ``folder``, in a job of its own that can be killed in part."""
+    """A command that trains into ``folder`` and can be killed, whole or in part."""
 
     def __init__(self, folder: Path, *command: object, num_ranks: int) -> None:
         self.folder, self.num_ranks = RunFolder(folder), num_ranks
@@ -57,9 +58,7 @@ class Run:
         """Process ids of the ranks."""
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *map(str, command)], stdout=log, stderr=log, start_new_session=True
-            )
+            self.process = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log)
 
     def steps(self) -> list[int]:
         """Of all rows so far, in the order they were written; steps trained again are there again."""
@@ -95,6 +94,25 @@ class Run:
         """kill -9 of these of the ranks that were running when they were waited for last."""
         for rank in ranks:
             os.kill(self.running[rank], signal.SIGKILL)
+
+    def kill_everything(self) -> None:
+        """kill -9 of the launcher and of all ranks, which are in sessions of their own."""
+        self.process.kill()
+        self.process.wait()
+        wait_until(lambda: not self._kill_left())
+
+    def _kill_left(self) -> int:
+        """Kill the processes that still train into the folder; how many there were."""
+        num_left = 0
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if (
+                    str(self.folder.path) in (path / "cmdline").read_text()
+                    and "RANK=" in (path / "environ").read_text()
+                ):
+                    num_left += 1
+                    os.kill(int(path.name), signal.SIGKILL)
+        return num_left
 
     def end(self) -> tuple[int, str]:
         """Exit code and all that was printed, when it has ended."""

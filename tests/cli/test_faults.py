@@ -6,7 +6,6 @@ import shutil
 import signal
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,8 @@ STEPS, EVERY = 8, 4
 ROUNDING = 1e-10
 """Other ranks add the same float64 numbers in another order."""
 MID_STEP_S = 0.03
+SAVED_AT_ONCE = "train.checkpoint_async=false"
+"""So that the checkpoint before a step is complete when the step is trained."""
 
 
 @pytest.fixture(scope="module")
@@ -50,27 +51,16 @@ def start(corpus, tmp_path):
 
     def start_run(*more, num_ranks=2, torchrun=()):
         if torchrun:
-            launcher = [
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                num_ranks,
-                *torchrun,
-                "-m",
-                "lengthwise",
-                "train",
-            ]
+            launcher = ["torch.distributed.run", "--nproc-per-node", num_ranks, *torchrun, "-m", "lengthwise", "train"]
         else:
-            launcher = ["-m", "lengthwise", "train", "--nproc", num_ranks]
-        command = [*launcher, *options(corpus, tmp_path / "run"), *more]
+            launcher = ["lengthwise", "train", "--nproc", num_ranks]
+        command = ["-m", *launcher, *options(corpus, tmp_path / "run"), *more]
         runs.append(Run(tmp_path / "run", *command, num_ranks=num_ranks))
         return runs[-1]
 
     yield start_run
     for run in runs:
-        with suppress(ProcessLookupError):
-            os.killpg(run.process.pid, signal.SIGKILL)
-        run.process.wait()
+        run.kill_everything()
 
 
 def assert_same_run(folder: RunFolder, undisturbed: Path, *, tolerance: float = 0.0) -> None:
@@ -101,10 +91,9 @@ def test_when_a_rank_is_killed_all_are_started_again(start, undisturbed):
 
 
 def test_when_all_ranks_are_killed_bare_torchrun_starts_them_again(start, undisturbed):
-    run = start(torchrun=["--max-restarts", 3, "--master-port", free_port()])
+    run = start(SAVED_AT_ONCE, torchrun=["--max-restarts", 3, "--master-port", free_port()])
     run.wait_for(EVERY)
     time.sleep(MID_STEP_S)
-    wait_until(lambda: candidates(run.folder.checkpoints))
     run.kill(0, 1)
     code, printed = run.end()
     assert code == 0, printed[-3000:]
@@ -119,12 +108,10 @@ def free_port() -> int:
 
 
 def test_a_job_goes_on_with_any_number_of_ranks_however_it_was_killed(start, undisturbed, tmp_path):
-    run = start()
+    run = start(SAVED_AT_ONCE)
     run.wait_for(EVERY)
     time.sleep(MID_STEP_S)
-    wait_until(lambda: candidates(run.folder.checkpoints))
-    os.killpg(run.process.pid, signal.SIGKILL)  # launcher and ranks
-    assert run.end()[0] == -signal.SIGKILL
+    run.kill_everything()
 
     again = Run(run.folder.path, "-m", "lengthwise", "train", "--resume", run.folder.path, "--nproc", 3, num_ranks=3)
     again.wait_for(EVERY, after=len(run.steps()))
@@ -155,7 +142,7 @@ def test_a_stopped_run_saves_itself_and_goes_on(start, undisturbed, number, code
     """With restarts allowed: a run that was asked to stop is not started again."""
     run = start("--max-restarts", 2, num_ranks=num_ranks)
     run.wait_for(1)
-    os.killpg(run.process.pid, number)  # a terminal signals every process of the job
+    run.process.send_signal(number)
     ended, printed = run.end()
     assert ended == code, printed[-3000:]
     assert "Go on with: lengthwise train --resume" in printed

@@ -116,9 +116,7 @@ def test_padded_gives_all_micro_batches_of_a_step_one_shape_if_asked():
 def test_padded_tunes_on_the_seconds_that_its_arrangement_takes(
     lengths, size, one_shape, overhead_per_sequence, objective
 ):
-    problem = make_problem(
-        overhead_per_sequence=overhead_per_sequence, objective=objective, one_shape=one_shape
-    )
+    problem = make_problem(overhead_per_sequence=overhead_per_sequence, objective=objective, one_shape=one_shape)
     priced = PricedBatch(problem, make_batch(lengths))
     for kind in problem.kinds:
         if problem.num_devices % kind.num_devices == 0:

@@ -79,7 +79,8 @@ class Pack:
             raise InputError(f"sequences of {max(self.lengths):,} tokens cannot be padded to {self.padded_to:,}")
         if self.rows and (self.rows < len(self.lengths) or not self.padded_to):
             raise InputError(
-                f"{len(self.lengths)} sequences padded to {self.padded_to:,} tokens cannot be laid out in {self.rows} rows"
+                f"{len(self.lengths)} sequences padded to {self.padded_to:,} tokens cannot be laid out in {self.rows} "
+                "rows"
             )
 
     @cached_property

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ModelSpec
@@ -88,7 +89,7 @@ def sharded_by_unit(bounds: Sequence[int], num_ranks: int) -> Layout:
     So that every rank owns a share of every unit: a unit can be moved alone, and all ranks send as much.
     """
     held: list[list[Interval]] = [[] for _ in range(num_ranks)]
-    for first, end in zip(bounds, bounds[1:]):
+    for first, end in pairwise(bounds):
         for rank, intervals in enumerate(fully_sharded(end - first, num_ranks).intervals):
             held[rank] += [(first + a, first + b) for a, b in intervals]
     return Layout(num_elements=bounds[-1], intervals=tuple(map(tuple, held)))

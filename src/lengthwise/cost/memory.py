@@ -12,8 +12,8 @@ FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d")
 def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> int:
     """Bytes per device that are there whatever is computed: weights and gradients held, the optimizer fully sharded.
 
-    Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). Spread over
-    all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the
+    Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). Spread
+    over all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the
     gradients it has, and the weights it has if they are of the master's dtype.
     """
     compute, master = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])

@@ -49,9 +49,7 @@ def pack_times_s(priced: PricedBatch, lane: Lane) -> list[float]:
         each_s = lane.kind.times_s(np.array(lane.padded_to)).tolist()
         overhead_s, per_sequence = lane.kind.overhead_s, priced.problem.overhead_per_sequence
         counts = [max(lane.rows, len(pack)) for pack in lane.packs]
-        return [
-            time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)
-        ]
+        return [time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)]
     runs = lane.runs or (lane.kind,) * len(lane.packs)
     sums_s = np.zeros(len(runs))
     for kind in dict.fromkeys(runs):

@@ -28,7 +28,7 @@ def reduce_scatter(shard: Tensor, whole: Tensor, *, group: Handle = None, async_
 def all_to_all(
     out: Tensor, x: Tensor, *, receive: Sequence[int], send: Sequence[int], group: Handle = None, async_op: bool = False
 ) -> Any:
-    """The first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r. A ``Work`` if ``async_op``."""
+    """The first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r. Returns as the others."""
     return dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=async_op)
 
 

@@ -78,8 +78,8 @@ def start_world(device: str = "auto") -> World:
 def _meeting_place() -> dict[str, Any]:
     """Where ranks find each other: by default in a store that torchrun keeps when it starts them again.
 
-    Then the addresses in it are those of dead ranks, and so this start writes to a part of its own. Every machine counts
-    its restarts, so that this holds for one of them; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 does it.
+    Then the addresses in it are those of dead ranks, and so this start writes to a part of its own. Every machine
+    counts its restarts, so that this holds for one of them; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 does it.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

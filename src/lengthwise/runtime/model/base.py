@@ -98,7 +98,8 @@ class Transformer(nn.Module, ABC):
         """The layers of ``execution``, from ``x_tD`` or, with the first layer among them, from this rank's tokens.
 
         Returns:
-            The last layer's output ``[t, D]``; after the last layer of all, the sum of the losses of this rank's tokens.
+            The last layer's output ``[t, D]``; after the last layer of all, the sum of the losses of this rank's
+            tokens.
         """
         x_tD = self.run_layers(execution, x_tD)
         if execution.layers.stop < len(self.layers):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lengthwise.core.layout import row_bounds
 from lengthwise.core.specs import ModelSpec
 
+
 def keep_own_rows(model: nn.Module, spec: ModelSpec, *, rank: int, degree: int) -> None:
     """Make every sharded parameter of ``model`` this rank's rows of it, in place; the rest is freed."""
     for name, parameter in model.named_parameters():
@@ -20,7 +21,7 @@ class FlatShards:
     """The shards of one operator's weights, laid end to end: what moves between ranks in one piece."""
 
     def __init__(self, shards: Mapping[str, Tensor], bounds: Mapping[str, Sequence[int]]) -> None:
-        """``shards``: of any one rank; ``bounds``: as :func:`~lengthwise.core.layout.row_bounds` answers for each of them."""
+        """``shards``: of any one rank; ``bounds``: of each of them, as :func:`~lengthwise.core.layout.row_bounds` says."""
         self.bounds = {name: bounds[name] for name in shards}
         self._trailing = {name: shard.shape[1:] for name, shard in shards.items()}
         num_ranks = len(next(iter(self.bounds.values()))) - 1
