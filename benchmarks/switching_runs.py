@@ -31,8 +31,8 @@ SPEC = ModelSpec(
     name="switching", num_layers=4, hidden_size=256, ffn_size=768, num_heads=8, num_kv_heads=4, head_size=32,
     vocab_size=4096,
 )  # fmt: skip
-TOKENS, LONGEST = 1024, 512
-"""Of a step, and of a sequence."""
+TOKENS, LONGEST = 1024, 256
+"""Of a step, and of a sequence: enough sequences for every pipeline to have one."""
 LR, CLIP = 1e-4, 1.0
 
 

@@ -1,7 +1,7 @@
 """What a step consists of, with pull and push beneath computation and without, beside Hydraulis' table 1."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 from method_ranks import Ranks
@@ -89,13 +89,12 @@ def section(ranks: Ranks, *, rounds: int) -> Section:
 
 
 def _row(mode: str, rows: Sequence[Shares]) -> list[Cell]:
-    propagation, pull, push, optimizer, step = (median(values) for values in zip(*map(astuple, rows)))
-    between = median(row.between for row in rows)
-    parts = (propagation, optimizer, between, pull, push, step)
-    published = PUBLISHED[mode]
+    seconds = [(row.propagation, row.optimizer, row.between, row.pull, row.push, row.step) for row in rows]
+    of_step = [[part / row.step for part in parts[:3]] for parts, row in zip(seconds, rows)]
+    *published, published_step = PUBLISHED[mode]
     return [
         mode,
-        *(f"{part * 1e3:,.1f}" for part in parts),
-        *(f"{part / step:.1%}" for part in parts[:3]),
-        *(f"{part / published[3]:.1%}" for part in published[:3]),
+        *(f"{median(values) * 1e3:,.1f}" for values in zip(*seconds)),
+        *(f"{median(values):.1%}" for values in zip(*of_step)),
+        *(f"{part / published_step:.1%}" for part in published),
     ]

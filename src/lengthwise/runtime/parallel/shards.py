@@ -21,7 +21,7 @@ class FlatShards:
     """The shards of one operator's weights, laid end to end: what moves between ranks in one piece."""
 
     def __init__(self, shards: Mapping[str, Tensor], bounds: Mapping[str, Sequence[int]]) -> None:
-        """``shards``: of any one rank; ``bounds``: of each of them, as :func:`~lengthwise.core.layout.row_bounds` says."""
+        """``shards``: of any one rank; ``bounds``: of each, as :func:`~lengthwise.core.layout.row_bounds` says."""
         self.bounds = {name: bounds[name] for name in shards}
         self._trailing = {name: shard.shape[1:] for name, shard in shards.items()}
         num_ranks = len(next(iter(self.bounds.values()))) - 1
