@@ -1,6 +1,7 @@
 """`lengthwise train`: torchrun on one machine; under torchrun, one rank."""
 
 import os
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -49,12 +50,7 @@ def run(
         path = resume / "config.yaml"
     resolved = load(path, changes)
     if is_rank():
-        from lengthwise.cli.worker import run_worker
-
-        named = os.environ.get(RUN_FOLDER_VARIABLE) or str(resume or resolved.run_folder)
-        if not named:
-            raise InputError("under torchrun set run_folder=DIR, so that all ranks write to the same place")
-        run_worker(resolved, RunFolder(Path(named)), resume=resume is not None, fall_back=fall_back)
+        _train_as_rank(resolved, resume, fall_back=fall_back)
         return
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
@@ -64,6 +60,20 @@ def run(
     launch(RunFolder(folder), arguments, nproc=nproc, max_restarts=max_restarts)
     if as_json:
         emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
+
+
+def _train_as_rank(config: "Config", resume: Path | None, *, fall_back: bool) -> None:
+    from lengthwise.cli.restart import earlier_end
+
+    named = os.environ.get(RUN_FOLDER_VARIABLE) or str(resume or config.run_folder)
+    if not named:
+        raise InputError("under torchrun set run_folder=DIR, so that all ranks write to the same place")
+    folder = RunFolder(Path(named))
+    if (exit_code := earlier_end(folder)) is not None:
+        sys.exit(exit_code)  # what failed for good is not tried again
+    from lengthwise.cli.worker import run_worker
+
+    run_worker(config, folder, resume=resume is not None, fall_back=fall_back)
 
 
 def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int = 0) -> None:

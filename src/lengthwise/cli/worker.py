@@ -22,7 +22,6 @@ from lengthwise.cli.restart import (
     RUNNING,
     STATUS,
     Start,
-    earlier_end,
     end_with_parent,
     is_first,
     settings_of,
@@ -54,8 +53,6 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
     """
     from lengthwise.runtime.comm.world import start_world, stop_world
 
-    if (exit_code := earlier_end(folder)) is not None:
-        os._exit(exit_code)  # what failed for good is not tried again
     folder.path.mkdir(parents=True, exist_ok=True)
     if is_first():
         (folder.path / STATUS).unlink(missing_ok=True)  # of an earlier attempt
