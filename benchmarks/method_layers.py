@@ -14,8 +14,6 @@ from lengthwise.cost.volume import LayerVolume, Sent, layer_volume
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "ring", "broadcast", "reduce")
 CLEAR = 1.10
 """A method is called faster than another if the other takes this many times as long."""
-COLOSSAL_TO = 8192
-"""Tokens; longer ones are not waited for, its first round has no kernel."""
 
 
 def layer(name: str, *, hidden: int, heads: int, ffn: int, layers: int = 1) -> ModelSpec:
@@ -57,7 +55,7 @@ def measure_times(settings: Sequence[Setting], ranks: Mapping[int, Ranks]) -> No
                 if setting.spec not in alone:
                     alone[setting.spec] = _seconds(ranks[1], setting.spec, Method.DENSE, length)
                 row = {Method.DENSE: alone[setting.spec]}
-                for method in _methods(length):
+                for method in METHODS:
                     row[method] = _seconds(ranks[setting.degree], setting.spec, method, length)
                 if number >= 0:
                     setting.times.setdefault(length, []).append(row)
@@ -67,19 +65,15 @@ def _seconds(ranks: Ranks, spec: ModelSpec, method: Method, length: int) -> floa
     return max(clock_s for clock_s, _ in ranks.run(layer_seconds, spec, method, (length,)))
 
 
-def _methods(length: int) -> list[Method]:
-    return [method for method in METHODS if method is not Method.COLOSSAL_Z or length <= COLOSSAL_TO]
-
-
 def time_section(setting: Setting) -> Section:
     """Every method's time over dense's and over the fastest method's."""
     spec = setting.spec
     rows = []
     for length, rounds in setting.times.items():
-        fastest = min(_methods(length), key=lambda method: _over(rounds, method, Method.DENSE))
+        fastest = min(METHODS, key=lambda method: _over(rounds, method, Method.DENSE))
         cells = {
             method: f"{_over(rounds, method, Method.DENSE):.2f} ({_over(rounds, method, fastest):.2f})"
-            for method in _methods(length)
+            for method in METHODS
         }
         dense_ms = median(row[Method.DENSE] for row in rounds) * 1e3
         rows.append([f"{length:,}", len(rounds), f"{dense_ms:,.1f}", *map(cells.get, METHODS), fastest])

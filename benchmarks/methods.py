@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer lengths and rounds; for a look")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the packages of method_peers.py")
     parser.add_argument("--gpu", action="store_true", help="also one layer on a CUDA device")
-    parser.add_argument("--longest", type=int, default=32_768, help="tokens; 65536 takes twenty minutes more")
+    parser.add_argument("--longest", type=int, default=32_768, help="tokens; 65536 takes five minutes more")
     parser.add_argument("--only", default="", metavar="A,B", help="only these sections; writes no page")
     options = parser.parse_args()
     ranks = {degree: Ranks(degree) for degree in (1, 2, 4)}
