@@ -18,7 +18,7 @@ from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import candidates
 from tests.cli.runs import Run, lengthwise, make_corpus, settings, wait_until, weights
 
-STEPS, EVERY = 8, 4
+STEPS, EVERY = 16, 8
 ROUNDING = 1e-10
 """Other ranks add the same float64 numbers in another order."""
 MID_STEP_S = 0.03
@@ -107,12 +107,23 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_job_goes_on_with_any_number_of_ranks_however_it_was_killed(start, undisturbed, tmp_path):
-    run = start()
+def assert_saved_and_ended(run: Run, code: int) -> None:
+    ended, printed = run.end()
+    assert ended == code, printed[-3000:]
+    assert f"Go on with: lengthwise train --resume {run.folder.path}" in printed
+    assert "restart" not in printed and "Traceback" not in printed
+    assert run.status() == ("preempted", 75)
+    assert not run.folder.stop.exists()
+    assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.steps()):08}"
+
+
+def test_a_run_goes_on_with_any_number_of_ranks_after_it_was_stopped_or_killed(start, undisturbed):
+    run = start("--max-restarts", 2)  # a run that was asked to stop is not started again
     run.wait_for(1)
     run.process.terminate()
-    assert run.end()[0] == 75  # saved
+    assert_saved_and_ended(run, 75)
     rows = len(run.steps())
+    assert rows < STEPS
 
     again = Run(run.folder.path, "-m", "lengthwise", "train", "--resume", run.folder.path, "--nproc", 3, num_ranks=3)
     again.wait_for(0, after=rows)
@@ -126,6 +137,13 @@ def test_a_job_goes_on_with_any_number_of_ranks_however_it_was_killed(start, und
     assert_same_run(run.folder, undisturbed, tolerance=ROUNDING)
 
 
+def test_a_run_that_is_interrupted_saves_itself(start):
+    run = start("--max-restarts", 2, "train.steps=1000", num_ranks=1)
+    run.wait_for(0)
+    run.process.send_signal(signal.SIGINT)
+    assert_saved_and_ended(run, 130)
+
+
 def test_ranks_whose_launcher_is_killed_save_and_end(start):
     run = start("train.steps=1000", "train.checkpoint_every=1", num_ranks=1)
     run.wait_for(1)
@@ -134,25 +152,6 @@ def test_ranks_whose_launcher_is_killed_save_and_end(start):
     wait_until(lambda: run.folder.read_json("status.json").get("state") != "running")
     assert run.status() == ("preempted", 75), run.folder.read_json("status.json")["error"]
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.folder.read_metrics()):08}"
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "num_ranks"), [(signal.SIGTERM, 75, 2), (signal.SIGINT, 130, 1)], ids=["SIGTERM", "Ctrl-C"]
-)
-def test_a_stopped_run_saves_itself(start, number, code, num_ranks):
-    """With restarts allowed: a run that was asked to stop is not started again."""
-    run = start("--max-restarts", 2, num_ranks=num_ranks)
-    run.wait_for(0)
-    run.process.send_signal(number)
-    ended, printed = run.end()
-    assert ended == code, printed[-3000:]
-    assert "Go on with: lengthwise train --resume" in printed
-    assert "Traceback" not in printed
-    assert run.status() == ("preempted", 75)
-    assert not run.folder.stop.exists()
-    done = len(run.folder.read_metrics())
-    assert done < STEPS
-    assert candidates(run.folder.checkpoints)[0].name == f"step_{done:08}"
 
 
 def test_a_mistake_is_not_tried_again(start):
@@ -233,11 +232,11 @@ def test_plans_that_do_not_fit_the_run_are_refused(corpus, tmp_path, refused):
 
     file.write_text(whole[:-20])
     code, error = refused(f"plan.file={file}")
-    assert code == 2 and "no plan for step 7: it has 7 plans and a last line that is cut off" in error
+    assert code == 2 and "no plan for step 15: it has 15 plans and a last line that is cut off" in error
 
     file.write_text(whole)
     code, error = refused(f"plan.file={file}", f"train.steps={STEPS + 3}")
-    assert code == 2 and "no plan for step 8: it has 8 plans, the run needs those of steps 0 to 10" in error
+    assert code == 2 and "no plan for step 16: it has 16 plans, the run needs those of steps 0 to 18" in error
 
     file.write_text(whole.replace('"lr_factor": 1.0', '"lr_factor": 3.0', 1))
     code, error = refused(f"plan.file={file}")

@@ -7,7 +7,7 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.run_folder import RunFolder, timeline_to_row
-from lengthwise.core.timeline import Span, SpanKind, Timeline
+from lengthwise.core.timeline import PUSH, Span, SpanKind, Timeline
 from lengthwise.report.record import read_record
 from lengthwise.report.summary import slowest_steps, summarise, time_shares, typical_step, worst_step
 from tests.report.fake_run import SCHEME, edit_row, make_run
@@ -36,7 +36,7 @@ def plan(step: int, *, time_s: float) -> StepPlan:
 def spans(rank: int, *, compute_s: float, end_s: float) -> tuple[Span, ...]:
     return (
         Span(start_s=0.0, end_s=compute_s, rank=rank, kind=SpanKind.COMPUTE),
-        Span(start_s=compute_s, end_s=end_s, rank=rank, kind=SpanKind.COMMUNICATE),
+        Span(start_s=compute_s, end_s=end_s, rank=rank, kind=SpanKind.COMMUNICATE, name=PUSH),
     )
 
 
