@@ -1,6 +1,5 @@
 """Runs of the real command line: a small corpus, processes that can be killed, and what is left of them."""
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lengthwise.cli.assemble import resolve_model
 from lengthwise.config import load
-from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 
@@ -62,9 +61,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """Of all rows so far, in the order they were written; steps trained again are there again."""
-        if not self.folder.metrics.is_file():
-            return []
-        return [json.loads(line)["step"] for line in self.folder.metrics.read_text().splitlines(keepends=True)[:-1]]
+        return [row["step"] for row in read_jsonl(self.folder.metrics)]
 
     def wait_for(self, step: int, *, after: int = 0) -> int:
         """Wait until a row after the first ``after`` ones is of ``step`` or later; how many rows there are then."""

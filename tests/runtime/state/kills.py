@@ -36,6 +36,8 @@ class Attempt:
     victims: tuple[int, ...] = ()
     """Ranks that get a SIGKILL."""
     after: str = STARTED
+    num_saves: int = 1
+    """The checkpoint that is then being written, counted from the start."""
     delay_s: float = 0.0
     """Until then, from that on."""
     dies_before: int | None = None
@@ -98,7 +100,7 @@ def _run(attempt: Attempt, list_modules: Path | None = None) -> list[int]:
             pids.append(pid)
         os.close(says_so)
         if attempt.victims:
-            _wait_for(attempt, trains, stale)
+            _wait_for(attempt, pids[0], trains, stale)
             time.sleep(attempt.delay_s)
             for victim in attempt.victims:
                 os.kill(pids[victim], signal.SIGKILL)  # nobody else waits for them, so it is still this process
@@ -106,12 +108,18 @@ def _run(attempt: Attempt, list_modules: Path | None = None) -> list[int]:
         return _bury(pids)
 
 
-def _wait_for(attempt: Attempt, trains: int, stale: set[tuple[str, int]]) -> None:
+def _wait_for(attempt: Attempt, first: int, trains: int, stale: set[tuple[str, int]]) -> None:
     if attempt.after != STARTED:
         select.select([trains], [], [], LIMIT_S)
-    until = time.monotonic() + LIMIT_S
-    while attempt.after == SAVES and unfinished_saves(attempt.folder) <= stale and time.monotonic() < until:
+    seen: set[str] = set()
+    while attempt.after == SAVES and len(seen) < attempt.num_saves and not _has_ended(first):
+        seen |= {name for name, _ in unfinished_saves(attempt.folder) - stale}
         time.sleep(0.001)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a rank is there to be buried."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def unfinished_saves(folder: Path) -> set[tuple[str, int]]:

@@ -12,6 +12,7 @@ import pytest
 
 from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.train.metrics import Row
 from tests.runtime.state.kills import SAVES, STARTED, TRAINS, Attempt, Nursery, unfinished_saves
 from tests.runtime.train.runs import SPEC
 
@@ -28,19 +29,19 @@ def nursery() -> Iterator[Nursery]:
 
 
 @pytest.fixture(scope="module")
-def losses(nursery, tmp_path_factory) -> dict[int, float]:
-    """Of the undisturbed run on two ranks."""
+def whole(nursery, tmp_path_factory) -> list[Row]:
+    """Metrics of the undisturbed run on two ranks."""
     return undisturbed(nursery, tmp_path_factory.mktemp("undisturbed") / "run", num_ranks=2)
 
 
-def undisturbed(nursery: Nursery, folder: Path, *, num_ranks: int) -> dict[int, float]:
+def undisturbed(nursery: Nursery, folder: Path, *, num_ranks: int) -> list[Row]:
     settings = {"steps": STEPS, "checkpoint_every": 0}
     assert set(nursery.run(Attempt(folder=folder, settings=settings, num_ranks=num_ranks))) == {0}
-    return {row["step"]: row["loss/avg"] for row in RunFolder(folder).read_metrics()}
+    return RunFolder(folder).read_metrics()
 
 
-def test_ranks_killed_at_random_moments_lose_no_complete_checkpoint(nursery, losses, tmp_path):
-    kill_at_random(nursery, losses, tmp_path, num_kills=30, num_ranks=2)
+def test_ranks_killed_at_random_moments_lose_no_complete_checkpoint(nursery, whole, tmp_path):
+    kill_at_random(nursery, whole, tmp_path, num_kills=30, num_ranks=2)
 
 
 @pytest.mark.deep
@@ -50,18 +51,22 @@ def test_ranks_killed_at_many_more_random_moments_lose_no_complete_checkpoint(nu
     kill_at_random(nursery, expected, tmp_path, num_kills=300, num_ranks=num_ranks)
 
 
-def kill_at_random(nursery, losses, path, *, num_kills, num_ranks):
-    """A run that comes to its end is looked at and begun anew in another folder."""
-    rng, run = random.Random(0), Run(path / "0", losses)
+def kill_at_random(nursery, whole, path, *, num_kills, num_ranks):
+    """Every other kill comes while the first, second or third checkpoint is written.
+
+    A run that comes to its end is looked at and begun anew in another folder.
+    """
+    rng, run = random.Random(0), Run(path / "0", whole)
     killed = in_a_save = 0
     while killed < num_kills:
-        after = rng.choice([STARTED, TRAINS, TRAINS, SAVES, SAVES])
+        after = rng.choice([STARTED, TRAINS, SAVES, SAVES])
         attempt = Attempt(
             folder=run.folder,
             settings=SETTINGS,
             num_ranks=num_ranks,
             victims=tuple(rng.sample(range(num_ranks), rng.randint(1, num_ranks))),
             after=after,
+            num_saves=rng.randint(1, 3),
             delay_s=rng.uniform(0.0, 0.03 if after == SAVES else 0.4),
         )
         stale = unfinished_saves(run.folder)
@@ -71,21 +76,21 @@ def kill_at_random(nursery, losses, path, *, num_kills, num_ranks):
         in_a_save += not unfinished_saves(run.folder) <= stale
         if KILLED not in ends:
             run.check_finished()
-            run = Run(path / str(killed), losses)
+            run = Run(path / str(killed), whole)
     run.check(nursery.run(Attempt(folder=run.folder, settings=SETTINGS, num_ranks=num_ranks)))
     run.check_finished()
     assert in_a_save > num_kills // 10, "kills have to come while checkpoints are written"
 
 
-def test_a_first_rank_killed_before_any_operation_on_files_loses_no_complete_checkpoint(nursery, losses, tmp_path):
+def test_a_first_rank_killed_before_any_operation_on_files_loses_no_complete_checkpoint(nursery, whole, tmp_path):
     """Of a save into a folder as the kill before left it, and of the next one."""
-    run = Run(tmp_path / "run", losses)
+    run = Run(tmp_path / "run", whole)
     for number in range(30):
         ends = nursery.run(Attempt(folder=run.folder, settings=SETTINGS, dies_before=number))
         run.check(ends)
         if ends[0] != KILLED:  # the last steps are less operations than that
             run.check_finished()
-            run = Run(tmp_path / f"run after {number}", losses)
+            run = Run(tmp_path / f"run after {number}", whole)
     run.check(nursery.run(Attempt(folder=run.folder, settings=SETTINGS)))
     run.check_finished()
 
@@ -93,8 +98,9 @@ def test_a_first_rank_killed_before_any_operation_on_files_loses_no_complete_che
 class Run:
     """A run folder, and what must hold of it after every kill."""
 
-    def __init__(self, folder: Path, losses: dict[int, float]) -> None:
-        self.folder, self.losses = folder, losses
+    def __init__(self, folder: Path, whole: list[Row]) -> None:
+        self.folder = folder
+        self.losses = {row["step"]: row["loss/avg"] for row in whole}
         self.newest = 0
         """Step of the newest complete checkpoint that was seen."""
 
