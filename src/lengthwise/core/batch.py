@@ -6,16 +6,18 @@ from itertools import accumulate
 
 from lengthwise.core.errors import InputError
 
-NEXT_TOKEN, MASKED = OBJECTIVES = ("next-token", "masked")
-"""What a model learns to predict: each token from those before it, or chosen ones from all others."""
+NEXT_TOKEN, MASKED, EVERY_TOKEN = OBJECTIVES = ("next-token", "masked", "every-token")
+"""What has a loss: every token that has one before it, chosen ones to be told from all others, or every one."""
 MASKED_SHARE = 0.15
 """Of the tokens of a sequence, those that are predicted with the objective ``masked`` (Devlin et al. 2019)."""
 
 
 def num_targets(lengths: tuple[int, ...], *, objective: str = NEXT_TOKEN) -> int:
-    """Tokens that have a loss: all but the first of each sequence, or of each sequence :func:`num_masked`."""
+    """Tokens that have a loss: all but the first of each sequence, of each sequence :func:`num_masked`, or all."""
     if objective == MASKED:
         return sum(map(num_masked, lengths))
+    if objective == EVERY_TOKEN:
+        return sum(lengths)
     return sum(lengths) - len(lengths)
 
 

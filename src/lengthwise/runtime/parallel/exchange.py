@@ -6,7 +6,7 @@ queries read, H head size, p ranks. Heads are split in consecutive runs, by whol
 enough; else key/value heads are copied to every rank that has a query head of their group. p need not divide N.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,18 @@ class Exchange:
     """[T] the inverse."""
 
 
-def exchange_attention(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, exchange: Exchange) -> Tensor:
-    """Attention of all heads of this rank's tokens, ``[t, N, H]``: two all-to-alls around whole sequences."""
+Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Attention over whole sequences, in the view's order, with some heads: ``[T, n, H]`` of queries, keys, values, and the
+number of the first of these heads."""
+
+
+def exchange_attention(
+    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, exchange: Exchange, *, core: Core | None = None
+) -> Tensor:
+    """Attention of all heads of this rank's tokens, ``[t, N, H]``: two all-to-alls around whole sequences.
+
+    ``core``: between the two; softmax attention within the sequences of the view, if left out.
+    """
     group, sizes = exchange.group, exchange.sizes
     if group.size == 1:
         return attend_in(exchange.view, q_tNH, k_tKH, v_tKH)
@@ -58,7 +68,12 @@ def exchange_attention(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, exchange: Ex
         # Parts of groups: our heads are not evenly spread over the key/value heads they read.
         reads = [head // group_size - first for head in range(start, end)]
         k_TkH, v_TkH = k_TkH[:, reads], v_TkH[:, reads]
-    out_TnH = attend(q_TnH, k_TkH, v_TkH, exchange.view.cu_seqlens, causal=exchange.view.causal) if num_mine else q_TnH
+    if num_mine == 0:
+        out_TnH = q_TnH
+    elif core is not None:
+        out_TnH = core(q_TnH, k_TkH, v_TkH, start)
+    else:
+        out_TnH = attend(q_TnH, k_TkH, v_TkH, exchange.view.cu_seqlens, causal=exchange.view.causal)
     if exchange.back is not None:
         out_TnH = out_TnH[exchange.back]
     counts = [end - start for (start, end), _ in runs]

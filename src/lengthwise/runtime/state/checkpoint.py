@@ -80,7 +80,7 @@ def load_weights(checkpoint: Path, spec: ModelSpec) -> dict[str, Tensor]:
         InputError: as :func:`load`.
     """
     document = verify(checkpoint)
-    _check_digest(checkpoint, document, spec)
+    _check_digest(checkpoint, document, spec.digest, spec.name)
     bounds = document["unit_bounds"]
     buffer = torch.empty(bounds[-1], dtype=getattr(torch, document["master_dtype"]))
     found = {}
@@ -143,15 +143,15 @@ def _check_model(checkpoint: Path, document: dict[str, Any], table: ParameterTab
                 f"{checkpoint / STATE_FILE} holds another model: parameter {name!r} is {told[0]} there, {told[1]} here"
                 "; resume with the settings model.* of the run that saved it, or start a new run"
             )
-    _check_digest(checkpoint, document, table.spec)
+    _check_digest(checkpoint, document, table.digest, table.spec.name if table.spec else "this model")
     assert saved == here and document["unit_bounds"] == list(table.bounds), "one schema version has one order of units"
 
 
-def _check_digest(checkpoint: Path, document: dict[str, Any], spec: ModelSpec) -> None:
-    if document["model_digest"] != spec.digest:
+def _check_digest(checkpoint: Path, document: dict[str, Any], digest: str, name: str) -> None:
+    if document["model_digest"] != digest:
         raise InputError(
             f"{checkpoint / STATE_FILE} holds another model: its digest is {document['model_digest']}, that of "
-            f"{spec.name} is {spec.digest}. It may have as many weights, but heads, positions or norms differ; resume "
+            f"{name} is {digest}. It may have as many weights, but heads, positions or norms differ; resume "
             "with the settings model.* of the run that saved it, or start a new run"
         )
 

@@ -166,7 +166,7 @@ def _description(state: ShardedState) -> dict[str, Any]:
         "lengthwise_version": __version__,
         "torch_version": torch.__version__,
         "num_ranks": state.world.size,
-        "model_digest": table.spec.digest,
+        "model_digest": table.digest,
         "master_dtype": str(state.master_dtype).removeprefix("torch."),
         "optimizer": {"name": settings.name, "tensors": list(settings.state_names)},
         "has_whole_parameters": settings.needs_whole_parameters,

@@ -47,17 +47,23 @@ class Segment:
 class ShardedState:
     """Weights, gradients and optimizer of one model over all ranks. Turns the model's parameters into views."""
 
-    def __init__(self, model: Transformer, world: World, settings: OptimizerSettings) -> None:
+    def __init__(
+        self, model: nn.Module, world: World, settings: OptimizerSettings, *, table: ParameterTable | None = None
+    ) -> None:
+        """``table``: which parameters, in which order; of a :class:`Transformer` it is known."""
         self.world, self.settings = world, settings
-        self.table = ParameterTable.of(model)
-        self.compute_dtype = next(model.parameters()).dtype
+        if table is None:
+            assert isinstance(model, Transformer), "what the units of another model are has to be said"
+            table = ParameterTable.of(model)
+        self.table = table
+        self._named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
+        self.compute_dtype = next(iter(self._named.values())).dtype
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         whole = settings.needs_whole_parameters
         self.owned_layout = self.table.whole_parameters(world.size) if whole else self.table.sharded(world.size)
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
         self._is_alone = world.size == 1
-        self._named = dict(model.named_parameters())
         self._grad_views: dict[str, Tensor] = {}
         self._routes: dict[tuple[Holding | None, ...], Routes] = {}
         self.master = self._owned_values()

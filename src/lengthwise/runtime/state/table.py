@@ -5,11 +5,14 @@ output. Two kinds of layout cut it: the optimization layout, in which every rank
 propagation layouts, in which ranks hold what their strategy has them compute with.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+
+from torch import nn
 
 from lengthwise.core.layout import Interval, Layout, row_bounds, sharded_by_unit
 from lengthwise.core.scheme import Holding
@@ -49,25 +52,45 @@ class ParameterTable:
     slots: Mapping[str, Slot]
     bounds: tuple[int, ...]
     """Unit u is the elements ``bounds[u]`` to ``bounds[u + 1]``."""
-    spec: ModelSpec
-    shared: frozenset[str]
+    spec: ModelSpec | None
+    """None of a model that is not ours, whose weights ranks hold whole."""
+    shared: frozenset[str] = frozenset()
     """Parameters of the input that the output uses as well."""
 
     @classmethod
     def of(cls, model: Transformer) -> "ParameterTable":
         """The table of a model."""
-        named = sorted(model.named_parameters(), key=lambda item: model.unit_of(item[0]))  # stable within a unit
-        ends = list(accumulate((parameter.numel() for _, parameter in named), initial=0))
-        units = [model.unit_of(name) for name, _ in named]
-        slots = {
-            name: Slot(name=name, shape=tuple(parameter.shape), unit=unit, start=start)
-            for (name, parameter), unit, start in zip(named, units, ends)
-        }
-        sizes = [0] * model.num_units
-        for (_, parameter), unit in zip(named, units):
-            sizes[unit] += parameter.numel()
+        units = {name: model.unit_of(name) for name, _ in model.named_parameters()}
         shared = frozenset({"embedding"}) if model.spec.tied_embeddings else frozenset()
-        return cls(slots=slots, bounds=tuple(accumulate(sizes, initial=0)), spec=model.spec, shared=shared)
+        return cls.of_units(model, units, model.num_units, spec=model.spec, shared=shared)
+
+    @classmethod
+    def of_units(
+        cls,
+        model: nn.Module,
+        units: Mapping[str, int],
+        num_units: int,
+        *,
+        spec: ModelSpec | None = None,
+        shared: frozenset[str] = frozenset(),
+    ) -> "ParameterTable":
+        """The table of those parameters that ``units`` names, by the unit of each."""
+        found = dict(model.named_parameters())
+        slots, sizes, start = {}, [0] * num_units, 0
+        for name in sorted(units, key=lambda name: units[name]):  # stable within a unit
+            shape = tuple(found[name].shape)
+            slots[name] = Slot(name=name, shape=shape, unit=units[name], start=start)
+            start += prod(shape)
+            sizes[units[name]] += prod(shape)
+        return cls(slots=slots, bounds=tuple(accumulate(sizes, initial=0)), spec=spec, shared=shared)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits: equal where the model is the same."""
+        if self.spec is not None:
+            return self.spec.digest
+        shapes = [(slot.name, slot.shape, slot.unit) for slot in self.slots.values()]
+        return hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest()
 
     @property
     def num_elements(self) -> int:
@@ -134,7 +157,10 @@ class ParameterTable:
 
     def _part(self, slot: Slot, holding: Holding) -> Part:
         start, end = slot.interval
-        bounds = row_bounds(slot.name, self.spec, degree=holding.num_shards) if holding.num_shards > 1 else None
+        bounds = None
+        if holding.num_shards > 1:
+            assert self.spec is not None, "how to shard the weights of a model that is not ours is not known"
+            bounds = row_bounds(slot.name, self.spec, degree=holding.num_shards)
         if bounds is None:
             return Part(slot=slot, interval=(start, end), shape=slot.shape)
         first, last = bounds[holding.shard], bounds[holding.shard + 1]

@@ -1,0 +1,1 @@
+"""Any model: one's own ``nn.Module`` or one of Hugging Face, on token shards of dynamic degree."""

@@ -1,0 +1,164 @@
+"""A model under our hand: its forward, its layers and its attention, until it is given back as it was."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt import shard as shards
+from lengthwise.runtime.adapt.anatomy import find_anatomy
+from lengthwise.runtime.adapt.calls import Calls, Rules, compare
+from lengthwise.runtime.adapt.hugging_face import Switch
+from lengthwise.runtime.adapt.intercept import Intercept
+from lengthwise.runtime.adapt.layers import Layers, intercepted
+from lengthwise.runtime.adapt.micro_batch import MicroBatch
+
+TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
+TARGETS = ("labels", "targets", "target", "y")
+POSITIONS = ("position_ids", "positions", "input_pos", "pos")
+"""Names that arguments of a forward go by."""
+
+LossOf = Callable[[Any, MicroBatch], Tensor]
+MakeInputs = Callable[[MicroBatch], dict[str, Any]]
+
+
+class Adapted:
+    """A model that computes micro-batches where :func:`~lengthwise.runtime.adapt.shard.active` says which."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        objective: str = NEXT_TOKEN,
+        layers: str | None = None,
+        loss: LossOf | None = None,
+        inputs: MakeInputs | None = None,
+        context: Callable[[], Any] | None = None,
+    ) -> None:
+        """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
+        micro-batch to the forward's arguments; ``context``: see :class:`Layers`.
+
+        Raises:
+            InputError: its layers are not known, or its parameters are of several dtypes.
+        """
+        self.model, self.objective = model, objective
+        self.anatomy = find_anatomy(model, layers=layers)
+        assert self.anatomy.dtype
+        self._loss, self._inputs = loss, inputs
+        self._plain = 0
+        self._forward = model.forward
+        self._constants = list(self.anatomy.constants())
+        self._intercept: Intercept | None = Intercept(self._constants, rules=Rules())
+        self.rules = Rules()
+        if hasattr(model, "gradient_checkpointing_disable"):
+            model.gradient_checkpointing_disable()  # type: ignore[operator]  # what is recomputed is planned
+        self.layers = Layers(self.anatomy.layers, context=context)
+        self._switch = Switch(model) if self.anatomy.is_hugging_face else None
+        if self._switch is not None:
+            self._switch.on()
+        model.forward = self._forward_micro_batch  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        """The model as it was."""
+        del self.model.__dict__["forward"]
+        self.layers.release()
+        if self._switch is not None:
+            self._switch.release()
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """The model computes as it did before it was prepared: for evaluation and generation."""
+        self._plain += 1
+        if self._switch is not None:
+            self._switch.off()
+        try:
+            yield self.model
+        finally:
+            self._plain -= 1
+            if self._switch is not None:
+                self._switch.on()
+
+    def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int]) -> None:
+        """Learn which calls are about slots from two forwards of one sequence each; of ``lengths`` slots.
+
+        Raises:
+            InputError: it attends in a way that cannot be sharded.
+        """
+        seen = []
+        for forward in forwards:
+            calls = Calls()
+            self._intercept = self.layers.intercept = Intercept(self._constants, calls=calls)
+            forward()
+            seen.append(calls)
+        self.rules = compare(seen[0], seen[1], lengths)
+        for number, rule in enumerate(self.rules.attention):
+            if rule.note.startswith("refused") and rule.dim is not None:
+                raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
+        needed = any(rule.dim is not None for rule in (*self.rules.attention, *self.rules.positions)) or self.rules.noise
+        self._intercept = Intercept(self._constants, rules=self.rules) if needed else None
+        self.layers.intercept = self._intercept
+
+    def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Arguments of the forward."""
+        if self._inputs is not None:
+            return self._inputs(micro_batch)
+        tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
+        if self._switch is not None:
+            found = {"input_ids": tokens, "position_ids": positions, "labels": targets}
+            if self.objective == NEXT_TOKEN:  # transformers would shift labels by itself, across the ends of shards
+                found |= {"shift_labels": targets, "use_cache": False}
+            return found
+        known = signature(self._forward).parameters
+        found = {}
+        for names, value in ((TOKENS, tokens), (TARGETS, targets), (POSITIONS, positions)):
+            if (name := next((name for name in names if name in known), None)) is not None:
+                found[name] = value
+        if not any(name in found for name in TOKENS):
+            raise InputError(
+                f"the forward of {type(self.model).__name__} takes {', '.join(known)}; say which is what: "
+                "prepare(..., inputs=lambda micro_batch: {'tokens': micro_batch.tokens[None], ...})"
+            )
+        return found
+
+    def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
+        """The loss in what the forward returned."""
+        if self._loss is not None:
+            return self._loss(output, micro_batch)
+        parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+        found = getattr(output, "loss", None)
+        scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
+        if isinstance(found, Tensor):
+            return found
+        if len(scalars) == 1:
+            return scalars[0]
+        raise InputError(
+            f"{type(self.model).__name__} returns no loss; say how to make one: "
+            "prepare(..., loss=lambda output, micro_batch: F.cross_entropy(output[0], micro_batch.targets))"
+        )
+
+    def _forward_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._plain:
+            return self._forward(*args, **kwargs)
+        shard = shards.current()
+        _check_mask(kwargs.get("attention_mask"))
+        shard.counts = shards.Counts()
+        if self._intercept is None:
+            return self._forward(*args, **kwargs)
+        self._intercept.shard = shard
+        with intercepted(self._intercept):
+            output = self._forward(*args, **kwargs)
+        self._intercept.check_complete()
+        return output
+
+
+def _check_mask(mask: Any) -> None:
+    if isinstance(mask, Tensor) and not bool((mask == 1).all()):
+        raise InputError(
+            "attention_mask hides tokens; a pack has no padding to hide and its sequences do not see each other: leave "
+            "attention_mask out (micro_batch.inputs has none)"
+        )

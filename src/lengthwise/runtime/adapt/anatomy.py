@@ -1,0 +1,99 @@
+"""What is where in a model that is not ours: its layers, and which parameters come before, in and after them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.table import ParameterTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Anatomy:
+    """A model as this package sees it."""
+
+    model: nn.Module
+    layers_name: str
+    """Where the list of layers is in the model."""
+    layers: nn.ModuleList
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    @cached_property
+    def is_hugging_face(self) -> bool:
+        """Whether attention goes through the registry of transformers."""
+        return hasattr(self.model, "set_attn_implementation") and hasattr(self.model, "config")
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, each once."""
+        return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of all trained parameters.
+
+        Raises:
+            InputError: they are not of one dtype, or there are none.
+        """
+        found = {parameter.dtype: name for name, parameter in self.parameters.items()}
+        if len(found) != 1:
+            told = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+            raise InputError(
+                f"{type(self.model).__name__} needs trained parameters of one dtype; {told or 'it trains none'}. Cast "
+                "it with model.to(dtype), or keep it in float32 and compute under torch.autocast"
+            )
+        return next(iter(found))
+
+    def table(self) -> ParameterTable:
+        """Trained parameters by unit: what stands before the layers, each layer, what comes after them."""
+        prefix = f"{self.layers_name}."
+        units, seen = {}, False
+        for name in self.parameters:
+            if name.startswith(prefix):
+                units[name], seen = int(name.removeprefix(prefix).split(".")[0]) + 1, True
+            else:
+                units[name] = self.num_layers + 1 if seen else 0
+        return ParameterTable.of_units(self.model, units, self.num_layers + 2)
+
+    def constants(self) -> Iterator[Tensor]:
+        """Parameters, buffers and other tensors that modules keep, such as tables of positions."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for module in self.model.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def find_anatomy(model: nn.Module, *, layers: str | None = None) -> Anatomy:
+    """The model with its layers: the longest ``ModuleList`` of modules of one class, or the one called ``layers``.
+
+    Raises:
+        InputError: there is none, or several are as long.
+    """
+    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)}
+    if layers is not None:
+        if layers not in lists:
+            raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {', '.join(lists) or 'none'}")
+        return Anatomy(model=model, layers_name=layers, layers=lists[layers])
+    repeated = {name: each for name, each in lists.items() if len({type(module) for module in each}) == 1}
+    outer = {
+        name: each
+        for name, each in repeated.items()
+        if not any(name.startswith(f"{other}.") for other in repeated if other != name)
+    }
+    if not outer:
+        raise InputError(
+            f"{type(model).__name__} has no nn.ModuleList of equal modules, so its layers are not known; put them into "
+            "one, or name it: prepare(..., layers='transformer.blocks')"
+        )
+    longest = max(len(each) for each in outer.values())
+    found = [name for name, each in outer.items() if len(each) == longest]
+    if len(found) > 1:
+        raise InputError(f"{' and '.join(found)} have {longest} layers each; say which: prepare(..., layers={found[0]!r})")
+    return Anatomy(model=model, layers_name=found[0], layers=outer[found[0]])

@@ -1,0 +1,112 @@
+"""Attention of somebody else's layer on a shard: tokens for heads and back, whole sequences between.
+
+t slots of this rank, T of the pack, N query heads, K key/value heads, H head size. A model whose slots are frames has
+rows of heads: each of its R places in a frame attends across frames by itself, with heads of its own; N is R times the
+model's heads then.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.noise import attention_keep
+from lengthwise.runtime.adapt.shard import Shard
+from lengthwise.runtime.model.attention import attend
+from lengthwise.runtime.parallel.exchange import exchange_attention
+
+QUERY_CHUNK = 512
+"""Queries that a masked attention computes at once: its logits are never all in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What a call of attention asks for."""
+
+    causal: bool
+    scale: float | None = None
+    """Of the logits; None: 1 / sqrt(H)."""
+    window: tuple[int, int] | None = None
+    """How many slots before and after its own each slot sees; None: all of its sequence."""
+    dropout: float = 0.0
+    call: int = 0
+    """Number of the call in the forward; part of what draws its dropout."""
+
+
+def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard: Shard) -> Tensor:
+    """Attention of this rank's slots over their whole sequences: ``[t, N, H]``.
+
+    Raises:
+        InputError: keys are not those of the same slots, or values have another size than keys.
+    """
+    if k_tKH.shape != v_tKH.shape or q_tNH.shape[0] != k_tKH.shape[0] or q_tNH.shape[2] != k_tKH.shape[2]:
+        raise InputError(
+            f"attention of queries {tuple(q_tNH.shape)} over keys {tuple(k_tKH.shape)} and values "
+            f"{tuple(v_tKH.shape)}: only self-attention with heads of one size can be sharded; use degree 1 for this "
+            "model (max_degree=1)"
+        )
+    if kind.scale is not None:
+        q_tNH = q_tNH * (kind.scale * q_tNH.shape[2] ** 0.5)
+    core = partial(_attend_whole, kind=kind, shard=shard)
+    if shard.group.size == 1:
+        return core(q_tNH, k_tKH, v_tKH, 0)
+    return exchange_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
+
+
+def _attend_whole(
+    q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: Kind, shard: Shard
+) -> Tensor:
+    cu_seqlens = shard.cu_seqlens
+    longest = max(end - start for start, end in pairwise(cu_seqlens))
+    window = kind.window if kind.window is not None and min(kind.window) + 1 < longest else None
+    if kind.causal and window is not None and window[0] + 1 >= longest:
+        window = None
+    if window is None and not kind.dropout:
+        return attend(q_TnH, k_TkH, v_TkH, cu_seqlens, causal=kind.causal)
+    group_size = q_TnH.shape[1] // k_TkH.shape[1]
+    k_TnH, v_TnH = (x if group_size == 1 else x.repeat_interleave(group_size, dim=1) for x in (k_TkH, v_TkH))
+    outs = []
+    for number, (start, end) in enumerate(pairwise(cu_seqlens)):
+        keep = None
+        if kind.dropout:
+            sequence = shard.ids[number] if number < len(shard.ids) else -1
+            keep = partial(attention_keep, shard, sequence, kind.call, first_head, kind.dropout)
+        outs.append(_attend_masked(q_TnH[start:end], k_TnH[start:end], v_TnH[start:end], kind, window, keep))
+    return torch.cat(outs)
+
+
+def _attend_masked(
+    q_LnH: Tensor,
+    k_LnH: Tensor,
+    v_LnH: Tensor,
+    kind: Kind,
+    window: tuple[int, int] | None,
+    keep: Callable[[int, range, range], Tensor] | None,
+) -> Tensor:
+    """One sequence, some queries at a time, with all that they may see."""
+    length, num_heads, head_size = q_LnH.shape
+    before, after = window or (length, length)
+    after = 0 if kind.causal else after
+    outs = []
+    for start in range(0, length, QUERY_CHUNK):
+        queries = range(start, min(length, start + QUERY_CHUNK))
+        keys = range(max(0, start - before), min(length, queries.stop + after))
+        q, k, v = (x[r.start : r.stop].transpose(0, 1) for x, r in ((q_LnH, queries), (k_LnH, keys), (v_LnH, keys)))
+        distance = torch.arange(queries.start, queries.stop, device=q.device)[:, None] - torch.arange(
+            keys.start, keys.stop, device=q.device
+        )
+        sees = (distance <= before) & (distance >= -after)
+        if keep is None:
+            out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=sees)[0]
+        else:
+            logits = (q @ k.transpose(1, 2)) * head_size**-0.5
+            weights = logits.masked_fill(~sees, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+            kept = keep(num_heads, queries, keys).to(weights.dtype) / (1.0 - kind.dropout)
+            out = (weights * kept).to(v.dtype) @ v
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)

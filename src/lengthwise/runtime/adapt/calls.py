@@ -1,0 +1,101 @@
+"""What a model's forward asks for, call by call, learned once from two forwards of different length.
+
+A shape alone does not say which axis holds the slots: a pack may have as many of them as the model has heads. So the
+model computes two sequences of different length on one device; where a size followed the length, slots lie.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call in one forward, as it was seen."""
+
+    kind: str
+    shape: tuple[int, ...]
+    note: str = ""
+    """What else must be known of it: how it masks, why it cannot be sharded."""
+    layer: int | None = None
+
+
+@dataclass
+class Calls:
+    """Calls of one forward by what they are."""
+
+    attention: list[Call] = field(default_factory=list)
+    positions: list[Call] = field(default_factory=list)
+    noise: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What a call is."""
+
+    dim: int | None
+    """Where its slots lie; None: the call has nothing to do with them."""
+    note: str = ""
+    shape: tuple[int, ...] = ()
+    """In the first of the two forwards."""
+    layer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What each call of a forward is, in order."""
+
+    attention: tuple[Rule, ...] = ()
+    positions: tuple[Rule, ...] = ()
+    noise: tuple[Rule, ...] = ()
+
+
+def compare(first: Calls, second: Calls, lengths: tuple[int, int]) -> Rules:
+    """The rules behind two forwards of sequences of ``lengths`` slots.
+
+    Raises:
+        InputError: the forwards do not make the same calls, or one cannot be told to be sharded or not.
+    """
+    found = {}
+    for name in ("attention", "positions", "noise"):
+        ones, others = getattr(first, name), getattr(second, name)
+        if len(ones) != len(others):
+            raise InputError(
+                f"the model makes {len(ones)} calls of {name} for {lengths[0]} slots and {len(others)} for {lengths[1]}"
+                "; a forward must not depend on the length of its sequences"
+            )
+        found[name] = tuple(_rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(ones, others)))
+    return Rules(**found)
+
+
+def _rule(name: str, number: int, first: Call, second: Call, lengths: tuple[int, int]) -> Rule:
+    where = f"{name} call {number} ({first.kind} of {first.shape})"
+    if len(first.shape) != len(second.shape) or first.kind != second.kind:
+        raise InputError(f"{where} is another for sequences of {lengths[1]} slots: {second.kind} of {second.shape}")
+    changed = [dim for dim, (a, b) in enumerate(zip(first.shape, second.shape)) if a != b]
+    if any((first.shape[dim], second.shape[dim]) != lengths for dim in changed) or len(changed) > 1:
+        raise InputError(
+            f"{where} grows with the sequence otherwise than one axis with its slots ({second.shape} for "
+            f"{lengths[1]} of them instead of {lengths[0]}), so how to shard it is not known"
+        )
+    if first.note != second.note:
+        raise InputError(f"{where} is {first.note or 'unmasked'} for {lengths[0]} slots, {second.note} for {lengths[1]}")
+    return Rule(dim=changed[0] if changed else None, note=first.note, shape=first.shape, layer=first.layer)
+
+
+def mask_note(mask: Tensor | None, *, is_causal: bool, shape: torch.Size) -> str:
+    """``causal``, nothing for an attention that sees all, or the reason why the mask cannot be sharded."""
+    if mask is None:
+        return "causal" if is_causal else ""
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    if mask.dtype != torch.bool and not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        return "refused: its mask adds a bias"
+    flat = seen.expand(*shape[:-2], *seen.shape[-2:]).reshape(-1, *seen.shape[-2:])
+    if bool(flat.all()):
+        return ""
+    if bool((flat == torch.ones_like(flat[0]).tril()).all()):
+        return "causal"
+    return "refused: its mask is neither causal nor open to all"

@@ -1,0 +1,193 @@
+"""What somebody else's forward asks of torch that must be answered for the pack, not for this rank's slots alone.
+
+Attention, positions (``torch.arange`` over the slots, the first rows of a table) and noise. Everything else in a
+Transformer acts on each token by itself. The model's code is untouched: calls are met where torch lets them be
+overridden, while the model's own forward runs.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.adapt.attention import Kind, attend_shard
+from lengthwise.runtime.adapt.calls import Call, Calls, Rule, Rules, mask_note
+from lengthwise.runtime.adapt.noise import keep_like, normal_like, uniform_like
+from lengthwise.runtime.adapt.shard import Shard
+
+_OTHER_NOISE = (
+    F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.bernoulli, torch.normal,
+    torch.multinomial,
+)  # fmt: skip
+
+
+class Intercept(TorchFunctionMode):
+    """While it is entered, calls are noted in ``calls`` or, where there are ``rules``, answered by them."""
+
+    def __init__(self, constants: Iterable[Tensor], *, calls: Calls | None = None, rules: Rules | None = None) -> None:
+        super().__init__()
+        self._tables = {id(each): each for each in constants}
+        self._calls, self._rules = calls, rules
+        self.shard: Shard | None = None
+        self.layer: int | None = None
+        """That is computed at the moment."""
+        self._answers: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: self._attention,
+            F.multi_head_attention_forward: self._multi_head_attention,
+            F.dropout: self._dropout,
+            torch.arange: self._arange,
+            Tensor.__getitem__: self._item,
+            torch.randn_like: self._randn_like,
+            torch.rand_like: self._rand_like,
+            **dict.fromkeys(_OTHER_NOISE, self._other_noise),
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        answer = self._answers.get(func)
+        if answer is None:
+            return func(*args, **(kwargs or {}))
+        return answer(func, *args, **(kwargs or {}))
+
+    def check_complete(self) -> None:
+        """Raise ``CheckError`` unless the forward made as many calls as it was seen to make."""
+        if self._rules is None or self.shard is None:
+            return
+        for name in ("attention", "positions", "noise"):
+            made, known = getattr(self.shard.counts, name), len(getattr(self._rules, name))
+            if made != known:
+                raise CheckError(
+                    f"the forward made {made} calls of {name}, where it made {known} when it was prepared; what it "
+                    "computes must not depend on the data or on the mode it is in"
+                )
+
+    def _rule(self, name: str, call: Call) -> Rule | None:
+        """Note the call, or say what it is."""
+        if self._calls is not None:
+            getattr(self._calls, name).append(call)
+            return None
+        assert self._rules is not None and self.shard is not None, "there are calls to note, or rules to follow"
+        number, known = getattr(self.shard.counts, name), getattr(self._rules, name)
+        setattr(self.shard.counts, name, number + 1)
+        return known[number] if number < len(known) else Rule(dim=None)
+
+    def _attention(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        note = "" if self._calls is None else mask_note(attn_mask, is_causal=is_causal, shape=query.shape)
+        if self._calls is not None and key.shape[-2] != query.shape[-2]:
+            note = f"refused: it has {query.shape[-2]} queries and {key.shape[-2]} keys"
+        rule = self._rule("attention", Call(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer))
+        if rule is None or rule.dim is None:
+            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        assert self.shard is not None, "rules come with a micro-batch"
+        kind = Kind(
+            causal=rule.note == "causal", scale=scale, dropout=dropout_p, call=self.shard.counts.attention - 1
+        )
+        q, k, v = (_slots_first(x) for x in (query, key, value))
+        out = attend_shard(q, k, v, kind, self.shard)
+        return out.unflatten(1, (-1, query.shape[-3] if query.dim() > 2 else 1)).permute(1, 2, 0, 3).reshape(query.shape)
+
+    def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """That of ``nn.MultiheadAttention``; without its weights, which nobody has on shards."""
+        kwargs["need_weights"] = False
+        with _patched(F, "scaled_dot_product_attention", self._attention):
+            return func(*args, **kwargs)[0], None
+
+    def _dropout(self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        rule = self._rule("noise", Call(kind="dropout", shape=tuple(input.shape), layer=self.layer))
+        if rule is None:
+            return func(input, p, training, inplace)
+        shard, dim = self._slots_of(rule, "dropout")
+        keep = keep_like(input, dim, p, shard.counts.noise - 1, shard)
+        return input * keep / (1.0 - p)
+
+    def _randn_like(self, func: Any, input: Tensor, **options: Any) -> Tensor:
+        return self._noise_like(func, normal_like, input, options)
+
+    def _rand_like(self, func: Any, input: Tensor, **options: Any) -> Tensor:
+        return self._noise_like(func, uniform_like, input, options)
+
+    def _noise_like(self, func: Any, draw: Callable[..., Tensor], input: Tensor, options: dict[str, Any]) -> Tensor:
+        rule = self._rule("noise", Call(kind=func.__name__, shape=tuple(input.shape), layer=self.layer))
+        if rule is None:
+            return func(input, **options)
+        shard, dim = self._slots_of(rule, func.__name__)
+        return draw(input, dim, shard.counts.noise - 1, shard).to(options.get("dtype") or input.dtype)
+
+    def _other_noise(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("training", True) is False:
+            return func(*args, **kwargs)
+        raise InputError(
+            f"the model's forward calls {func.__name__}, whose draws would differ between ranks that share a sequence; "
+            "draw with dropout, torch.randn_like or torch.rand_like inside the model, or micro_batch.normal outside"
+        )
+
+    def _slots_of(self, rule: Rule, what: str) -> tuple[Shard, int]:
+        assert self.shard is not None, "rules come with a micro-batch"
+        if rule.dim is None:
+            raise InputError(
+                f"{what} of {rule.shape} has no axis of slots, so its draws cannot be the same at every degree; apply "
+                "it to the tokens"
+            )
+        return self.shard, rule.dim
+
+    def _arange(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        end = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else kwargs.get("end")
+        if not isinstance(end, int) or kwargs.get("start", 0) != 0 or kwargs.get("step", 1) != 1 or len(args) > 2:
+            return func(*args, **kwargs)
+        rule = self._rule("positions", Call(kind="arange", shape=(end,), layer=self.layer))
+        if rule is None or rule.dim is None:
+            return func(*args, **kwargs)
+        assert self.shard is not None, "rules come with a micro-batch"
+        return self.shard.positions.to(kwargs.get("device"), kwargs.get("dtype") or torch.int64)
+
+    def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
+        """The first rows of a table that the model keeps are those of the positions."""
+        if id(table) not in self._tables:
+            return func(table, index)
+        parts = index if isinstance(index, tuple) else (index,)
+        cuts = [at for at, part in enumerate(parts) if _is_start(part)]
+        if len(cuts) != 1 or any(part is Ellipsis or part is None for part in parts):
+            return func(table, index)
+        rule = self._rule("positions", Call(kind="table", shape=(parts[cuts[0]].stop,), layer=self.layer))
+        if rule is None or rule.dim is None:
+            return func(table, index)
+        assert self.shard is not None, "rules come with a micro-batch"
+        rest = tuple(slice(None) if at == cuts[0] else part for at, part in enumerate(parts))
+        return func(table.index_select(cuts[0], self.shard.positions), rest)
+
+
+def _is_start(part: Any) -> bool:
+    """Whether it is ``[:n]``."""
+    return isinstance(part, slice) and part.start in (None, 0) and isinstance(part.stop, int) and part.step in (None, 1)
+
+
+def _slots_first(x: Tensor) -> Tensor:
+    """[t, rows * heads, H] of [..., heads, t, H]."""
+    return x.movedim(-2, 0).flatten(1, -2) if x.dim() > 2 else x[:, None]
+
+
+@contextmanager
+def _patched(module: Any, name: str, answer: Callable[..., Any]):  # type: ignore[no-untyped-def]
+    original = getattr(module, name)
+    setattr(module, name, lambda *args, **kwargs: answer(original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

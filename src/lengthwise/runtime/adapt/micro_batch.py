@@ -1,0 +1,116 @@
+"""What the user's loop is given: one micro-batch, this rank's share of it, ready for the model's forward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import EVERY_TOKEN, Pack
+from lengthwise.runtime.adapt.noise import normal_slots, uniform_sequences
+from lengthwise.runtime.adapt.shard import Shard
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.model.targets import IGNORE, Masking
+from lengthwise.runtime.train.feed import feed
+
+
+class Source(Protocol):
+    """Where sequences come from."""
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """``[length]`` token ids, or ``[slots, ...]`` of anything."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feeding:
+    """How a pack becomes tensors."""
+
+    source: Source
+    objective: str
+    masking: Masking | None = None
+    ignore_index: int = IGNORE
+    slot_tokens: int = 1
+    """Tokens of a slot: of a frame, where sequences are videos."""
+
+    def cu_seqlens(self, pack: Pack) -> tuple[int, ...]:
+        """Boundaries in slots. Padding is a sequence of its own: models may look both ways."""
+        ends = {start + length for start, length in zip(pack.cu_seqlens, pack.lengths)}
+        return tuple(bound // self.slot_tokens for bound in sorted({*pack.cu_seqlens, *ends}))
+
+
+class MicroBatch:
+    """One micro-batch on this rank. t slots of this rank, T of the pack."""
+
+    def __init__(
+        self, shard: Shard, pack: Pack, feeding: Feeding, *, make_inputs: "Callable[[MicroBatch], dict[str, Any]]"
+    ) -> None:
+        self.shard, self.pack = shard, pack
+        self._feeding, self._make_inputs = feeding, make_inputs
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward."""
+        return self._make_inputs(self)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share this micro-batch."""
+        return self.shard.group
+
+    @property
+    def degree(self) -> int:
+        """How many they are."""
+        return self.shard.group.size
+
+    @property
+    def positions(self) -> Tensor:
+        """[t] int64: where in its sequence each slot of this rank is."""
+        return self.shard.positions
+
+    @cached_property
+    def sequences(self) -> list[np.ndarray]:
+        """The sequences of the whole pack as the corpus has them."""
+        return [self._feeding.source.tokens(sequence) for sequence in self.pack.ids]
+
+    def own(self, whole: Tensor | np.ndarray) -> Tensor:
+        """This rank's slots of what is laid out for the whole pack, ``[T, ...]``, on its device: ``[t, ...]``."""
+        values = torch.as_tensor(whole)
+        return values[torch.from_numpy(self.shard.places).to(values.device)].to(self.shard.device)
+
+    @cached_property
+    def _fed(self) -> tuple[Tensor, Tensor]:
+        fed = feed(self._feeding.source, self.pack, torch.device("cpu"), masking=self._feeding.masking)
+        return self.own(fed.tokens_T), self.own(fed.targets_T)
+
+    @property
+    def tokens(self) -> Tensor:
+        """[t] int64 token ids."""
+        return self._fed[0]
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """[t] int64: what each token is to predict, ``ignore_index`` where nothing."""
+        targets = self._fed[1]
+        return targets.masked_fill(targets == IGNORE, self._feeding.ignore_index)
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Tokens of this rank that have a loss."""
+        if self._feeding.objective == EVERY_TOKEN:
+            return int((self.shard.sequences >= 0).sum()) * self._feeding.slot_tokens
+        return int((self._fed[1] != IGNORE).sum())
+
+    def normal(self, *shape: int, call: int = 0) -> Tensor:
+        """``[t, *shape]`` standard normal numbers that belong to the slots: the same at every degree, in every pack.
+
+        ``call`` tells several draws of a micro-batch apart.
+        """
+        return normal_slots(self.shard, shape, call)
+
+    def uniform_of_sequences(self, *, call: int = 0) -> Tensor:
+        """[t] a number in [0, 1) for each sequence, repeated for its slots: such as the time of a diffusion."""
+        return uniform_sequences(self.shard, call)

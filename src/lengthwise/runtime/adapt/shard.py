@@ -1,0 +1,126 @@
+"""The micro-batch that this rank computes at the moment: what attention, positions and noise have to know of it.
+
+A model that is not ours is called by code that is not ours, so what it needs beyond its arguments lies here. There is
+one at a time in a process. *Slots* are what a pack is made of along the axis that is sharded: tokens, or the frames of a
+video. T slots of the pack, t of this rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.model.view import in_order
+from lengthwise.runtime.parallel.stage import StageView
+from lengthwise.runtime.parallel.tokens import shard_tokens
+
+
+@dataclass
+class Counts:
+    """Calls since the forward began, by what they are; a recomputed layer counts again from where it began."""
+
+    attention: int = 0
+    positions: int = 0
+    noise: int = 0
+
+    def copy(self) -> "Counts":
+        """As it is now."""
+        return Counts(attention=self.attention, positions=self.positions, noise=self.noise)
+
+
+@dataclass(eq=False, kw_only=True)
+class Shard:
+    """This rank's slots of one pack."""
+
+    step: int
+    seed: int
+    ids: tuple[int, ...]
+    """Of the sequences; padding after them is of nobody."""
+    cu_seqlens: tuple[int, ...]
+    """Offsets of the sequence boundaries in slots."""
+    group: Group
+    device: torch.device
+    recompute: tuple[bool, ...] = ()
+    """One flag per layer, or none for no layer."""
+    counts: Counts = field(default_factory=Counts)
+
+    @cached_property
+    def stage(self) -> StageView:
+        """Who of the group holds which slots."""
+        return StageView(
+            view=in_order(self.cu_seqlens, causal=False),
+            shards=shard_tokens(self.cu_seqlens, degree=self.group.size, causal=False),
+            group=self.group,
+            device=self.device,
+            make_tables=lambda offsets: None,
+        )
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[t] where in the pack this rank's slots are."""
+        return self.stage.shards.places[self.group.rank]
+
+    @property
+    def num_slots(self) -> int:
+        """t."""
+        return len(self.places)
+
+    @cached_property
+    def index(self) -> Tensor:
+        """[t] the same on the device."""
+        return torch.from_numpy(self.places).to(self.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[t] how many slots of its sequence are before each slot of this rank."""
+        return torch.from_numpy(self.stage.view.offsets[self.places]).to(self.device)
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """[t] id of the sequence of each slot of this rank; -1 for padding."""
+        ids = [*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids))]
+        of_slot = np.repeat(ids, [end - start for start, end in pairwise(self.cu_seqlens)])
+        return torch.from_numpy(of_slot[self.places]).to(self.device)
+
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether a layer keeps its input alone."""
+        return bool(self.recompute) and self.recompute[layer]
+
+
+_shards: list[Shard] = []
+
+
+def current() -> Shard:
+    """The micro-batch of the moment.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not _shards:
+        raise InputError(
+            "the prepared model was called outside of a micro-batch, where it cannot know whose tokens it has; call it "
+            "in `for micro_batch in step`, or as it was before: with run.plain(): model(...)"
+        )
+    return _shards[-1]
+
+
+def is_active() -> bool:
+    """Whether there is one."""
+    return bool(_shards)
+
+
+@contextmanager
+def active(shard: Shard) -> Iterator[Shard]:
+    """``shard`` is the micro-batch of the moment."""
+    _shards.append(shard)
+    try:
+        yield shard
+    finally:
+        _shards.remove(shard)
