@@ -33,7 +33,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, DeviceSpec, ModelSpec, nearest
+from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.stats import histogram
 from lengthwise.plan.ahead import PlanAhead
@@ -147,6 +147,8 @@ def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":
 
 def find_cluster(config: Config, world: "World") -> ClusterSpec:
     """The named cluster, which must have as many devices as there are ranks, or the devices the ranks run on."""
+    from lengthwise.runtime.comm.devices import find_device, local_size
+
     if config.cluster.name:
         cluster = resolve_cluster(config)
         if cluster.num_devices != world.size:
@@ -154,25 +156,11 @@ def find_cluster(config: Config, world: "World") -> ClusterSpec:
                 f"cluster.name={config.cluster.name} has {cluster.num_devices} devices, the run has {world.size} ranks"
             )
         return cluster
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    device = _found_device(world, local)
+    local = local_size()
+    device = find_device(world)
     if config.cluster.memory_gib:
         device = replace(device, memory_bytes=int(config.cluster.memory_gib * GIB))
     return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
-
-
-def _found_device(world: "World", local_ranks: int) -> DeviceSpec:
-    import torch
-
-    if world.device.type == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return replace(DEVICES["cpu"], memory_bytes=int(0.8 * total / local_ranks))
-    found = torch.cuda.get_device_name(world.device)
-    memory = torch.cuda.get_device_properties(world.device).total_memory
-    known = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in found]
-    if not known:
-        raise InputError(f"no speeds known for GPU {found!r}; set cluster.name ({nearest(found, DEVICES)})")
-    return replace(known[0], memory_bytes=int(0.92 * memory))  # the context and fragmentation take the rest
 
 
 def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:

@@ -64,6 +64,21 @@ class LineMemory:
         return np.maximum.reduce([fixed + per_token * tokens for fixed, per_token in lines])
 
 
+def most_tokens(needed: Callable[[np.ndarray], np.ndarray], limit_bytes: float) -> int:
+    """Most tokens whose ``needed`` bytes, never fewer for more tokens, are within a limit; 0 if none are.
+
+    A token needs at least a byte.
+    """
+    fits, too_many = 0, int(limit_bytes) + 1
+    while too_many - fits > 1:
+        between = fits + (too_many - fits) * np.arange(1, PROBES) // PROBES
+        between = np.unique(between[between > fits])
+        number = int(np.searchsorted(needed(between), limit_bytes, side="right"))
+        limits = [fits, *between.tolist(), too_many]
+        fits, too_many = limits[number], limits[number + 1]
+    return fits
+
+
 class SeparableCost(ABC):
     """A :class:`~lengthwise.core.cost.CostModel` of one model in one dtype on one cluster.
 
@@ -115,15 +130,9 @@ class SeparableCost(ABC):
 
     def max_tokens(self, scheme: Scheme, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
-        fits, too_many = 0, int(self.memory_limit_bytes) + 1  # a token keeps at least a byte
-        while too_many - fits > 1:
-            between = fits + (too_many - fits) * np.arange(1, PROBES) // PROBES
-            between = np.unique(between[between > fits])
-            needed = self.peak_bytes(between, scheme, num_devices=num_devices)
-            number = int(np.searchsorted(needed, self.memory_limit_bytes, side="right"))
-            limits = [fits, *between.tolist(), too_many]
-            fits, too_many = limits[number], limits[number + 1]
-        return fits
+        return most_tokens(
+            lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.memory_limit_bytes
+        )
 
     @property
     def memory_limit_bytes(self) -> float:

@@ -16,6 +16,7 @@ from lengthwise.runtime.adapt.calls import Calls, Rules, compare
 from lengthwise.runtime.adapt.hugging_face import Switch
 from lengthwise.runtime.adapt.intercept import Intercept
 from lengthwise.runtime.adapt.layers import Layers, intercepted
+from lengthwise.runtime.adapt.memory import Outputs, autocast_dtype, is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
 
 TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
@@ -51,12 +52,15 @@ class Adapted:
         assert self.anatomy.dtype
         self._loss, self._inputs = loss, inputs
         self._plain = 0
+        self._outputs = Outputs()
         self._forward = model.forward
         self._constants = list(self.anatomy.constants())
         self._intercept: Intercept | None = Intercept(self._constants, rules=Rules())
         self.rules = Rules()
-        if hasattr(model, "gradient_checkpointing_disable"):
-            model.gradient_checkpointing_disable()  # type: ignore[operator]  # what is recomputed is planned
+        for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):  # as transformers calls it
+            if (disable := getattr(model, name, None)) is not None:
+                disable()  # what is recomputed is planned
+                break
         self.layers = Layers(self.anatomy.layers, context=context)
         self._switch = Switch(model) if self.anatomy.is_hugging_face else None
         if self._switch is not None:
@@ -97,7 +101,7 @@ class Adapted:
             seen.append(calls)
         self.rules = compare(seen[0], seen[1], lengths)
         for number, rule in enumerate(self.rules.attention):
-            if rule.note.startswith("refused") and rule.dim is not None:
+            if rule.note.startswith("refused") and rule.dim == len(rule.shape) - 2:
                 raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
         needed = any(rule.dim is not None for rule in (*self.rules.attention, *self.rules.positions)) or self.rules.noise
         self._intercept = Intercept(self._constants, rules=self.rules) if needed else None
@@ -146,7 +150,19 @@ class Adapted:
             return self._forward(*args, **kwargs)
         shard = shards.current()
         _check_mask(kwargs.get("attention_mask"))
-        shard.counts = shards.Counts()
+        shard.counts, shard.dtype = shards.Counts(), autocast_dtype(shard.device)
+        try:
+            output = self._compute(shard, args, kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shard.has_failed = True
+        if shard.has_failed:  # and not before: the error holds on to what was computed
+            return self._outputs.not_computed()
+        self._outputs.note(output)
+        return output
+
+    def _compute(self, shard: shards.Shard, args: Any, kwargs: Any) -> Any:
         if self._intercept is None:
             return self._forward(*args, **kwargs)
         self._intercept.shard = shard

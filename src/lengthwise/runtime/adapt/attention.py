@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.noise import attention_keep
@@ -22,6 +23,10 @@ from lengthwise.runtime.parallel.exchange import exchange_attention
 
 QUERY_CHUNK = 512
 """Queries that a masked attention computes at once: its logits are never all in memory."""
+
+
+Keep = Callable[[int, range, range], Tensor]
+"""[heads, queries, keys] booleans: which weights of attention dropout leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +55,7 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard:
             f"{tuple(v_tKH.shape)}: only self-attention with heads of one size can be sharded; use degree 1 for this "
             "model (max_degree=1)"
         )
+    shard.attended.append((q_tNH.shape[1], k_tKH.shape[1], q_tNH.shape[2], q_tNH.dtype))
     if kind.scale is not None:
         q_tNH = q_tNH * (kind.scale * q_tNH.shape[2] ** 0.5)
     core = partial(_attend_whole, kind=kind, shard=shard)
@@ -58,55 +64,56 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard:
     return exchange_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
 
 
-def _attend_whole(
-    q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: Kind, shard: Shard
-) -> Tensor:
+def _attend_whole(q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: Kind, shard: Shard) -> Tensor:
     cu_seqlens = shard.cu_seqlens
     longest = max(end - start for start, end in pairwise(cu_seqlens))
     window = kind.window if kind.window is not None and min(kind.window) + 1 < longest else None
-    if kind.causal and window is not None and window[0] + 1 >= longest:
-        window = None
     if window is None and not kind.dropout:
         return attend(q_TnH, k_TkH, v_TkH, cu_seqlens, causal=kind.causal)
     group_size = q_TnH.shape[1] // k_TkH.shape[1]
     k_TnH, v_TnH = (x if group_size == 1 else x.repeat_interleave(group_size, dim=1) for x in (k_TkH, v_TkH))
+    lengths = [end - start for start, end in pairwise(cu_seqlens)]
     outs = []
-    for number, (start, end) in enumerate(pairwise(cu_seqlens)):
+    for number, qkv in enumerate(zip(*(x.split(lengths) for x in (q_TnH, k_TnH, v_TnH)))):
         keep = None
         if kind.dropout:
             sequence = shard.ids[number] if number < len(shard.ids) else -1
             keep = partial(attention_keep, shard, sequence, kind.call, first_head, kind.dropout)
-        outs.append(_attend_masked(q_TnH[start:end], k_TnH[start:end], v_TnH[start:end], kind, window, keep))
+        outs.append(_attend_masked(*qkv, kind, window, keep))
     return torch.cat(outs)
 
 
 def _attend_masked(
-    q_LnH: Tensor,
-    k_LnH: Tensor,
-    v_LnH: Tensor,
-    kind: Kind,
-    window: tuple[int, int] | None,
-    keep: Callable[[int, range, range], Tensor] | None,
+    q_LnH: Tensor, k_LnH: Tensor, v_LnH: Tensor, kind: Kind, window: tuple[int, int] | None, keep: Keep | None
 ) -> Tensor:
     """One sequence, some queries at a time, with all that they may see."""
-    length, num_heads, head_size = q_LnH.shape
+    length = len(q_LnH)
     before, after = window or (length, length)
     after = 0 if kind.causal else after
     outs = []
     for start in range(0, length, QUERY_CHUNK):
         queries = range(start, min(length, start + QUERY_CHUNK))
         keys = range(max(0, start - before), min(length, queries.stop + after))
-        q, k, v = (x[r.start : r.stop].transpose(0, 1) for x, r in ((q_LnH, queries), (k_LnH, keys), (v_LnH, keys)))
-        distance = torch.arange(queries.start, queries.stop, device=q.device)[:, None] - torch.arange(
-            keys.start, keys.stop, device=q.device
+        qkv = (x[r.start : r.stop].transpose(0, 1) for x, r in ((q_LnH, queries), (k_LnH, keys), (v_LnH, keys)))
+        distance = torch.arange(queries.start, queries.stop, device=q_LnH.device)[:, None] - torch.arange(
+            keys.start, keys.stop, device=q_LnH.device
         )
         sees = (distance <= before) & (distance >= -after)
         if keep is None:
+            q, k, v = qkv
             out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=sees)[0]
         else:
-            logits = (q @ k.transpose(1, 2)) * head_size**-0.5
-            weights = logits.masked_fill(~sees, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-            kept = keep(num_heads, queries, keys).to(weights.dtype) / (1.0 - kind.dropout)
-            out = (weights * kept).to(v.dtype) @ v
+            attend_some = partial(
+                _attend_dropping, sees=sees, keep=partial(keep, len(q_LnH[0]), queries, keys), p=kind.dropout
+            )
+            # What drops is drawn again in the backward: kept, its weights would take memory of length squared.
+            out = checkpoint(attend_some, *qkv, use_reentrant=False, preserve_rng_state=False)
         outs.append(out.transpose(0, 1))
     return torch.cat(outs)
+
+
+def _attend_dropping(q: Tensor, k: Tensor, v: Tensor, *, sees: Tensor, keep: Callable[[], Tensor], p: float) -> Tensor:
+    """[n, queries, H] of queries, keys and values [n, ..., H]."""
+    logits = (q @ k.transpose(1, 2)) * q.shape[2] ** -0.5
+    weights = logits.masked_fill(~sees, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return (weights * keep() / (1.0 - p)).to(v.dtype) @ v

@@ -1,10 +1,12 @@
 """Models of transformers: attention through its registry, arguments by its names.
 
-A registered attention gets keys and values with their own number of heads, and no mask: whatever asks for another mask
-than causal, bidirectional or a sliding window is refused here, for it would be ignored otherwise.
+What a layer may see is said by the mask that the model asks transformers for, not by the arguments of its attention:
+some models give their sliding window to the mask alone. A registered attention has masks of its own kind, so ours are
+:class:`Seen`: no numbers, only what was asked for. A mask that is not causal, open or a sliding window is refused.
 """
 
 import copy
+from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -18,10 +20,35 @@ NAME = "lengthwise"
 _REFUSED = {
     "softcap": "soft-capped logits",
     "s_aux": "attention sinks",
+    "sinks": "attention sinks",
     "position_bias": "a bias by position",
     "head_mask": "a mask of heads",
+    "indices": "a choice of keys",
+    "block_indices": "a choice of keys",
+    "cache": "a cache",
 }
 """Arguments of attentions that change what is computed, and what they ask for."""
+_MASKS = "transformers.masking_utils"
+
+
+class Seen(Tensor):
+    """A mask without numbers: which slots of its own sequence each slot sees. One element, for whoever asks its shape."""
+
+    causal: bool
+    window: tuple[int, int] | None
+
+    @staticmethod
+    def of(causal: bool, window: tuple[int, int] | None, device: torch.device) -> "Seen":
+        """The mask."""
+        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(Seen)
+        seen.causal, seen.window = causal, window
+        return seen
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """What is computed from it is another mask: a tensor like any other, which is refused."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def attention(
@@ -41,37 +68,102 @@ def attention(
     Raises:
         InputError: it asks for what is not known to be right on shards of packs.
     """
-    refused = [words for name, words in _REFUSED.items() if others.get(name) is not None]
-    if attention_mask is not None:
+    name = type(module).__name__
+    refused = [words for each, words in _REFUSED.items() if others.get(each) is not None]
+    if attention_mask is not None and not isinstance(attention_mask, Seen):
         refused.append("a mask of its own")
     if refused:
-        raise InputError(f"{type(module).__name__} asks for {' and '.join(refused)}, which packs do not have")
+        raise InputError(
+            f"{name} asks for {' and '.join(dict.fromkeys(refused))}, which cannot be honoured on packs; train this "
+            "model without lengthwise.prepare, or switch that off in its config"
+        )
     if len(query) != 1:
-        raise InputError(f"{type(module).__name__} got a batch of {len(query)}; a pack is one row (micro_batch.inputs)")
+        raise InputError(f"{name} got a batch of {len(query)}; a pack is one row: give the forward micro_batch.inputs")
     shard = shards.current()
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    kind = Kind(
-        causal=causal,
-        scale=scaling,
-        window=_window(sliding_window, causal=causal),
-        dropout=dropout,
-        call=shard.counts.attention,
-    )
-    shard.counts.attention += 1
+    causal, window = _seen(module, attention_mask, is_causal, sliding_window)
+    call = shard.counts.registered
+    kind = Kind(causal=causal, scale=scaling, window=window, dropout=dropout, call=REGISTERED + call)
+    shard.counts.registered += 1
     with torch._C.DisableTorchFunction():
         out_tNH = attend_shard(*(x[0].transpose(0, 1) for x in (query, key, value)), kind, shard)
     return out_tNH[None], None
 
 
+REGISTERED = 1 << 20
+"""Added to the numbers of these calls: a model may make calls of torch's attention as well."""
+
+
+def _seen(
+    module: nn.Module, mask: Seen | None, is_causal: bool | None, sliding_window: int | None
+) -> tuple[bool, tuple[int, int] | None]:
+    """Whether later slots are hidden, and how many before and after its own each slot sees."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if mask is None:
+        return causal, _window(sliding_window, causal=causal)
+    if mask.causal and not causal and sliding_window is None:
+        return True, mask.window  # the mask says all that it needs
+    asked = _window(sliding_window, causal=causal)
+    if causal != mask.causal or (asked is not None and asked != mask.window):
+        raise InputError(
+            f"{type(module).__name__} attends {_told(causal, asked)}, but the model's mask is "
+            f"{_told(mask.causal, mask.window)}; which of the two counts depends on its attn_implementation, so neither "
+            "is taken. Make is_causal and sliding_window of its config agree with its layers"
+        )
+    return mask.causal, mask.window
+
+
+def _told(causal: bool, window: tuple[int, int] | None) -> str:
+    return ("causally" if causal else "both ways") + ("" if window is None else f" within {window} slots")
+
+
 def _window(size: int | None, *, causal: bool) -> tuple[int, int] | None:
-    """Slots before and after its own that each sees. A causal window counts the slot itself."""
+    """Slots before and after its own that each sees: the size counts the slot itself, to either side."""
     if size is None:
         return None
-    return (size - 1, 0) if causal else (size, size)
+    return (size - 1, 0) if causal else (size - 1, size - 1)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Packs need none: attention is told where sequences end."""
+def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, device: Any = "cpu", **options: Any) -> Seen:
+    """What transformers calls instead of making a mask."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise InputError("attention_mask hides tokens; a pack has no padding to hide: leave attention_mask out")
+    causal, windows = _asked(mask_function)
+    window = None
+    if windows:
+        window = min(before for before, _ in windows), 0 if causal else min(after for _, after in windows)
+    return Seen.of(causal, window, torch.device(device))
+
+
+_ANY = 1 << 62
+"""A window's side that is open."""
+
+
+def _asked(function: Any) -> tuple[bool, list[tuple[int, int]]]:
+    """Whether a mask function is causal, and its windows.
+
+    Raises:
+        InputError: it is none of those that are known.
+    """
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+    known = name.removeprefix(f"{_MASKS}.").split(".<locals>")[0]
+    if known == "causal_mask_function":
+        return True, []
+    if known in ("bidirectional_mask_function", "packed_sequence_mask_function"):
+        return False, []  # ends of sequences are known better here
+    bound = getclosurevars(function).nonlocals if hasattr(function, "__closure__") else {}
+    if known == "sliding_window_overlay":
+        return False, [(bound["sliding_window"] - 1, _ANY)]
+    if known == "sliding_window_bidirectional_overlay":
+        return False, [(bound["sliding_window"],) * 2]
+    if known == "remap_positions_for_packed_sequence":
+        return _asked(bound["mask_function"])
+    if known == "and_masks":
+        parts = [_asked(each) for each in bound["mask_functions"]]
+        return any(causal for causal, _ in parts), [window for _, windows in parts for window in windows]
+    raise InputError(
+        f"the model asks for a mask by {name}, which is neither causal nor open nor a sliding window; it cannot be "
+        "honoured on packs"
+    )
 
 
 def register() -> None:
@@ -80,32 +172,65 @@ def register() -> None:
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, _mask)
 
 
 class Switch:
-    """Turns a model's attention to ours and back. Its config becomes its own: others may share it."""
+    """Turns a model's attention to ours and back. Its configs become its own: others may share them."""
 
     def __init__(self, model: nn.Module) -> None:
+        """The model keeps its attention until :meth:`on`.
+
+        Raises:
+            InputError: its attention does not go through the registry, or it is no stack of self-attention.
+        """
         register()
         self._model: Any = model
-        self._before = model.config._attn_implementation
-        shared, own = model.config, copy.deepcopy(model.config)
-        self._sharing = [module for module in model.modules() if getattr(module, "config", None) is shared]
-        self._shared = shared
-        for module in self._sharing:
-            module.config = own
+        name = type(model).__name__
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise InputError(
+                f"{name} is an encoder with a decoder, which attends from one sequence to another; only self-attention "
+                "can be prepared"
+            )
+        self._with = [module for module in model.modules() if hasattr(module, "config")]
+        self._shared = [module.config for module in self._with]
+        own = copy.deepcopy(self._shared)  # in one go: what is one object stays one
+        for module, config in zip(self._with, own):
+            module.config = config
+        used = list({id(config): config for config in own if hasattr(config, _CHOICE)}.values())
+        self._configs = used + [each for config in used for each in _sub_configs(config)]
+        self._before = [getattr(config, _CHOICE) for config in self._configs]
+        self.on()
+        missed = [type(config).__name__ for config in used if getattr(config, _CHOICE) != NAME]
+        self.off()
+        if missed:
+            self.release()
+            raise InputError(
+                f"{name} does not take its attention from transformers' AttentionInterface ({', '.join(missed)}), so "
+                "it cannot be sharded; use a model class that does"
+            )
 
     def on(self) -> None:
         """Ours."""
         self._model.set_attn_implementation(NAME)
 
     def off(self) -> None:
-        """As it was."""
-        self._model.set_attn_implementation(self._before)
+        """As it was, even where nothing was chosen."""
+        for config, before in zip(self._configs, self._before):
+            setattr(config, _CHOICE, before)
 
     def release(self) -> None:
-        """The model with the config it came with."""
+        """The model with the configs it came with."""
         self.off()
-        for module in self._sharing:
-            module.config = self._shared
+        for module, config in zip(self._with, self._shared):
+            module.config = config
+
+
+_CHOICE = "_attn_implementation_internal"
+
+
+def _sub_configs(config: Any) -> list[Any]:
+    """Those of parts of the model, at any depth, that no module has as its own yet."""
+    parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+    found = [part for part in parts if part is not None]
+    return found + [each for part in found for each in _sub_configs(part)]

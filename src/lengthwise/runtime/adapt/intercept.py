@@ -65,6 +65,14 @@ class Intercept(TorchFunctionMode):
                     "computes must not depend on the data or on the mode it is in"
                 )
 
+    def skip(self, layer: int) -> None:
+        """A layer is left out: calls after it keep the numbers that they have when it is computed."""
+        if self._rules is None or self.shard is None:
+            return
+        for name in ("attention", "positions", "noise"):
+            left_out = sum(rule.layer == layer for rule in getattr(self._rules, name))
+            setattr(self.shard.counts, name, getattr(self.shard.counts, name) + left_out)
+
     def _rule(self, name: str, call: Call) -> Rule | None:
         """Note the call, or say what it is."""
         if self._calls is not None:
@@ -91,7 +99,7 @@ class Intercept(TorchFunctionMode):
         if self._calls is not None and key.shape[-2] != query.shape[-2]:
             note = f"refused: it has {query.shape[-2]} queries and {key.shape[-2]} keys"
         rule = self._rule("attention", Call(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer))
-        if rule is None or rule.dim is None:
+        if rule is None or rule.dim != query.dim() - 2:  # each slot by itself: slots are rows of a batch, or nowhere
             return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         assert self.shard is not None, "rules come with a micro-batch"
         kind = Kind(

@@ -49,6 +49,8 @@ class Layers:
         if not shards.is_active():
             return self._forwards[number](*args, **kwargs)
         if self.num_kept is not None and number >= self.num_kept:
+            if self.intercept is not None:
+                self.intercept.skip(number)
             return _passed_on(self._last, args, kwargs)
         is_recomputed = shards.current().is_recomputed(number) and torch.is_grad_enabled()
         compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]

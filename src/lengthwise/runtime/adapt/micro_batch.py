@@ -1,7 +1,7 @@
 """What the user's loop is given: one micro-batch, this rank's share of it, ready for the model's forward."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import EVERY_TOKEN, Pack
+from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.noise import normal_slots, uniform_sequences
 from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.comm.group import Group
@@ -35,11 +36,31 @@ class Feeding:
     ignore_index: int = IGNORE
     slot_tokens: int = 1
     """Tokens of a slot: of a frame, where sequences are videos."""
+    labels: Callable[[int], np.ndarray] | None = None
+    """Labels of a sequence, each token's own; None: the tokens."""
 
     def cu_seqlens(self, pack: Pack) -> tuple[int, ...]:
         """Boundaries in slots. Padding is a sequence of its own: models may look both ways."""
         ends = {start + length for start, length in zip(pack.cu_seqlens, pack.lengths)}
         return tuple(bound // self.slot_tokens for bound in sorted({*pack.cu_seqlens, *ends}))
+
+
+def laid_out(pack: Pack, degree: int, feeding: Feeding) -> Pack:
+    """The pack, padded where it has fewer slots than ranks: models fail on a rank without any.
+
+    Raises:
+        InputError: it has padding, and its model learns from every token.
+    """
+    slots = feeding.slot_tokens
+    if pack.num_tokens < degree * slots:
+        pack = replace(pack, padded_to=degree * slots, rows=0)
+    if feeding.objective == EVERY_TOKEN and pack.num_tokens > sum(pack.lengths):
+        raise InputError(
+            f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
+            f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every slot; "
+            "plan a lower degree for them, or no padding"
+        )
+    return pack
 
 
 class MicroBatch:
@@ -77,14 +98,35 @@ class MicroBatch:
         return [self._feeding.source.tokens(sequence) for sequence in self.pack.ids]
 
     def own(self, whole: Tensor | np.ndarray) -> Tensor:
-        """This rank's slots of what is laid out for the whole pack, ``[T, ...]``, on its device: ``[t, ...]``."""
-        values = torch.as_tensor(whole)
+        """This rank's slots of what is laid out for the whole pack, ``[T, ...]``, on its device: ``[t, ...]``.
+
+        Without padding, such as the sequences end to end, where the pack has some: that is added, as zeros.
+        """
+        values, pack, size = torch.as_tensor(whole), self.pack, self._feeding.slot_tokens
+        if len(values) != self.shard.cu_seqlens[-1] and len(values) * size == sum(pack.lengths):
+            starts = zip(pack.cu_seqlens, pack.lengths)
+            places = [place for start, length in starts for place in range(start // size, (start + length) // size)]
+            values = values.new_zeros(self.shard.cu_seqlens[-1], *values.shape[1:]).index_copy(
+                0, torch.tensor(places, device=values.device), values
+            )
         return values[torch.from_numpy(self.shard.places).to(values.device)].to(self.shard.device)
 
     @cached_property
     def _fed(self) -> tuple[Tensor, Tensor]:
-        fed = feed(self._feeding.source, self.pack, torch.device("cpu"), masking=self._feeding.masking)
-        return self.own(fed.tokens_T), self.own(fed.targets_T)
+        feeding = self._feeding
+        fed = feed(feeding.source, self.pack, torch.device("cpu"), masking=feeding.masking)
+        targets_T = fed.targets_T
+        if feeding.labels is not None:
+            targets_T = self._from_labels(targets_T, feeding.labels)
+        return self.own(fed.tokens_T), self.own(targets_T)
+
+    def _from_labels(self, targets_T: Tensor, labels: Callable[[int], np.ndarray]) -> Tensor:
+        """Where the token before it is to predict a label of the corpus, that label."""
+        targets_T = targets_T.clone()
+        for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
+            following = torch.as_tensor(labels(sequence)[1:].astype(np.int64))
+            targets_T[start : start + length - 1] = following.masked_fill(following == self._feeding.ignore_index, IGNORE)
+        return targets_T
 
     @property
     def tokens(self) -> Tensor:

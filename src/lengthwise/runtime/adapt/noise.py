@@ -2,10 +2,12 @@
 
 Whoever computes a token, at whatever degree, in whatever pack and however often, draws the same for it. (The published
 code of data-centric parallel draws from each rank's own generator, so that the ranks of a group may train on different
-noise for one sample.) The hash is the finaliser of SplitMix64 (Steele et al. 2014), applied word by word.
+noise for one sample.) The hash is the finaliser of SplitMix64 (Steele et al. 2014), applied word by word. Numbers are
+drawn for some slots at a time, since their 64 bits take more memory than what is made of them.
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,32 +16,45 @@ from lengthwise.runtime.adapt.shard import Shard
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_WORD = (1 << 64) - 1
+_SLOTS, _WEIGHTS, _SEQUENCES = range(3)
+"""What numbers are drawn for: slots, weights of attention, whole sequences."""
+CHUNK = 1 << 22
+"""Numbers drawn at once."""
 
 
 def _signed(value: int) -> int:
     """The int64 with the same bits."""
-    value &= (1 << 64) - 1
+    value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical shift to the right of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
     """A bijection of int64 whose every output bit depends on every input bit."""
     x = x + _signed(_GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(_MIX[0])
-    x = (x ^ _shift(x, 27)) * _signed(_MIX[1])
-    return x ^ _shift(x, 31)
+    x.bitwise_xor_(_shift(x, 30)).mul_(_signed(_MIX[0]))
+    x.bitwise_xor_(_shift(x, 27)).mul_(_signed(_MIX[1]))
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def mix_word(x: int) -> int:
+    """:func:`mix` of one word, its 64 bits as a number that is not negative."""
+    x = (x + _GOLDEN) & _WORD
+    x = ((x ^ (x >> 30)) * _MIX[0]) & _WORD
+    x = ((x ^ (x >> 27)) * _MIX[1]) & _WORD
+    return x ^ (x >> 31)
 
 
 def _key(shard: Shard, *words: int) -> int:
-    state = torch.tensor(_signed(shard.seed))
+    state = shard.seed & _WORD
     for word in (shard.step, *words):
-        state = mix(state ^ _signed(word))
-    return int(state)
+        state = mix_word(state ^ (word & _WORD))
+    return _signed(state)
 
 
 def uniform(bits: Tensor) -> Tensor:
@@ -47,43 +62,64 @@ def uniform(bits: Tensor) -> Tensor:
     return _shift(bits, 11).to(torch.float64) * 2.0**-53
 
 
-def slot_bits(shard: Shard, call: int, num_numbers: int) -> Tensor:
-    """[t, num_numbers] int64: of every slot of this rank, for the call numbered ``call``."""
-    of_slot = mix(mix(shard.sequences ^ _key(shard, call)) ^ shard.positions)
-    return mix(of_slot[:, None] ^ torch.arange(num_numbers, device=shard.device))
+def exceeds(bits: Tensor, p: float) -> Tensor:
+    """Whether :func:`uniform` of ``bits`` is at least ``p``, exactly."""
+    return _shift(bits, 11) >= math.ceil(p * 2.0**53)
+
+
+def _chunks(shard: Shard, call: int, num_numbers: int) -> Iterator[Tensor]:
+    """[some slots, num_numbers] int64, slot after slot of this rank, for the call numbered ``call``."""
+    of_slot = mix(mix(shard.sequences ^ _key(shard, _SLOTS, call)) ^ shard.positions)
+    numbers = torch.arange(num_numbers, device=shard.device)
+    for some in of_slot.split(max(1, CHUNK // max(1, num_numbers))):
+        yield mix(some[:, None] ^ numbers)
+
+
+def _draw(x: Tensor, dim: int, call: int, shard: Shard, make: Callable[[Tensor], Tensor], *, words: int = 1) -> Tensor:
+    """What ``make`` makes of ``words`` words for each number of ``x``, whose slots lie along ``dim``."""
+    moved = x.movedim(dim, 0)
+    made = [make(bits) for bits in _chunks(shard, call, words * (moved[0].numel() if len(moved) else 0))]
+    flat = torch.cat(made) if made else torch.empty(0, device=x.device)
+    return flat.view(moved.shape).movedim(0, dim)
 
 
 def keep_like(x: Tensor, dim: int, p: float, call: int, shard: Shard) -> Tensor:
     """Which numbers of ``x``, whose slots lie along ``dim``, dropout of probability ``p`` leaves: booleans."""
-    moved = x.movedim(dim, 0)
-    bits = slot_bits(shard, call, moved[0].numel())
-    return (uniform(bits) >= p).view(moved.shape).movedim(0, dim)
+    return _draw(x, dim, call, shard, lambda bits: exceeds(bits, p))
 
 
 def normal_like(x: Tensor, dim: int, call: int, shard: Shard) -> Tensor:
     """Standard normal numbers like ``x``, whose slots lie along ``dim`` (Box & Muller 1958)."""
-    moved = x.movedim(dim, 0)
-    pairs = uniform(slot_bits(shard, call, 2 * moved[0].numel())).view(*moved.shape, 2)
-    radius = (-2.0 * torch.log1p(-pairs[..., 0])).sqrt()
-    return (radius * torch.cos(2.0 * math.pi * pairs[..., 1])).to(x.dtype).movedim(0, dim)
+
+    def make(bits: Tensor) -> Tensor:
+        pairs = uniform(bits).unflatten(1, (-1, 2))
+        radius = (-2.0 * torch.log1p(-pairs[..., 0])).sqrt()
+        return (radius * torch.cos(2.0 * math.pi * pairs[..., 1])).to(x.dtype)
+
+    return _draw(x, dim, call, shard, make, words=2)
 
 
 def uniform_like(x: Tensor, dim: int, call: int, shard: Shard) -> Tensor:
     """Uniform numbers in [0, 1) like ``x``, whose slots lie along ``dim``."""
-    moved = x.movedim(dim, 0)
-    return uniform(slot_bits(shard, call, moved[0].numel())).view(moved.shape).to(x.dtype).movedim(0, dim)
+    return _draw(x, dim, call, shard, lambda bits: _below_one(uniform(bits), x.dtype))
+
+
+def _below_one(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """In another dtype, where those nearest to 1 would become 1."""
+    return numbers.to(dtype).clamp_(max=1.0 - torch.finfo(dtype).eps / 2)
 
 
 def attention_keep(
     shard: Shard, sequence: int, call: int, first_head: int, p: float, num_heads: int, queries: range, keys: range
 ) -> Tensor:
     """[num_heads, queries, keys] booleans: the weights of attention that dropout of probability ``p`` leaves."""
+
     def along(numbers: range) -> Tensor:
         return torch.arange(numbers.start, numbers.stop, device=shard.device)
 
-    heads = mix(along(range(first_head, first_head + num_heads)) ^ _key(shard, call, sequence))
+    heads = mix(along(range(first_head, first_head + num_heads)) ^ _key(shard, _WEIGHTS, call, sequence))
     rows = mix(heads[:, None] ^ along(queries))
-    return uniform(mix(rows[:, :, None] ^ along(keys))) >= p
+    return exceeds(mix(rows[:, :, None] ^ along(keys)), p)
 
 
 def normal_slots(shard: Shard, shape: tuple[int, ...], call: int) -> Tensor:
@@ -93,4 +129,5 @@ def normal_slots(shard: Shard, shape: tuple[int, ...], call: int) -> Tensor:
 
 def uniform_sequences(shard: Shard, call: int) -> Tensor:
     """[t] a number in [0, 1) of the sequence of every slot."""
-    return uniform(mix(shard.sequences ^ _key(shard, -1 - call))).to(torch.float32)
+    bits = mix(shard.sequences ^ _key(shard, _SEQUENCES, call))
+    return _below_one(uniform(bits), torch.float32)

@@ -2,23 +2,27 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from lengthwise.core.batch import Pack
-from lengthwise.core.errors import CheckError
+from lengthwise.core.errors import CheckError, InfeasibleError
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.memory import StandIn
 from lengthwise.runtime.adapt.meter import Meter
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.adapt.step import Step, check_executable
+from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.state import checkpoint
@@ -29,6 +33,19 @@ from lengthwise.runtime.train.step import agree
 from lengthwise.runtime.train.trainer import BatchStream
 
 Planner = Callable[[GlobalBatch], StepPlan]
+
+
+MOST_ATTEMPTS = 10
+"""Plans of one step that may run out of memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A micro-batch that did not fit, and where."""
+
+    rank: int
+    pipeline: int
+    micro_batch: int
 
 
 class Run:
@@ -54,6 +71,12 @@ class Run:
         self.meter = Meter(world.device)
         self.state = ShardedState(adapted.model, world, optimizer, table=adapted.anatomy.table())
         self.state.hold_everything()
+        self.alone = Group(rank=0)
+        self.stand_in = StandIn((), adapted.anatomy.num_layers)
+        self.on_void: Callable[[Step, tuple[Failure, ...]], None] | None = None
+        """Told on every rank which micro-batches did not fit, before the step is planned again."""
+        self.on_finish: Callable[[Step], None] | None = None
+        """Told on every rank of every step that is done."""
 
     @property
     def model(self) -> nn.Module:
@@ -108,8 +131,37 @@ class Run:
                     "out, step.update() begins anew"
                 )
 
+    def discard(self) -> None:
+        """Forget gradients that belong to no step."""
+        self.state.discard_gradient()
+
+    def give_up(self, step: Step) -> None:
+        """Forget all of a step in which a rank ran out of memory, and learn from it. Every rank calls this.
+
+        Raises:
+            InfeasibleError: it was planned anew as often as is worth while.
+        """
+        self.discard()
+        pipeline, index = step.failure or (-1, -1)
+        rows = gather_rows(torch.tensor([pipeline, index], device=self.world.device)).tolist()
+        failures = tuple(
+            Failure(rank=rank, pipeline=pipeline, micro_batch=index)
+            for rank, (pipeline, index) in enumerate(rows)
+            if pipeline >= 0
+        )
+        if self.on_void is None or step.attempt >= MOST_ATTEMPTS:
+            failed = failures[0]
+            pack = step.plan.pipelines[failed.pipeline].micro_batches[failed.micro_batch].pack
+            raise InfeasibleError(
+                f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens, "
+                f"after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
+            )
+        self.on_void(step, failures)
+
     def finish(self, step: Step) -> None:
-        """Told of every step that is done."""
+        """A step is done; every rank calls this."""
+        if self.on_finish is not None:
+            self.on_finish(step)
 
     def save(self, folder: Path | str, *, keep: int = 3) -> None:
         """Write a checkpoint of weights, optimizer, stream and step; every rank calls this."""
@@ -133,6 +185,7 @@ class Run:
     def close(self) -> None:
         """Give the model back as it was, with today's weights."""
         self.adapted.release()
+        self.state.let_go()
 
     def _make_groups(self, plan: StepPlan) -> None:
         """Every rank makes all groups of the step, in one order."""

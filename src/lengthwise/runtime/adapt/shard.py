@@ -7,7 +7,7 @@ video. T slots of the pack, t of this rank.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -27,12 +27,14 @@ class Counts:
     """Calls since the forward began, by what they are; a recomputed layer counts again from where it began."""
 
     attention: int = 0
+    registered: int = 0
+    """Of attention through the registry of transformers."""
     positions: int = 0
     noise: int = 0
 
     def copy(self) -> "Counts":
         """As it is now."""
-        return Counts(attention=self.attention, positions=self.positions, noise=self.noise)
+        return replace(self)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -50,6 +52,12 @@ class Shard:
     recompute: tuple[bool, ...] = ()
     """One flag per layer, or none for no layer."""
     counts: Counts = field(default_factory=Counts)
+    dtype: torch.dtype | None = None
+    """That of autocast, in the forward; None: it is off."""
+    attended: list[tuple[int, int, int, torch.dtype]] = field(default_factory=list)
+    """Query heads, key/value heads, head size and dtype of each attention so far."""
+    has_failed: bool = False
+    """This rank ran out of memory in it."""
 
     @cached_property
     def stage(self) -> StageView:

@@ -11,7 +11,8 @@ from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.plan import MicroBatch as Planned
 from lengthwise.core.plan import Pipeline, StepPlan
 from lengthwise.core.timeline import SpanKind
-from lengthwise.runtime.adapt.micro_batch import MicroBatch
+from lengthwise.runtime.adapt.memory import is_out_of_memory, num_exchanges
+from lengthwise.runtime.adapt.micro_batch import MicroBatch, laid_out
 from lengthwise.runtime.adapt.shard import Shard, active
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.train.clock import StepClock
@@ -43,10 +44,14 @@ class Step:
         self.result: StepResult | None = None
         self.is_over = False
         self.measured: list[Measured] = []
+        self.failure: tuple[int, int] | None = None
+        """Pipeline and micro-batch in which this rank ran out of memory."""
         self._loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
         self._num_targets = 0
         self._current: MicroBatch | None = None
         self._is_iterated = False
+        self._done_before = 0
+        self._dtype: torch.dtype | None = None
 
     @property
     def number(self) -> int:
@@ -64,9 +69,12 @@ class Step:
         self._is_iterated = True
         for number, index, pipeline, planned in self._own():
             shard = self._shard(pipeline, planned)
+            if self.failure is not None:
+                self.run.stand_in.finish(shard, 0, self._dtype)
+                continue
             with active(shard), self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}"):
                 meter = self.run.meter.start()
-                self._current = self.run.make(shard, planned.pack)
+                self._current, self._done_before = self.run.make(shard, laid_out(planned.pack, shard.group.size, self.run.feeding)), num_exchanges(shard.group)
                 yield self._current
                 if self._current is not None:
                     raise CheckError(
@@ -75,6 +83,8 @@ class Step:
                     )
                 time_s, peak = meter.stop()
                 self.measured.append(Measured(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak))
+            if shard.has_failed:
+                self.failure, self._dtype = (number, index), shard.dtype
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, the mean over this rank's targets, with the weight that it has in the step.
@@ -84,17 +94,27 @@ class Step:
         """
         if self._current is None:
             raise CheckError(f"step {self.number}: backward without a micro-batch; call it once for each")
-        count = self._current.num_targets
-        if count:
-            self._loss += loss.detach().double() * count
-        self._num_targets += count
-        self.run.check_gradients()
-        # Where this rank has no target the mean is 0 / 0, but other ranks need their part of the backward.
-        loss.backward(torch.full_like(loss, count / self.plan.loss_normaliser))
-        self._current = None
+        micro_batch, self._current = self._current, None
+        shard, count = micro_batch.shard, micro_batch.num_targets
+        if not shard.has_failed:
+            if count:
+                self._loss += loss.detach().double() * count
+            self._num_targets += count
+            self.run.check_gradients()
+            try:
+                # Where this rank has no target the mean is 0 / 0, but other ranks need their part of the backward.
+                loss.backward(torch.full_like(loss, count / self.plan.loss_normaliser))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                shard.has_failed = True
+        if shard.has_failed:  # and not before: the error holds on to what was computed
+            self.run.stand_in.finish(shard, num_exchanges(shard.group) - self._done_before, shard.dtype)
 
     def update(self) -> StepResult | None:
         """Sum gradients over ranks, clip by their norm, step the optimizer; what every rank gets back is equal.
+
+        None: some rank ran out of memory, so nothing of the step is kept; it comes again, planned anew.
 
         Raises:
             CheckError: micro-batches are left.
@@ -102,19 +122,23 @@ class Step:
         """
         if self.is_over:
             raise CheckError(f"step {self.number} has been updated")
-        if not self._is_iterated and self._own() or self._current is not None or len(self.measured) < len(self._own()):
+        if self.failure is None and len(self.measured) < len(self._own()):
             raise CheckError(
                 f"step {self.number}: update after {len(self.measured)} of {len(self._own())} micro-batches; compute "
                 "all that `for micro_batch in step` gives"
             )
         self.is_over = True
         run, state = self.run, self.run.state
+        totals = [float(self._loss), self._num_targets, float(self.failure is not None)]
+        summed = sum_over_ranks(torch.tensor(totals, dtype=torch.float64, device=run.world.device))
+        loss, num_targets, num_failed = summed.tolist()
+        if num_failed:
+            run.give_up(self)
+            return None
         with self.clock.span(SpanKind.UPDATE, "push"):
             state.finish_push()
-        totals = torch.stack([self._loss, self._loss.new_tensor(self._num_targets)])
-        loss, num_targets = sum_over_ranks(totals).tolist()
         if not num_targets:
-            raise LengthwiseError(f"step {self.number}: no token of it has a loss; check the labels of {self.plan.step}")
+            raise LengthwiseError(f"step {self.number}: no token of it has a loss; look at the labels of its sequences")
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
         factor = self.plan.loss_normaliser / num_targets
         norm = state.global_norm(self._loss.new_zeros(()))[0] * factor
@@ -148,13 +172,14 @@ class Step:
         group = world.groups.of(tuple(sorted(pipeline.ranks)))
         assert group is not None, "a rank computes in pipelines that it is in"
         ids = []
-        for sequence, length, computed in zip(planned.pack.ids, planned.pack.lengths, planned.pack.computed_lengths):
+        pack = laid_out(planned.pack, group.size, feeding)
+        for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
             ids += [sequence] if length == computed else [sequence, -1]
         return Shard(
             step=self.number,
             seed=self.run.seed,
             ids=tuple(ids),
-            cu_seqlens=feeding.cu_seqlens(planned.pack),
+            cu_seqlens=feeding.cu_seqlens(pack),
             group=group,
             device=world.device,
             recompute=pipeline.recompute_of(planned),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lengthwise.core.scheme import Holding
 from lengthwise.runtime.comm.collectives import sum_over_ranks
@@ -72,9 +73,12 @@ class ShardedState:
         self.optimizer = settings.make(
             [s.parameter for s in self.segments if s.decays], [s.parameter for s in self.segments if not s.decays]
         )
+        self._hooks: list[RemovableHandle] = []
         if self.compute_dtype != self.master_dtype:
-            for name, parameter in self._named.items():
+            self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
+                for name, parameter in self._named.items()
+            ]
         self.holdings: tuple[Holding | None, ...] | None = None
         self.gradients = self.master[:0]
         self.weights = self.gradients.to(self.compute_dtype)  # a rank may hold nothing, but of this kind
@@ -162,6 +166,17 @@ class ShardedState:
         for going in self._going:
             going.wait()
         self._going = []
+        self.gradients.zero_()
+
+    def let_go(self) -> None:
+        """Leave the parameters to whoever trains them next: with today's weights and no gradient."""
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    def discard_gradient(self) -> None:
+        """Forget what backwards added since the last push."""
         self.gradients.zero_()
 
     def clear_gradient(self) -> None:

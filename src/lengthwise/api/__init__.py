@@ -1,0 +1,1 @@
+"""What users import: a prepared run from a model and a corpus."""

@@ -1,0 +1,121 @@
+"""What can be said to ``prepare``, checked at once."""
+
+from collections.abc import Callable
+from os import PathLike
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
+
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import nearest
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+
+DEFAULT_TOKENS_PER_STEP = 65_536
+_PRICES = ("sequence_times_s", "overhead_s", "time_s", "comm_times_s", "update_s", "peak_bytes", "max_tokens")
+"""Methods without which nothing can be planned."""
+
+
+class Options(BaseModel):
+    """Keyword arguments of :func:`lengthwise.prepare`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    policy: Literal["padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "auto"] = (
+        "dcp-intra"
+    )
+    """Who decides degree, accumulation and recompute of every step."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps; None: those of ``epochs``."""
+    epochs: int = Field(default=1, ge=1)
+    """Times that every sequence is learned from."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """Token budget of a global batch."""
+    sequences_per_step: int | None = Field(default=None, ge=1)
+    """Or: sequences of a global batch."""
+    shuffle: bool = True
+    seed: int = Field(default=0, ge=0)
+    """Of the order of sequences, of masks and of dropout."""
+
+    max_length: int | None = Field(default=None, ge=1)
+    over_length: Literal["error", "drop", "truncate", "split"] = "error"
+    """What happens to sequences over ``max_length``."""
+    slot_tokens: int = Field(default=1, ge=1)
+    """Tokens of a slot, the unit that is sharded: 1 of text, tokens of a frame of video."""
+    objective: Literal["next-token", "masked", "every-token"] | None = None
+    """What has a loss; None: what the model's class says, or next-token."""
+    mask_token_id: int | None = None
+    """Stands for hidden tokens, with the objective ``masked``."""
+    ignore_index: int = -100
+    """The target of a token that has no loss."""
+
+    layers: str | None = None
+    """Name of the model's list of layers; None: the longest one."""
+    inputs: Callable[..., dict[str, Any]] | None = None
+    """From a micro-batch to the forward's arguments; None: by the names of its parameters."""
+    loss: Callable[..., Any] | None = None
+    """From the forward's output and the micro-batch to the mean loss of this rank's targets; None: the loss in it."""
+
+    optimizer: OptimizerSettings | Literal["adamw", "sgd", "adafactor"] = "adamw"
+    lr: float | Callable[[int], float] = 3e-4
+    """A number, or a function of the step."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Of matrices, where ``optimizer`` is a name."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Limit of the global gradient norm; 0: none."""
+
+    max_degree: int | None = Field(default=None, ge=1)
+    """Most ranks that share a sequence; None: all."""
+    recompute: Literal["auto", "none", "all", "selective"] = "auto"
+    """Layers computed again in the backward: as few as fit; ``selective``: the same, but attention is kept."""
+    memory_gib: float | None = Field(default=None, gt=0)
+    """Of a device; None: what it has."""
+    profile: str | PathLike[str] | None = None
+    """File that keeps the measurements; None: one in ``~/.cache/lengthwise``."""
+    cost: SkipValidation[CostModel | None] = None
+    """Instead of measuring."""
+    check: bool = True
+    """Compute two short sequences both ways before the run, and refuse a model whose gradients differ."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    verbose: bool = True
+    """Say on the first rank what was found and measured."""
+
+    @field_validator("cost")
+    @classmethod
+    def _can_price(cls, cost: Any) -> Any:
+        missing = [name for name in _PRICES if cost is not None and not callable(getattr(cost, name, None))]
+        if missing:
+            raise ValueError(f"{type(cost).__name__} is no cost model: it lacks {', '.join(missing)}")
+        return cost
+
+    @property
+    def optimizer_settings(self) -> OptimizerSettings:
+        """The optimizer and its constants."""
+        if isinstance(self.optimizer, OptimizerSettings):
+            return self.optimizer
+        return OptimizerSettings(name=self.optimizer, weight_decay=self.weight_decay)
+
+    @property
+    def budgets(self) -> dict[str, int | None]:
+        """Of a global batch, as the sampler takes them."""
+        if self.tokens_per_step is None and self.sequences_per_step is None:
+            return {"tokens_per_step": DEFAULT_TOKENS_PER_STEP}
+        return {"tokens_per_step": self.tokens_per_step, "sequences_per_step": self.sequences_per_step}
+
+
+def read_options(given: dict[str, Any]) -> Options:
+    """The options, or every mistake in them at once.
+
+    Raises:
+        InputError: unknown names, with the nearest known one, and values out of range.
+    """
+    unknown = [f"{name}: no such option; {nearest(name, Options.model_fields)}" for name in given if name not in Options.model_fields]
+    known = {name: value for name, value in given.items() if name in Options.model_fields}
+    problems = list(unknown)
+    try:
+        found = Options(**known)
+    except ValidationError as error:
+        problems += [f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg']}" for one in error.errors()]
+    if problems:
+        raise InputError("prepare(...) cannot be done as asked:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    return found

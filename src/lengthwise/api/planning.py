@@ -1,0 +1,67 @@
+"""From lengths and costs to the stream of batches and the planner of a prepared run."""
+
+from itertools import islice
+
+import numpy as np
+
+from lengthwise.api.options import Options
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.scheme import Method
+from lengthwise.core.specs import ClusterSpec
+from lengthwise.data.sampler import Sampler
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.pool import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
+
+
+def make_sampler(options: Options, lengths: LengthIndex, objective: str, *, seed: int | None = None) -> Sampler:
+    """The stream of global batches."""
+    return Sampler(
+        lengths,
+        seed=options.seed if seed is None else seed,
+        shuffle=options.shuffle,
+        objective=objective,
+        **options.budgets,  # type: ignore[arg-type]
+    )
+
+
+def steps_of(options: Options, lengths: LengthIndex, objective: str) -> int:
+    """Steps of the run: as many as were asked for, or those of its epochs."""
+    if options.steps is not None:
+        return options.steps
+    sampler, total = make_sampler(options, lengths, objective), 0
+    while sampler.epoch < options.epochs:
+        next(sampler)
+        total += 1
+    return total
+
+
+def make_planner(
+    options: Options, cost: CostModel, *, cluster: ClusterSpec, num_layers: int, lengths: LengthIndex, objective: str
+) -> Planner:
+    """The planner of the policy: pipelines of one stage, sequences shared by up to ``max_degree`` ranks.
+
+    Raises:
+        InfeasibleError: the model's state or the longest sequence fits under no scheme.
+    """
+    most = cluster.num_devices
+    if options.max_degree is not None and options.max_degree > most:
+        raise InputError(f"max_degree={options.max_degree}, and there are {most} ranks")
+    pool = Pool(
+        max_degree=options.max_degree or most,
+        max_stages=1,
+        methods=(Method.ULYSSES,),
+        recompute=Recompute("auto" if options.recompute == "selective" else options.recompute),
+    )
+    typical = make_sampler(options, lengths, objective, seed=(options.seed + SAMPLES_SEED) % (1 << 64))
+    problem = make_problem(
+        cost,
+        cluster=cluster,
+        num_layers=num_layers,
+        max_length=lengths.max_length,
+        pool=pool,
+        samples=[np.array(batch.lengths, dtype=np.int64) for batch in islice(typical, NUM_SAMPLES)],
+    )
+    problem.check_fits(lengths.lengths)
+    return Planner(policy=options.policy, problem=problem)

@@ -1,0 +1,145 @@
+"""``lengthwise.prepare``: from a model and a corpus to a run that a user's own loop steps through."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lengthwise.api.costs import find_cost
+from lengthwise.api.options import Options, read_options
+from lengthwise.api.planning import make_planner, make_sampler, steps_of
+from lengthwise.api.refine import Refiner
+from lengthwise.api.sequences import Sequences, read_sequences
+from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.plan import StepPlan
+from lengthwise.core.specs import GIB, ClusterSpec
+from lengthwise.cost.separable import SeparableCost
+from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.learn import check_exact, learn
+from lengthwise.runtime.adapt.micro_batch import Feeding
+from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.comm.devices import find_device, local_size
+from lengthwise.runtime.comm.world import World, start_world
+from lengthwise.runtime.model.targets import Masking
+
+def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
+    """Prepare ``model`` to train on ``corpus``: every rank calls this, under torchrun or alone.
+
+    The model's code is not changed and its weights stay its own; its layers, its attention and its forward go through
+    the run until :meth:`~lengthwise.runtime.adapt.run.Run.close`. Moves the model to the rank's device.
+
+    Args:
+        model: of transformers, or any ``nn.Module`` whose attention is ``scaled_dot_product_attention``.
+        corpus: a folder made by ``lengthwise index``, or anything with a length and items: rows of token ids,
+            dictionaries with ``input_ids`` (and ``labels``), arrays whose first axis is slots.
+        options: see :class:`~lengthwise.api.options.Options`.
+
+    Raises:
+        InputError: options, model or corpus cannot be used as they are.
+        InfeasibleError: the longest sequence fits on no group of devices.
+        CheckError: packs change what the model learns.
+    """
+    chosen = read_options(options)
+    world = start_world(chosen.device)
+    sequences = read_sequences(
+        corpus, max_length=chosen.max_length, over_length=chosen.over_length, slot_tokens=chosen.slot_tokens
+    )
+    objective = chosen.objective or _objective_of(model)
+    model.to(world.device)
+    adapted = Adapted(
+        model,
+        objective=objective,
+        layers=chosen.layers,
+        loss=chosen.loss,
+        inputs=chosen.inputs,
+        context=_contexts(chosen),
+    )
+    try:
+        run = _make_run(adapted, chosen, world, sequences)
+        learn(run)
+        if chosen.check:
+            check_exact(run)
+        _plan(run, chosen, sequences.lengths)
+    except BaseException:
+        adapted.release()
+        raise
+    return run
+
+
+def _make_run(adapted: Adapted, options: Options, world: World, sequences: Sequences) -> Run:
+    """The run but for its planner."""
+    objective, lr = adapted.objective, options.lr
+    return Run(
+        adapted,
+        world,
+        stream=make_sampler(options, sequences.lengths, objective),
+        planner=_not_yet,
+        feeding=Feeding(
+            source=sequences,
+            objective=objective,
+            masking=_masking(adapted.model, options) if objective == MASKED else None,
+            ignore_index=options.ignore_index,
+            slot_tokens=options.slot_tokens,
+            labels=sequences.labels,
+        ),
+        optimizer=options.optimizer_settings,
+        lr=lr if callable(lr) else lambda step: lr,
+        clip_norm=options.clip_norm,
+        num_steps=steps_of(options, sequences.lengths, objective),
+        seed=options.seed,
+    )
+
+
+def _plan(run: Run, options: Options, lengths: LengthIndex) -> None:
+    """Find out what things cost, and give the run a planner."""
+    cluster = _cluster(options, run.world)
+    cost = options.cost or find_cost(run, options, cluster=cluster, lengths=lengths)
+    plan_with = partial(
+        make_planner,
+        options,
+        cluster=cluster,
+        num_layers=run.adapted.anatomy.num_layers,
+        lengths=lengths,
+        objective=run.adapted.objective,
+    )
+    if isinstance(cost, SeparableCost):
+        Refiner(run, cost, plan_with)
+    else:
+        run.planner = plan_with(cost)
+
+
+def _not_yet(batch: GlobalBatch) -> StepPlan:
+    raise AssertionError("costs are known before the first step")
+
+
+def _contexts(options: Options) -> Callable[[], Any] | None:
+    if options.recompute != "selective":
+        return None
+    from lengthwise.runtime.adapt.recompute import selective_contexts
+
+    return selective_contexts
+
+
+def _objective_of(model: nn.Module) -> str:
+    return MASKED if type(model).__name__.endswith("ForMaskedLM") else NEXT_TOKEN
+
+
+def _masking(model: nn.Module, options: Options) -> Masking:
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if options.mask_token_id is None or vocab_size is None:
+        raise InputError(
+            f"{type(model).__name__} predicts hidden tokens: say which token hides them, mask_token_id=..., the id of "
+            "[MASK] in its tokenizer"
+        )
+    return Masking(seed=options.seed, vocab_size=vocab_size, mask_token_id=options.mask_token_id)
+
+
+def _cluster(options: Options, world: World) -> ClusterSpec:
+    device = find_device(world)
+    if options.memory_gib is not None:
+        device = replace(device, memory_bytes=int(options.memory_gib * GIB))
+    return ClusterSpec(num_nodes=world.size // local_size(), devices_per_node=local_size(), device=device)

@@ -1,0 +1,174 @@
+"""What one layer of a model, and all of the model but its layers, were measured to take; of any model, as data.
+
+DCP, section 3.5: a model of two layers is run, the first warms up, the second is measured.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+from lengthwise.core.errors import InputError
+
+LAYER_PROFILE_SCHEMA_VERSION = 1
+_KIND = "layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """One pack on ``degree`` ranks. Seconds are medians over repeats and ranks, bytes those of the fullest rank."""
+
+    lengths: tuple[int, ...]
+    """Of the sequences, in tokens."""
+    degree: int
+    forward_s: float
+    """t_f, of one layer."""
+    backward_s: float
+    """t_b, of one layer that kept all it needs."""
+    constant_s: float
+    """T_C: all of the micro-batch but its layers."""
+    forward_spread_s: float
+    """Half the distance between the quartiles of the repeats."""
+    backward_spread_s: float
+    constant_spread_s: float
+    kept_bytes: int
+    """m: what a layer keeps for its backward beside its input."""
+    input_bytes: int
+    """m_inp: what a recomputed layer keeps."""
+    constant_bytes: int
+    """M_C: what is kept beside layers, and what else is there when most is."""
+    alive_bytes: int
+    """What comes to that where layers are recomputed: one of them is there in full again."""
+    repeats: int
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Of the pack."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkRow:
+    """Speed of an all-to-all among ``degree`` ranks."""
+
+    degree: int
+    latency_s: float
+    """Of a call that sends next to nothing."""
+    bytes_per_s: float
+    """That each rank sends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Of what a profile was taken: it holds for nothing else."""
+
+    model_name: str
+    model_digest: str
+    """Over its modules, the shapes of its parameters and its configuration."""
+    device: str
+    dtype: str
+    """That it computes in."""
+    num_ranks: int
+    """Ranks that measured at the same time, sharing memory bandwidth and links."""
+    software: str
+    """Versions."""
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits over everything."""
+        return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def differences(self, other: "Identity") -> list[str]:
+        """In words, what of ``other`` is not as it is here."""
+        return [
+            f"{field.name.replace('_', ' ')} {getattr(other, field.name)} instead of {getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(other, field.name)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTable:
+    """Measurements of one model on one kind of device."""
+
+    identity: Identity
+    num_layers: int
+    num_params: int
+    """That are trained."""
+    other_bytes: int
+    """Of parameters that are not trained and of buffers."""
+    longest: int
+    """Tokens of the longest sequence that was asked for; measured is what fitted memory and time."""
+    update_s: float
+    """Push, clip, optimizer and pull of one step."""
+    rows: tuple[LayerRow, ...]
+    links: tuple[LinkRow, ...] = ()
+    too_large: tuple[tuple[int, int], ...] = ()
+    """Degree, and tokens of the first pack that did not fit the memory of some rank."""
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise InputError(f"the profile of {self.identity.model_name} has no rows; not even the shortest pack fits")
+        for row in self.rows:
+            if min(row.forward_s, row.backward_s) <= 0 or row.constant_s < 0 or row.kept_bytes < 1:
+                raise InputError(f"a layer takes time and keeps something; measured was {row}. Profile again")
+
+    @cached_property
+    def degrees(self) -> tuple[int, ...]:
+        """That were measured."""
+        return tuple(sorted({row.degree for row in self.rows}))
+
+    def of_degree(self, degree: int) -> tuple[LayerRow, ...]:
+        """Its rows."""
+        return tuple(row for row in self.rows if row.degree == degree)
+
+    @property
+    def document(self) -> dict[str, object]:
+        """As JSON takes it."""
+        return {"schema_version": LAYER_PROFILE_SCHEMA_VERSION, "kind": _KIND, **asdict(self)}
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.document, indent=1) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> "LayerTable":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            InputError: the file is missing, damaged or no profile of layers.
+        """
+        try:
+            document = json.loads(path.read_text())
+            if document["kind"] != _KIND:
+                raise ValueError(f"it is a document of kind {document['kind']!r}")
+            if document["schema_version"] != LAYER_PROFILE_SCHEMA_VERSION:
+                raise ValueError(
+                    f"it has schema {document['schema_version']}, this version reads {LAYER_PROFILE_SCHEMA_VERSION}"
+                )
+            return cls.of_document(document)
+        except FileNotFoundError:
+            raise InputError(f"no profile at {path}; it is made when a model is prepared") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            told = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise InputError(
+                f"{path} is no profile of layers ({told}); delete it to have it measured anew, or name another file"
+            ) from None
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, object]) -> "LayerTable":
+        """The table in :attr:`document`."""
+        values = {name: value for name, value in document.items() if name not in ("schema_version", "kind")}
+        rows, links, too_large = (values.pop(name) for name in ("rows", "links", "too_large"))
+        return cls(
+            identity=Identity(**values.pop("identity")),  # type: ignore[arg-type]
+            rows=tuple(LayerRow(**{**row, "lengths": tuple(row["lengths"])}) for row in rows),  # type: ignore[attr-defined]
+            links=tuple(LinkRow(**row) for row in links),  # type: ignore[attr-defined]
+            too_large=tuple((degree, tokens) for degree, tokens in too_large),  # type: ignore[attr-defined]
+            **values,  # type: ignore[arg-type]
+        )

@@ -1,0 +1,131 @@
+"""What a prepared model is asked before the run: which calls are about slots, and whether packs change what it learns."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.adapt.memory import Attended, StandIn
+from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.adapt.shard import Shard, active
+
+LENGTHS = (11, 7)
+"""Slots of the two sequences; sizes that models rarely have otherwise."""
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+"""Relative, of the norm of the gradient: what rounding explains and mixed up sequences do not (0.2 to 2)."""
+
+
+class Stretched:
+    """The first sequence of a source at any length: repeated, or cut."""
+
+    def __init__(self, tokens: np.ndarray, slot_tokens: int) -> None:
+        self._values, self._slot_tokens = tokens, slot_tokens
+        self.lengths: dict[int, int] = {}
+        """Tokens by sequence id."""
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Each id begins elsewhere, so that sequences differ."""
+        num_slots = self.lengths[sequence] // self._slot_tokens
+        return self._values[(np.arange(num_slots) + 3 * sequence) % len(self._values)]
+
+    labels = tokens
+
+
+@contextmanager
+def synthetic(run: Run, lengths: tuple[int, ...]) -> Iterator[None]:
+    """The run's sequences 0, 1, ... have these many slots, whatever its corpus holds."""
+    before = run.feeding
+    source = Stretched(np.asarray(before.source.tokens(0)), before.slot_tokens)
+    source.lengths = {number: length * before.slot_tokens for number, length in enumerate(lengths)}
+    run.feeding = replace(before, source=source, labels=None if before.labels is None else source.labels)
+    try:
+        yield
+    finally:
+        run.feeding = before
+
+
+def learn(run: Run) -> None:
+    """Let the model compute two sequences, each on this rank alone, and learn its calls.
+
+    Raises:
+        InputError: it attends in a way that cannot be sharded.
+    """
+    with synthetic(run, LENGTHS):
+        run.adapted.learn([lambda: _loss(run, (0,)), lambda: _loss(run, (1,))], LENGTHS)
+        attended = _attended(run)
+    calls = tuple(Attended(num_heads=n, num_kv_heads=k, head_size=h, dtype=dtype) for n, k, h, dtype in attended)
+    run.stand_in = StandIn(calls, run.adapted.anatomy.num_layers)
+
+
+def check_exact(run: Run) -> None:
+    """Compare the gradient of a pack of two sequences with that of each by itself, computed as before preparing.
+
+    Raises:
+        CheckError: they differ by more than rounding: tokens meet in the model elsewhere than in attention.
+    """
+    training = run.model.training
+    run.model.eval()  # what drops at random cannot be compared
+    try:
+        with synthetic(run, LENGTHS):
+            _loss(run, (0, 1)).backward()
+            packed = _take_gradient(run)
+            for sequence in (0, 1):
+                _loss(run, (sequence,), plain=True).backward()
+            alone = _take_gradient(run)
+    finally:
+        run.model.train(training)
+    difference, size = float((packed - alone).norm()), float(alone.norm())
+    limit = TOLERANCE.get(run.state.compute_dtype, TOLERANCE[torch.bfloat16])
+    if not difference <= limit * size:
+        raise CheckError(
+            f"{type(run.model).__name__} computes other gradients for two sequences in one pack than for each alone: "
+            f"they differ by {difference / size if size else difference:.1e} (limit {limit:.0e}). Its tokens meet elsewhere than in "
+            "scaled_dot_product_attention (a convolution, a recurrence, attention by hand?), or it counts positions in "
+            "its own way: give it positions as an argument (inputs=...). check=False trains it all the same"
+        )
+
+
+def _loss(run: Run, sequences: tuple[int, ...], *, plain: bool = False) -> Tensor:
+    """The sum over the targets of these sequences in one pack, on this rank alone."""
+    lengths = tuple(LENGTHS[number] * run.feeding.slot_tokens for number in sequences)
+    pack = Pack(ids=sequences, lengths=lengths)
+    shard = _shard(run, pack)
+    with active(shard):
+        micro_batch = run.make(shard, pack)
+        inputs = micro_batch.inputs
+        if plain:
+            with run.plain():
+                output = run.model(**inputs)
+        else:
+            output = run.model(**inputs)
+        loss = run.adapted.loss_of(output, micro_batch)
+    if loss.dim():
+        raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
+    return loss * micro_batch.num_targets
+
+
+def _attended(run: Run) -> list[tuple[int, int, int, torch.dtype]]:
+    """Sizes of every call of attention in a forward."""
+    pack = Pack(ids=(0,), lengths=(LENGTHS[0] * run.feeding.slot_tokens,))
+    shard = _shard(run, pack)
+    with active(shard):
+        run.model(**run.make(shard, pack).inputs)
+    return shard.attended
+
+
+def _shard(run: Run, pack: Pack) -> Shard:
+    return Shard(
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
+        device=run.world.device,
+    )  # fmt: skip
+
+
+def _take_gradient(run: Run) -> Tensor:
+    gradient = run.state.gradients.to(torch.float64, copy=True)
+    run.discard()
+    return gradient

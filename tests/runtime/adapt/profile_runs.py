@@ -1,0 +1,122 @@
+"""Prepared runs of small models, for measuring, and models that lie about memory."""
+
+import os
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.learn import learn
+from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
+from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.comm.world import start_world
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+
+VOCABULARY, HIDDEN, LAYERS, PLACES = 61, 16, 5, 256
+
+
+class Layer(nn.Module):
+    """Causal attention and a feed-forward, each behind a norm."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.norm, self.other_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.qkv, self.out = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(out)
+        x = x + self.down(F.gelu(self.up(self.other_norm(x))))
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Gpt(nn.Module):
+    """A language model with learned positions, and dropout before its head, after all layers."""
+
+    def __init__(self, num_layers: int = LAYERS, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(PLACES, HIDDEN)
+        self.layers = nn.ModuleList(Layer(dropout) for _ in range(num_layers))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        self.last_dropout = nn.Dropout(dropout)
+        self.register_buffer("unused", torch.zeros(7))
+
+    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(idx) + self.places(torch.arange(idx.shape[1], device=idx.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.last_dropout(self.norm(x)))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+class Limited(nn.Module):
+    """Passes its input on, if there is memory for so many numbers."""
+
+    def __init__(self, limit: int, in_backward: bool) -> None:
+        super().__init__()
+        self.limit, self.in_backward = limit, in_backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.in_backward:
+            check(x.numel(), self.limit)
+        elif x.requires_grad:
+            x.register_hook(lambda gradient: check(gradient.numel(), self.limit))
+        return x
+
+
+def check(number: int, limit: int) -> None:
+    """What the allocator of a CPU does."""
+    if number > limit:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+class Source:
+    """One sequence."""
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        return np.random.default_rng(sequence).integers(0, VOCABULARY, 20)
+
+
+def refuse(batch: object) -> None:
+    """A planner that is not asked."""
+    raise AssertionError("nothing is planned here")
+
+
+def prepared(model: nn.Module, *, dtype: torch.dtype = torch.float32, learned: bool = True) -> Run:
+    """A run before its first step."""
+    run = Run(
+        Adapted(model.to(dtype)),
+        start_world("cpu"),
+        stream=None,  # type: ignore[arg-type]
+        planner=refuse,  # type: ignore[arg-type]
+        feeding=Feeding(source=Source(), objective=NEXT_TOKEN),
+        optimizer=OptimizerSettings(),
+        lr=lambda step: 0.1,
+        num_steps=1,
+    )
+    learn(run)
+    return run
+
+
+def llama(num_layers: int = LAYERS) -> nn.Module:
+    """Of transformers, with fewer key/value heads than query heads."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def mean_loss(output: object, micro_batch: MicroBatch) -> Tensor:
+    """Of logits."""
+    return F.cross_entropy(output.logits[0], micro_batch.targets)  # type: ignore[attr-defined]

@@ -1,0 +1,49 @@
+"""A rank that runs out of memory takes the others out of the step with it: nobody hangs, nothing is lost or counted
+twice."""
+
+import pytest
+import torch
+
+from lengthwise.runtime.adapt.memory import NotComputed, Outputs, is_out_of_memory
+from tests.runtime.adapt.memory_runs import LAYERS, train
+
+PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("recomputed", [0, 2])
+@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), (3, 3), (4, 2)])
+def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weights(ranks, num_ranks, degree, recomputed):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for place in PLACES:
+        found = ranks(num_ranks).run(train, degree, recomputed, {1: (place,)})
+        for losses, told, weights in found:
+            assert told == ["rank 1 in micro-batch 0"]
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+def test_several_ranks_may_fail_at_different_places(ranks):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for losses, told, weights in ranks(4).run(train, 2, 1, {0: ("backward of layer 2",), 3: ("forward of layer 1",)}):
+        assert told == ["rank 0 in micro-batch 0", "rank 3 in micro-batch 0"]
+        assert losses == pytest.approx(expected[0], abs=1e-10)
+        torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+def test_what_was_not_computed_goes_through_any_loop_unharmed():
+    outputs = Outputs()
+    outputs.note({"logits": torch.ones(2), "parts": (torch.ones(1), torch.ones(()))})
+    found = outputs.not_computed()
+    logits, (_, loss) = found["logits"], found["parts"]
+    value = torch.nn.functional.cross_entropy(logits.view(-1, 3)[..., :-1], torch.zeros(2).long()) + 2 * loss**2 / 3
+    assert isinstance(value, NotComputed)
+    assert isinstance((-value).mean().detach(), NotComputed)
+    assert value.item() != value.item() and f"{value:.3f}" == "nan"
+
+
+def test_only_a_lack_of_memory_is_taken_for_one():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
