@@ -35,7 +35,7 @@ def weights_of(model):
 
 
 def train_gpt(policies, options):
-    """By policy: losses, degrees, sequences and weights of a plain model after the run; then, given back, its logits."""
+    """By policy: losses, degrees, sequences and weights of a plain model after the run, which then gives it back."""
     as_started_by_torchrun()
     found = {}
     for policy in policies:

@@ -129,7 +129,7 @@ def train_alone(model, batches, loss_of, *, num_targets, lr, weight_decay=0.1, c
         for i in ids:
             loss = loss_of(model, i) / count
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         if clip:
             norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
             for parameter in model.parameters():

@@ -106,7 +106,7 @@ def test_labels_of_items_are_the_targets():
 
 def test_a_model_of_frames_trains_the_same_on_any_number_of_ranks(ranks):
     options = {"steps": 3, "sequences_per_step": 4, "lr": 1e-2, "optimizer": "sgd", "policy": "auto"}
-    options |= {"cost": models.SimpleCost(capacity=24, loss=0.4, c_s=0.05), "memory_gib": 24}
+    options |= {"cost": models.SimpleCost(capacity=32, loss=0.4, c_s=0.05), "memory_gib": 32}
     (losses, _, weights) = ranks(1).run(train_video, options)[0]
     assert losses[0] > 0
     for number in (2, 4):

@@ -1,13 +1,15 @@
 """What can be said to ``prepare``, checked at once."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.specs import nearest
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 
@@ -103,14 +105,27 @@ class Options(BaseModel):
         return {"tokens_per_step": self.tokens_per_step, "sequences_per_step": self.sequences_per_step}
 
 
+@contextmanager
+def named_as_options() -> Iterator[None]:
+    """Errors name settings as options of ``prepare``, not as keys of a configuration file."""
+    try:
+        yield
+    except LengthwiseError as error:
+        renamed = re.sub(r"\b(?:data|plan|train|optim)\.([a-z])", r"\1", str(error))
+        if renamed == str(error):
+            raise
+        raise type(error)(renamed) from error
+
+
 def read_options(given: dict[str, Any]) -> Options:
     """The options, or every mistake in them at once.
 
     Raises:
         InputError: unknown names, with the nearest known one, and values out of range.
     """
-    unknown = [f"{name}: no such option; {nearest(name, Options.model_fields)}" for name in given if name not in Options.model_fields]
-    known = {name: value for name, value in given.items() if name in Options.model_fields}
+    fields = Options.model_fields
+    unknown = [f"{name}: no such option; {nearest(name, fields)}" for name in given if name not in fields]
+    known = {name: value for name, value in given.items() if name in fields}
     problems = list(unknown)
     try:
         found = Options(**known)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lengthwise.api.costs import find_cost
-from lengthwise.api.options import Options, read_options
+from lengthwise.api.options import Options, named_as_options, read_options
 from lengthwise.api.planning import make_planner, make_sampler, steps_of
 from lengthwise.api.refine import Refiner
 from lengthwise.api.sequences import Sequences, read_sequences
@@ -25,6 +25,7 @@ from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.comm.devices import find_device, local_size
 from lengthwise.runtime.comm.world import World, start_world
 from lengthwise.runtime.model.targets import Masking
+
 
 def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
     """Prepare ``model`` to train on ``corpus``: every rank calls this, under torchrun or alone.
@@ -44,6 +45,11 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
         CheckError: packs change what the model learns.
     """
     chosen = read_options(options)
+    with named_as_options():
+        return _prepare(model, corpus, chosen)
+
+
+def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     world = start_world(chosen.device)
     sequences = read_sequences(
         corpus, max_length=chosen.max_length, over_length=chosen.over_length, slot_tokens=chosen.slot_tokens

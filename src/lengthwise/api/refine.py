@@ -113,12 +113,16 @@ class Refiner:
             predicted, measured = shares[:, 0].sum(), shares[:, 1].sum()
             ratio = float(measured / predicted) if predicted else 1.0
             if abs(ratio - 1) > DRIFT and self._measure_again is not None:
-                self._note(number, f"degree {degree} takes {ratio:.2f} times what was predicted; measuring it again", warn=True)
+                self._note(
+                    number, f"degree {degree} takes {ratio:.2f} times what was predicted; measuring it again", warn=True
+                )
                 base, is_changed = self._measure_again(degree), True
                 times.pop(degree, None)
             elif abs(ratio - 1) > WORTH:
                 times[degree], is_changed = times.get(degree, 1.0) * ratio, True
-                self._note(number, f"degree {degree} takes {ratio:.2f} times what was predicted", warn=abs(ratio - 1) > DRIFT)
+                self._note(
+                    number, f"degree {degree} takes {ratio:.2f} times what was predicted", warn=abs(ratio - 1) > DRIFT
+                )
             peak = float(np.max(shares[:, 2]))
             if peak > 1.0:
                 sizes[degree], is_changed = sizes.get(degree, 1.0) * peak, True

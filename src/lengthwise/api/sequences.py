@@ -101,7 +101,9 @@ def read_sequences(
             "has not"
         )
     if slot_tokens > 1 and over_length in ("truncate", "split"):
-        raise InputError(f"over_length={over_length} cuts tokens, and slots of {slot_tokens} tokens cannot be cut; use drop")
+        raise InputError(
+            f"over_length={over_length} cuts tokens, and slots of {slot_tokens} tokens cannot be cut; use drop"
+        )
     return Sequences(store, apply_max_length(store.lengths, max_length=max_length, rule=over_length))  # type: ignore[arg-type]
 
 

@@ -9,13 +9,15 @@ from torch.nn import functional as F
 
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.gauge import Silent
 from lengthwise.runtime.adapt.learn import learn
-from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
+from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.adapt.shard import current
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 
-VOCABULARY, HIDDEN, LAYERS, PLACES = 61, 16, 5, 256
+VOCABULARY, HIDDEN, LAYERS, PLACES = 61, 16, 4, 256
 
 
 class Layer(nn.Module):
@@ -59,14 +61,16 @@ class Gpt(nn.Module):
 class Limited(nn.Module):
     """Passes its input on, if there is memory for so many numbers."""
 
-    def __init__(self, limit: int, in_backward: bool) -> None:
+    def __init__(self, limit: int, where: str) -> None:
+        """``where``: in the ``forward``, the ``backward``, or ``together``, only when other ranks take part."""
         super().__init__()
-        self.limit, self.in_backward = limit, in_backward
+        self.limit, self.where, self.most = limit, where, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.in_backward:
+        self.most = max(self.most, x.numel())
+        if self.where == "forward" or (self.where == "together" and not isinstance(current().group, Silent)):
             check(x.numel(), self.limit)
-        elif x.requires_grad:
+        elif self.where == "backward" and x.requires_grad:
             x.register_hook(lambda gradient: check(gradient.numel(), self.limit))
         return x
 
@@ -75,6 +79,45 @@ def check(number: int, limit: int) -> None:
     """What the allocator of a CPU does."""
     if number > limit:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+class Limiting(nn.Module):
+    """A layer in which memory is short."""
+
+    def __init__(self, layer: nn.Module, limited: Limited) -> None:
+        super().__init__()
+        self.layer, self.limited = layer, limited
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.limited(self.layer(x))
+
+
+class Spend(torch.autograd.Function):
+    """Takes time of a clock that nothing else advances."""
+
+    now = 0.0
+
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s):  # type: ignore[no-untyped-def]
+        ctx.backward_s = backward_s
+        Spend.now += forward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+        Spend.now += ctx.backward_s
+        return gradient, None, None
+
+
+class Spending(nn.Module):
+    """A layer that takes so many seconds."""
+
+    def __init__(self, layer: nn.Module, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.layer, self.seconds = layer, (forward_s, backward_s)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Spend.apply(self.layer(x), *self.seconds)
 
 
 class Source:
@@ -89,7 +132,7 @@ def refuse(batch: object) -> None:
     raise AssertionError("nothing is planned here")
 
 
-def prepared(model: nn.Module, *, dtype: torch.dtype = torch.float32, learned: bool = True) -> Run:
+def prepared(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Run:
     """A run before its first step."""
     run = Run(
         Adapted(model.to(dtype)),
@@ -115,8 +158,3 @@ def llama(num_layers: int = LAYERS) -> nn.Module:
         num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     return LlamaForCausalLM(config)
-
-
-def mean_loss(output: object, micro_batch: MicroBatch) -> Tensor:
-    """Of logits."""
-    return F.cross_entropy(output.logits[0], micro_batch.targets)  # type: ignore[attr-defined]

@@ -1,15 +1,16 @@
 """A step of a prepared model on the ranks of a pool, and the same step by the loop its user had before."""
 
-import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.plan import MicroBatch as Planned
@@ -19,6 +20,8 @@ from lengthwise.runtime.adapt.adapted import Adapted
 from lengthwise.runtime.adapt.learn import check_exact, learn
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.adapt.shard import Shard, active
+from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.targets import Masking
 from lengthwise.runtime.state.optimizer import OptimizerSettings
@@ -93,6 +96,21 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
+class InDouble(TorchFunctionMode):
+    """Transformers computes norms and rotations in float32 whatever a model's dtype; here it stays in float64, for a
+    difference of 1e-16 that crosses a rounding of float32 would be one of 1e-8."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is Tensor.float:
+            return args[0]
+        if func is Tensor.to:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
 def cross_entropy(output: Any, micro_batch: MicroBatch) -> Tensor:
     """In the dtype of the model, where transformers would take float32."""
     return F.cross_entropy(output.logits[0], micro_batch.targets)
@@ -159,6 +177,11 @@ def prepared(case: Case, groups: tuple[Packs, ...], world: World, *, num_steps: 
 
 def step_on_ranks(case: Case, groups: tuple[Packs, ...], *, num_steps: int = 1, seed: int = 0) -> Any:
     """Losses, and the change of every weight, after steps of the user's own loop on a prepared model."""
+    with InDouble():
+        return _step_on_ranks(case, groups, num_steps, seed)
+
+
+def _step_on_ranks(case: Case, groups: tuple[Packs, ...], num_steps: int, seed: int) -> Any:
     run = prepared(case, groups, local_world(), num_steps=num_steps, seed=seed)
     before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
     losses = train(run)
@@ -189,7 +212,8 @@ def step_alone(case: Case) -> tuple[float, dict[str, Tensor]]:
             tokens, targets = fed.tokens_T.numpy(), fed.targets_T
         else:
             tokens, targets = source.tokens(sequence), torch.empty(0)
-        loss = case.sum_of_losses(model, tokens, targets)
+        with InDouble():
+            loss = case.sum_of_losses(model, tokens, targets)
         loss.backward()
         total += loss.item()
     none = torch.zeros(())
@@ -209,5 +233,25 @@ def assert_exact(case: Case, found: tuple[list[float], dict[str, Tensor]], what:
         assert error <= EXACT * max(1.0, largest), f"{what}: {name} is {error:.1e} off, largest change {largest:.1e}"
 
 
-def copy_of(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
+def shard_of(lengths: tuple[int, ...], *, rank: int = 0, degree: int = 1, **options: Any) -> Shard:
+    """Of one rank of a group that cannot talk: for what needs no other rank."""
+    given = {"step": 0, "seed": 0, "ids": tuple(range(len(lengths))), **options}
+    group = Group(rank=rank, ranks=tuple(range(degree)))
+    return Shard(cu_seqlens=(0, *accumulate(lengths)), group=group, device=torch.device("cpu"), **given)
+
+
+def packed(model: nn.Module, shard: Shard, **options: Any) -> Any:
+    """The forward of a prepared model on the sequences of a shard of degree 1."""
+    lengths = [end - start for start, end in pairwise(shard.cu_seqlens)]
+    tokens = np.concatenate([np.random.default_rng(i).integers(0, VOCAB, n) for i, n in zip(shard.ids, lengths)])
+    with active(shard):
+        if hasattr(model, "config"):
+            options = {"position_ids": shard.positions[None], "use_cache": False, **options}
+        return model(torch.from_numpy(tokens)[None], **options)
+
+
+def learned(model: nn.Module, **options: Any) -> Adapted:
+    """Prepared as far as one process can."""
+    adapted = Adapted(model, **options)
+    adapted.learn([lambda: packed(model, shard_of((11,))), lambda: packed(model, shard_of((7,)))], (11, 7))
+    return adapted

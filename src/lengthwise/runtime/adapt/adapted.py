@@ -15,6 +15,7 @@ from lengthwise.runtime.adapt.anatomy import find_anatomy
 from lengthwise.runtime.adapt.calls import Calls, Rules, compare
 from lengthwise.runtime.adapt.hugging_face import Switch
 from lengthwise.runtime.adapt.intercept import Intercept
+from lengthwise.runtime.adapt.kernels import Imported
 from lengthwise.runtime.adapt.layers import Layers, intercepted
 from lengthwise.runtime.adapt.memory import Outputs, autocast_dtype, is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
@@ -55,7 +56,8 @@ class Adapted:
         self._outputs = Outputs()
         self._forward = model.forward
         self._constants = list(self.anatomy.constants())
-        self._intercept: Intercept | None = Intercept(self._constants, rules=Rules())
+        self._imported = Imported(model)
+        self._intercept: Intercept | None = self._new_intercept(rules=Rules())
         self.rules = Rules()
         for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):  # as transformers calls it
             if (disable := getattr(model, name, None)) is not None:
@@ -96,16 +98,21 @@ class Adapted:
         seen = []
         for forward in forwards:
             calls = Calls()
-            self._intercept = self.layers.intercept = Intercept(self._constants, calls=calls)
+            self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
             forward()
             seen.append(calls)
         self.rules = compare(seen[0], seen[1], lengths)
+        self.layers.check_attends(type(self.model).__name__)
         for number, rule in enumerate(self.rules.attention):
-            if rule.note.startswith("refused") and rule.dim == len(rule.shape) - 2:
+            if rule.note.startswith("refused") and rule.is_over_slots:
                 raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
-        needed = any(rule.dim is not None for rule in (*self.rules.attention, *self.rules.positions)) or self.rules.noise
-        self._intercept = Intercept(self._constants, rules=self.rules) if needed else None
+        needed = any(rule.is_over_slots for rule in self.rules.attention) or self.rules.noise
+        needed = needed or any(rule.dim is not None for rule in self.rules.positions)
+        self._intercept = self._new_intercept(rules=self.rules) if needed else None
         self.layers.intercept = self._intercept
+
+    def _new_intercept(self, *, calls: Calls | None = None, rules: Rules | None = None) -> Intercept:
+        return Intercept(self._constants, imported=self._imported, calls=calls, rules=rules)
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the forward."""

@@ -66,8 +66,9 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard:
 
 def _attend_whole(q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: Kind, shard: Shard) -> Tensor:
     cu_seqlens = shard.cu_seqlens
-    longest = max(end - start for start, end in pairwise(cu_seqlens))
-    window = kind.window if kind.window is not None and min(kind.window) + 1 < longest else None
+    window = kind.window
+    if window is not None and min(window[: 1 if kind.causal else 2]) + 1 >= shard.longest:
+        window = None  # wider than any sequence
     if window is None and not kind.dropout:
         return attend(q_TnH, k_TkH, v_TkH, cu_seqlens, causal=kind.causal)
     group_size = q_TnH.shape[1] // k_TkH.shape[1]
@@ -116,4 +117,4 @@ def _attend_dropping(q: Tensor, k: Tensor, v: Tensor, *, sees: Tensor, keep: Cal
     """[n, queries, H] of queries, keys and values [n, ..., H]."""
     logits = (q @ k.transpose(1, 2)) * q.shape[2] ** -0.5
     weights = logits.masked_fill(~sees, -torch.inf).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return (weights * keep() / (1.0 - p)).to(v.dtype) @ v
+    return (weights * keep() * (1.0 / (1.0 - p) if p < 1.0 else 0.0)).to(v.dtype) @ v

@@ -42,6 +42,12 @@ class Rule:
     shape: tuple[int, ...] = ()
     """In the first of the two forwards."""
     layer: int | None = None
+    kind: str = ""
+
+    @property
+    def is_over_slots(self) -> bool:
+        """Whether it is an attention in which slots meet; in others each slot is by itself."""
+        return self.dim is not None and self.dim == len(self.shape) - (3 if self.kind == "flash" else 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +89,8 @@ def _rule(name: str, number: int, first: Call, second: Call, lengths: tuple[int,
         )
     if first.note != second.note:
         raise InputError(f"{where} is {first.note or 'unmasked'} for {lengths[0]} slots, {second.note} for {lengths[1]}")
-    return Rule(dim=changed[0] if changed else None, note=first.note, shape=first.shape, layer=first.layer)
+    dim = changed[0] if changed else None
+    return Rule(dim=dim, note=first.note, shape=first.shape, layer=first.layer, kind=first.kind)
 
 
 def mask_note(mask: Tensor | None, *, is_causal: bool, shape: torch.Size) -> str:
@@ -99,3 +106,9 @@ def mask_note(mask: Tensor | None, *, is_causal: bool, shape: torch.Size) -> str
     if bool((flat == torch.ones_like(flat[0]).tril()).all()):
         return "causal"
     return "refused: its mask is neither causal nor open to all"
+
+
+def hides_first(mask: Tensor) -> bool:
+    """Whether the last of its slots does not see the first."""
+    corner = mask.reshape(-1, *mask.shape[-2:])[:, -1, 0]
+    return not bool((corner if mask.dtype == torch.bool else corner == 0).all())

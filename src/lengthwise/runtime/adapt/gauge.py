@@ -94,10 +94,15 @@ class Keeping(LayerWatch):
         return sum(size for place, size in self._given[layer].items() if place not in before)
 
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Count what the layer keeps; one that is recomputed keeps its arguments, which hooks may not see."""
+        """Count what the layer keeps; one that is recomputed keeps its arguments, which hooks may not see.
+
+        Arguments that all layers get are there until the forward is over, whoever keeps them.
+        """
         given = (args, kwargs)
         self._alive.append(given)
         self._given[layer] = {place: size for place, size in storages(given).items() if place not in self._known}
+        before_it = self._given.get(layer - 1, {})
+        self._sizes |= {place: size for place, size in self._given[layer].items() if place in before_it}
         before, allocated = self.num_bytes, self._allocated()
         if self._recompute and self._recompute[layer]:
             self._sizes |= self._given[layer]

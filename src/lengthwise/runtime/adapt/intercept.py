@@ -5,7 +5,7 @@ Transformer acts on each token by itself. The model's code is untouched: calls a
 overridden, while the model's own forward runs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,24 +15,37 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.adapt import kernels
 from lengthwise.runtime.adapt.attention import Kind, attend_shard
-from lengthwise.runtime.adapt.calls import Call, Calls, Rule, Rules, mask_note
-from lengthwise.runtime.adapt.noise import keep_like, normal_like, uniform_like
+from lengthwise.runtime.adapt.calls import Call, Calls, Rule, Rules, hides_first, mask_note
+from lengthwise.runtime.adapt.noise import attend_rows_dropping, keep_like, normal_like, uniform_like
 from lengthwise.runtime.adapt.shard import Shard
 
 _OTHER_NOISE = (
     F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.bernoulli, torch.normal,
-    torch.multinomial,
+    torch.multinomial, torch.rand, torch.randn, torch.randint, torch.randperm, torch.randint_like, Tensor.bernoulli_,
+    Tensor.bernoulli, Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.multinomial,
+    F.gumbel_softmax, F.rrelu,
 )  # fmt: skip
+LOCAL = 1 << 21
+"""Added to the numbers of calls of attention within a slot, when they draw."""
 
 
 class Intercept(TorchFunctionMode):
     """While it is entered, calls are noted in ``calls`` or, where there are ``rules``, answered by them."""
 
-    def __init__(self, constants: Iterable[Tensor], *, calls: Calls | None = None, rules: Rules | None = None) -> None:
+    def __init__(
+        self,
+        constants: Iterable[Tensor],
+        *,
+        imported: kernels.Imported | None = None,
+        calls: Calls | None = None,
+        rules: Rules | None = None,
+    ) -> None:
         super().__init__()
         self._tables = {id(each): each for each in constants}
-        self._calls, self._rules = calls, rules
+        self._calls, self._rules, self._imported = calls, rules, imported
+        self._probed: dict[int, int] = {}
         self.shard: Shard | None = None
         self.layer: int | None = None
         """That is computed at the moment."""
@@ -40,6 +53,7 @@ class Intercept(TorchFunctionMode):
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head_attention,
             F.dropout: self._dropout,
+            torch.dropout: self._plain_dropout,
             torch.arange: self._arange,
             Tensor.__getitem__: self._item,
             torch.randn_like: self._randn_like,
@@ -52,6 +66,16 @@ class Intercept(TorchFunctionMode):
         if answer is None:
             return func(*args, **(kwargs or {}))
         return answer(func, *args, **(kwargs or {}))
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Calls are met, those of imported kernels as well."""
+        with self:
+            if self._imported is None:
+                yield
+            else:
+                with self._imported.answered(self._kernel):
+                    yield
 
     def check_complete(self) -> None:
         """Raise ``CheckError`` unless the forward made as many calls as it was seen to make."""
@@ -75,12 +99,14 @@ class Intercept(TorchFunctionMode):
 
     def _rule(self, name: str, call: Call) -> Rule | None:
         """Note the call, or say what it is."""
+        assert self.shard is not None, "a micro-batch is computed"
+        number = getattr(self.shard.counts, name)
+        setattr(self.shard.counts, name, number + 1)
         if self._calls is not None:
             getattr(self._calls, name).append(call)
             return None
-        assert self._rules is not None and self.shard is not None, "there are calls to note, or rules to follow"
-        number, known = getattr(self.shard.counts, name), getattr(self._rules, name)
-        setattr(self.shard.counts, name, number + 1)
+        assert self._rules is not None, "there are calls to note, or rules to follow"
+        known = getattr(self._rules, name)
         return known[number] if number < len(known) else Rule(dim=None)
 
     def _attention(
@@ -99,15 +125,55 @@ class Intercept(TorchFunctionMode):
         if self._calls is not None and key.shape[-2] != query.shape[-2]:
             note = f"refused: it has {query.shape[-2]} queries and {key.shape[-2]} keys"
         rule = self._rule("attention", Call(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer))
-        if rule is None or rule.dim != query.dim() - 2:  # each slot by itself: slots are rows of a batch, or nowhere
+        if rule is None:
             return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         assert self.shard is not None, "rules come with a micro-batch"
-        kind = Kind(
-            causal=rule.note == "causal", scale=scale, dropout=dropout_p, call=self.shard.counts.attention - 1
-        )
+        number = self.shard.counts.attention - 1
+        if not rule.is_over_slots:  # within slots, each of which this rank has whole
+            if not dropout_p:
+                return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if rule.dim is None:
+                raise InputError(f"attention call {number} drops weights, but has no axis of slots to draw them by")
+            return attend_rows_dropping(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, rule.dim, LOCAL + number, self.shard
+            )
+        if attn_mask is not None and rule.note == "causal":
+            self._probe(number, attn_mask)
+        kind = Kind(causal=rule.note == "causal", scale=scale, dropout=dropout_p, call=number)
         q, k, v = (_slots_first(x) for x in (query, key, value))
         out = attend_shard(q, k, v, kind, self.shard)
         return out.unflatten(1, (-1, query.shape[-3] if query.dim() > 2 else 1)).permute(1, 2, 0, 3).reshape(query.shape)
+
+    def _probe(self, number: int, mask: Tensor) -> None:
+        """A mask that was causal for two short sequences may be a window: look at its far corner when it grows."""
+        if mask.shape[-2] <= self._probed.get(number, 0):
+            return
+        self._probed[number] = mask.shape[-2]
+        if hides_first(mask):
+            raise InputError(
+                f"attention call {number} was given a causal mask when it was prepared, but one that hides the first of "
+                f"{mask.shape[-2]} slots from the last now; a window in a mask of the model's own is not known to it: "
+                "use degree 1 without packing, or flash attention, which is told its window"
+            )
+
+    def _kernel(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Flash attention by a kernel's own function."""
+        call = kernels.read_call(func, args, kwargs)
+        query, note = call.query, call.refused
+        if self._calls is not None:
+            note = note or kernels.ends_note(call) or ("causal" if call.causal else "")
+        rule = self._rule("attention", Call(kind="flash", shape=tuple(query.shape), note=note, layer=self.layer))
+        if rule is None or not rule.is_over_slots:
+            if rule is not None and call.dropout:
+                raise InputError(f"{func.__name__} drops weights within slots; draw with dropout outside of attention")
+            out: Tensor = func(*args, **kwargs)
+            return out
+        assert self.shard is not None, "rules come with a micro-batch"
+        number = self.shard.counts.attention - 1
+        kind = Kind(causal=call.causal, scale=call.scale, window=call.window, dropout=call.dropout, call=number)
+        rows = [x.movedim(call.slot_dim, 0).flatten(1, -2) for x in (query, call.key, call.value)]
+        out_tNH = attend_shard(*rows, kind, self.shard)
+        return out_tNH.view(query.movedim(call.slot_dim, 0).shape).movedim(0, call.slot_dim)
 
     def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """That of ``nn.MultiheadAttention``; without its weights, which nobody has on shards."""
@@ -115,15 +181,21 @@ class Intercept(TorchFunctionMode):
         with _patched(F, "scaled_dot_product_attention", self._attention):
             return func(*args, **kwargs)[0], None
 
+    def _plain_dropout(self, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        return self._dropout(F.dropout, input, p, train)
+
     def _dropout(self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0.0:
+        if p == 0.0:
             return input
         rule = self._rule("noise", Call(kind="dropout", shape=tuple(input.shape), layer=self.layer))
+        if not training:
+            return input
         if rule is None:
             return func(input, p, training, inplace)
         shard, dim = self._slots_of(rule, "dropout")
         keep = keep_like(input, dim, p, shard.counts.noise - 1, shard)
-        return input * keep / (1.0 - p)
+        scaled = keep.to(input.dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
+        return input.mul_(scaled) if inplace else input * scaled
 
     def _randn_like(self, func: Any, input: Tensor, **options: Any) -> Tensor:
         return self._noise_like(func, normal_like, input, options)
@@ -136,10 +208,12 @@ class Intercept(TorchFunctionMode):
         if rule is None:
             return func(input, **options)
         shard, dim = self._slots_of(rule, func.__name__)
-        return draw(input, dim, shard.counts.noise - 1, shard).to(options.get("dtype") or input.dtype)
+        like = torch.empty_like(input, dtype=options.get("dtype") or input.dtype)
+        return draw(like, dim, shard.counts.noise - 1, shard).requires_grad_(options.get("requires_grad", False))
 
     def _other_noise(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("training", True) is False:
+        is_off = kwargs.get("training", True) is False or (func in _SWITCHED and len(args) > 2 and args[2] is False)
+        if is_off or (func in (torch.rand, torch.randn) and args in (([],), ((),))):  # one number: to skip layers by
             return func(*args, **kwargs)
         raise InputError(
             f"the model's forward calls {func.__name__}, whose draws would differ between ranks that share a sequence; "
@@ -171,19 +245,37 @@ class Intercept(TorchFunctionMode):
             return func(table, index)
         parts = index if isinstance(index, tuple) else (index,)
         cuts = [at for at, part in enumerate(parts) if _is_start(part)]
-        if len(cuts) != 1 or any(part is Ellipsis or part is None for part in parts):
+        if len(cuts) != 1 or any(isinstance(part, Tensor | list | bool) for part in parts):
             return func(table, index)
         rule = self._rule("positions", Call(kind="table", shape=(parts[cuts[0]].stop,), layer=self.layer))
         if rule is None or rule.dim is None:
             return func(table, index)
         assert self.shard is not None, "rules come with a micro-batch"
-        rest = tuple(slice(None) if at == cuts[0] else part for at, part in enumerate(parts))
-        return func(table.index_select(cuts[0], self.shard.positions), rest)
+        cut, axis = cuts[0], _axis(table, parts, cuts[0])
+        if self.shard.longest > table.shape[axis]:
+            raise InputError(
+                f"a sequence has {self.shard.longest:,} slots, the model's table of positions "
+                f"{tuple(table.shape)} is for {table.shape[axis]:,}; set max_length={table.shape[axis]}"
+            )
+        rest = tuple(slice(None) if at == cut else part for at, part in enumerate(parts))
+        return func(table.index_select(axis, self.shard.positions), rest)
+
+
+_SWITCHED = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
+"""Those whose third argument says whether they draw."""
 
 
 def _is_start(part: Any) -> bool:
     """Whether it is ``[:n]``."""
     return isinstance(part, slice) and part.start in (None, 0) and isinstance(part.stop, int) and part.step in (None, 1)
+
+
+def _axis(table: Tensor, parts: tuple[Any, ...], cut: int) -> int:
+    """Of the table, that the part of an index numbered ``cut`` cuts."""
+    before, after = parts[:cut], parts[cut:]
+    if any(part is Ellipsis for part in before):
+        return table.dim() - sum(part is not None for part in after)
+    return sum(part is not None for part in before)
 
 
 def _slots_first(x: Tensor) -> Tensor:
@@ -192,9 +284,18 @@ def _slots_first(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _patched(module: Any, name: str, answer: Callable[..., Any]):  # type: ignore[no-untyped-def]
+def _patched(module: Any, name: str, answer: Callable[..., Any]) -> Iterator[None]:
+    """Calls of ``module.name`` go to ``answer``; those that it makes itself do not."""
     original = getattr(module, name)
-    setattr(module, name, lambda *args, **kwargs: answer(original, *args, **kwargs))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        setattr(module, name, original)
+        try:
+            return answer(original, *args, **kwargs)
+        finally:
+            setattr(module, name, call)
+
+    setattr(module, name, call)
     try:
         yield
     finally:

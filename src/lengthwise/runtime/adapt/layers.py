@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.intercept import Intercept
+from lengthwise.runtime.adapt.recompute import computed_twice
 
 Forward = Callable[..., Any]
 
@@ -21,6 +22,12 @@ class LayerWatch:
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute the layer, and return what it returns."""
         return forward(*args, **kwargs)
+
+
+class _Forward(partial):  # type: ignore[type-arg]
+    """The forward of a layer of a prepared model."""
+
+    is_prepared = True
 
 
 class Layers:
@@ -37,8 +44,9 @@ class Layers:
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
         self._last: Any = None
+        self._attends: dict[int, bool] = {}
         for number, layer in enumerate(layers):
-            layer.forward = partial(self._forward, number)
+            layer.forward = _Forward(self._forward, number)
 
     def release(self) -> None:
         """The layers as they were."""
@@ -54,36 +62,38 @@ class Layers:
             return _passed_on(self._last, args, kwargs)
         is_recomputed = shards.current().is_recomputed(number) and torch.is_grad_enabled()
         compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
+        before = shards.current().counts.all_attention
         if self.intercept is not None:
             self.intercept.layer = number
         self._last = self.watch.computes(number, compute, args, kwargs)
         if self.intercept is not None:
             self.intercept.layer = None
+        self._attends[number] = shards.current().counts.all_attention > before
         return self._last
 
+    def check_attends(self, model: str) -> None:
+        """Raise ``InputError`` if a layer was computed without a call of attention that is known."""
+        silent = [number for number, attends in self._attends.items() if not attends]
+        if silent:
+            told = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
+            raise InputError(
+                f"layers {told} of {model} ({type(self._modules[silent[0]]).__name__}) make no call of attention that "
+                "is known, so tokens of different ranks would never meet in them; attend with "
+                "torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention, varlen_attn or flash_attn, "
+                "not by hand, and do it inside of the layer's forward"
+            )
+
     def _recomputed(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep the arguments alone. The second forward runs whole, so that every rank issues the same collectives."""
-        shard, intercept = shards.current(), self.intercept
-        begun, is_second = shard.counts.copy(), False
+        """Keep the arguments alone."""
+        intercept, forward, shard = self.intercept, self._forwards[number], shards.current()
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_second
-            if not is_second:
-                is_second = True
-                return self._forwards[number](*args, **kwargs)
-            after, shard.counts = shard.counts, begun.copy()
-            try:
-                with intercepted(intercept):
-                    return self._forwards[number](*args, **kwargs)
-            finally:
-                shard.counts = after
+        def again(*args: Any, **kwargs: Any) -> Any:
+            if intercept is not None:
+                intercept.shard = shard
+            with intercepted(intercept):
+                return forward(*args, **kwargs)
 
-        options = {} if self._context is None else {"context_fn": self._context}
-        with set_checkpoint_early_stop(False):
-            return checkpoint(
-                forward, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="default", **options,
-                **kwargs,
-            )  # fmt: skip
+        return computed_twice(forward, again, shard, self._context, args, kwargs)
 
 
 def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -100,5 +110,5 @@ def intercepted(intercept: Intercept | None) -> Iterator[None]:
     if intercept is None:
         yield
         return
-    with intercept:
+    with intercept.met():
         yield

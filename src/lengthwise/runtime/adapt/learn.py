@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,8 +12,11 @@ from torch import Tensor
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt.memory import Attended, StandIn
-from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.adapt.shard import Shard, active
+from lengthwise.runtime.comm.collectives import sum_over_ranks
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.adapt.run import Run
 
 LENGTHS = (11, 7)
 """Slots of the two sequences; sizes that models rarely have otherwise."""
@@ -37,7 +41,7 @@ class Stretched:
 
 
 @contextmanager
-def synthetic(run: Run, lengths: tuple[int, ...]) -> Iterator[None]:
+def synthetic(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
     """The run's sequences 0, 1, ... have these many slots, whatever its corpus holds."""
     before = run.feeding
     source = Stretched(np.asarray(before.source.tokens(0)), before.slot_tokens)
@@ -49,7 +53,7 @@ def synthetic(run: Run, lengths: tuple[int, ...]) -> Iterator[None]:
         run.feeding = before
 
 
-def learn(run: Run) -> None:
+def learn(run: "Run") -> None:
     """Let the model compute two sequences, each on this rank alone, and learn its calls.
 
     Raises:
@@ -62,7 +66,7 @@ def learn(run: Run) -> None:
     run.stand_in = StandIn(calls, run.adapted.anatomy.num_layers)
 
 
-def check_exact(run: Run) -> None:
+def check_exact(run: "Run") -> None:
     """Compare the gradient of a pack of two sequences with that of each by itself, computed as before preparing.
 
     Raises:
@@ -73,13 +77,14 @@ def check_exact(run: Run) -> None:
     try:
         with synthetic(run, LENGTHS):
             _loss(run, (0, 1)).backward()
-            packed = _take_gradient(run)
+            packed = run.state.take_gradient()
             for sequence in (0, 1):
                 _loss(run, (sequence,), plain=True).backward()
-            alone = _take_gradient(run)
+            alone = run.state.take_gradient()
     finally:
         run.model.train(training)
-    difference, size = float((packed - alone).norm()), float(alone.norm())
+    squares = torch.stack([(packed - alone).square().sum(), alone.square().sum()])
+    difference, size = sum_over_ranks(squares).sqrt().tolist()
     limit = TOLERANCE.get(run.state.compute_dtype, TOLERANCE[torch.bfloat16])
     if not difference <= limit * size:
         raise CheckError(
@@ -90,7 +95,7 @@ def check_exact(run: Run) -> None:
         )
 
 
-def _loss(run: Run, sequences: tuple[int, ...], *, plain: bool = False) -> Tensor:
+def _loss(run: "Run", sequences: tuple[int, ...], *, plain: bool = False) -> Tensor:
     """The sum over the targets of these sequences in one pack, on this rank alone."""
     lengths = tuple(LENGTHS[number] * run.feeding.slot_tokens for number in sequences)
     pack = Pack(ids=sequences, lengths=lengths)
@@ -109,7 +114,7 @@ def _loss(run: Run, sequences: tuple[int, ...], *, plain: bool = False) -> Tenso
     return loss * micro_batch.num_targets
 
 
-def _attended(run: Run) -> list[tuple[int, int, int, torch.dtype]]:
+def _attended(run: "Run") -> list[tuple[int, int, int, torch.dtype]]:
     """Sizes of every call of attention in a forward."""
     pack = Pack(ids=(0,), lengths=(LENGTHS[0] * run.feeding.slot_tokens,))
     shard = _shard(run, pack)
@@ -118,14 +123,14 @@ def _attended(run: Run) -> list[tuple[int, int, int, torch.dtype]]:
     return shard.attended
 
 
-def _shard(run: Run, pack: Pack) -> Shard:
+def _shard(run: "Run", pack: Pack) -> Shard:
     return Shard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
         device=run.world.device,
     )  # fmt: skip
 
 
-def _take_gradient(run: Run) -> Tensor:
-    gradient = run.state.gradients.to(torch.float64, copy=True)
-    run.discard()
-    return gradient
+def nothing_to_learn(run: "Run") -> Tensor:
+    """The loss of a few tokens on this rank alone, times 0: a backward that adds nothing to any gradient."""
+    with synthetic(run, LENGTHS):
+        return _loss(run, (0,)) * 0.0

@@ -131,3 +131,28 @@ def uniform_sequences(shard: Shard, call: int) -> Tensor:
     """[t] a number in [0, 1) of the sequence of every slot."""
     bits = mix(shard.sequences ^ _key(shard, _SEQUENCES, call))
     return _below_one(uniform(bits), torch.float32)
+
+
+def attend_rows_dropping(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    p: float,
+    causal: bool,
+    scale: float | None,
+    dim: int,
+    call: int,
+    shard: Shard,
+) -> Tensor:
+    """Attention within every slot, the slots along ``dim``, whose weights are dropped with probability ``p``."""
+    groups = query.shape[-3] // key.shape[-3]
+    key, value = (x if groups == 1 else x.repeat_interleave(groups, dim=-3) for x in (key, value))
+    logits = (query @ key.transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+    weights = logits.softmax(-1)
+    keep = keep_like(weights, dim, p, call, shard)
+    return (weights * keep / (1.0 - p)) @ value

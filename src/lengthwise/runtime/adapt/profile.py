@@ -153,15 +153,16 @@ def ladder(longest: int, *, degree: int, slot_tokens: int = 1) -> list[tuple[int
 
 
 def many_short(measured: Sequence[tuple[int, ...]], *, slot_tokens: int = 1) -> tuple[int, ...]:
-    """A pack with about as many tokens as the second longest of the lone sequences, of many short ones.
+    """A pack with about as many tokens as the second longest of the lone sequences, of many short ones; () of one slot.
 
     It tells what a token costs from what a micro-batch does. Its neighbours differ in length, as those of other packs
     do: attention on a CPU computes runs of equally long sequences in one call.
     """
-    singles = [lengths[0] for lengths in measured]
-    short, total = singles[min(1, len(singles) - 1)], singles[max(0, len(singles) - 2)]
-    number = max(2, min(MOST_SEQUENCES, total // short))
-    return tuple(short if place % 2 else max(slot_tokens, short - slot_tokens) for place in range(number))
+    slots = [lengths[0] // slot_tokens for lengths in measured]
+    total = slots[max(0, len(slots) - 2)]
+    short = max(1, min(slots[min(1, len(slots) - 1)], total // 2))
+    number = min(MOST_SEQUENCES, total // short)
+    return tuple(slot_tokens * (short if place % 2 else max(1, short - 1)) for place in range(number if number > 1 else 0))
 
 
 class _Profiler:
@@ -191,7 +192,7 @@ class _Profiler:
         if not cases:
             return []
         lengths = many_short([case.lengths for case in cases], slot_tokens=self._run.feeding.slot_tokens)
-        short = self._begin(lengths, warm_up=False)
+        short = self._begin(lengths, warm_up=False) if lengths else None
         cases += [short] if short is not None else []
         for repeat in range(1, self._effort.repeats):
             for number in self._random.permutation(len(cases)).tolist():

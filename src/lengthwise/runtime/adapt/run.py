@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from lengthwise.core.batch import Pack
-from lengthwise.core.errors import CheckError, InfeasibleError
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.fully_sharded import FullySharded, wrapped_modules
+from lengthwise.runtime.adapt.learn import nothing_to_learn
 from lengthwise.runtime.adapt.memory import StandIn
 from lengthwise.runtime.adapt.meter import Meter
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
@@ -69,7 +71,7 @@ class Run:
         self.feeding, self.lr, self.clip_norm, self.seed = feeding, lr, clip_norm, seed
         self.num_steps, self.next_step = num_steps, 0
         self.meter = Meter(world.device)
-        self.state = ShardedState(adapted.model, world, optimizer, table=adapted.anatomy.table())
+        self.state = self._make_state(optimizer)
         self.state.hold_everything()
         self.alone = Group(rank=0)
         self.stand_in = StandIn((), adapted.anatomy.num_layers)
@@ -123,13 +125,12 @@ class Run:
 
     def check_gradients(self) -> None:
         """Raise ``CheckError`` if gradients no longer land where they are summed."""
-        if self.state.compute_dtype == self.state.master_dtype:
-            name, parameter = next(iter(self.adapted.anatomy.parameters.items()))
-            if parameter.grad is None:
-                raise CheckError(
-                    f"the gradient of {name} was taken away, by optimizer.zero_grad() or model.zero_grad(); leave both "
-                    "out, step.update() begins anew"
-                )
+        if not self.state.is_attached:
+            name = next(iter(self.adapted.anatomy.parameters))
+            raise CheckError(
+                f"the gradient of {name} was taken away, by optimizer.zero_grad() or model.zero_grad(); leave both out, "
+                "step.update() begins anew"
+            )
 
     def discard(self) -> None:
         """Forget gradients that belong to no step."""
@@ -166,7 +167,7 @@ class Run:
     def save(self, folder: Path | str, *, keep: int = 3) -> None:
         """Write a checkpoint of weights, optimizer, stream and step; every rank calls this."""
         extra = {"step": self.next_step, "sampler": self.stream.state_dict()}
-        checkpoint.save(Path(folder), self.state, extra, keep=keep)
+        checkpoint.save(Path(folder), self._saved_state(), extra, keep=keep)
 
     def resume(self, path: Path | str) -> None:
         """Go on from a checkpoint, by any number of ranks; a folder of checkpoints stands for its newest.
@@ -177,7 +178,7 @@ class Run:
         path = Path(path)
         if not (path / checkpoint.STATE_FILE).is_file():
             path = checkpoint.latest(path)
-        extra: dict[str, Any] = checkpoint.load(path, self.state)
+        extra: dict[str, Any] = checkpoint.load(path, self._saved_state())
         self.stream.load_state_dict(extra["sampler"])
         self.next_step = extra["step"]
         self.state.hold_everything()
@@ -186,6 +187,20 @@ class Run:
         """Give the model back as it was, with today's weights."""
         self.adapted.release()
         self.state.let_go()
+
+    def _make_state(self, optimizer: OptimizerSettings) -> ShardedState | FullySharded:
+        model = self.adapted.model
+        if wrapped_modules(model):
+            return FullySharded(model, self.world, optimizer, close=lambda: nothing_to_learn(self))
+        return ShardedState(model, self.world, optimizer, table=self.adapted.anatomy.table())
+
+    def _saved_state(self) -> ShardedState:
+        if isinstance(self.state, FullySharded):
+            raise InputError(
+                "checkpoints of a model that FSDP2 holds are written with torch.distributed.checkpoint: "
+                "get_state_dict(model, run.state.optimizer) and run.stream.state_dict()"
+            )
+        return self.state
 
     def _make_groups(self, plan: StepPlan) -> None:
         """Every rank makes all groups of the step, in one order."""

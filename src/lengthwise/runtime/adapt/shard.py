@@ -31,6 +31,13 @@ class Counts:
     """Of attention through the registry of transformers."""
     positions: int = 0
     noise: int = 0
+    layers: int = 0
+    """Of layers that a model asks to recompute by itself."""
+
+    @property
+    def all_attention(self) -> int:
+        """Calls of attention of whatever kind."""
+        return self.attention + self.registered
 
     def copy(self) -> "Counts":
         """As it is now."""
@@ -89,6 +96,11 @@ class Shard:
     def positions(self) -> Tensor:
         """[t] how many slots of its sequence are before each slot of this rank."""
         return torch.from_numpy(self.stage.view.offsets[self.places]).to(self.device)
+
+    @cached_property
+    def longest(self) -> int:
+        """Slots of the longest sequence."""
+        return max(end - start for start, end in pairwise(self.cu_seqlens))
 
     @cached_property
     def sequences(self) -> Tensor:

@@ -74,7 +74,8 @@ class Step:
                 continue
             with active(shard), self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}"):
                 meter = self.run.meter.start()
-                self._current, self._done_before = self.run.make(shard, laid_out(planned.pack, shard.group.size, self.run.feeding)), num_exchanges(shard.group)
+                pack = laid_out(planned.pack, shard.group.size, self.run.feeding)
+                self._current, self._done_before = self.run.make(shard, pack), num_exchanges(shard.group)
                 yield self._current
                 if self._current is not None:
                     raise CheckError(

@@ -179,6 +179,18 @@ class ShardedState:
         """Forget what backwards added since the last push."""
         self.gradients.zero_()
 
+    def take_gradient(self) -> Tensor:
+        """What backwards added on this rank since the last push, in float64; and forget it."""
+        gradient = self.gradients.to(torch.float64, copy=True)
+        self.discard_gradient()
+        return gradient
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether gradients of the model's parameters still land in ``gradients``."""
+        first = next(iter(self._named.values()))
+        return self.compute_dtype != self.master_dtype or first.grad is not None
+
     def clear_gradient(self) -> None:
         """Begin a step: nothing is pushed yet."""
         self._pushed.zero_()

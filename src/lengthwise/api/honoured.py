@@ -1,0 +1,235 @@
+"""What of transformers' Trainer is honoured by ours; the rest is refused by name with the reason, never ignored."""
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import transformers
+
+from lengthwise.core.errors import InputError
+
+_REASONS = {
+    "fp16": "losses scaled for float16 change with every overflow, which exact weights of losses do not allow; use bf16",
+    "deepspeed": "the optimizer's state is sharded over the ranks already",
+    "fsdp": "the optimizer's state is sharded over the ranks already, and weights are whole",
+    "fsdp_config": "the optimizer's state is sharded over the ranks already, and weights are whole",
+    "label_smoothing_factor": "the loss is the model's own; make another with lengthwise={'loss': ...}",
+    "torch_compile": "a compiled forward cannot be intercepted",
+    "neftune_noise_alpha": "its noise is drawn by each rank for itself, and ranks share sequences",
+    "auto_find_batch_size": "micro-batches are planned to fit",
+    "use_liger_kernel": "its layers and losses have not been shown to be exact on shards",
+    "torch_empty_cache_steps": "memory is planned",
+    "ignore_data_skip": "a resumed run computes every sequence once",
+    "average_tokens_across_devices": "every target weighs the same, whatever rank computes it",
+    "dataloader_drop_last": "an epoch computes every sequence",
+    "length_column_name": "batches are not grouped by length: steps are planned by it",
+    "use_cache": "sequences of a pack would mix through it",
+    "optim_args": "no argument of it is known here",
+    "optim_target_modules": "every parameter has the same optimizer",
+    "debug": "its hooks look at whole batches",
+    "enable_jit_checkpoint": "it saves what this trainer does not have",
+    "parallelism_config": "who shares what is planned at every step",
+    "activation_checkpointing_kwargs": "which layers recompute is planned; say lengthwise={'recompute': ...}",
+    "gradient_checkpointing_kwargs": "which layers recompute is planned; say lengthwise={'recompute': ...}",
+}
+"""Arguments that must be as they are by default."""
+
+_HONOURED = frozenset(
+    [
+        "output_dir",
+        "per_device_train_batch_size",
+        "num_train_epochs",
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "warmup_ratio",
+        "optim",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "gradient_accumulation_steps",
+        "max_grad_norm",
+        "bf16",
+        "bf16_full_eval",
+        "fp16_full_eval",
+        "tf32",
+        "activation_checkpointing",
+        "gradient_checkpointing",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "liger_kernel_config",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "log_on_each_node",
+        "logging_nan_inf_filter",
+        "include_num_input_tokens_seen",
+        "log_level",
+        "log_level_replica",
+        "logging_dir",
+        "disable_tqdm",
+        "report_to",
+        "run_name",
+        "project",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+        "eval_strategy",
+        "eval_steps",
+        "eval_delay",
+        "per_device_eval_batch_size",
+        "prediction_loss_only",
+        "eval_on_start",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "eval_accumulation_steps",
+        "include_for_metrics",
+        "batch_eval_metrics",
+        "save_only_model",
+        "save_strategy",
+        "save_steps",
+        "save_on_each_node",
+        "save_total_limit",
+        "push_to_hub",
+        "hub_token",
+        "hub_private_repo",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_always_push",
+        "hub_revision",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "restore_callback_states_from_checkpoint",
+        "full_determinism",
+        "seed",
+        "data_seed",
+        "use_cpu",
+        "accelerator_config",
+        "dataloader_num_workers",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+        "remove_unused_columns",
+        "label_names",
+        "train_sampling_strategy",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+        "skip_memory_metrics",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "resume_from_checkpoint",
+        "local_rank",
+    ]
+)
+"""Arguments that do what they say, or have nothing to do: there is no DistributedDataParallel and no training loader."""
+
+_OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+"""What transformers calls those that are the same here."""
+_STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
+_OVERRIDES = {
+    "compute_loss": "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}",
+    "training_step": "micro-batches are the planner's",
+    "get_train_dataloader": "batches are formed by length",
+    "get_batch_samples": "batches are formed by length",
+    "create_optimizer": "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}",
+    "create_optimizer_and_scheduler": "the optimizer is sharded; override create_scheduler alone",
+    "_inner_training_loop": "the loop is this class's",
+}
+_EVENTS = {
+    "on_substep_end": "ranks have different numbers of micro-batches",
+    "on_pre_optimizer_step": "gradients are summed, clipped and used in one go",
+}
+
+
+def refuse_what_cannot_be_honoured(trainer: Any, ours: type) -> None:
+    """Raise one ``InputError`` that names everything of ``trainer``, an instance of ``ours``, that would be ignored."""
+    problems = [*_of_arguments(trainer.args), *_of_trainer(trainer, ours)]
+    if problems:
+        raise InputError("lengthwise.Trainer cannot do what this one is asked to:\n  " + "\n  ".join(problems))
+
+
+def optimizer_name(args: Any) -> str:
+    """What the optimizer is called here."""
+    return _OPTIMIZERS[_plain(args.optim)]
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _of_arguments(args: Any) -> list[str]:
+    problems = []
+    for field in fields(args):
+        if field.name in _HONOURED or not field.init:
+            continue
+        default = field.default if field.default is not MISSING else None
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
+        value = getattr(args, field.name)
+        if value != default and (value or default):
+            reason = _REASONS.get(field.name, "it is not known what it asks for")
+            problems.append(f"{field.name}={value!r}: {reason}")
+    if _plain(args.optim) not in _OPTIMIZERS:
+        known = ", ".join(_OPTIMIZERS)
+        problems.append(f"optim={_plain(args.optim)!r}: sharded here are {known}, and lengthwise={{'optimizer': ...}}")
+    if _plain(args.lr_scheduler_type) in _STATEFUL_SCHEDULES:
+        problems.append(
+            f"lr_scheduler_type={_plain(args.lr_scheduler_type)!r}: the rate is to be a function of the step"
+        )
+    if _plain(args.train_sampling_strategy) not in ("random", "sequential"):
+        problems.append(
+            f"train_sampling_strategy={_plain(args.train_sampling_strategy)!r}: what is learned does not depend on "
+            "lengths; who computes it does"
+        )
+    if args.data_seed not in (None, args.seed):
+        problems.append(f"data_seed={args.data_seed}: order and dropout share one seed ({args.seed})")
+    return problems
+
+
+def _of_trainer(trainer: Any, ours: type) -> list[str]:
+    problems = [
+        f"{type(trainer).__name__}.{name}: {reason}"
+        for name, reason in _OVERRIDES.items()
+        if getattr(type(trainer), name) is not getattr(ours, name)
+    ]
+    for name, reason in (
+        ("compute_loss_func", "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}"),
+        ("optimizer", "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}"),
+        ("optimizer_cls_and_kwargs", "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}"),
+    ):
+        if getattr(trainer, name, None) is not None:
+            problems.append(f"{name}: {reason}")
+    if hasattr(trainer.model, "peft_config"):
+        problems.append(f"{type(trainer.model).__name__}: adapters of peft have not been shown to be exact on shards")
+    for callback in trainer.callback_handler.callbacks:
+        for event, reason in _EVENTS.items():
+            if getattr(type(callback), event) is not getattr(transformers.TrainerCallback, event):
+                problems.append(f"{type(callback).__name__}.{event}: {reason}")
+    data = trainer.train_dataset
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        problems.append(f"train_dataset: {type(data).__name__} has no length or no items; steps are planned by lengths")
+    return problems
+
+
+def decay_problem(trainer: Any) -> str | None:
+    """What differs between the parameters that decay there and here: all matrices, and nothing else."""
+    model = trainer.model
+    theirs = set(trainer.get_decay_parameter_names(model))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (name in theirs) != (parameter.dim() > 1):
+            words = "decays there and not here" if name in theirs else "decays here and not there"
+            return (
+                f"weight_decay={trainer.args.weight_decay}: {name} of shape {tuple(parameter.shape)} {words}, where all "
+                "matrices decay and no vectors; set weight_decay to 0, or give lengthwise={'weight_decay': ...}"
+            )
+    return None

@@ -1,0 +1,75 @@
+"""Models that FSDP2 holds: as exact as others with uneven accumulation, and refused where ranks would hang."""
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.learn import check_exact, learn
+from lengthwise.runtime.adapt.micro_batch import Feeding
+from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.comm.world import start_world
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from tests.runtime.adapt.memory_runs import Model, Source, Stream, plan_on
+
+
+def wrapped(world, *, frees=False):
+    torch.manual_seed(0)
+    model = Model().double()
+    for layer in model.layers:
+        fully_shard(layer, mesh=world.mesh, reshard_after_forward=frees)
+    return fully_shard(model, mesh=world.mesh)
+
+
+def make_run(model, world, degree):
+    settings = OptimizerSettings(name="adamw")
+    return Run(
+        Adapted(model), world, stream=Stream(), planner=plan_on(world.size, degree, 1),
+        feeding=Feeding(source=Source(), objective=NEXT_TOKEN), optimizer=settings, lr=lambda step: 0.01,
+        clip_norm=0.05, num_steps=3,
+    )  # fmt: skip
+
+
+def train(degree, is_wrapped):
+    world = start_world("cpu")
+    torch.manual_seed(0)
+    model = wrapped(world) if is_wrapped else Model().double()
+    run = make_run(model, world, degree)
+    learn(run)
+    check_exact(run)
+    losses = []
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+        losses.append(step.update().loss)
+    run.close()
+    if not is_wrapped:
+        return losses, [parameter.detach().clone() for parameter in model.parameters()]
+    return losses, [parameter.detach().full_tensor().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 1), (2, 2), (4, 1), (4, 2)])
+def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, degree):
+    """Four ranks for three micro-batches: one has none."""
+    expected_losses, expected = ranks(1).run(train, 1, False)[0]
+    for losses, weights in ranks(num_ranks).run(train, degree, True):
+        assert losses == pytest.approx(expected_losses, abs=1e-10)
+        for mine, theirs in zip(weights, expected):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+def test_a_model_that_would_hang_is_refused(ranks):
+    ranks(2).run(check_refused)
+
+
+def check_refused():
+    world = start_world("cpu")
+    with pytest.raises(InputError, match=r"FSDP2 frees its parameters after every forward.*reshard_after_forward=False"):
+        make_run(wrapped(world, frees=True), world, 1)
+    model = Model().double()
+    for layer in model.layers:
+        fully_shard(layer, mesh=world.mesh, reshard_after_forward=False)
+    with pytest.raises(InputError, match="wrap the model itself"):
+        make_run(model, world, 1)
