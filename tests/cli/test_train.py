@@ -114,6 +114,7 @@ def by_hand(batch, *pipelines: tuple[tuple[int, ...], Scheme]) -> StepPlan:
     )
 
 
+@pytest.mark.deep
 def test_plans_written_by_hand_are_executed_as_they_are(corpus, tmp_path, dense_losses):
     """Another strategy at every step, in one JSON document without digests."""
     config = load(None, options(corpus, tmp_path / "run"))
