@@ -13,7 +13,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -p tests.no_torch $(DECIDING)
+	$(BIN)/pytest -n 2 -p tests.no_torch $(DECIDING)
 	$(BIN)/pytest $(addprefix --ignore=,$(DECIDING))
 
 test-deep: $(STAMP)

@@ -6,24 +6,45 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
+from unittest import mock
 
 from torch import Tensor
 
 from lengthwise.cli.assemble import resolve_model
+from lengthwise.cli.main import main
 from lengthwise.config import load
 from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 
 
+STARTS_RANKS = ("train", "profile")
+
+
 def lengthwise(*arguments: object, expected: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own."""
+    """Run the command line: in a process of its own where it starts ranks, else in this one."""
     command = [sys.executable, "-m", "lengthwise", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if arguments[0] in STARTS_RANKS:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    else:
+        done = _in_this_process(command)
     assert done.returncode == expected, done.stderr[-3000:]
     return done
+
+
+def _in_this_process(command: list[str]) -> subprocess.CompletedProcess[str]:
+    out, err = StringIO(), StringIO()
+    with mock.patch.object(sys, "argv", command[2:]), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+            code: object = 0
+        except SystemExit as leave:
+            code = leave.code
+    code = code if isinstance(code, int) else int(bool(code))
+    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
 
 
 def make_corpus(folder: Path) -> Path:

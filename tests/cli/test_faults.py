@@ -90,6 +90,7 @@ def test_when_a_rank_is_killed_all_are_started_again(start, undisturbed):
     assert sorted(run.folder.read_timelines()) == list(range(STEPS))
 
 
+@pytest.mark.deep
 def test_when_all_ranks_are_killed_bare_torchrun_starts_them_again(start, undisturbed):
     run = start(SAVED_AT_ONCE, torchrun=["--max-restarts", 3, "--master-port", free_port()])
     run.wait_for(EVERY)

@@ -10,6 +10,7 @@ import pytest
 from lengthwise.cli.assemble import make_sampler
 from lengthwise.config import load
 from lengthwise.core.batch import Pack
+from lengthwise.core.cost import ProfileRow, ProfileTable
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.scheme import Method, Scheme, uniform_scheme
@@ -113,6 +114,7 @@ def by_hand(batch, *pipelines: tuple[tuple[int, ...], Scheme]) -> StepPlan:
     )
 
 
+@pytest.mark.deep
 def test_plans_written_by_hand_are_executed_as_they_are(corpus, tmp_path, dense_losses):
     """Another strategy at every step, in one JSON document without digests."""
     config = load(None, options(corpus, tmp_path / "run"))
@@ -146,11 +148,6 @@ def test_plans_written_by_hand_are_executed_as_they_are(corpus, tmp_path, dense_
     ]
 
 
-def test_a_method_without_a_degree_is_refused(corpus, tmp_path):
-    done = lengthwise("train", *settings(corpus, tmp_path / "run"), "--method", "metp", expected=2)
-    assert "plan.method=metp needs plan.degree" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
@@ -162,6 +159,8 @@ def test_a_method_without_a_degree_is_refused(corpus, tmp_path):
         (["cluster.name=8xH100-80GB"], 2, "8 devices, the run has 1 ranks"),
         (["model.vocab_size=100"], 2, "raise model.vocab_size"),
         (["train.device=cuda"], 2, "finds no CUDA device"),
+        (["plan.method=metp"], 2, "plan.method=metp needs plan.degree"),
+        (["plan.profile={profile}"], 2, "the profile is of model another"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_right_exit_code(
@@ -177,22 +176,22 @@ def test_what_cannot_run_is_refused_with_the_right_exit_code(
     def leave(number):
         raise LeftError(number)
 
+    profile = tmp_path / "profile.json"
+    row = ProfileRow(lengths=(9,), time_s=1.0, spread_s=0.0, kept_bytes=1)
+    ProfileTable(
+        model_digest="another", model_name="another", device="cpu", dtype="float32", recompute=False, num_ranks=1,
+        update_s=0.0, rows=(row,),
+    ).save(profile)  # fmt: skip
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
+    changes = [change.format(profile=profile) for change in changes]
     with pytest.raises(LeftError) as left:
         run_worker(load(None, settings(corpus, tmp_path, *changes)), RunFolder(tmp_path), resume=False)
     assert left.value.args == (code,)
     status = RunFolder(tmp_path).read_json("status.json")
     assert (status["state"], status["exit_code"]) == ("failed", code)
     assert message in status["error"]
-
-
-def test_profiles_of_another_model_are_refused(corpus, tmp_path):
-    lengthwise("profile", "data.max_length=64", "--out", tmp_path / "p.json", "--repeats", 1)
-    arguments = settings(corpus, tmp_path / "run", f"plan.profile={tmp_path / 'p.json'}")
-    done = lengthwise("train", *arguments, expected=2)
-    assert "the profile is of model llama-tiny" in done.stderr
 
 
 def test_a_profile_says_how_well_each_cost_model_predicts_rows_it_has_not_seen(corpus, tmp_path):

@@ -16,13 +16,14 @@ from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, live_byte
 SPEC = small(num_layers=4)
 
 
+@pytest.mark.parametrize("number", [50, pytest.param(200, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("weights", [Weights.SHARDED, Weights.WHOLE])
-def test_two_hundred_switches_leave_as_many_bytes_as_two(ranks, weights):
-    for after_two, after_many in ranks(2).run(bytes_after_switches, weights):
+def test_many_switches_leave_as_many_bytes_as_two(ranks, weights, number):
+    for after_two, after_many in ranks(2).run(bytes_after_switches, weights, number):
         assert after_two == after_many
 
 
-def bytes_after_switches(weights):
+def bytes_after_switches(weights, last):
     group, rng = whole_group(), random.Random(1)
     model = model_of(SPEC)
     if weights is Weights.SHARDED:
@@ -30,11 +31,11 @@ def bytes_after_switches(weights):
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     found = []
-    for number in range(1, 201):
+    for number in range(1, last + 1):
         methods = rng.choices(SHARDED if weights is Weights.SHARDED else WHOLE, k=4)
         lengths = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
         run(model, group, lengths, methods, weights, recompute=[rng.random() < 0.5 for _ in range(4)])
-        if number in (2, 200):
+        if number in (2, last):
             found.append(live_bytes())
     return found
 

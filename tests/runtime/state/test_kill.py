@@ -82,6 +82,7 @@ def kill_at_random(nursery, whole, path, *, num_kills, num_ranks):
     assert in_a_save > num_kills // 10, "kills have to come while checkpoints are written"
 
 
+@pytest.mark.deep
 def test_a_first_rank_killed_before_any_operation_on_files_loses_no_complete_checkpoint(nursery, whole, tmp_path):
     """Of a save into a folder as the kill before left it, and of the next one."""
     run = Run(tmp_path / "run", whole)

@@ -80,7 +80,7 @@ def run_on(path: str, stop_after: int, **settings) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "waiting"])
-@pytest.mark.parametrize("stop_after", [1, 3, 5])
+@pytest.mark.parametrize("stop_after", [1, 5])
 def test_a_run_that_is_stopped_and_resumed_ends_at_the_same_weights_to_the_bit(ranks, tmp_path, stop_after, is_async):
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     expected = ranks(2).run(run_whole, whole)[0]
@@ -98,7 +98,7 @@ def column_of(path: str, name: str) -> list:
 
 @pytest.mark.parametrize(
     ("optimizer", "before", "after"),
-    [("adamw", 2, 3), ("adamw", 3, 1), ("adamw", 1, 4), ("sgd", 3, 2), ("adafactor", 2, 3), ("adafactor", 3, 1)],
+    [("adamw", 2, 3), ("adamw", 1, 4), ("sgd", 3, 2), ("adafactor", 3, 1)],
 )
 def test_a_run_resumed_on_other_ranks_with_other_strategies_goes_on_exactly(ranks, tmp_path, optimizer, before, after):
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
