@@ -20,7 +20,6 @@ from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 
-
 STARTS_RANKS = ("train", "profile")
 
 
