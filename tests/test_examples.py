@@ -1,5 +1,6 @@
 """Every example runs, and stays short enough to read."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,11 +8,38 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
+ON_RANKS = ("03_plain_gpt", "04_transformers", "05_video")
+"""Those that torchrun starts as well as python."""
+ALONE = [path for path in EXAMPLES if path.stem not in ON_RANKS[1:]]
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+def run(path, home, *before):
+    done = subprocess.run(
+        [sys.executable, *before, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
+def test_example_runs(path, tmp_path):
+    assert run(path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_example_of_any_model_learns_on_two_ranks(name, tmp_path):
+    told = run(next(path for path in EXAMPLES if path.stem == name), tmp_path, *TORCHRUN)
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in told.splitlines() if "loss " in line]
+    assert len(losses) >= 5 and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path):
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert len(path.read_text().splitlines()) < 60
+def test_example_is_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < 60
+    assert text.count("# +") <= 10, "lines that lengthwise adds to a script"

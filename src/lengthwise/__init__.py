@@ -6,13 +6,15 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from lengthwise.api.prepare import prepare
+    from lengthwise.api.sampler import BatchSampler
     from lengthwise.api.trainer import Trainer, TrainerCallback
     from lengthwise.runtime.adapt.recompute import recompute
 
-__all__ = ["Trainer", "TrainerCallback", "__version__", "prepare", "recompute"]
+__all__ = ["BatchSampler", "Trainer", "TrainerCallback", "__version__", "prepare", "recompute"]
 
 _HOMES = {
     "prepare": "lengthwise.api.prepare",
+    "BatchSampler": "lengthwise.api.sampler",
     "recompute": "lengthwise.runtime.adapt.recompute",
     "Trainer": "lengthwise.api.trainer",
     "TrainerCallback": "lengthwise.api.trainer",

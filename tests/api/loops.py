@@ -13,8 +13,8 @@ from tests.api import models
 
 def as_started_by_torchrun() -> None:
     """Rank pools set what joins ranks; torchrun says also which of them are on this machine."""
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("WORLD_SIZE", "1")
-    os.environ["LOCAL_RANK"] = os.environ.get("RANK", "0")
+    if "RANK" in os.environ:
+        os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = os.environ["WORLD_SIZE"], os.environ["RANK"]
 
 
 def step_through(run, loss_of=lambda output, micro_batch: output[1]):
@@ -53,14 +53,19 @@ def train_gpt(policies, options):
 
 
 def train_in_parts(folder, *, first, last, options):
-    """Steps from the checkpoint that there is to ``last``, then another checkpoint; losses and weights."""
+    """Steps from the checkpoint that there is to ``last``, with another one at the end; losses and weights."""
     as_started_by_torchrun()
     model = models.gpt(seed=0 if first else 7)  # weights come from the checkpoint
     run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, steps=last, **options)
     if not first:
         run.resume(folder)
-    losses = step_through(run)[0]
-    run.save(folder)
+    losses = []
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+        losses.append(step.update().loss)
+        if step.number == last - 1:
+            run.save(folder)  # from within the loop, as users do
     return losses, weights_of(model)
 
 

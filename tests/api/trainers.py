@@ -21,31 +21,24 @@ def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, shift_labels
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def llama(seed=0, dtype=torch.float64):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def gpt2(seed=0, dtype=torch.float64):
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=models.VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).to(dtype)
+    none = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    config = GPT2Config(vocab_size=models.VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=64, **none)
+    model = GPT2LMHeadModel(config).to(dtype)
     if dtype is torch.float64:
         model.loss_function = exact_loss
     return model
 
 
 def dataset(count=18, *, shortest=3):
-    """Half of every second row is a prompt, which has no loss."""
+    """Half of every second row is a prompt, which has no loss; transformers counts the first label with some models."""
     found = []
     for number, row in enumerate(models.rows(count, longest=40)):
         row = np.concatenate([row, row])[: max(shortest, len(row))]
-        labels = np.where(np.arange(len(row)) < len(row) // 2 * (number % 2), -100, row)
+        labels = np.where(np.arange(len(row)) < max(1, len(row) // 2 * (number % 2)), -100, row)
         found.append({"input_ids": row.tolist(), "labels": labels.tolist()})
     return found
 
@@ -55,6 +48,7 @@ def arguments(folder, **options):
 
     defaults = {
         "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
         "gradient_accumulation_steps": 4,
         "learning_rate": 1e-2,
         "lr_scheduler_type": "constant",
@@ -82,10 +76,10 @@ def train(folder, options, *, stock=False, resume=None, model=None, callbacks=()
     import lengthwise as lw
 
     as_started_by_torchrun()
-    model = model or llama()
+    model = model or gpt2()
     common = {"model": model, "args": arguments(folder, **options), "train_dataset": dataset()} | others
     if stock:
-        trainer = transformers.Trainer(callbacks=list(callbacks), **common)
+        trainer = transformers.Trainer(callbacks=[make() for make in callbacks], **common)
     else:
         common.setdefault("lengthwise", planned())
         trainer = lw.Trainer(callbacks=[make() for make in callbacks], **common)
@@ -99,16 +93,55 @@ def log_and_weights(*args, **options):
     return trainer.state.log_history, weights_of(trainer.model)
 
 
-class StopsOnOneRank:
-    """Made on every rank; asks on the last one alone."""
+class Callbacks:
+    """What makes callbacks: transformers is imported by ranks that need it."""
 
-    def __new__(cls):
+    @staticmethod
+    def stops_on_the_last_rank(step=2):
         import transformers
 
         class Stop(transformers.TrainerCallback):
             def on_step_end(self, args, state, control, **others):
-                if state.global_step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                if state.global_step == step and args.process_index == args.world_size - 1:
                     control.should_training_stop = True
                 return control
 
         return Stop()
+
+    @staticmethod
+    def notes(events):
+        """Every event, in ``events``; at saves and evaluations the model is called as a user's callback may."""
+        import transformers
+
+        class Notes(transformers.TrainerCallback):
+            pass
+
+        def noting(event):
+            def note(self, args, state, control, model=None, **others):
+                events.append((event, state.global_step))
+                if event in ("on_save", "on_evaluate", "on_log"):
+                    model(torch.arange(5)[None].repeat(2, 1))
+
+            return note
+
+        names = "train_begin train_end epoch_begin epoch_end step_begin step_end optimizer_step log save evaluate"
+        for name in names.split():
+            setattr(Notes, f"on_{name}", noting(f"on_{name}"))
+        return Notes()
+
+
+def stop_on_the_last(folder, options):
+    """How far a rank gets when the last one wants to stop."""
+    options = options | {"weight_decay": 0.1}
+    trainer = train(folder, options, callbacks=[Callbacks.stops_on_the_last_rank], lengthwise=planned(recompute="none"))
+    return trainer.state.global_step, trainer.state.log_history
+
+
+def watched_by_the_callback(folder):
+    """What the callback finds where one rank has a row of 40 tokens, the other one of 4."""
+    import lengthwise as lw
+
+    rows = [{"input_ids": list(range(n)), "labels": list(range(n))} for n in (40, 4)]
+    options = {"gradient_accumulation_steps": 1, "max_steps": 1}
+    watch = [lambda: lw.TrainerCallback(equal_at=100)]
+    return train(folder, options, stock=True, train_dataset=rows, callbacks=watch).state.log_history[0]

@@ -1,16 +1,85 @@
 """The cost model of a prepared run: from its profile, measured now or kept from before."""
 
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 from lengthwise.api.options import Options
+from lengthwise.core.layer_profile import LayerTable
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.cost.separable import SeparableCost
+from lengthwise.cost.dual_layer import DualLayerCost
+from lengthwise.runtime.adapt.identity import find_table, identity_of
+from lengthwise.runtime.adapt.profile import Effort, measure
+from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.adapt.whole import check_prediction
 
-if TYPE_CHECKING:
-    from lengthwise.runtime.adapt.run import Run
+_log = logging.getLogger("lengthwise")
+
+CACHE = Path("~/.cache/lengthwise")
+CHECKED_S = 2.0
+"""Seconds of a micro-batch of the whole model that is worth computing to check a prediction."""
 
 
-def find_cost(run: "Run", options: Options, *, cluster: ClusterSpec, lengths: LengthIndex) -> SeparableCost:
-    """Costs of the run's model on its ranks."""
-    raise NotImplementedError
+def profile_path(run: Run, options: Options) -> Path:
+    """Where the run's measurements are kept: where the user says, or under their digest."""
+    if options.profile is not None:
+        return Path(options.profile)
+    return CACHE.expanduser() / f"{identity_of(run).digest}.json"
+
+
+def find_cost(run: Run, options: Options, *, cluster: ClusterSpec, lengths: LengthIndex) -> DualLayerCost:
+    """Costs of the run's model on its ranks; every rank gets the same.
+
+    Raises:
+        InputError: the profile's file is something else.
+    """
+    most = options.max_degree or run.world.size
+    degrees = [degree for degree in range(1, most + 1) if run.world.size % degree == 0]
+    effort = Effort(memory_bytes=None if options.memory_gib is None else cluster.device.memory_bytes)
+
+    def make() -> LayerTable:
+        with _progress(shown=options.verbose and run.world.is_first) as advance:
+            return measure(run, longest=lengths.max_length, degrees=degrees, effort=effort, on_progress=advance)
+
+    table, was_kept = find_table(run, profile_path(run, options), make, longest=lengths.max_length, degrees=degrees)
+    cost = DualLayerCost(table, cluster=cluster)
+    if not was_kept and options.check:
+        _check(run, cost, longest=lengths.max_length, shown=options.verbose and run.world.is_first)
+    return cost
+
+
+def measure_again(run: Run, cost: DualLayerCost, degree: int) -> DualLayerCost:
+    """The cost model with new measurements of one degree; between two steps, on every rank."""
+    table = cost.table
+    fresh = measure(run, longest=table.longest, degrees=[degree], update_s=table.update_s)
+    kept = tuple(row for row in table.rows if row.degree != degree)
+    return DualLayerCost(replace(table, rows=(*kept, *fresh.rows)), cluster=cost.cluster)
+
+
+def _check(run: Run, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
+    """Compute a few micro-batches of the whole model, and say how far off the prediction is."""
+    num_layers = cost.table.num_layers
+    for degree in cost.table.degrees:
+        length = longest
+        while length > 32 and cost.predict((length,), degree, num_layers)[0] > CHECKED_S:
+            length //= 2
+        slot = run.feeding.slot_tokens
+        pack = (max(1, length // slot) * slot,)
+        for found in check_prediction(
+            run, cost.predict, packs=[pack], degrees=[degree], recomputed=[0, num_layers], repeats=3
+        ):
+            if shown:
+                _log.info("%s", found)
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[float], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+        task = bar.add_task("measuring two layers", total=1.0)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,13 +1,12 @@
 """``lengthwise.prepare``: from a model and a corpus to a run that a user's own loop steps through."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 
-from lengthwise.api.costs import find_cost
+from lengthwise.api.costs import find_cost, measure_again
 from lengthwise.api.options import Options, named_as_options, read_options
 from lengthwise.api.planning import make_planner, make_sampler, steps_of
 from lengthwise.api.refine import Refiner
@@ -17,10 +16,12 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.specs import GIB, ClusterSpec
+from lengthwise.cost.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.runtime.adapt.adapted import Adapted
 from lengthwise.runtime.adapt.learn import check_exact, learn
 from lengthwise.runtime.adapt.micro_batch import Feeding
+from lengthwise.runtime.adapt.recompute import selective_contexts
 from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.comm.devices import find_device, local_size
 from lengthwise.runtime.comm.world import World, start_world
@@ -62,7 +63,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         layers=chosen.layers,
         loss=chosen.loss,
         inputs=chosen.inputs,
-        context=_contexts(chosen),
+        context=selective_contexts() if chosen.recompute == "selective" else None,
     )
     try:
         run = _make_run(adapted, chosen, world, sequences)
@@ -113,21 +114,14 @@ def _plan(run: Run, options: Options, lengths: LengthIndex) -> None:
         objective=run.adapted.objective,
     )
     if isinstance(cost, SeparableCost):
-        Refiner(run, cost, plan_with)
+        again = partial(measure_again, run) if isinstance(cost, DualLayerCost) else None
+        Refiner(run, cost, plan_with, measure_again=again)
     else:
         run.planner = plan_with(cost)
 
 
 def _not_yet(batch: GlobalBatch) -> StepPlan:
     raise AssertionError("costs are known before the first step")
-
-
-def _contexts(options: Options) -> Callable[[], Any] | None:
-    if options.recompute != "selective":
-        return None
-    from lengthwise.runtime.adapt.recompute import selective_contexts
-
-    return selective_contexts
 
 
 def _objective_of(model: nn.Module) -> str:

@@ -38,9 +38,10 @@ class Refiner:
         cost: SeparableCost,
         plan_with: Callable[[CostModel], Planner],
         *,
-        measure_again: Callable[[int], SeparableCost] | None = None,
+        measure_again: Callable[[Any, int], SeparableCost] | None = None,
     ) -> None:
-        """``plan_with``: the planner under a cost model; ``measure_again``: a degree, which gives a new base."""
+        """``plan_with``: the planner under a cost model; ``measure_again``: a degree of
+        the base, which gives a new one."""
         self.run, self.cost = run, RefinedCost(cost)
         self._plan_with, self._measure_again = plan_with, measure_again
         self._predicted_s: dict[int, float] = {}
@@ -77,9 +78,9 @@ class Refiner:
             tokens = pipeline.micro_batches[failure.micro_batch].pack.num_tokens
             self._note(
                 step.number,
-                f"rank {failure.rank} ran out of memory with {tokens:,} tokens at degree {degree}; micro-batches of that "
-                f"degree are taken to need {factors[degree]:.2f} times the bytes that were predicted, and the step is "
-                "planned again",
+                f"rank {failure.rank} ran out of memory with {tokens:,} tokens at degree {degree}; micro-batches of "
+                f"that degree are taken to need {factors[degree]:.2f} times the bytes that were predicted, and the "
+                "step is planned again",
                 warn=True,
             )
         self._change(RefinedCost(self.cost.base, time_factors=self.cost.time_factors, bytes_factors=factors))
@@ -116,7 +117,7 @@ class Refiner:
                 self._note(
                     number, f"degree {degree} takes {ratio:.2f} times what was predicted; measuring it again", warn=True
                 )
-                base, is_changed = self._measure_again(degree), True
+                base, is_changed = self._measure_again(base, degree), True
                 times.pop(degree, None)
             elif abs(ratio - 1) > WORTH:
                 times[degree], is_changed = times.get(degree, 1.0) * ratio, True

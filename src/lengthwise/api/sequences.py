@@ -108,19 +108,29 @@ def read_sequences(
 
 
 def _items(corpus: Any, slot_tokens: int) -> Items:
+    if not len(corpus):
+        raise InputError("the corpus is empty: there is no sequence to train on")
+    has_labels = slot_tokens == 1 and hasattr(corpus[0], "keys") and LABELS in corpus[0]
     state = hashlib.blake2b(digest_size=8)
     lengths = np.zeros(len(corpus), dtype=np.int64)
     for number in range(len(corpus)):
-        values = _values(corpus[number])
+        item = corpus[number]
+        values = _values(item)
+        if not values.size:
+            raise InputError(f"item {number} is empty; leave items without tokens out")
         if slot_tokens == 1 and (values.ndim != 1 or not np.issubdtype(values.dtype, np.integer)):
             raise InputError(
                 f"item {number} is {values.dtype} of shape {values.shape}, not a row of token ids; of sequences of "
                 "anything else say how many tokens each element of the first axis is: slot_tokens"
             )
+        if has_labels and (LABELS not in item or len(item[LABELS]) != len(values)):
+            num_labels = len(item[LABELS]) if LABELS in item else 0
+            raise InputError(
+                f"item {number} has {len(values)} tokens and {num_labels} labels; give each token its own, -100 where "
+                "it is not to be predicted"
+            )
         lengths[number] = len(values) * slot_tokens
         state.update(np.ascontiguousarray(values).tobytes())
-    first = corpus[0] if len(corpus) else None
-    has_labels = slot_tokens == 1 and isinstance(first, dict) and LABELS in first
     return Items(corpus, LengthIndex(lengths=lengths, corpus_digest=state.hexdigest()), has_labels)
 
 

@@ -31,6 +31,7 @@ from lengthwise.runtime.train.step import StepResult
 try:
     import transformers
     from accelerate.utils import convert_to_fp32
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import TrainOutput
 except ImportError as error:
     raise ImportError(f"lengthwise.Trainer needs transformers and accelerate ({error}): pip install 'lengthwise[hf]'"
@@ -100,7 +101,7 @@ class Trainer(transformers.Trainer):
         """The run over this trainer's dataset; its ``num_steps`` are those of all epochs or ``max_steps``."""
         args, options = self.args, dict(self._options)
         masked = options.get("objective") == "masked" or type(self.model).__name__.endswith("ForMaskedLM")
-        if not masked and not self._loss_shifts_labels and not {"loss", "inputs", "objective"} & set(options):
+        if not masked and not self._predicts_next_tokens() and not {"loss", "inputs", "objective"} & set(options):
             raise InputError(
                 f"{type(self.model).__name__} does not predict next tokens; say what has a loss and how it is made: "
                 "lengthwise={'objective': ..., 'loss': ...}"
@@ -127,6 +128,11 @@ class Trainer(transformers.Trainer):
             device=args.device.type,
         )
 
+    def _predicts_next_tokens(self) -> bool:
+        if not isinstance(self.model, transformers.PreTrainedModel):
+            return True
+        return self._loss_shifts_labels or type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
     def _optimizer(self, weight_decay: float) -> OptimizerSettings:
         args = self.args
         return OptimizerSettings(
@@ -145,7 +151,7 @@ class Trainer(transformers.Trainer):
         """States, schedule and counters as transformers' loop has them before its first step."""
         args, per_epoch = self.args, run.num_steps  # it was prepared for one epoch
         max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-        self._steps_per_epoch, run.num_steps = per_epoch, max_steps
+        run.num_steps = max_steps
         self._init_training_state(max_steps, per_epoch, math.ceil(max_steps / per_epoch), checkpoint, None)
         held = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)  # schedules need one
         self.lr_scheduler = None
@@ -182,7 +188,7 @@ class Trainer(transformers.Trainer):
                 sum(micro_batch.pack.lengths) for p in step.plan.pipelines for micro_batch in p.micro_batches
             ) * (self.args.include_num_input_tokens_seen not in (False, "no"))
             has_ended = stream.position == 0
-            state.epoch = float(stream.epoch) if has_ended else self._epoch(run)
+            state.epoch = self._epoch(run)
             self.control = self.callback_handler.on_step_end(self.args, state, self.control)
             end_step(result)
             if has_ended or self.control.should_training_stop:
@@ -228,11 +234,10 @@ class Trainer(transformers.Trainer):
             setattr(self.control, name, number > 0)
 
     def _epoch(self, run: Run) -> float:
-        """How far the training is, in epochs: by steps, as transformers counts, where all epochs have as many."""
+        """How far the training is, in epochs, by the batches of ``per_device_train_batch_size`` that transformers counts."""
         stream: Any = run.stream
-        if "tokens_per_step" in self._options:
-            return stream.epoch + stream.position / len(self.train_dataset)  # type: ignore[no-any-return, arg-type]
-        return stream.epoch + self.state.global_step % self._steps_per_epoch / self._steps_per_epoch  # type: ignore[no-any-return]
+        each, number = self._train_batch_size * self.args.world_size, len(run.feeding.source.lengths)  # type: ignore[attr-defined]
+        return float(stream.epoch + math.ceil(stream.position / each) / math.ceil(number / each))
 
     @contextmanager
     def _prepared_for_evaluation(self) -> Iterator[None]:

@@ -136,7 +136,9 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
     )
 
 
-def _non_negative(columns: np.ndarray, target: np.ndarray, unit: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _non_negative(
+    columns: np.ndarray, target: np.ndarray, unit: np.ndarray
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Weights of the columns that come closest to ``target`` in parts of ``unit``, and how far off each row is."""
     scale = np.maximum(columns.max(axis=0), 1.0)  # columns differ by ten orders of magnitude
     relative = columns / scale / unit[:, None]
@@ -145,7 +147,7 @@ def _non_negative(columns: np.ndarray, target: np.ndarray, unit: np.ndarray) -> 
 
 
 def _line(tokens: np.ndarray, measured: Sequence[int]) -> Bytes:
-    """The line of least relative errors, raised until no row is above it: memory that is not there must not be planned."""
+    """The line of least relative errors, raised until no row is above it: plans must fit."""
     values = np.array(measured, dtype=np.float64)
     unit = np.maximum(values, 1.0)
     (per_token, fixed), _ = _non_negative(np.stack([tokens, np.ones_like(tokens)], axis=1), values, unit)
@@ -242,7 +244,7 @@ class DualLayerCost(SeparableCost):
             or scheme.num_layers != self.table.num_layers
         ):
             raise InputError(
-                f"no measured layers for scheme {scheme.name}; there are single-stage {self.method} (dense at degree 1) "
-                f"of degrees {', '.join(map(str, self.fits))} with {self.table.num_layers} layers"
+                f"no measured layers for scheme {scheme.name}; there are single-stage {self.method} (dense at degree "
+                f"1) of degrees {', '.join(map(str, self.fits))} with {self.table.num_layers} layers"
             )
         return self.fits[scheme.degree]

@@ -4,7 +4,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.layout import shard_size
 from lengthwise.core.specs import ModelSpec
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d")
 """Those whose layers are one attention and one feed-forward, each behind a norm."""
 

@@ -36,7 +36,9 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.tril[:, :, :t, :t] == 1)
         elif self.mask == "alibi":
             distance = torch.arange(t)[None] - torch.arange(t)[:, None]
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=distance.to(x.dtype).masked_fill(distance > 0, -math.inf))
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=distance.to(x.dtype).masked_fill(distance > 0, -math.inf)
+            )
         elif self.mask == "window":
             seen = torch.ones(t, t, dtype=torch.bool).tril().triu(-16)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -113,6 +115,34 @@ class RotaryBlock(nn.Module):
     def rotate(x, cos, sin):
         one, two = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-two, one), dim=-1) * sin
+
+
+class Uneven(nn.Module):
+    """Values of another size than queries and keys."""
+
+    def __init__(self, size: int, value_size: int):
+        super().__init__()
+        self.qk, self.v = nn.Linear(WIDTH, 2 * HEADS * size), nn.Linear(WIDTH, HEADS * value_size)
+        self.out = nn.Linear(HEADS * value_size, WIDTH)
+
+    def forward(self, x):
+        q, k = self.qk(x).unflatten(-1, (2, HEADS, -1)).unbind(2)
+        v = self.v(x).unflatten(-1, (HEADS, -1))
+        y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class UnevenHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.layers = nn.ModuleList([Uneven(8, 6), Uneven(4, 6), Uneven(6, 6)])
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
 class Llama(nn.Module):

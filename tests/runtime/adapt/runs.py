@@ -1,7 +1,8 @@
 """A step of a prepared model on the ranks of a pool, and the same step by the loop its user had before."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.plan import MicroBatch as Planned
@@ -96,19 +96,24 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-class InDouble(TorchFunctionMode):
-    """Transformers computes norms and rotations in float32 whatever a model's dtype; here it stays in float64, for a
-    difference of 1e-16 that crosses a rounding of float32 would be one of 1e-8."""
+@contextmanager
+def in_double() -> Iterator[None]:
+    """Nothing is cast to float32.
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is Tensor.float:
-            return args[0]
-        if func is Tensor.to:
-            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
+    Transformers computes norms and rotations in float32 whatever a model's dtype: a difference of 1e-16 that crosses a
+    rounding of float32 would become one of 1e-8.
+    """
+    to = Tensor.to
+
+    def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return to(self, *(torch.float64 if each is torch.float32 else each for each in args), **kwargs)
+
+    Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del Tensor.to, Tensor.float
 
 
 def cross_entropy(output: Any, micro_batch: MicroBatch) -> Tensor:
@@ -177,7 +182,7 @@ def prepared(case: Case, groups: tuple[Packs, ...], world: World, *, num_steps: 
 
 def step_on_ranks(case: Case, groups: tuple[Packs, ...], *, num_steps: int = 1, seed: int = 0) -> Any:
     """Losses, and the change of every weight, after steps of the user's own loop on a prepared model."""
-    with InDouble():
+    with in_double():
         return _step_on_ranks(case, groups, num_steps, seed)
 
 
@@ -212,7 +217,7 @@ def step_alone(case: Case) -> tuple[float, dict[str, Tensor]]:
             tokens, targets = fed.tokens_T.numpy(), fed.targets_T
         else:
             tokens, targets = source.tokens(sequence), torch.empty(0)
-        with InDouble():
+        with in_double():
             loss = case.sum_of_losses(model, tokens, targets)
         loss.backward()
         total += loss.item()

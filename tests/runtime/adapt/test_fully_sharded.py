@@ -66,7 +66,9 @@ def test_a_model_that_would_hang_is_refused(ranks):
 
 def check_refused():
     world = start_world("cpu")
-    with pytest.raises(InputError, match=r"FSDP2 frees its parameters after every forward.*reshard_after_forward=False"):
+    with pytest.raises(
+        InputError, match=r"FSDP2 frees its parameters after every forward.*reshard_after_forward=False"
+    ):
         make_run(wrapped(world, frees=True), world, 1)
     model = Model().double()
     for layer in model.layers:

@@ -12,7 +12,9 @@ PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer
 
 @pytest.mark.parametrize("recomputed", [0, 2])
 @pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), (3, 3), (4, 2)])
-def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weights(ranks, num_ranks, degree, recomputed):
+def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weights(
+    ranks, num_ranks, degree, recomputed
+):
     expected = ranks(1).run(train, 1, 0, {})[0]
     for place in PLACES:
         found = ranks(num_ranks).run(train, degree, recomputed, {1: (place,)})

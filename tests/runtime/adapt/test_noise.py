@@ -1,16 +1,31 @@
 """What is drawn for a token is the token's: the same at every degree, in every pack, computed once or twice."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from lengthwise.core.batch import Pack
+from lengthwise.runtime.adapt import attention, noise
+from lengthwise.runtime.adapt.attention import Kind, attend_shard
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 from lengthwise.runtime.adapt.noise import attention_keep, keep_like, mix, mix_word, normal_like, uniform_like
 from tests.runtime.adapt.modules import CHANNELS, GPT, PLACES, TorchEncoder
-from tests.runtime.adapt.runs import EXACT, Case, Frames, Packs, cross_entropy, shard_of, step_on_ranks
+from tests.runtime.adapt.runs import (
+    EXACT,
+    Case,
+    Frames,
+    Packs,
+    cross_entropy,
+    local_world,
+    prepared,
+    shard_of,
+    step_on_ranks,
+    train,
+)
 from tests.runtime.adapt.test_families import MASKED, MASKING, bert, gpt2, masked_losses, next_token_losses
 from tests.runtime.adapt.test_plain_modules import IGNORES, LOGITS, VIDEO_PACKS, built, gpt_losses, video_case
 
@@ -46,7 +61,8 @@ def test_a_run_that_drops_is_the_same_at_degrees_1_2_and_4_in_any_packs_with_and
 def test_a_video_model_drops_within_frames_and_across_them_alike_at_every_degree(ranks):
     case = video_case(dropout=0.2)
     alone = tuple(
-        Packs(ranks=(rank,), packs=packs) for rank, packs in enumerate([((0,), (1,), (2,)), ((3, 4),), ((5,), (6,)), ()])
+        Packs(ranks=(rank,), packs=packs)
+        for rank, packs in enumerate([((0,), (1,), (2,)), ((3, 4),), ((5,), (6,)), ()])
     )
     first = ranks(4).run(step_on_ranks, case, alone)[0]
     _assert_same(ranks(4).run(step_on_ranks, case, VIDEO_PACKS)[0], first)
@@ -55,18 +71,14 @@ def test_a_video_model_drops_within_frames_and_across_them_alike_at_every_degree
 
 
 def test_steps_drop_differently(ranks):
-    losses, _ = ranks(1).run(_two_steps_that_learn_nothing)[0]
+    losses = ranks(4).run(_two_steps_that_learn_nothing)[0]
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
 def _two_steps_that_learn_nothing():
-    from tests.runtime.adapt.runs import prepared, train
-    from tests.runtime.train.runs import local_world
-
-    packs = (Packs(ranks=(0,), packs=(tuple(range(10)),)),)
-    run = prepared(DROPPING["a gpt of one's own"], packs, local_world(), num_steps=2)
+    run = prepared(DROPPING["a gpt of one's own"], TWO, local_world(), num_steps=2)
     run.lr = lambda step: 0.0
-    return train(run), None
+    return train(run)
 
 
 def _assert_same(found, expected):
@@ -108,6 +120,45 @@ def test_dropout_drops_as_many_as_it_says(p):
     assert abs(float(weights.mean()) - (1 - p)) < 5 * (p * (1 - p) / num) ** 0.5
 
 
+@pytest.mark.parametrize(
+    "kind", [Kind(causal=True, window=(5, 0)), Kind(causal=False, window=(2, 3)), Kind(causal=True)]
+)
+def test_long_sequences_attend_and_drop_some_queries_at_a_time(monkeypatch, kind):
+    lengths, heads = (23, 1, 40), 4
+    qkv = torch.randn(3, sum(lengths), heads, 8, dtype=torch.float64)
+    distance = torch.arange(sum(lengths))[:, None] - torch.arange(sum(lengths))
+    before, after = kind.window or (100, 0)
+    of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    sees = (distance <= before) & (distance >= -after) & (of[:, None] == of)
+    expected = F.scaled_dot_product_attention(*qkv.transpose(1, 2), attn_mask=sees).transpose(0, 1)
+    shard, dropping = shard_of(lengths), replace(kind, dropout=0.3)
+    torch.testing.assert_close(attend_shard(*qkv, kind, shard), expected, rtol=EXACT, atol=EXACT)
+    whole, grad = _out_and_gradient(qkv, dropping, shard)
+    assert float((whole - expected).abs().max()) > 0.1, "it drops"
+    for name, value in (("QUERY_CHUNK", 7), ("DRAWN_AT_ONCE", 3 * heads * 40)):
+        monkeypatch.setattr(attention, name, value)
+        torch.testing.assert_close(attend_shard(*qkv, kind, shard), expected, rtol=EXACT, atol=EXACT)
+        again, grad_again = _out_and_gradient(qkv, dropping, shard)
+        torch.testing.assert_close(again, whole, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(grad_again, grad, rtol=EXACT, atol=EXACT)
+
+
+def _out_and_gradient(qkv, kind, shard):
+    qkv = qkv.clone().requires_grad_()
+    out = attend_shard(*qkv, kind, shard)
+    out.square().sum().backward()
+    return out.detach(), qkv.grad
+
+
+def test_many_numbers_are_drawn_some_slots_at_a_time(monkeypatch):
+    x, shard = torch.empty(9, 7, 3, dtype=torch.float64), shard_of((6, 1, 2))
+    whole = keep_like(x, 0, 0.5, 0, shard), normal_like(x, 0, 0, shard), uniform_like(x, 0, 0, shard)
+    for chunk in (1, 50):
+        monkeypatch.setattr(noise, "CHUNK", chunk)
+        parts = keep_like(x, 0, 0.5, 0, shard), normal_like(x, 0, 0, shard), uniform_like(x, 0, 0, shard)
+        assert all(map(torch.equal, parts, whole))
+
+
 def test_draws_differ_between_steps_seeds_calls_sequences_positions_and_channels():
     num, p = 64, 0.5
     x = torch.empty(num, num)
@@ -134,7 +185,7 @@ def test_normal_numbers_are_normal_and_uniform_ones_uniform():
     assert abs(normal.mean()) < 5 * sigma and abs(normal.var() - 1) < 5 * 2**0.5 * sigma
     assert abs((normal**4).mean() - 3) < 5 * 96**0.5 * sigma
     assert abs(uniform.mean() - 0.5) < 5 * sigma / 12**0.5 and abs(uniform.var() - 1 / 12) < 5 * sigma / 180**0.5
-    assert 0 <= uniform.min() and uniform.max() < 1
+    assert uniform.min() >= 0 and uniform.max() < 1
     assert uniform_like(x.to(torch.bfloat16), 0, 1, shard).max() < 1, "rounding does not reach 1"
 
 
@@ -147,9 +198,10 @@ def test_micro_batches_give_noise_of_slots_and_numbers_of_sequences():
         return MicroBatch(shard, pack, feeding, make_inputs=lambda micro_batch: {})
 
     for draw in (lambda m: m.normal(PLACES, CHANNELS), lambda m: m.uniform_of_sequences()[:, None]):
-        whole = _whole(lengths, 1, lambda shard: draw(micro_batch(shard)))
-        for degree in (2, 4):
-            assert torch.equal(_whole(lengths, degree, lambda shard: draw(micro_batch(shard))), whole)
+        one, two, four = (
+            _whole(lengths, degree, lambda shard, draw=draw: draw(micro_batch(shard))) for degree in (1, 2, 4)
+        )
+        assert torch.equal(one, two) and torch.equal(one, four)
     times = micro_batch(shard_of(lengths)).uniform_of_sequences()
     assert len(times.unique()) == 3 and bool((times >= 0).all() and (times < 1).all())
     one = micro_batch(shard_of(lengths))
@@ -162,5 +214,3 @@ def test_numbers_and_tensors_are_mixed_alike():
     mixed = [int(value) for value in mix(torch.tensor(words))]
     assert mixed == [(each ^ (1 << 63)) - (1 << 63) for each in (mix_word(word & (2**64 - 1)) for word in words)]
     assert mix_word(0) == 0xE220A8397B1DCDAF, "the first number of SplitMix64 with seed 0"
-
-

@@ -11,7 +11,18 @@ from torch.nn import functional as F
 from lengthwise.core.batch import EVERY_TOKEN, MASKED
 from lengthwise.runtime.model.targets import Masking
 from tests.runtime.adapt import modules
-from tests.runtime.adapt.modules import CHANNELS, GPT, PLACES, VOCAB, Flash, Llama, Tagger, TorchEncoder, Video
+from tests.runtime.adapt.modules import (
+    CHANNELS,
+    GPT,
+    PLACES,
+    VOCAB,
+    Flash,
+    Llama,
+    Tagger,
+    TorchEncoder,
+    UnevenHeads,
+    Video,
+)
 from tests.runtime.adapt.runs import Case, Frames, Packs, assert_exact, randomised, step_on_ranks
 
 DEGREES = (
@@ -82,8 +93,16 @@ def test_a_gpt_with_its_loss_inside_and_any_causal_mask_is_exact_at_degrees_1_to
         Case(build=partial(built, TorchEncoder, True, False), **LOGITS),
         Case(build=partial(built, TorchEncoder, False, True), **BOTH_WAYS),
         Case(build=partial(built, Tagger), **BOTH_WAYS),
+        Case(build=partial(built, UnevenHeads), **LOGITS),
     ],
-    ids=["rotary tables", "causal encoder", "slots first", "encoder both ways", "own multihead"],
+    ids=[
+        "rotary tables",
+        "causal encoder",
+        "slots first",
+        "encoder both ways",
+        "own multihead",
+        "other sizes of values",
+    ],
 )
 def test_tables_tuples_and_layers_of_torch_are_exact_at_degrees_1_to_4(ranks, case):
     for found in ranks(4).run(step_on_ranks, case, DEGREES):

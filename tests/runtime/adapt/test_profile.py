@@ -1,6 +1,7 @@
 """Two layers are measured as they are, by all ranks alike, and the whole model takes what follows from them."""
 
 import logging
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +36,8 @@ from tests.runtime.adapt.profile_runs import (
 QUICK = Effort(repeats=2, budget_s=1e9)
 KEPT_PER_TOKEN = 4 * (4 * HIDDEN + 3 * HIDDEN + 2 * 4 * HIDDEN + 4 + 2 * 2)
 """Bytes that a layer without dropout keeps beside its input: both norms' outputs, what attention gives and what the
-second norm gets; queries, keys and values; the feed-forward's inner layer before and after its activation; a log-sum-exp
-per head; two statistics per norm."""
+second norm gets; queries, keys and values; the feed-forward's inner layer before and after its activation; a
+log-sum-exp per head; two statistics per norm."""
 REST_PER_TOKEN = 4 * (2 * HIDDEN + 2 + VOCABULARY) + 3 * 8
 """And all else: the last norm's input and output and its statistics, the softmax of the head's output; the token's id,
 its target and its place in the table of positions."""
@@ -233,9 +234,7 @@ def counts_of_two_layers() -> tuple[Counts, Counts]:
     pack, found = Pack(ids=(0,), lengths=(20,)), []
     for num_kept in (None, 2):
         run.adapted.layers.num_kept = num_kept
-        shard = Shard(
-            step=0, seed=0, ids=(0,), cu_seqlens=(0, 20), group=run.alone, device=run.world.device
-        )  # fmt: skip
+        shard = Shard(step=0, seed=0, ids=(0,), cu_seqlens=(0, 20), group=run.alone, device=run.world.device)
         with synthetic(run, (20,)), active(shard):
             run.model(**run.make(shard, pack).inputs)
         found.append(shard.counts)
@@ -346,12 +345,14 @@ def test_bytes_are_counted_without_a_word_to_other_ranks(ranks):
     assert found[0][:2] == found[1][:2]
 
 
-@pytest.mark.parametrize(("longest", "degree", "slot_tokens"), [(8192, 1, 1), (8192, 48, 1), (17 * 64, 2, 64), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("longest", "degree", "slot_tokens"), [(8192, 1, 1), (8192, 48, 1), (17 * 64, 2, 64), (1, 1, 1)]
+)
 def test_ladders_double_up_to_the_longest_and_give_every_rank_slots(longest, degree, slot_tokens):
     packs = ladder(longest, degree=degree, slot_tokens=slot_tokens)
     assert packs[-1] == (longest,)
     assert all(lengths[0] // slot_tokens >= degree for lengths in packs)
-    for (one,), (other,) in zip(packs, packs[1:]):
+    for (one,), (other,) in pairwise(packs):
         assert one // slot_tokens == other // slot_tokens // 2
     short = many_short(packs, slot_tokens=slot_tokens)
     assert len(short) >= 2 or longest == slot_tokens

@@ -1,12 +1,12 @@
 """Layers that are computed again: which, what they keep, and that nothing else changes."""
 
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.recompute import KINDS, recompute, selective_contexts
@@ -39,31 +39,35 @@ def test_each_layer_that_recomputes_keeps_less(model_class):
     model = built(model_class)
     learned(model)
     kept = [_kept_bytes(model, shard_of(LENGTHS, recompute=(True,) * r + (False,) * (3 - r))) for r in range(4)]
-    saved = [more - less for more, less in zip(kept, kept[1:])]
+    saved = [more - less for more, less in pairwise(kept)]
     assert min(saved) > 0.2 * kept[0] and max(saved) < 1.1 * min(saved), kept
 
 
-class Attentions(TorchFunctionMode):
-    """Counts kernels of attention that are launched."""
+class Kernels(TorchDispatchMode):
+    """Counts what is launched of attention and of matrix products."""
 
     def __init__(self):
         super().__init__()
-        self.num = 0
+        self.attention = self.products = 0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.num += func is F.scaled_dot_product_attention
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        self.attention += "scaled_dot_product" in name and "backward" not in name
+        self.products += name in ("aten::mm", "aten::addmm")
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("flags", [(False, False, False), (True, False, True), (True, True, True), (False, True, False)])
+@pytest.mark.parametrize(
+    "flags", [(False, False, False), (True, False, True), (True, True, True), (False, True, False)]
+)
 def test_just_the_layers_that_are_told_to_are_computed_again(flags):
     model = built(Llama)
     learned(model)
     shard = shard_of((9,), recompute=flags)
     output = packed(model, shard)
-    with Attentions() as attentions, active(shard):
+    with Kernels() as kernels, active(shard):
         output.sum().backward()
-    assert attentions.num == sum(flags)
+    assert kernels.attention == sum(flags)
 
 
 @pytest.mark.parametrize("keep", KINDS)
@@ -84,9 +88,9 @@ def test_a_selective_recompute_keeps_the_outputs_of_attention_and_does_not_atten
         launched[keep] = _kernels_of_backward(model, shard)
     assert kept["attention"] > kept[None], "outputs of attention are kept"
     assert kept["attention and matmuls"] > kept["attention"]
-    assert launched[None]["attention"] == 3 * len(LENGTHS) == launched["matmuls"]["attention"]
-    assert launched["attention"]["attention"] == launched["attention and matmuls"]["attention"] == 0
-    assert launched["matmuls"]["products"] < launched["attention"]["products"]
+    assert launched[None].attention == 3 * len(LENGTHS) == launched["matmuls"].attention
+    assert launched["attention"].attention == launched["attention and matmuls"].attention == 0
+    assert launched["matmuls"].products < launched["attention"].products
 
 
 def _kept_with_caches(model, shard):
@@ -95,7 +99,7 @@ def _kept_with_caches(model, shard):
 
     def alive():
         gc.collect()
-        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
         return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
 
     before = alive()
@@ -106,21 +110,10 @@ def _kept_with_caches(model, shard):
 
 
 def _kernels_of_backward(model, shard):
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    launched = {"attention": 0, "products": 0}
-
-    class Kernels(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name = func._schema.name
-            launched["attention"] += "scaled_dot_product" in name and "backward" not in name
-            launched["products"] += name in ("aten::mm", "aten::addmm")
-            return func(*args, **(kwargs or {}))
-
     output, _ = packed(model, shard)
-    with Kernels(), active(shard):
+    with Kernels() as kernels, active(shard):
         output.sum().backward()
-    return launched
+    return kernels
 
 
 def test_a_kind_of_recompute_that_is_not_known_is_refused():
@@ -154,9 +147,9 @@ def test_a_model_can_say_itself_what_is_recomputed(flags):
     shard = shard_of((9,), recompute=flags)
     with active(shard):
         output = model(tokens)
-        with Attentions() as attentions:
+        with Kernels() as kernels:
             output.sum().backward()
-    assert attentions.num == sum(flags)
+    assert kernels.attention == sum(flags)
     for (name, one), other in zip(model.named_parameters(), expected.parameters()):
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, msg=name)
 
@@ -167,9 +160,9 @@ def test_a_layer_of_a_prepared_model_is_recomputed_once_where_its_model_asks_as_
     learned(model)
     shard = shard_of((9,), recompute=(True, False, True))
     output = packed(model, shard)
-    with Attentions() as attentions, active(shard):
+    with Kernels() as kernels, active(shard):
         output.sum().backward()
-    assert attentions.num == 2
+    assert kernels.attention == 2
 
 
 class Asking(Llama):

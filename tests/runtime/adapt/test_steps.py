@@ -26,8 +26,8 @@ def make_run(*, degree=1, labels=None, clip_norm=0.0, num_steps=1):
     run = Run(
         Adapted(Model().double()), world, stream=Stream(), planner=plan_on(world.size, degree, 0),
         feeding=Feeding(source=Source(), objective=NEXT_TOKEN, labels=labels),
-        optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: 1.0, clip_norm=clip_norm,
-        num_steps=num_steps,
+        optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: 1.0,
+        clip_norm=clip_norm, num_steps=num_steps,
     )  # fmt: skip
     learn(run)
     return run
@@ -120,7 +120,9 @@ def check_forgotten():
         for micro_batch in step:
             loss = run.model(**micro_batch.inputs)[1]
             run.model.zero_grad()
-            with pytest.raises(CheckError, match=r"gradient of tokens.weight was taken away, by optimizer.zero_grad\(\)"):
+            with pytest.raises(
+                CheckError, match=r"gradient of tokens.weight was taken away, by optimizer.zero_grad\(\)"
+            ):
                 step.backward(loss)
             break
         break
@@ -137,7 +139,7 @@ def check_not_finite():
     for step in run.steps():
         for micro_batch in step:
             step.backward(run.model(**micro_batch.inputs)[1] * float("inf"))
-        with pytest.raises(LengthwiseError, match="step 0: loss inf and gradient norm .* are not both finite"):
+        with pytest.raises(LengthwiseError, match=r"step 0: loss inf and gradient norm .* are not both finite"):
             step.update()
         break
     for parameter, value in zip(run.model.parameters(), before):

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lengthwise.core.batch import NEXT_TOKEN
@@ -59,35 +58,36 @@ class Adapted:
         self._imported = Imported(model)
         self._intercept: Intercept | None = self._new_intercept(rules=Rules())
         self.rules = Rules()
-        for name in ("activation_checkpointing_disable", "gradient_checkpointing_disable"):  # as transformers calls it
-            if (disable := getattr(model, name, None)) is not None:
+        for part in (model, *self.anatomy.hugging_face_models()):
+            names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # as transformers calls it
+            found = [disable for name in names if (disable := getattr(part, name, None)) is not None]
+            for disable in found[:1]:
                 disable()  # what is recomputed is planned
-                break
         self.layers = Layers(self.anatomy.layers, context=context)
-        self._switch = Switch(model) if self.anatomy.is_hugging_face else None
-        if self._switch is not None:
-            self._switch.on()
+        self._switches = [Switch(part) for part in self.anatomy.hugging_face_models()]
+        for switch in self._switches:
+            switch.on()
         model.forward = self._forward_micro_batch  # type: ignore[method-assign]
 
     def release(self) -> None:
         """The model as it was."""
         del self.model.__dict__["forward"]
         self.layers.release()
-        if self._switch is not None:
-            self._switch.release()
+        for switch in self._switches:
+            switch.release()
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
         """The model computes as it did before it was prepared: for evaluation and generation."""
         self._plain += 1
-        if self._switch is not None:
-            self._switch.off()
+        for switch in self._switches:
+            switch.off()
         try:
             yield self.model
         finally:
             self._plain -= 1
-            if self._switch is not None:
-                self._switch.on()
+            for switch in [] if self._plain else self._switches:
+                switch.on()
 
     def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int]) -> None:
         """Learn which calls are about slots from two forwards of one sequence each; of ``lengths`` slots.
@@ -106,7 +106,7 @@ class Adapted:
         for number, rule in enumerate(self.rules.attention):
             if rule.note.startswith("refused") and rule.is_over_slots:
                 raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
-        needed = any(rule.is_over_slots for rule in self.rules.attention) or self.rules.noise
+        needed = bool(self.rules.attention or self.rules.noise)
         needed = needed or any(rule.dim is not None for rule in self.rules.positions)
         self._intercept = self._new_intercept(rules=self.rules) if needed else None
         self.layers.intercept = self._intercept
@@ -119,8 +119,8 @@ class Adapted:
         if self._inputs is not None:
             return self._inputs(micro_batch)
         tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
-        if self._switch is not None:
-            found = {"input_ids": tokens, "position_ids": positions, "labels": targets}
+        if self.anatomy.is_hugging_face:
+            found: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "labels": targets}
             if self.objective == NEXT_TOKEN:  # transformers would shift labels by itself, across the ends of shards
                 found |= {"shift_labels": targets, "use_cache": False}
             return found

@@ -30,6 +30,15 @@ class Anatomy:
         """Whether attention goes through the registry of transformers."""
         return hasattr(self.model, "set_attn_implementation") and hasattr(self.model, "config")
 
+    def hugging_face_models(self) -> list[nn.Module]:
+        """The model itself, or the outermost parts of it, whose attention goes through that registry."""
+        found: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
+            if not inside and hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
+                found[name] = module
+        return list(found.values())
+
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those that are trained, each once."""
@@ -79,7 +88,8 @@ def find_anatomy(model: nn.Module, *, layers: str | None = None) -> Anatomy:
     lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)}
     if layers is not None:
         if layers not in lists:
-            raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {', '.join(lists) or 'none'}")
+            told = ", ".join(lists) or "none"
+            raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {told}")
         return Anatomy(model=model, layers_name=layers, layers=lists[layers])
     repeated = {name: each for name, each in lists.items() if len({type(module) for module in each}) == 1}
     outer = {
@@ -95,5 +105,6 @@ def find_anatomy(model: nn.Module, *, layers: str | None = None) -> Anatomy:
     longest = max(len(each) for each in outer.values())
     found = [name for name, each in outer.items() if len(each) == longest]
     if len(found) > 1:
-        raise InputError(f"{' and '.join(found)} have {longest} layers each; say which: prepare(..., layers={found[0]!r})")
+        told = " and ".join(found)
+        raise InputError(f"{told} have {longest} layers each; say which: prepare(..., layers={found[0]!r})")
     return Anatomy(model=model, layers_name=found[0], layers=outer[found[0]])

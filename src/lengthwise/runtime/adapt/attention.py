@@ -24,6 +24,9 @@ from lengthwise.runtime.parallel.exchange import exchange_attention
 QUERY_CHUNK = 512
 """Queries that a masked attention computes at once: its logits are never all in memory."""
 
+DRAWN_AT_ONCE = 1 << 25
+"""Weights of attention that dropout draws for at once."""
+
 
 Keep = Callable[[int, range, range], Tensor]
 """[heads, queries, keys] booleans: which weights of attention dropout leaves."""
@@ -44,24 +47,30 @@ class Kind:
 
 
 def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard: Shard) -> Tensor:
-    """Attention of this rank's slots over their whole sequences: ``[t, N, H]``.
+    """Attention of this rank's slots over their whole sequences: ``[t, N, H]``, H that of the values.
 
     Raises:
-        InputError: keys are not those of the same slots, or values have another size than keys.
+        InputError: keys are not those of the same slots.
     """
-    if k_tKH.shape != v_tKH.shape or q_tNH.shape[0] != k_tKH.shape[0] or q_tNH.shape[2] != k_tKH.shape[2]:
+    if k_tKH.shape[:2] != v_tKH.shape[:2] or q_tNH.shape[0] != k_tKH.shape[0] or q_tNH.shape[2] != k_tKH.shape[2]:
         raise InputError(
             f"attention of queries {tuple(q_tNH.shape)} over keys {tuple(k_tKH.shape)} and values "
-            f"{tuple(v_tKH.shape)}: only self-attention with heads of one size can be sharded; use degree 1 for this "
-            "model (max_degree=1)"
+            f"{tuple(v_tKH.shape)}: only self-attention, of each slot over its own sequence, can be prepared"
         )
-    shard.attended.append((q_tNH.shape[1], k_tKH.shape[1], q_tNH.shape[2], q_tNH.dtype))
-    if kind.scale is not None:
-        q_tNH = q_tNH * (kind.scale * q_tNH.shape[2] ** 0.5)
-    core = partial(_attend_whole, kind=kind, shard=shard)
+    size, value_size = q_tNH.shape[2], v_tKH.shape[2]
+    width = max(size, value_size)  # zeros make both as wide: they change no product
+    factor = (size**-0.5 if kind.scale is None else kind.scale) * width**0.5
+    if abs(factor - 1.0) > 1e-12:
+        q_tNH = q_tNH * factor
+    q_tNH, k_tKH = (F.pad(x, (0, width - size)) if width > size else x for x in (q_tNH, k_tKH))
+    v_tKH = F.pad(v_tKH, (0, width - value_size)) if width > value_size else v_tKH
+    shard.attended.append((q_tNH.shape[1], k_tKH.shape[1], width, q_tNH.dtype))
     if shard.group.size == 1:
-        return core(q_tNH, k_tKH, v_tKH, 0)
-    return exchange_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
+        out_tNH = _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
+    else:
+        core = partial(_attend_whole, kind=kind, shard=shard)
+        out_tNH = exchange_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
+    return out_tNH[..., :value_size]
 
 
 def _attend_whole(q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: Kind, shard: Shard) -> Tensor:
@@ -75,12 +84,12 @@ def _attend_whole(q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, 
     k_TnH, v_TnH = (x if group_size == 1 else x.repeat_interleave(group_size, dim=1) for x in (k_TkH, v_TkH))
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     outs = []
-    for number, qkv in enumerate(zip(*(x.split(lengths) for x in (q_TnH, k_TnH, v_TnH)))):
+    for number, (q, k, v) in enumerate(zip(*(x.split(lengths) for x in (q_TnH, k_TnH, v_TnH)))):
         keep = None
         if kind.dropout:
             sequence = shard.ids[number] if number < len(shard.ids) else -1
             keep = partial(attention_keep, shard, sequence, kind.call, first_head, kind.dropout)
-        outs.append(_attend_masked(*qkv, kind, window, keep))
+        outs.append(_attend_masked(q, k, v, kind, window, keep))
     return torch.cat(outs)
 
 
@@ -91,9 +100,12 @@ def _attend_masked(
     length = len(q_LnH)
     before, after = window or (length, length)
     after = 0 if kind.causal else after
+    chunk, num_heads = QUERY_CHUNK, q_LnH.shape[1]
+    if keep is not None:
+        chunk = min(chunk, max(1, DRAWN_AT_ONCE // (num_heads * length)))
     outs = []
-    for start in range(0, length, QUERY_CHUNK):
-        queries = range(start, min(length, start + QUERY_CHUNK))
+    for start in range(0, length, chunk):
+        queries = range(start, min(length, start + chunk))
         keys = range(max(0, start - before), min(length, queries.stop + after))
         qkv = (x[r.start : r.stop].transpose(0, 1) for x, r in ((q_LnH, queries), (k_LnH, keys), (v_LnH, keys)))
         distance = torch.arange(queries.start, queries.stop, device=q_LnH.device)[:, None] - torch.arange(
@@ -105,7 +117,7 @@ def _attend_masked(
             out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=sees)[0]
         else:
             attend_some = partial(
-                _attend_dropping, sees=sees, keep=partial(keep, len(q_LnH[0]), queries, keys), p=kind.dropout
+                _attend_dropping, sees=sees, keep=partial(keep, num_heads, queries, keys), p=kind.dropout
             )
             # What drops is drawn again in the backward: kept, its weights would take memory of length squared.
             out = checkpoint(attend_some, *qkv, use_reentrant=False, preserve_rng_state=False)

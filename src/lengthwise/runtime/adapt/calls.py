@@ -88,7 +88,8 @@ def _rule(name: str, number: int, first: Call, second: Call, lengths: tuple[int,
             f"{lengths[1]} of them instead of {lengths[0]}), so how to shard it is not known"
         )
     if first.note != second.note:
-        raise InputError(f"{where} is {first.note or 'unmasked'} for {lengths[0]} slots, {second.note} for {lengths[1]}")
+        one, other = (call.note or "unmasked" for call in (first, second))
+        raise InputError(f"{where} is {one} for {lengths[0]} slots, {other} for {lengths[1]}")
     dim = changed[0] if changed else None
     return Rule(dim=dim, note=first.note, shape=first.shape, layer=first.layer, kind=first.kind)
 

@@ -107,7 +107,6 @@ class FullySharded:
         self.optimizer.step()
         self.clear_gradient()
 
-
     def let_go(self) -> None:
         """The model as FSDP2 leaves it between steps."""
         for module in self._modules:
@@ -125,15 +124,19 @@ def _check(model: nn.Module, modules: list[Any]) -> None:
     from torch.distributed.tensor import DTensor
 
     if not modules or modules[-1] is not model:
-        raise InputError(f"parts of {type(model).__name__} are wrapped with fully_shard; wrap the model itself last of all")
+        raise InputError(
+            f"parts of {type(model).__name__} are wrapped with fully_shard; wrap the model itself last of all"
+        )
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if whole:
-        raise InputError(f"{whole[0]} of {type(model).__name__} is not sharded; call fully_shard without ignored_params")
+        raise InputError(
+            f"{whole[0]} of {type(model).__name__} is not sharded; call fully_shard without ignored_params"
+        )
     freed = [type(module).__name__ for module in modules[:-1] if _is_freed(module)]
     if freed:
         raise InputError(
-            f"{freed[0]} is wrapped so that FSDP2 frees its parameters after every forward: ranks with different numbers "
-            "of micro-batches would wait for each other's gathers for ever. Wrap it with "
+            f"{freed[0]} is wrapped so that FSDP2 frees its parameters after every forward: ranks with different "
+            "numbers of micro-batches would wait for each other's gathers for ever. Wrap it with "
             "fully_shard(..., reshard_after_forward=False), or leave FSDP2 out: the optimizer is sharded anyway"
         )
 

@@ -32,7 +32,7 @@ _MASKS = "transformers.masking_utils"
 
 
 class Seen(Tensor):
-    """A mask without numbers: which slots of its own sequence each slot sees. One element, for whoever asks its shape."""
+    """A mask without numbers: which slots of its own sequence each slot sees. One element, for who asks its shape."""
 
     causal: bool
     window: tuple[int, int] | None
@@ -80,12 +80,14 @@ def attention(
     if len(query) != 1:
         raise InputError(f"{name} got a batch of {len(query)}; a pack is one row: give the forward micro_batch.inputs")
     shard = shards.current()
-    causal, window = _seen(module, attention_mask, is_causal, sliding_window)
+    mask = attention_mask if isinstance(attention_mask, Seen) else None
+    causal, window = _seen(module, mask, is_causal, sliding_window)
     call = shard.counts.registered
     kind = Kind(causal=causal, scale=scaling, window=window, dropout=dropout, call=REGISTERED + call)
     shard.counts.registered += 1
     with torch._C.DisableTorchFunction():
-        out_tNH = attend_shard(*(x[0].transpose(0, 1) for x in (query, key, value)), kind, shard)
+        q_tNH, k_tKH, v_tKH = (x[0].transpose(0, 1) for x in (query, key, value))
+        out_tNH = attend_shard(q_tNH, k_tKH, v_tKH, kind, shard)
     return out_tNH[None], None
 
 
@@ -106,8 +108,8 @@ def _seen(
     if causal != mask.causal or (asked is not None and asked != mask.window):
         raise InputError(
             f"{type(module).__name__} attends {_told(causal, asked)}, but the model's mask is "
-            f"{_told(mask.causal, mask.window)}; which of the two counts depends on its attn_implementation, so neither "
-            "is taken. Make is_causal and sliding_window of its config agree with its layers"
+            f"{_told(mask.causal, mask.window)}; which of the two counts depends on its attn_implementation, so "
+            "neither is taken. Make is_causal and sliding_window of its config agree with its layers"
         )
     return mask.causal, mask.window
 

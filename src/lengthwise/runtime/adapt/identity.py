@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -93,11 +94,10 @@ def _digest(run: Run) -> str:
     described = {
         "modules": repr(model),
         "parameters": [
-            (name, list(shape), parameter.requires_grad)
-            for name, parameter in model.named_parameters()
-            for shape in [_shape(run, name, parameter)]
+            (name, list(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
         ],
         "layers": adapted.anatomy.layers_name,
+        "recomputed": _described(adapted.layers.context),
         "objective": adapted.objective,
         "slot_tokens": run.feeding.slot_tokens,
         "config": _config(model),
@@ -107,14 +107,19 @@ def _digest(run: Run) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _shape(run: Run, name: str, parameter: torch.nn.Parameter) -> tuple[int, ...]:
-    slot = run.state.table.slots.get(name)
-    return tuple(parameter.shape) if slot is None else slot.shape
+def _described(value: object) -> object:
+    """The same in every process for the same function and what is bound to it."""
+    if isinstance(value, partial):
+        return [_described(part) for part in (value.func, *value.args, *value.keywords.items())]
+    if isinstance(value, frozenset | tuple):
+        return sorted(map(str, value))
+    return getattr(value, "__qualname__", None if value is None else str(value))
 
 
 def _config(model: torch.nn.Module) -> object:
     config = getattr(model, "config", None)
-    return config.to_dict() if hasattr(config, "to_dict") else repr(config)
+    to_dict = getattr(config, "to_dict", None)
+    return repr(config) if to_dict is None else to_dict()
 
 
 def _version(package: str) -> str:

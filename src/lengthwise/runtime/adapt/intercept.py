@@ -142,7 +142,8 @@ class Intercept(TorchFunctionMode):
         kind = Kind(causal=rule.note == "causal", scale=scale, dropout=dropout_p, call=number)
         q, k, v = (_slots_first(x) for x in (query, key, value))
         out = attend_shard(q, k, v, kind, self.shard)
-        return out.unflatten(1, (-1, query.shape[-3] if query.dim() > 2 else 1)).permute(1, 2, 0, 3).reshape(query.shape)
+        num_heads = query.shape[-3] if query.dim() > 2 else 1
+        return out.unflatten(1, (-1, num_heads)).permute(1, 2, 0, 3).reshape(*query.shape[:-1], value.shape[-1])
 
     def _probe(self, number: int, mask: Tensor) -> None:
         """A mask that was causal for two short sequences may be a window: look at its far corner when it grows."""
@@ -151,9 +152,9 @@ class Intercept(TorchFunctionMode):
         self._probed[number] = mask.shape[-2]
         if hides_first(mask):
             raise InputError(
-                f"attention call {number} was given a causal mask when it was prepared, but one that hides the first of "
-                f"{mask.shape[-2]} slots from the last now; a window in a mask of the model's own is not known to it: "
-                "use degree 1 without packing, or flash attention, which is told its window"
+                f"attention call {number} was given a causal mask when it was prepared, but one that hides the first "
+                f"of {mask.shape[-2]} slots from the last now, and how far it sees cannot be known from it: set "
+                f"max_length={mask.shape[-2] - 1} at most, or attend by varlen_attn or flash_attn, which take a window"
             )
 
     def _kernel(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -171,9 +172,10 @@ class Intercept(TorchFunctionMode):
         assert self.shard is not None, "rules come with a micro-batch"
         number = self.shard.counts.attention - 1
         kind = Kind(causal=call.causal, scale=call.scale, window=call.window, dropout=call.dropout, call=number)
-        rows = [x.movedim(call.slot_dim, 0).flatten(1, -2) for x in (query, call.key, call.value)]
-        out_tNH = attend_shard(*rows, kind, self.shard)
-        return out_tNH.view(query.movedim(call.slot_dim, 0).shape).movedim(0, call.slot_dim)
+        q, k, v = (x.movedim(call.slot_dim, 0).flatten(1, -2) for x in (query, call.key, call.value))
+        out_tNH = attend_shard(q, k, v, kind, self.shard)
+        shape = (*query.movedim(call.slot_dim, 0).shape[:-1], call.value.shape[-1])
+        return out_tNH.reshape(shape).movedim(0, call.slot_dim)
 
     def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         """That of ``nn.MultiheadAttention``; without its weights, which nobody has on shards."""
@@ -184,7 +186,9 @@ class Intercept(TorchFunctionMode):
     def _plain_dropout(self, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
         return self._dropout(F.dropout, input, p, train)
 
-    def _dropout(self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def _dropout(
+        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
         if p == 0.0:
             return input
         rule = self._rule("noise", Call(kind="dropout", shape=tuple(input.shape), layer=self.layer))

@@ -70,11 +70,13 @@ def read_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
-    values = {name: next((given[each] for each in names if each in given), None) for name, names in _NAMES.items()}
+    values: dict[str, Any] = {
+        name: next((given[each] for each in names if each in given), None) for name, names in _NAMES.items()
+    }
     before, after = values["window"] or (-1, -1)
     causal = bool(values["causal"]) or after == 0
     window = (before if before >= 0 else _OPEN, 0 if causal else after if after >= 0 else _OPEN)
-    refused = [words for name, words in _REFUSED.items() if given.get(name) not in (None, False, 0.0)]
+    refused = [words for name, words in _REFUSED.items() if _is_set(given.get(name))]
     return Kernel(
         query=values["query"],
         key=values["key"],
@@ -86,6 +88,11 @@ def read_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         refused=f"refused: it asks for {' and '.join(refused)}" if refused else "",
         ends=values["ends"],
     )
+
+
+def _is_set(option: Any) -> bool:
+    """Whether an option is other than left out or off."""
+    return isinstance(option, Tensor) or (option is not None and option != 0)
 
 
 def ends_note(kernel: Kernel) -> str:
@@ -100,17 +107,14 @@ class Imported:
     """Known functions in the namespaces that a model's code calls them from."""
 
     def __init__(self, model: nn.Module) -> None:
-        known = {}
+        known: dict[int, Any] = {}
         for home, names in HOMES.items():
             module = sys.modules.get(home)
             known |= {id(each): each for name in names if (each := getattr(module, name, None)) is not None}
         written_in = {type(module).__module__ for module in model.modules()}
         spaces = [sys.modules[name] for name in sorted({*written_in, *HOMES}) if name in sys.modules]
         self._found: list[tuple[ModuleType, str, Callable[..., Any]]] = [
-            (space, name, value)
-            for space in spaces
-            for name, value in vars(space).items()
-            if id(value) in known
+            (space, name, value) for space in spaces for name, value in vars(space).items() if id(value) in known
         ]
         self._is_answering = False
 

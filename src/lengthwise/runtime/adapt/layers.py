@@ -24,7 +24,7 @@ class LayerWatch:
         return forward(*args, **kwargs)
 
 
-class _Forward(partial):  # type: ignore[type-arg]
+class _Forward(partial[Any]):
     """The forward of a layer of a prepared model."""
 
     is_prepared = True
@@ -40,7 +40,7 @@ class Layers:
         self.watch = LayerWatch()
         self.num_kept: int | None = None
         """Layers that are computed; the others pass on what they get. None: all."""
-        self._context = context
+        self.context = context
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
         self._last: Any = None
@@ -93,12 +93,14 @@ class Layers:
             with intercepted(intercept):
                 return forward(*args, **kwargs)
 
-        return computed_twice(forward, again, shard, self._context, args, kwargs)
+        return computed_twice(forward, again, shard, self.context, args, kwargs)
 
 
 def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a layer that changes nothing returns, in the form of what one before it returned."""
-    given = args[0] if args else kwargs["hidden_states"]
+    given = args[0] if args else kwargs.get("hidden_states")
+    if given is None:
+        given = next(each for each in kwargs.values() if isinstance(each, Tensor))
     if isinstance(last, Tensor):
         return given
     return (given, *last[1:]) if isinstance(last, tuple) else last

@@ -1,4 +1,4 @@
-"""What a prepared model is asked before the run: which calls are about slots, and whether packs change what it learns."""
+"""What a model is asked before the run: which calls are about slots, and whether packs change what it learns."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,9 +89,10 @@ def check_exact(run: "Run") -> None:
     if not difference <= limit * size:
         raise CheckError(
             f"{type(run.model).__name__} computes other gradients for two sequences in one pack than for each alone: "
-            f"they differ by {difference / size if size else difference:.1e} (limit {limit:.0e}). Its tokens meet elsewhere than in "
-            "scaled_dot_product_attention (a convolution, a recurrence, attention by hand?), or it counts positions in "
-            "its own way: give it positions as an argument (inputs=...). check=False trains it all the same"
+            f"they differ by {difference / size if size else difference:.1e} (limit {limit:.0e}). Its tokens meet "
+            "elsewhere than in scaled_dot_product_attention (a convolution, a recurrence, attention by hand?), or it "
+            "counts positions in its own way: give it positions as an argument (inputs=...). check=False trains it all "
+            "the same"
         )
 
 

@@ -1,15 +1,16 @@
 """When a micro-batch does not fit after all: its rank stands in for itself, and all ranks leave the step together.
 
 A rank that ran out of memory may not just stop, for the others of its group wait for it in the exchanges of attention.
-Which exchanges are left is known: every attention has two in the forward and two in the backward, recomputed layers two
-more. So the rank sends zeros in their place, for what is left of this micro-batch and for all of the next ones, and says
-at the update that the step is void. No rank hangs, nothing of the step is kept, and its batch is planned again.
+Which exchanges are left is known: every attention has two in the forward and two in the backward, recomputed layers
+two more. So the rank sends zeros in their place, for what is left of this micro-batch and for all of the next ones, and
+says at the update that the step is void. No rank hangs, nothing of the step is kept, and its batch is planned again.
 
 What the model's forward would have returned is a :class:`NotComputed`, with which a user's loop goes on unharmed.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,10 +47,8 @@ class Attended:
         """
         bounds = head_bounds(self.num_heads, self.num_kv_heads, degree=len(sizes))
         group_size = self.num_heads // self.num_kv_heads
-        queries = [end - start for start, end in zip(bounds, bounds[1:])]
-        keys = [
-            -(-end // group_size) - start // group_size if end > start else 0 for start, end in zip(bounds, bounds[1:])
-        ]
+        queries = [end - start for start, end in pairwise(bounds)]
+        keys = [-(-end // group_size) - start // group_size if end > start else 0 for start, end in pairwise(bounds)]
         widths = [(q + 2 * k) * self.head_size for q, k in zip(queries, keys)]
         mine = sizes[rank]
         there = ([mine * width for width in widths], [size * widths[rank] for size in sizes])
@@ -105,6 +104,7 @@ class NotComputed:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> "NotComputed":
+        """As a method of a tensor."""
         return self
 
     def __getitem__(self, index: Any) -> "NotComputed":
@@ -125,6 +125,7 @@ class NotComputed:
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Any function of torch."""
         return cls()
 
 
@@ -164,5 +165,3 @@ class Outputs:
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast computes attention in at the moment; None: it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-

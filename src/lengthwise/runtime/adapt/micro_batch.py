@@ -57,8 +57,8 @@ def laid_out(pack: Pack, degree: int, feeding: Feeding) -> Pack:
     if feeding.objective == EVERY_TOKEN and pack.num_tokens > sum(pack.lengths):
         raise InputError(
             f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
-            f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every slot; "
-            "plan a lower degree for them, or no padding"
+            f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every "
+            "slot; plan a lower degree for them, or no padding"
         )
     return pack
 
@@ -125,7 +125,9 @@ class MicroBatch:
         targets_T = targets_T.clone()
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             following = torch.as_tensor(labels(sequence)[1:].astype(np.int64))
-            targets_T[start : start + length - 1] = following.masked_fill(following == self._feeding.ignore_index, IGNORE)
+            targets_T[start : start + length - 1] = following.masked_fill(
+                following == self._feeding.ignore_index, IGNORE
+            )
         return targets_T
 
     @property

@@ -1,8 +1,8 @@
 """Measures two layers of a prepared model, and all else once: what its whole cost follows from. DCP, section 3.5.
 
-All ranks measure at the same time, in groups of one degree after the other, and go through the same packs: whatever
-decides what comes next was seen by all of them, as were numbers that one rank alone knows, its memory and its clock.
-Every pack is first computed by each rank for itself, as if the others answered; so a rank that runs out of memory leaves
+All ranks measure at the same time, in groups of one degree after the other, and go through the same packs: what decides
+what comes next is known to all of them, and what one alone knows, its memory and its clock, is told to all first. Every
+pack is first computed by each rank for itself, as if the others answered. So a rank that runs out of memory leaves
 nobody waiting, and all give up longer packs of that degree together.
 """
 
@@ -123,7 +123,6 @@ def measure(
     try:
         for number, degree in enumerate(degrees):
             rows += profiler.measure(degree, part=(number, len(degrees)))
-            run.discard()
     finally:
         layers.num_kept = before
         run.discard()
@@ -131,7 +130,7 @@ def measure(
     table = LayerTable(
         identity=identity_of(run),
         num_layers=anatomy.num_layers,
-        num_params=run.state.table.bounds[-1],
+        num_params=sum(parameter.numel() for parameter in anatomy.parameters.values()),
         other_bytes=other_bytes(run),
         longest=longest,
         update_s=_update_s(run) if update_s is None else update_s,
@@ -162,7 +161,9 @@ def many_short(measured: Sequence[tuple[int, ...]], *, slot_tokens: int = 1) -> 
     total = slots[max(0, len(slots) - 2)]
     short = max(1, min(slots[min(1, len(slots) - 1)], total // 2))
     number = min(MOST_SEQUENCES, total // short)
-    return tuple(slot_tokens * (short if place % 2 else max(1, short - 1)) for place in range(number if number > 1 else 0))
+    if number < 2:
+        return ()
+    return tuple(slot_tokens * (short if place % 2 else max(1, short - 1)) for place in range(number))
 
 
 class _Profiler:
@@ -228,18 +229,19 @@ class _Profiler:
             failed = 1.0
         seen = self._agree(failed, *numbers).max(axis=0)
         if seen[0]:
-            return self._give_up(lengths)
+            self._give_up(lengths)
+            return None
         kept, inputs, constant, alive = (int(number) for number in seen[1:])
         case = _Case(lengths=lengths, kept=kept, inputs=inputs, constant=constant, alive=alive, trial=trial)
         if not self._time(case) or (warm_up and not self._time(case)):
-            return self._give_up(lengths)
+            self._give_up(lengths)
+            return None
         if warm_up:
             del case.times[0]
         return case
 
     def _give_up(self, lengths: tuple[int, ...]) -> None:
         """Some rank ran out of memory: all of them leave what they had of it."""
-        self._run.discard()
         gc.collect()
         if self._run.world.device.type == "cuda":
             torch.cuda.empty_cache()

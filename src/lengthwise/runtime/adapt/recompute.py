@@ -93,7 +93,7 @@ def computed_twice(
         finally:
             shard.counts = after
 
-    options = {} if context is None else {"context_fn": context}
+    options: dict[str, Any] = {} if context is None else {"context_fn": context}
     with set_checkpoint_early_stop(False):
         return checkpoint(
             forward, *args, use_reentrant=False, preserve_rng_state=False, determinism_check="default", **options,

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lengthwise.core.batch import Pack
+from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.adapted import Adapted
@@ -117,7 +116,6 @@ class Run:
                     raise CheckError(f"step {step.number} got no step.update()")
                 if step.result is not None:
                     break
-            self.next_step += 1
 
     def make(self, shard: Shard, pack: Pack) -> MicroBatch:
         """The micro-batch of a shard."""
@@ -128,8 +126,8 @@ class Run:
         if not self.state.is_attached:
             name = next(iter(self.adapted.anatomy.parameters))
             raise CheckError(
-                f"the gradient of {name} was taken away, by optimizer.zero_grad() or model.zero_grad(); leave both out, "
-                "step.update() begins anew"
+                f"the gradient of {name} was taken away, by optimizer.zero_grad() or model.zero_grad(); leave both "
+                "out, step.update() begins anew"
             )
 
     def discard(self) -> None:
@@ -154,13 +152,14 @@ class Run:
             failed = failures[0]
             pack = step.plan.pipelines[failed.pipeline].micro_batches[failed.micro_batch].pack
             raise InfeasibleError(
-                f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens, "
-                f"after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
+                f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} "
+                f"tokens, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
             )
         self.on_void(step, failures)
 
     def finish(self, step: Step) -> None:
         """A step is done; every rank calls this."""
+        self.next_step += 1
         if self.on_finish is not None:
             self.on_finish(step)
 

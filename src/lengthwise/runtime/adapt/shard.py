@@ -1,8 +1,8 @@
 """The micro-batch that this rank computes at the moment: what attention, positions and noise have to know of it.
 
 A model that is not ours is called by code that is not ours, so what it needs beyond its arguments lies here. There is
-one at a time in a process. *Slots* are what a pack is made of along the axis that is sharded: tokens, or the frames of a
-video. T slots of the pack, t of this rank.
+one at a time in a process. *Slots* are what a pack is made of along the axis that is sharded: tokens, or the frames of
+a video. T slots of the pack, t of this rank.
 """
 
 from collections.abc import Iterator

@@ -201,4 +201,6 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
             )
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
         if not used <= {"dense", "ulysses"}:
-            raise InputError(f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: ulysses, dense")
+            raise InputError(
+                f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: ulysses, dense"
+            )

@@ -76,9 +76,14 @@ def check_prediction(
                 predicted_s, predicted_bytes = predict(lengths, degree, count)
                 found.append(
                     Prediction(
-                        lengths=lengths, degree=degree, recomputed=count, predicted_s=predicted_s,
-                        measured_s=measured_s, predicted_bytes=round(predicted_bytes), measured_bytes=num_bytes,
-                    )  # fmt: skip
+                        lengths=lengths,
+                        degree=degree,
+                        recomputed=count,
+                        predicted_s=predicted_s,
+                        measured_s=measured_s,
+                        predicted_bytes=round(predicted_bytes),
+                        measured_bytes=num_bytes,
+                    )
                 )
     run.discard()
     return found

@@ -169,11 +169,12 @@ class ShardedState:
         self.gradients.zero_()
 
     def let_go(self) -> None:
-        """Leave the parameters to whoever trains them next: with today's weights and no gradient."""
+        """Leave the parameters to whoever trains them next: with today's weights, of their own, and no gradient."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._named.values():
             parameter.grad = None
+            parameter.data = parameter.data.clone()
 
     def discard_gradient(self) -> None:
         """Forget what backwards added since the last push."""

@@ -1,0 +1,256 @@
+"""What cannot be right on shards of packs is refused before it trains, with the reason; nothing is ignored."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lengthwise.core.batch import EVERY_TOKEN, Pack
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.hugging_face import Seen, attention
+from lengthwise.runtime.adapt.kernels import ends_note, read_call
+from lengthwise.runtime.adapt.micro_batch import Feeding, laid_out
+from lengthwise.runtime.adapt.shard import active
+from tests.runtime.adapt.modules import GPT, HEADS, VOCAB, WIDTH, Llama, flash_attn_varlen_func
+from tests.runtime.adapt.runs import Source, learned, packed, shard_of
+from tests.runtime.adapt.test_families import HEADS as KV_HEADS
+from tests.runtime.adapt.test_families import SIZES, llama
+from tests.runtime.adapt.test_plain_modules import built
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        ("alibi", "attention call 0 of GPT is refused: its mask adds a bias"),
+        ("narrow window", "its mask is neither causal nor open to all"),
+        ("cross", "it has 11 queries and 6 keys"),
+        ("by hand", r"layers 0, 1, 2 of GPT \(Block\) make no call of attention that is known"),
+    ],
+)
+def test_attention_that_shards_would_change_is_refused_when_it_is_learned(mask, reason):
+    with pytest.raises(InputError, match=reason):
+        learned(built(GPT, mask=mask))
+
+
+def test_one_layer_that_attends_by_hand_is_named():
+    model = built(GPT)
+    model.transformer.h[1].attn.mask = "by hand"
+    with pytest.raises(InputError, match="layers 1 of GPT"):
+        learned(model)
+
+
+def test_a_window_that_looked_causal_is_refused_when_a_sequence_outgrows_it():
+    model = built(GPT, mask="window")
+    learned(model)
+    packed(model, shard_of((12, 3)))
+    with pytest.raises(InputError, match="hides the first of 30 slots from the last"):
+        packed(model, shard_of((30,)))
+
+
+class WithNoise(GPT):
+    """A GPT that draws in its forward."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, idx, targets=None):
+        x = super().forward(idx)[0]
+        return self.draw(x)
+
+
+DRAWS = {
+    "bernoulli_": lambda x: x * x.new_empty(1, 1, 1).bernoulli_(0.5),
+    "rand": lambda x: x + torch.rand(x.shape),
+    "randn": lambda x: x + torch.randn(1, 1, 1),
+    "normal": lambda x: x + torch.normal(torch.zeros_like(x), 1.0),
+    "uniform_": lambda x: x + torch.empty_like(x).uniform_(),
+    "dropout1d": lambda x: F.dropout1d(x[0])[None],
+    "multinomial": lambda x: x + x[0].softmax(-1).multinomial(1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_that_ranks_would_not_share_are_refused(name):
+    with pytest.raises(InputError, match=f"calls {name}, whose draws would differ between ranks"):
+        learned(built(WithNoise, DRAWS[name]))
+
+
+def test_dropout_of_what_no_token_owns_is_refused():
+    model = built(WithNoise, lambda x: x * F.dropout(torch.ones(VOCAB), 0.5))
+    learned(model)
+    with pytest.raises(InputError, match=r"dropout of \(37,\) has no axis of slots"):
+        packed(model, shard_of((9,)))
+
+
+def test_one_random_number_that_decides_nothing_is_let_through():
+    model = built(WithNoise, lambda x: x if torch.rand([]) >= 0.0 else None)  # as models with layer-drop draw it
+    learned(model)
+    packed(model, shard_of((9,)))
+
+
+def test_a_forward_that_computes_otherwise_than_when_it_was_learned_is_refused():
+    model = built(GPT)
+    learned(model)
+    model.transformer.h[2].attn.mask = "by hand"
+    with pytest.raises(CheckError, match="made 2 calls of attention, where it made 3 when it was prepared"):
+        packed(model, shard_of((9,)))
+
+
+def test_a_forward_that_depends_on_the_length_is_refused():
+    class Twice(GPT):
+        def forward(self, idx, targets=None):
+            return super().forward(idx)[0] if idx.shape[1] < 9 else super().forward(idx)[0] + super().forward(idx)[0]
+
+    with pytest.raises(InputError, match="makes 6 calls of attention for 11 slots and 3 for 7"):
+        learned(built(Twice))
+
+
+def test_a_sequence_longer_than_the_table_of_positions_is_refused():
+    model = built(Llama)
+    learned(model)
+    packed(model, shard_of((64, 2)))
+    with pytest.raises(InputError, match=r"a sequence has 65 slots, .* is for 64; set max_length=64"):
+        packed(model, shard_of((65,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"softcap": 30.0}, "soft-capped logits"),
+        ({"s_aux": torch.zeros(4)}, "attention sinks"),
+        ({"sinks": torch.zeros(4)}, "attention sinks"),
+        ({"position_bias": torch.zeros(1, 4, 5, 5)}, "a bias by position"),
+        ({"head_mask": torch.ones(4)}, "a mask of heads"),
+        ({"attention_mask": torch.ones(1, 1, 5, 5)}, "a mask of its own"),
+    ],
+)
+def test_arguments_of_attention_that_cannot_be_honoured_are_refused(given, reason):
+    q = torch.zeros(1, 4, 5, 8)
+    with active(shard_of((5,))):
+        attention(nn.Module(), q, q, q, None, deterministic=True)  # of no consequence
+        with pytest.raises(InputError, match=f"Module asks for {reason}"):
+            attention(nn.Module(), q, q, q, **{"attention_mask": None, **given})
+
+
+def test_attention_over_other_tokens_is_refused():
+    q, k = torch.zeros(1, 4, 5, 8), torch.zeros(1, 4, 3, 8)
+    with active(shard_of((5,))), pytest.raises(InputError, match="only self-attention"):
+        attention(nn.Module(), q, k, k, None)
+    with active(shard_of((5,))), pytest.raises(InputError, match="only self-attention"):
+        attention(nn.Module(), q, q, q[:, :2], None)
+
+
+def test_a_mask_and_an_attention_that_contradict_each_other_are_refused():
+    q, module = torch.zeros(1, 4, 5, 8), nn.Module()
+    module.is_causal = True
+    with active(shard_of((5,))):
+        with pytest.raises(InputError, match="attends causally, but the model's mask is both ways"):
+            attention(module, q, q, q, Seen.of(False, None, q.device))
+        with pytest.raises(InputError, match=r"causally within \(3, 0\) slots, but the model's mask is causally;"):
+            attention(module, q, q, q, Seen.of(True, None, q.device), sliding_window=4)
+        attention(module, q, q, q, Seen.of(True, (3, 0), q.device), sliding_window=4)
+        attention(module, q, q, q, Seen.of(True, (3, 0), q.device))  # told to the mask alone
+
+
+def test_masks_of_transformers_that_are_not_known_are_refused():
+    from transformers import masking_utils as masks
+
+    from lengthwise.runtime.adapt.hugging_face import _mask as mask
+
+    window = masks.sliding_window_causal_mask_function(4)
+    assert mask(mask_function=masks.causal_mask_function).causal
+    assert (mask(mask_function=window).causal, mask(mask_function=window).window) == (True, (3, 0))
+    both = mask(mask_function=masks.sliding_window_bidirectional_mask_function(4))
+    assert (both.causal, both.window) == (False, (4, 4))
+    for function in (
+        masks.chunked_causal_mask_function(4, torch.zeros(1)),
+        masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(2)),
+        masks.and_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.zeros(1, 5))),
+        lambda batch, head, q, k: q >= k,
+    ):
+        with pytest.raises(InputError, match="neither causal nor open nor a sliding window"):
+            mask(mask_function=function)
+    with pytest.raises(InputError, match="attention_mask hides tokens"):
+        mask(mask_function=masks.causal_mask_function, attention_mask=torch.tensor([[True, False]]))
+
+
+def test_models_with_soft_capped_logits_are_refused_as_they_are():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, **KV_HEADS, head_dim=8))
+    with pytest.raises(InputError, match="Gemma2Attention asks for soft-capped logits"):
+        learned(model)
+
+
+def test_models_whose_attention_is_not_in_the_registry_are_refused():
+    from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
+
+    with pytest.raises(InputError, match="does not take its attention from transformers' AttentionInterface"):
+        Adapted(BloomForCausalLM(BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=HEADS)))
+    small = {"d_model": 16, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 2, "vocab_size": VOCAB}
+    with pytest.raises(InputError, match="an encoder with a decoder"):
+        Adapted(T5ForConditionalGeneration(T5Config(**small)), layers="decoder.block")
+
+
+def test_a_batch_of_rows_is_refused():
+    model = llama()
+    learned(model)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    with active(shard_of((5,))), pytest.raises(InputError, match="got a batch of 2; a pack is one row"):
+        model(tokens, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [({"softcap": 5.0}, "soft-capped logits"), ({"alibi_slopes": torch.ones(4)}, "a bias by position")],
+)
+def test_kernels_that_are_asked_for_more_are_refused(given, reason):
+    q, ends = torch.zeros(5, 4, 8), torch.tensor([0, 5])
+    call = read_call(flash_attn_varlen_func, (q, q, q, ends, ends, 5, 5), given)
+    assert call.refused == f"refused: it asks for {reason}"
+
+
+def test_a_kernel_that_is_told_other_ends_is_refused():
+    q, ends = torch.zeros(5, 4, 8), torch.tensor([0, 2, 5])
+    call = read_call(flash_attn_varlen_func, (q, q, q), dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends) | SIZE)
+    assert ends_note(call) == "refused: its sequences end at [0, 2, 5] where one sequence of 5 was given"
+
+
+SIZE = {"max_seqlen_q": 5, "max_seqlen_k": 5}
+
+
+def test_torchs_own_varlen_attention_is_read_by_its_own_names():
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, ends = torch.zeros(5, 4, 8), torch.tensor([0, 5], dtype=torch.int32)
+    for window, causal, expected in (((-1, -1), False, None), ((-1, 0), True, None), ((3, 0), True, (3, 0))):
+        call = read_call(varlen_attn, (q, q, q, ends, ends, 5, 5), {"window_size": window, "scale": 0.5})
+        assert (call.causal, call.window, call.scale, call.refused) == (causal, expected, 0.5, "")
+    assert read_call(varlen_attn, (q, q, q, ends, ends, 5, 5), {"window_size": (2, 1)}).window == (2, 1)
+    assert "paged keys" in read_call(varlen_attn, (q, q, q, ends, ends, 5, 5), {"block_table": ends}).refused
+
+
+def test_packs_with_fewer_slots_than_ranks_are_padded_or_refused():
+    feeding = Feeding(source=Source(), objective="next-token")
+    pack = Pack(ids=(3, 6), lengths=(1, 2))
+    assert laid_out(pack, 3, feeding) == pack
+    assert laid_out(pack, 4, feeding) == Pack(ids=(3, 6), lengths=(1, 2), padded_to=4)
+    video = Feeding(source=Source(), objective=EVERY_TOKEN, slot_tokens=2)
+    assert laid_out(Pack(ids=(1,), lengths=(8,)), 4, video).padded_to == 0
+    with pytest.raises(InputError, match="of 3 slots would be padded to 4 for 4 ranks"):
+        laid_out(Pack(ids=(1,), lengths=(6,)), 4, video)
+
+
+def test_a_causal_mask_of_minus_infinity_is_not_a_bias():
+    from lengthwise.runtime.adapt.calls import mask_note
+
+    mask, note = torch.full((5, 5), -math.inf).triu(1), partial(mask_note, is_causal=False, shape=(1, 4, 5, 8))
+    assert note(mask) == note(mask.clamp(torch.finfo(mask.dtype).min)) == note(mask == 0) == "causal"
+    assert note(torch.zeros(5, 5)) == note(torch.ones(4, 1, 5, dtype=torch.bool)) == ""
+    assert note(mask.triu(2)) == note(torch.ones(5, 5, dtype=torch.bool).triu()) != ""
+    assert note(mask - 1.0) == "refused: its mask adds a bias"
