@@ -54,4 +54,3 @@ def test_a_step_has_one_budget():
 def test_errors_name_settings_as_options():
     with pytest.raises(InfeasibleError, match=r"^Set max_length=3 or recompute=all$"), named_as_options():
         raise InfeasibleError("Set data.max_length=3 or plan.recompute=all")
-

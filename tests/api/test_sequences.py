@@ -38,7 +38,13 @@ def test_labels_are_cut_as_their_tokens_are():
     found = read_sequences(items, max_length=3, over_length="split")
     assert found.lengths.lengths.tolist() == [3, 2, 2, 2, 2]
     assert [found.tokens(number).tolist() for number in range(5)] == [[5, 6, 7], [8, 9], [1, 2], [3, 3], [3, 4]]
-    assert [found.labels(number).tolist() for number in range(5)] == [[-100, -100, 7], [8, 9], [1, 2], [-100, 3], [3, 4]]
+    assert [found.labels(number).tolist() for number in range(5)] == [
+        [-100, -100, 7],
+        [8, 9],
+        [1, 2],
+        [-100, 3],
+        [3, 4],
+    ]
 
 
 def test_slots_of_several_tokens_count_as_so_many():

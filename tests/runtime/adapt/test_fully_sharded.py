@@ -1,5 +1,6 @@
 """Models that FSDP2 holds: as exact as others with uneven accumulation, and refused where ranks would hang."""
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -15,9 +16,9 @@ from lengthwise.runtime.state.optimizer import OptimizerSettings
 from tests.runtime.adapt.memory_runs import Model, Source, Stream, plan_on
 
 
-def wrapped(world, *, frees=False):
+def wrapped(world, *, frees=False, dtype=torch.float64):
     torch.manual_seed(0)
-    model = Model().double()
+    model = Model().to(dtype)
     for layer in model.layers:
         fully_shard(layer, mesh=world.mesh, reshard_after_forward=frees)
     return fully_shard(model, mesh=world.mesh)
@@ -32,10 +33,10 @@ def make_run(model, world, degree):
     )  # fmt: skip
 
 
-def train(degree, is_wrapped):
+def train(degree, is_wrapped, dtype=torch.float64):
     world = start_world("cpu")
     torch.manual_seed(0)
-    model = wrapped(world) if is_wrapped else Model().double()
+    model = wrapped(world, dtype=dtype) if is_wrapped else Model().to(dtype)
     run = make_run(model, world, degree)
     learn(run)
     check_exact(run)
@@ -60,6 +61,14 @@ def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, de
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
+def test_a_model_that_fsdp2_holds_in_float32_trains_as_one_device_does(ranks):
+    expected_losses, expected = ranks(1).run(train, 1, False, torch.float32)[0]
+    for losses, weights in ranks(3).run(train, 1, True, torch.float32):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        for mine, theirs in zip(weights, expected):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)  # AdamW divides rounding by rounding
+
+
 def test_a_model_that_would_hang_is_refused(ranks):
     ranks(2).run(check_refused)
 
@@ -75,3 +84,28 @@ def check_refused():
         fully_shard(layer, mesh=world.mesh, reshard_after_forward=False)
     with pytest.raises(InputError, match="wrap the model itself"):
         make_run(model, world, 1)
+
+
+def test_it_is_profiled_planned_and_trained_as_any_other(ranks, tmp_path):
+    found = ranks(2).run(prepared, str(tmp_path / "profile.json"))
+    assert found[0] == found[1]
+    assert found[0][-1] < found[0][0]
+
+
+def prepared(profile):
+    import lengthwise
+
+    world = start_world("cpu")
+    rng = np.random.default_rng(0)
+    corpus = [np.resize(rng.integers(0, 61, 5), length) for length in (40, 9, 23, 60, 12, 33)]
+    run = lengthwise.prepare(
+        wrapped(world, dtype=torch.float32), corpus, sequences_per_step=6, epochs=6, lr=0.01, profile=profile,
+        device="cpu", verbose=False,
+    )  # fmt: skip
+    losses = []
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs)[1])
+        losses.append(step.update().loss)
+    run.close()
+    return losses

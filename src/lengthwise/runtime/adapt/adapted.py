@@ -67,7 +67,7 @@ class Adapted:
         self._switches = [Switch(part) for part in self.anatomy.hugging_face_models()]
         for switch in self._switches:
             switch.on()
-        model.forward = self._forward_micro_batch  # type: ignore[method-assign]
+        model.forward = self._forward_micro_batch
 
     def release(self) -> None:
         """The model as it was."""

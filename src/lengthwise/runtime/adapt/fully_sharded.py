@@ -49,6 +49,8 @@ class FullySharded:
             # The gradient is the sum over ranks: every token has its weight already.
             set_factor = getattr(module, "set_gradient_divide_factor", None) or module.set_reduce_scatter_divide_factor
             set_factor(1.0)
+            if hasattr(module, "set_force_sum_reduction_for_comms"):  # else by a reduction that Gloo does not have
+                module.set_force_sum_reduction_for_comms(True)
 
     def hold_everything(self) -> None:
         """Every rank the whole model until the next push."""

@@ -85,6 +85,11 @@ class Run:
         return self.adapted.model
 
     @property
+    def num_params(self) -> int:
+        """Trained parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.adapted.anatomy.parameters.values())
+
+    @property
     def group(self) -> Group:
         """The ranks that share the micro-batch of the moment, for collectives of one's own."""
         return shards.current().group
