@@ -8,6 +8,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "transformers.models.llama.modeling_llama"]
+"""Imported once, not by every rank."""
 TIMEOUT = timedelta(seconds=60)
 """A rank that waits longer in a collective is taken for hung."""
 
@@ -20,7 +22,7 @@ class RankPool:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
+        context.set_forkserver_preload(PRELOADED)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):

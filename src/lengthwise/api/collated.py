@@ -46,7 +46,7 @@ class Collated:
         missing = [key for key in wanted if key not in batch]
         if missing:
             raise InputError(
-                f"{_name(self._collate)} gives no {' and no '.join(missing)} for {where}; for next-token prediction use "
+                f"{_name(self._collate)} gives no {' and no '.join(missing)} for {where}; for next tokens use "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False), or items with labels"
             )
         for key in wanted:

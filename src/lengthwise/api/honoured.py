@@ -8,7 +8,7 @@ import transformers
 from lengthwise.core.errors import InputError
 
 _REASONS = {
-    "fp16": "losses scaled for float16 change with every overflow, which exact weights of losses do not allow; use bf16",
+    "fp16": "a scale of losses that changes with every overflow does not go with exact weights of losses; use bf16",
     "deepspeed": "the optimizer's state is sharded over the ranks already",
     "fsdp": "the optimizer's state is sharded over the ranks already, and weights are whole",
     "fsdp_config": "the optimizer's state is sharded over the ranks already, and weights are whole",
@@ -131,7 +131,7 @@ _HONOURED = frozenset(
         "local_rank",
     ]
 )
-"""Arguments that do what they say, or have nothing to do: there is no DistributedDataParallel and no training loader."""
+"""Arguments that do what they say, or have nothing to do: there is no DistributedDataParallel, no training loader."""
 
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 """What transformers calls those that are the same here."""
@@ -229,7 +229,7 @@ def decay_problem(trainer: Any) -> str | None:
         if parameter.requires_grad and (name in theirs) != (parameter.dim() > 1):
             words = "decays there and not here" if name in theirs else "decays here and not there"
             return (
-                f"weight_decay={trainer.args.weight_decay}: {name} of shape {tuple(parameter.shape)} {words}, where all "
-                "matrices decay and no vectors; set weight_decay to 0, or give lengthwise={'weight_decay': ...}"
+                f"weight_decay={trainer.args.weight_decay}: {name} of shape {tuple(parameter.shape)} {words}, where "
+                "all matrices decay and no vectors; set weight_decay to 0, or give lengthwise={'weight_decay': ...}"
             )
     return None

@@ -22,7 +22,7 @@ def make_sampler(options: Options, lengths: LengthIndex, objective: str, *, seed
         seed=options.seed if seed is None else seed,
         shuffle=options.shuffle,
         objective=objective,
-        **options.budgets,  # type: ignore[arg-type]
+        **options.budgets,
     )
 
 

@@ -41,7 +41,7 @@ class Part:
 
 
 class BatchSampler(data.Sampler[list[int]]):
-    """One epoch of lists of dataset indices per iteration, the next epoch at the next; for ``DataLoader(batch_sampler=)``.
+    """One epoch of lists of dataset indices per iteration; for ``DataLoader(batch_sampler=)``.
 
     Global batches depend on the seed alone; each is dealt to all ranks by the work of its sequences, the longest first.
     Every rank has as many steps, and at least one micro-batch in each: where there are more ranks than sequences, the
@@ -90,8 +90,8 @@ class BatchSampler(data.Sampler[list[int]]):
         if index.max_length > tokens_per_micro_batch:
             longest = int(np.argmax(index.lengths))
             raise InputError(
-                f"item {longest} has {index.max_length:,} tokens, over tokens_per_micro_batch={tokens_per_micro_batch:,}; "
-                "raise it, cut the item, or let ranks share it: lengthwise.prepare"
+                f"item {longest} has {index.max_length:,} tokens, over "
+                f"tokens_per_micro_batch={tokens_per_micro_batch:,}; raise it, cut the item, or let ranks share it: lengthwise.prepare"
             )
         if targets is not None and len(targets) != len(index):
             raise InputError(f"{len(targets):,} numbers of targets for {len(index):,} items; give one each")

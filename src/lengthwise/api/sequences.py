@@ -97,8 +97,8 @@ def read_sequences(
         store = _items(corpus, slot_tokens)
     else:
         raise InputError(
-            f"a corpus is a folder made by `lengthwise index`, or has items and a number of them; {type(corpus).__name__} "
-            "has not"
+            f"a corpus is a folder made by `lengthwise index`, or has items and a number of them; "
+            f"{type(corpus).__name__} has not"
         )
     if slot_tokens > 1 and over_length in ("truncate", "split"):
         raise InputError(

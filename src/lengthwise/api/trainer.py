@@ -1,4 +1,4 @@
-"""transformers' Trainer with steps planned by length, and a callback that tells users of theirs what planning would give.
+"""transformers' Trainer with steps planned by length, and a callback for users of theirs.
 
     from lengthwise import Trainer                                  # instead of: from transformers import Trainer
     trainer = Trainer(model=model, args=args, train_dataset=rows, policy="auto")
@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -30,7 +30,7 @@ from lengthwise.runtime.train.step import StepResult
 
 try:
     import transformers
-    from accelerate.utils import convert_to_fp32
+    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import TrainOutput
 except ImportError as error:
@@ -51,6 +51,11 @@ class Trainer(transformers.Trainer):
     ``lengthwise={"tokens_per_step": ...}``; how they are packed, shared and accumulated is planned. With ``bf16=True``
     weights stay as they are and the forward runs under autocast, as there.
     """
+
+    model: Any
+    model_wrapped: Any
+    state: Any
+    lr_scheduler: Any
 
     def __init__(
         self, *args: Any, policy: str = "auto", lengthwise: dict[str, Any] | None = None, **options: Any
@@ -84,7 +89,6 @@ class Trainer(transformers.Trainer):
     ) -> TrainOutput:
         self.accelerator.free_memory()
         run, started_s = self._prepare(), time.time()
-        num_samples = self.num_examples_of(run)
         try:
             self._begin(run, resume_from_checkpoint)
             with self._prepared_for_evaluation():
@@ -95,7 +99,7 @@ class Trainer(transformers.Trainer):
         finally:
             self.run = self.optimizer = self.lr_scheduler = None
             run.close()
-        return self._finalize_training(None, num_samples, started_s)
+        return self._finalize_training(None, self._num_samples(), started_s)
 
     def _prepare(self) -> Run:
         """The run over this trainer's dataset; its ``num_steps`` are those of all epochs or ``max_steps``."""
@@ -111,6 +115,8 @@ class Trainer(transformers.Trainer):
         if not {"optimizer", "weight_decay"} & set(options) and args.weight_decay and (problem := decay_problem(self)):
             raise InputError(problem)
         weight_decay = options.pop("weight_decay", args.weight_decay)
+        if isinstance(options.get("optimizer"), str):
+            options["weight_decay"] = weight_decay
         taken = {"lr", "clip_norm", "seed", "shuffle", "steps", "epochs", "device"} & set(options)
         if taken:
             raise InputError(f"lengthwise={{{', '.join(map(repr, sorted(taken)))}: ...}}: say it in TrainingArguments")
@@ -128,6 +134,15 @@ class Trainer(transformers.Trainer):
             device=args.device.type,
         )
 
+    def _num_samples(self) -> float:
+        """Sequences of the whole training, as transformers counts them for its speeds."""
+        args, data = self.args, cast(Any, self.train_dataset)
+        return (
+            args.max_steps * self.get_total_train_batch_size(args)
+            if args.max_steps > 0
+            else len(data) * args.num_train_epochs
+        )
+
     def _predicts_next_tokens(self) -> bool:
         if not isinstance(self.model, transformers.PreTrainedModel):
             return True
@@ -143,10 +158,6 @@ class Trainer(transformers.Trainer):
             weight_decay=weight_decay,
         )
 
-    def num_examples_of(self, run: Run) -> int:
-        """Sequences that all of its steps compute, about."""
-        return len(run.feeding.source.lengths) * max(1, round(self.args.num_train_epochs))  # type: ignore[attr-defined]
-
     def _begin(self, run: Run, checkpoint: str | None) -> None:
         """States, schedule and counters as transformers' loop has them before its first step."""
         args, per_epoch = self.args, run.num_steps  # it was prepared for one epoch
@@ -161,7 +172,7 @@ class Trainer(transformers.Trainer):
             self._load_rng_state(checkpoint)
         held.step()  # of nothing, or the schedule warns
         for _ in range(self.state.global_step):
-            self.lr_scheduler.step()  # type: ignore[attr-defined]
+            self.lr_scheduler.step()
         self.run, self.optimizer, self.model_wrapped = run, run.state.optimizer, self.model
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
@@ -172,17 +183,17 @@ class Trainer(transformers.Trainer):
         self.callback_handler.train_dataloader = None
 
     def _loop(self, run: Run, end_step: Any) -> None:
-        steps, state = run.steps(), self.state
-        stream: Any = run.stream
+        steps, has_ended = run.steps(), True
+        state, stream = cast(Any, self.state), cast(Any, run.stream)
         while state.global_step < run.num_steps and not self.control.should_training_stop:
-            if stream.position == 0:
+            if has_ended:
                 self.control = self.callback_handler.on_epoch_begin(self.args, state, self.control)
             self.control = self.callback_handler.on_step_begin(self.args, state, self.control)
             while (result := self._compute(step := next(steps))) is None:
                 pass  # it did not fit, and comes again
             self.control = self.callback_handler.on_optimizer_step(self.args, state, self.control)
             self._tr_loss += result.loss
-            self.lr_scheduler.step()  # type: ignore[attr-defined]
+            self.lr_scheduler.step()
             state.global_step += 1
             state.num_input_tokens_seen += sum(
                 sum(micro_batch.pack.lengths) for p in step.plan.pipelines for micro_batch in p.micro_batches
@@ -234,9 +245,10 @@ class Trainer(transformers.Trainer):
             setattr(self.control, name, number > 0)
 
     def _epoch(self, run: Run) -> float:
-        """How far the training is, in epochs, by the batches of ``per_device_train_batch_size`` that transformers counts."""
+        """How far the training is, in epochs: by batches of ``per_device_train_batch_size``, as transformers counts."""
         stream: Any = run.stream
-        each, number = self._train_batch_size * self.args.world_size, len(run.feeding.source.lengths)  # type: ignore[attr-defined]
+        source: Any = run.feeding.source
+        each, number = self._train_batch_size * self.args.world_size, len(source.lengths)
         return float(stream.epoch + math.ceil(stream.position / each) / math.ceil(number / each))
 
     @contextmanager
@@ -254,7 +266,7 @@ class Trainer(transformers.Trainer):
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
         """That of the precision that was asked for."""
-        return self.accelerator.autocast()  # type: ignore[no-any-return]
+        return self.accelerator.autocast()
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         """As in transformers; for evaluation alone."""

@@ -30,11 +30,16 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fail_here(f"forward of layer {self.number}")
+        for _ in range(2 if self.number == 1 else 1):  # layers need not attend equally often
+            x = self.attend(x)
+        return FailInBackward.apply(x + self.down(F.gelu(self.up(x))), f"backward of layer {self.number}")
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Over all tokens before it."""
         q, k, v = self.qkv(x).split([24, 12, 12], dim=-1)
         q, k, v = (y.unflatten(-1, (-1, 6)).transpose(1, 2) for y in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.out(out.transpose(1, 2).flatten(2))
-        return FailInBackward.apply(x + self.down(F.gelu(self.up(x))), f"backward of layer {self.number}")
+        return x + self.out(out.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.noise import attention_keep
-from lengthwise.runtime.adapt.shard import Shard
+from lengthwise.runtime.adapt.shard import Attended, Shard
 from lengthwise.runtime.model.attention import attend
 from lengthwise.runtime.parallel.exchange import exchange_attention
 
@@ -64,7 +64,11 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard:
         q_tNH = q_tNH * factor
     q_tNH, k_tKH = (F.pad(x, (0, width - size)) if width > size else x for x in (q_tNH, k_tKH))
     v_tKH = F.pad(v_tKH, (0, width - value_size)) if width > value_size else v_tKH
-    shard.attended.append((q_tNH.shape[1], k_tKH.shape[1], width, q_tNH.dtype))
+    shard.attended.append(
+        Attended(
+            num_heads=q_tNH.shape[1], num_kv_heads=k_tKH.shape[1], head_size=width, dtype=q_tNH.dtype, layer=shard.layer
+        )
+    )
     if shard.group.size == 1:
         out_tNH = _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
     else:

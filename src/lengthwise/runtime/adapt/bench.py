@@ -17,10 +17,10 @@ from lengthwise.core.batch import Pack
 from lengthwise.runtime.adapt.gauge import Keeping, Silent, Stopwatch, storages
 from lengthwise.runtime.adapt.layers import LayerWatch
 from lengthwise.runtime.adapt.learn import synthetic
-from lengthwise.runtime.adapt.memory import Attended, StandIn, is_out_of_memory, num_exchanges
+from lengthwise.runtime.adapt.memory import StandIn, is_out_of_memory, num_exchanges
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
 from lengthwise.runtime.adapt.run import Run
-from lengthwise.runtime.adapt.shard import Shard, active
+from lengthwise.runtime.adapt.shard import Attended, Shard, active
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
@@ -78,10 +78,7 @@ def hold(run: Run, trial: Trial) -> Held:
         known = [list(run.adapted.anatomy.constants()), inputs]
         with watched(run, Keeping(known, device, trial.recompute)) as keeping, keeping:
             loss = _loss(run, micro_batch)
-        attended = tuple(
-            Attended(num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype=dtype)
-            for heads, kv_heads, size, dtype in micro_batch.shard.attended
-        )
+        attended = tuple(micro_batch.shard.attended)
         num_bytes = keeping.num_bytes + sum(storages(inputs).values())
         _backward(loss, micro_batch)
         if device.type == "cuda":
@@ -129,9 +126,7 @@ def clock(run: Run, trial: Trial | None) -> Took | None:
                 raise
             has_failed = True
         if has_failed:  # and not before: the error holds on to what was computed
-            layers = run.adapted.layers.num_kept or run.adapted.anatomy.num_layers
-            stand_in = StandIn(trial.attended, min(layers, run.adapted.anatomy.num_layers))
-            stand_in.finish(shard, num_exchanges(trial.group) - done_before, shard.dtype)
+            StandIn(trial.attended).finish(shard, num_exchanges(trial.group) - done_before, shard.dtype)
             return None
     world.synchronize()
     time_s = time.perf_counter() - start_s

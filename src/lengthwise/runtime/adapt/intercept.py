@@ -198,8 +198,8 @@ class Intercept(TorchFunctionMode):
             return func(input, p, training, inplace)
         shard, dim = self._slots_of(rule, "dropout")
         keep = keep_like(input, dim, p, shard.counts.noise - 1, shard)
-        scaled = keep.to(input.dtype).mul_(1.0 / (1.0 - p) if p < 1.0 else 0.0)
-        return input.mul_(scaled) if inplace else input * scaled
+        factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+        return input.mul_(keep).mul_(factor) if inplace else (input * keep) * factor  # booleans are kept, no numbers
 
     def _randn_like(self, func: Any, input: Tensor, **options: Any) -> Tensor:
         return self._noise_like(func, normal_like, input, options)

@@ -62,13 +62,15 @@ class Layers:
             return _passed_on(self._last, args, kwargs)
         is_recomputed = shards.current().is_recomputed(number) and torch.is_grad_enabled()
         compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
-        before = shards.current().counts.all_attention
+        shard = shards.current()
+        before, shard.layer = shard.counts.all_attention, number
         if self.intercept is not None:
             self.intercept.layer = number
         self._last = self.watch.computes(number, compute, args, kwargs)
         if self.intercept is not None:
             self.intercept.layer = None
-        self._attends[number] = shards.current().counts.all_attention > before
+        shard.layer = None
+        self._attends[number] = shard.counts.all_attention > before
         return self._last
 
     def check_attends(self, model: str) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.runtime.adapt.memory import Attended, StandIn
-from lengthwise.runtime.adapt.shard import Shard, active
+from lengthwise.runtime.adapt.memory import StandIn
+from lengthwise.runtime.adapt.shard import Attended, Shard, active
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ def learn(run: "Run") -> None:
     """
     with synthetic(run, LENGTHS):
         run.adapted.learn([lambda: _loss(run, (0,)), lambda: _loss(run, (1,))], LENGTHS)
-        attended = _attended(run)
-    calls = tuple(Attended(num_heads=n, num_kv_heads=k, head_size=h, dtype=dtype) for n, k, h, dtype in attended)
-    run.stand_in = StandIn(calls, run.adapted.anatomy.num_layers)
+        run.stand_in = StandIn(tuple(_attended(run)))
 
 
 def check_exact(run: "Run") -> None:
@@ -115,8 +113,8 @@ def _loss(run: "Run", sequences: tuple[int, ...], *, plain: bool = False) -> Ten
     return loss * micro_batch.num_targets
 
 
-def _attended(run: "Run") -> list[tuple[int, int, int, torch.dtype]]:
-    """Sizes of every call of attention in a forward."""
+def _attended(run: "Run") -> list[Attended]:
+    """Every call of attention in a forward."""
     pack = Pack(ids=(0,), lengths=(LENGTHS[0] * run.feeding.slot_tokens,))
     shard = _shard(run, pack)
     with active(shard):

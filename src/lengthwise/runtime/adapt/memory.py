@@ -9,8 +9,7 @@ What the model's forward would have returned is a :class:`NotComputed`, with whi
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.scheme import head_bounds
-from lengthwise.runtime.adapt.shard import Shard
+from lengthwise.runtime.adapt.shard import Attended, Shard
 from lengthwise.runtime.comm.group import Group
 
 _OF_CPU = ("can't allocate memory", "not enough memory", "DefaultCPUAllocator")
@@ -31,63 +30,53 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_CPU)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attended:
-    """Sizes of one call of attention."""
+Exchanged = tuple[list[int], list[int]]
+"""Numbers that a rank sends to each of its group, and receives from each."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
 
-    def exchanges(self, sizes: tuple[int, ...], rank: int) -> tuple[tuple[list[int], list[int]], ...]:
-        """Numbers that this rank sends to each and receives from each: of queries, keys and values; of outputs.
+def exchanges(call: Attended, sizes: tuple[int, ...], rank: int) -> tuple[Exchanged, Exchanged]:
+    """Of queries, keys and values; of outputs. Backwards go the other way.
 
-        As :func:`~lengthwise.runtime.parallel.exchange.exchange_attention` issues them; backwards go the other way.
-        """
-        bounds = head_bounds(self.num_heads, self.num_kv_heads, degree=len(sizes))
-        group_size = self.num_heads // self.num_kv_heads
-        queries = [end - start for start, end in pairwise(bounds)]
-        keys = [-(-end // group_size) - start // group_size if end > start else 0 for start, end in pairwise(bounds)]
-        widths = [(q + 2 * k) * self.head_size for q, k in zip(queries, keys)]
-        mine = sizes[rank]
-        there = ([mine * width for width in widths], [size * widths[rank] for size in sizes])
-        back = ([size * queries[rank] * self.head_size for size in sizes], [mine * q * self.head_size for q in queries])
-        return there, back
+    As :func:`~lengthwise.runtime.parallel.exchange.exchange_attention` issues them for slots of ``sizes``.
+    """
+    bounds = head_bounds(call.num_heads, call.num_kv_heads, degree=len(sizes))
+    group_size = call.num_heads // call.num_kv_heads
+    queries = [end - start for start, end in pairwise(bounds)]
+    keys = [-(-end // group_size) - start // group_size if end > start else 0 for start, end in pairwise(bounds)]
+    widths = [(q + 2 * k) * call.head_size for q, k in zip(queries, keys)]
+    mine, size = sizes[rank], call.head_size
+    there = ([mine * width for width in widths], [each * widths[rank] for each in sizes])
+    back = ([each * queries[rank] * size for each in sizes], [mine * q * size for q in queries])
+    return there, back
 
 
 class StandIn:
     """Sends zeros for what is left of a micro-batch."""
 
-    def __init__(self, calls: tuple[Attended, ...], num_layers: int) -> None:
-        """``calls``: all of one forward, in order; as many in every layer."""
-        self._calls, self._each = calls, len(calls) // num_layers
-        self._num_layers = num_layers
-        assert self._each * num_layers == len(calls), "every layer attends as often"
+    def __init__(self, calls: tuple[Attended, ...]) -> None:
+        """``calls``: all of one forward, in order."""
+        self._calls = calls
 
     def finish(self, shard: Shard, num_done: int, dtype: torch.dtype | None = None) -> None:
         """All exchanges of the micro-batch but the first ``num_done``."""
         if shard.group.size == 1:
             return
-        for number, (call, send, receive) in enumerate(self._script(shard)):
+        for number, (call, (send, receive)) in enumerate(self._script(shard)):
             if number >= num_done:
                 zeros = torch.zeros(sum(send), dtype=dtype or call.dtype, device=shard.device)
                 shard.group.exchange(zeros, send, receive)
 
-    def _script(self, shard: Shard) -> Iterator[tuple[Attended, list[int], list[int]]]:
+    def _script(self, shard: Shard) -> Iterator[tuple[Attended, Exchanged]]:
+        """Forward; then backward, in which recomputed layers have their forward again first."""
         sizes, rank = shard.stage.shards.sizes, shard.group.rank
-        for call in self._calls:
-            for send, receive in call.exchanges(sizes, rank):
-                yield call, send, receive
-        for layer in reversed(range(self._num_layers)):
-            calls = self._calls[layer * self._each : (layer + 1) * self._each]
-            if shard.is_recomputed(layer):
-                for call in calls:
-                    for send, receive in call.exchanges(sizes, rank):
-                        yield call, send, receive
-            for call in reversed(calls):
-                for send, receive in reversed(call.exchanges(sizes, rank)):
-                    yield call, receive, send
+        forward = [(call, each) for call in self._calls for each in exchanges(call, sizes, rank)]
+        yield from forward
+        by_layer = [(layer, list(made)) for layer, made in groupby(forward, key=lambda made: made[0].layer)]
+        for layer, made in reversed(by_layer):
+            if layer is not None and shard.is_recomputed(layer):
+                yield from made
+            for call, (send, receive) in reversed(made):
+                yield call, (receive, send)
 
 
 def num_exchanges(group: Group) -> int:

@@ -73,7 +73,7 @@ class Run:
         self.state = self._make_state(optimizer)
         self.state.hold_everything()
         self.alone = Group(rank=0)
-        self.stand_in = StandIn((), adapted.anatomy.num_layers)
+        self.stand_in = StandIn(())
         self.on_void: Callable[[Step, tuple[Failure, ...]], None] | None = None
         """Told on every rank which micro-batches did not fit, before the step is planned again."""
         self.on_finish: Callable[[Step], None] | None = None

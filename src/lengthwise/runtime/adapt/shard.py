@@ -44,6 +44,17 @@ class Counts:
         return replace(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attended:
+    """Sizes of one call of attention, and the layer that made it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    layer: int | None
+
+
 @dataclass(eq=False, kw_only=True)
 class Shard:
     """This rank's slots of one pack."""
@@ -61,8 +72,10 @@ class Shard:
     counts: Counts = field(default_factory=Counts)
     dtype: torch.dtype | None = None
     """That of autocast, in the forward; None: it is off."""
-    attended: list[tuple[int, int, int, torch.dtype]] = field(default_factory=list)
-    """Query heads, key/value heads, head size and dtype of each attention so far."""
+    layer: int | None = None
+    """That is computed at the moment; None: what is before, between or after them."""
+    attended: list[Attended] = field(default_factory=list)
+    """Each attention over slots so far."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
 
