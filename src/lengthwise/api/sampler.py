@@ -91,7 +91,8 @@ class BatchSampler(data.Sampler[list[int]]):
             longest = int(np.argmax(index.lengths))
             raise InputError(
                 f"item {longest} has {index.max_length:,} tokens, over "
-                f"tokens_per_micro_batch={tokens_per_micro_batch:,}; raise it, cut the item, or let ranks share it: lengthwise.prepare"
+                f"tokens_per_micro_batch={tokens_per_micro_batch:,}; raise it, cut the item, or let "
+                "ranks share it: lengthwise.prepare"
             )
         if targets is not None and len(targets) != len(index):
             raise InputError(f"{len(targets):,} numbers of targets for {len(index):,} items; give one each")

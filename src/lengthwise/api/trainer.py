@@ -56,6 +56,7 @@ class Trainer(transformers.Trainer):
     model_wrapped: Any
     state: Any
     lr_scheduler: Any
+    current_flos: Any
 
     def __init__(
         self, *args: Any, policy: str = "auto", lengthwise: dict[str, Any] | None = None, **options: Any
