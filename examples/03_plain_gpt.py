@@ -43,7 +43,7 @@ class GPT(nn.Module):
 torch.manual_seed(0)
 model = GPT()
 numbers = np.random.default_rng(0)
-rows = [np.cumsum(numbers.integers(1, 4, size)) % 96 for size in np.minimum(numbers.geometric(0.02, 300) + 1, 512)]
+rows = [np.cumsum(numbers.integers(1, 4, size)) % 96 for size in np.minimum(numbers.geometric(0.04, 300) + 1, 128)]
 
 run = lw.prepare(model, rows, policy="auto", lr=3e-3, sequences_per_step=32)  # +
 for step in run.steps():  # +

@@ -21,7 +21,7 @@ config = Qwen3Config(
 )
 model = Qwen3ForCausalLM(config)  # in earnest: AutoModelForCausalLM.from_pretrained(...)
 numbers = np.random.default_rng(0)
-sizes = np.minimum(numbers.geometric(0.02, 200) + 1, 512)
+sizes = np.minimum(numbers.geometric(0.04, 200) + 1, 128)
 # In earnest: tokenizer(texts)["input_ids"]. Half of each row is a prompt, whose tokens have no loss.
 items = [{"input_ids": np.cumsum(numbers.integers(1, 4, size)) % 96} for size in sizes]
 for item in items:

@@ -44,7 +44,7 @@ def noised(m):  # the forward's arguments, and what it is to find
 
 
 model, draw = Diffusion(), np.random.default_rng(0)
-films = [draw.normal(size=(frames, PLACES, CHANNELS)).astype("float32") for frames in draw.integers(1, 33, 120)]
+films = [draw.normal(size=(frames, PLACES, CHANNELS)).astype("float32") for frames in draw.integers(1, 13, 120)]
 how = {"inputs": lambda m: noised(m)[0], "loss": lambda out, m: F.mse_loss(out, noised(m)[1])}  # +
 how |= {"slot_tokens": PLACES, "objective": "every-token", "sequences_per_step": 24}  # +
 run = lw.prepare(model, films, policy="auto", lr=3e-3, **how)  # +

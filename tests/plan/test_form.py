@@ -1,3 +1,4 @@
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import accumulate, islice
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.plan.form import form_batches
+from lengthwise.plan.form import FormedBatches, form_batches
 from lengthwise.plan.planner import Planner
 from tests.plan.costs import SimpleCost, make_problem
 
@@ -130,3 +131,45 @@ def test_a_sequence_longer_than_the_run_promises_is_refused():
 def test_a_window_without_a_batch_is_refused():
     with pytest.raises(InputError, match=r"got 0 and 4.0"):
         list(form_batches(iter(stream_of([[3]])), PROBLEMS[4], window=0))
+
+
+class Rewinding:
+    """A stream that can be gone on with."""
+
+    def __init__(self, batches):
+        self.batches, self.at = batches, 0
+
+    def __next__(self):
+        if self.at == len(self.batches):
+            raise StopIteration
+        self.at += 1
+        return self.batches[self.at - 1]
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 7])
+def test_a_run_that_forms_batches_goes_on_with_the_same_ones(num_before):
+    stream = tailed_stream()
+    whole = list(FormedBatches(Rewinding(stream), PROBLEMS[4], window=4))
+    first = FormedBatches(Rewinding(stream), PROBLEMS[4], window=4)
+    before = list(islice(first, num_before))
+    state = json.loads(json.dumps(first.state_dict()))
+    second = FormedBatches(Rewinding(stream), PROBLEMS[4], window=4)
+    second.load_state_dict(state)
+    assert before + list(second) == whole
+
+
+def test_a_run_that_forms_batches_goes_on_on_another_cluster_with_every_sequence_once():
+    stream = tailed_stream()
+    first = FormedBatches(Rewinding(stream), PROBLEMS[4], window=4)
+    before = list(islice(first, 5))
+    second = FormedBatches(Rewinding(stream), PROBLEMS[7], window=4)
+    second.load_state_dict(first.state_dict())
+    assert sequences(before + list(second)) == sequences(stream)
+    with pytest.raises(InputError, match="forms no batches"):
+        second.load_state_dict({"epoch": 0})

@@ -1,6 +1,5 @@
 """The cost model of a prepared run: from its profile, measured now or kept from before."""
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +14,6 @@ from lengthwise.runtime.adapt.identity import find_table, identity_of
 from lengthwise.runtime.adapt.profile import Effort, measure
 from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.adapt.whole import check_prediction
-
-_log = logging.getLogger("lengthwise")
 
 CACHE = Path("~/.cache/lengthwise")
 CHECKED_S = 2.0
@@ -44,10 +41,18 @@ def find_cost(run: Run, options: Options, *, cluster: ClusterSpec, lengths: Leng
         with _progress(shown=options.verbose and run.world.is_first) as advance:
             return measure(run, longest=lengths.max_length, degrees=degrees, effort=effort, on_progress=advance)
 
-    table, was_kept = find_table(run, profile_path(run, options), make, longest=lengths.max_length, degrees=degrees)
+    path, shown = profile_path(run, options), options.verbose and run.world.is_first
+    table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees)
     cost = DualLayerCost(table, cluster=cluster)
+    if shown:
+        anatomy = run.adapted.anatomy
+        told = "read from" if was_kept else "measured, kept in"
+        _say(
+            f"{type(run.model).__name__}: {anatomy.num_layers} layers in {anatomy.layers_name}, {run.num_params:,} "
+            f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {told} {path}"
+        )
     if not was_kept and options.check:
-        _check(run, cost, longest=lengths.max_length, shown=options.verbose and run.world.is_first)
+        _check(run, cost, longest=lengths.max_length, shown=shown)
     return cost
 
 
@@ -72,7 +77,13 @@ def _check(run: Run, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
             run, cost.predict, packs=[pack], degrees=[degree], recomputed=[0, num_layers], repeats=3
         ):
             if shown:
-                _log.info("%s", found)
+                _say(f"  {found}")
+
+
+def _say(words: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(words, soft_wrap=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ batch size and degree; then ``accumulate`` says how many micro-batches each grou
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -24,48 +25,102 @@ from lengthwise.plan.problem import Problem
 from lengthwise.plan.recompute import Setting, fastest_setting
 
 
-def form_batches(
-    stream: Iterable[GlobalBatch],
-    problem: Problem,
-    *,
-    g_min: int = 1,
-    g_max: int = 5,
-    window: int = 8,
-    growth_cap: float = 4.0,
-) -> Iterator[GlobalBatch]:
+class Stream(Protocol):
+    """Where the sampler's batches come from."""
+
+    def __next__(self) -> GlobalBatch: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from there."""
+        ...
+
+
+def form_batches(stream: Iterable[GlobalBatch], problem: Problem, **settings: Any) -> Iterator[GlobalBatch]:
+    """The batches of :class:`FormedBatches` from a stream that need not be resumed."""
+    return FormedBatches(iter(stream), problem, **settings)  # type: ignore[arg-type]  # it is never asked where it is
+
+
+class FormedBatches:
     """Batches of the stream's sequences, each sequence once, whose accumulation counts balance.
 
-    A pure function of the stream, so a run resumes by forming again; steps count on from the stream's first. The end of
-    a finite stream is formed too, in batches as balanced as what is left allows.
-
-    Args:
-        stream: the sampler's batches.
-        problem: whose kinds the groups run, as ``dcp-intra`` does.
-        g_min: every group accumulates at least this many micro-batches, while its bucket lasts.
-        g_max: the slowest group accumulates at most this many.
-        window: batches of the sampler held to choose from.
-        growth_cap: most sequences of a batch, in batches of the sampler, and fewest of a part of one: a batch of few
-            groups accumulates more rather than be small. g_min micro-batches of each group are always allowed, and the
-            end of the stream may be smaller.
-
-    Raises:
-        InputError: the window holds no batch, or the cap allows less than one.
-        InfeasibleError: no device group holds a sequence.
+    Steps count on from the stream's first. The end of a finite stream is formed too, in batches as balanced as what is
+    left allows.
     """
-    if window < 1 or growth_cap < 1:
-        raise InputError(f"forming batches needs a window and a cap of at least 1; got {window} and {growth_cap}")
-    limits = AccumulationRange(g_min=g_min, g_max=g_max)
-    held = _Held(problem)
-    batches, step, size = iter(stream), 0, 0
-    while True:
-        while len(held) < max(1, window * size) and (batch := next(batches, None)) is not None:
-            step = step if size else batch.step
-            size = len(batch.ids)
+
+    def __init__(
+        self,
+        stream: Stream,
+        problem: Problem,
+        *,
+        g_min: int = 1,
+        g_max: int = 5,
+        window: int = 8,
+        growth_cap: float = 4.0,
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            stream: the sampler's batches.
+            problem: whose kinds the groups run, as ``dcp-intra`` does.
+            g_min: every group accumulates at least this many micro-batches, while its bucket lasts.
+            g_max: the slowest group accumulates at most this many.
+            window: batches of the sampler held to choose from.
+            growth_cap: most sequences of a batch, in batches of the sampler, and fewest of a part of one: a batch of
+                few groups accumulates more rather than be small. g_min micro-batches of each group are always allowed,
+                and the end of the stream may be smaller.
+
+        Raises:
+            InputError: the window holds no batch, or the cap allows less than one.
+            InfeasibleError: no device group holds a sequence.
+        """
+        if window < 1 or growth_cap < 1:
+            raise InputError(f"forming batches needs a window and a cap of at least 1; got {window} and {growth_cap}")
+        self._stream, self._problem = stream, problem
+        self._limits = AccumulationRange(g_min=g_min, g_max=g_max)
+        self._window, self._growth_cap = window, growth_cap
+        self._held = _Held(problem)
+        self._step, self._size = 0, 0
+
+    def __iter__(self) -> Iterator[GlobalBatch]:
+        return self
+
+    def __next__(self) -> GlobalBatch:
+        held = self._held
+        while len(held) < max(1, self._window * self._size) and (batch := next(self._stream, None)) is not None:
+            self._step = self._step if self._size else batch.step
+            self._size = len(batch.ids)
             held.add(batch)
         if not len(held):
-            return
-        yield held.form(step, size, limits, growth_cap=growth_cap, overdue=held.num_batches - 2 * window)
-        step += 1
+            raise StopIteration
+        overdue = held.num_batches - 2 * self._window
+        formed = held.form(self._step, self._size, self._limits, growth_cap=self._growth_cap, overdue=overdue)
+        self._step += 1
+        return formed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, and which of its sequences wait; in plain values."""
+        return {
+            "stream": self._stream.state_dict(),
+            "step": self._step,
+            "size": self._size,
+            "held": self._held.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where the one that gave ``state`` was; on another cluster, with the same sequences waiting.
+
+        Raises:
+            InputError: the state is of a stream that forms no batches, or of another corpus.
+        """
+        if "held" not in state:
+            raise InputError("the state is of a run that forms no batches; resume with the settings it was saved with")
+        self._stream.load_state_dict(state["stream"])
+        self._step, self._size = state["step"], state["size"]
+        self._held = _Held(self._problem)
+        self._held.restore(state["held"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +165,28 @@ class _Held:
             self._waiting[bucket].append(waits)
             self._arrivals += 1
         self.num_batches, self._objective = self.num_batches + 1, batch.objective
+
+    def state(self) -> dict[str, Any]:
+        """Who waits, in the order of arrival."""
+        waiting = sorted((one for bucket in self._waiting for one in bucket), key=lambda one: one.arrival)
+        return {
+            "num_batches": self.num_batches,
+            "arrivals": self._arrivals,
+            "objective": self._objective,
+            "waiting": [[one.arrival, one.batch, one.id, one.length] for one in waiting],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Hold those that :meth:`state` told."""
+        self.num_batches, self._arrivals, self._objective = (
+            state[name] for name in ("num_batches", "arrivals", "objective")
+        )
+        held = [_Sequence(arrival=a, batch=b, id=id, length=length) for a, b, id, length in state["waiting"]]
+        if held:
+            lengths = np.array([one.length for one in held])
+            self.problem.check_fits(lengths, np.array([one.id for one in held]))
+            for one, bucket in zip(held, self.buckets.of(lengths).tolist()):
+                self._waiting[bucket].append(one)
 
     def form(self, step: int, size: int, limits: AccumulationRange, *, growth_cap: float, overdue: int) -> GlobalBatch:
         """One batch: groups by their share of the work, those of the oldest sequences first; then their counts."""
