@@ -20,6 +20,13 @@ def test_every_mistake_is_named_at_once_with_the_nearest_name():
     assert "weight_decay: Input should be greater than or equal to 0" in message
 
 
+def test_options_that_contradict_each_other_are_refused():
+    with pytest.raises(InputError, match="form_batches: the policy auto takes batches as they come"):
+        read_options({"form_batches": True, "policy": "auto"})
+    with pytest.raises(InputError, match="g_min: 4 is more than g_max, which is 2"):
+        read_options({"g_min": 4, "g_max": 2})
+
+
 def test_a_mistake_is_found_before_the_corpus_is_read():
     class Unread:
         def __len__(self):

@@ -77,6 +77,33 @@ def test_an_epoch_computes_every_sequence_once(ranks):
         assert sum(epoch, Counter()) == Counter(range(40))
 
 
+FORMED = {"form_batches": True, "policy": "dcp-intra", "tokens_per_step": 200, "lr": 1e-2, "recompute": "none"}
+
+
+def test_batches_that_are_formed_hold_every_sequence_once_and_train_what_one_device_trains(ranks):
+    options = {name: value for name, value in FORMED.items() if name != "policy"}
+    losses, _, ids, weights = ranks(4).run(train_gpt, ("dcp-intra",), options | {"g_max": 3})[0]["dcp-intra"]
+    assert sum(ids, Counter()) == Counter(range(40)) and max(map(Counter.total, ids)) > 1
+    model, rows = models.gpt(), models.rows()
+    expected = models.train_alone(
+        model,
+        [tuple(sorted(counted)) for counted in ids],
+        lambda model, i: models.sum_of_losses(model, rows[i], None),
+        num_targets=lambda i: len(rows[i]) - 1,
+        lr=lambda step: 1e-2,
+    )
+    np.testing.assert_allclose(losses, expected, rtol=EXACT)
+    assert_equal_weights(weights, weights_of(model))
+
+
+def test_a_run_that_forms_batches_goes_on_with_those_that_wait(ranks, tmp_path):
+    whole = ranks(2).run(train_in_parts, tmp_path / "whole", first=True, last=4, options=FORMED)[0]
+    first = ranks(2).run(train_in_parts, tmp_path / "parts", first=True, last=2, options=FORMED)[0]
+    second = ranks(2).run(train_in_parts, tmp_path / "parts", first=False, last=4, options=FORMED)[0]
+    np.testing.assert_allclose(first[0] + second[0], whole[0], rtol=EXACT)
+    assert_equal_weights(second[1], whole[1])
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path):
     options = {name: value for name, value in OPTIONS.items() if name != "steps"}
     losses, weights = loop_on_one_device(6)

@@ -39,6 +39,14 @@ class Options(BaseModel):
     seed: int = Field(default=0, ge=0)
     """Of the order of sequences, of masks and of dropout."""
 
+    form_batches: bool = False
+    """Let the policies of data-centric parallel choose which sequences share a step, from the next eight batches: groups
+    balance better, and the order of learning depends on lengths and cluster."""
+    g_min: int = Field(default=1, ge=1)
+    """Micro-batches that every group accumulates at least, where batches are formed."""
+    g_max: int = Field(default=5, ge=1)
+    """That the slowest group accumulates at most."""
+
     max_length: int | None = Field(default=None, ge=1)
     over_length: Literal["error", "drop", "truncate", "split"] = "error"
     """What happens to sequences over ``max_length``."""
@@ -131,6 +139,12 @@ def read_options(given: dict[str, Any]) -> Options:
         found = Options(**known)
     except ValidationError as error:
         problems += [f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg']}" for one in error.errors()]
+    if not problems and found.form_batches and not found.policy.startswith("dcp"):
+        problems.append(
+            f"form_batches: the policy {found.policy} takes batches as they come; use dcp-intra or dcp-inter"
+        )
+    if not problems and found.g_min > found.g_max:
+        problems.append(f"g_min: {found.g_min} is more than g_max, which is {found.g_max}")
     if problems:
         raise InputError("prepare(...) cannot be done as asked:\n  " + "\n  ".join(dict.fromkeys(problems)))
     return found

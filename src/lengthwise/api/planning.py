@@ -1,18 +1,22 @@
 """From lengths and costs to the stream of batches and the planner of a prepared run."""
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from lengthwise.api.options import Options
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.scheme import Method
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.data.sampler import Sampler
+from lengthwise.plan.form import FormedBatches
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.pool import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
+from lengthwise.plan.problem import Problem
 
 
 def make_sampler(options: Options, lengths: LengthIndex, objective: str, *, seed: int | None = None) -> Sampler:
@@ -35,6 +39,37 @@ def steps_of(options: Options, lengths: LengthIndex, objective: str) -> int:
         next(sampler)
         total += 1
     return total
+
+
+class Epochs:
+    """The batches of a number of epochs."""
+
+    def __init__(self, sampler: Sampler, number: int) -> None:
+        self._sampler, self._number = sampler, number
+
+    def __next__(self) -> GlobalBatch:
+        if self._sampler.epoch >= self._number:
+            raise StopIteration
+        return next(self._sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the sampler."""
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """That of the sampler."""
+        self._sampler.load_state_dict(state)
+
+
+def form(options: Options, problem: Problem, lengths: LengthIndex, objective: str) -> tuple[FormedBatches, int]:
+    """The stream of batches that groups of ``problem`` can balance, and how many there are to compute."""
+
+    def formed() -> FormedBatches:
+        sampler = make_sampler(options, lengths, objective)
+        stream = sampler if options.steps is not None else Epochs(sampler, options.epochs)
+        return FormedBatches(stream, problem, g_min=options.g_min, g_max=options.g_max)
+
+    return formed(), options.steps or sum(1 for _ in formed())
 
 
 def make_planner(

@@ -8,7 +8,7 @@ from torch import nn
 
 from lengthwise.api.costs import find_cost, measure_again
 from lengthwise.api.options import Options, named_as_options, read_options
-from lengthwise.api.planning import make_planner, make_sampler, steps_of
+from lengthwise.api.planning import form, make_planner, make_sampler, steps_of
 from lengthwise.api.refine import Refiner
 from lengthwise.api.sequences import Sequences, read_sequences
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
@@ -113,6 +113,9 @@ def _plan(run: Run, options: Options, lengths: LengthIndex) -> None:
         lengths=lengths,
         objective=run.adapted.objective,
     )
+    if options.form_batches:
+        problem = plan_with(cost).problem
+        run.stream, run.num_steps = form(options, problem, lengths, run.adapted.objective)
     if isinstance(cost, SeparableCost):
         again = partial(measure_again, run) if isinstance(cost, DualLayerCost) else None
         Refiner(run, cost, plan_with, measure_again=again)

@@ -1,7 +1,7 @@
 """transformers' Trainer with steps planned by length, and a callback for users of theirs.
 
     from lengthwise import Trainer                                  # instead of: from transformers import Trainer
-    trainer = Trainer(model=model, args=args, train_dataset=rows, policy="auto")
+    trainer = Trainer(model=model, args=args, train_dataset=rows, policy="dcp-intra")
 
 The loop is :func:`lengthwise.prepare` and :meth:`Run.steps`; arguments, logs, evaluation, callbacks, checkpoints and
 saved models are those of transformers. What cannot be honoured is refused (:mod:`lengthwise.api.honoured`).
@@ -34,8 +34,9 @@ try:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_utils import TrainOutput
 except ImportError as error:
-    raise ImportError(f"lengthwise.Trainer needs transformers and accelerate ({error}): pip install 'lengthwise[hf]'"
-                      " accelerate") from error  # fmt: skip
+    raise ImportError(
+        f"lengthwise.Trainer needs transformers and accelerate ({error}): pip install 'lengthwise[hf]'"
+    ) from error
 
 __all__ = ["Trainer", "TrainerCallback"]
 
@@ -59,7 +60,7 @@ class Trainer(transformers.Trainer):
     current_flos: Any
 
     def __init__(
-        self, *args: Any, policy: str = "auto", lengthwise: dict[str, Any] | None = None, **options: Any
+        self, *args: Any, policy: str = "dcp-intra", lengthwise: dict[str, Any] | None = None, **options: Any
     ) -> None:
         """``policy`` and ``lengthwise``: options of :func:`lengthwise.prepare`; all else as in transformers."""
         super().__init__(*args, **options)
@@ -118,6 +119,8 @@ class Trainer(transformers.Trainer):
         weight_decay = options.pop("weight_decay", args.weight_decay)
         if isinstance(options.get("optimizer"), str):
             options["weight_decay"] = weight_decay
+        if options.get("form_batches"):
+            raise InputError("form_batches=True: transformers counts steps and epochs by the dataset's own batches")
         taken = {"lr", "clip_norm", "seed", "shuffle", "steps", "epochs", "device"} & set(options)
         if taken:
             raise InputError(f"lengthwise={{{', '.join(map(repr, sorted(taken)))}: ...}}: say it in TrainingArguments")
