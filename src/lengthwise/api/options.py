@@ -40,8 +40,8 @@ class Options(BaseModel):
     """Of the order of sequences, of masks and of dropout."""
 
     form_batches: bool = False
-    """Let the policies of data-centric parallel choose which sequences share a step, from the next eight batches: groups
-    balance better, and the order of learning depends on lengths and cluster."""
+    """Let the policies of data-centric parallel choose which sequences share a step, from the next eight batches:
+    groups balance better, and the order of learning depends on lengths and cluster."""
     g_min: int = Field(default=1, ge=1)
     """Micro-batches that every group accumulates at least, where batches are formed."""
     g_max: int = Field(default=5, ge=1)
