@@ -154,7 +154,7 @@ def test_updates_take_what_was_measured_and_nothing_moves_between_strategies():
 
 def test_what_was_not_measured_is_refused():
     for scheme in (scheme_of(4), dense_scheme(5), uniform_scheme(LAYERS, degree=2, method=Method.RING)):
-        with pytest.raises(InputError, match="no measured layers for scheme"):
+        with pytest.raises(InputError, match="no layer profile for scheme"):
             COST.overhead_s(scheme)
     with pytest.raises(InputError, match="taken in int8"):
         DualLayerCost(replace(TABLE, identity=replace(IDENTITY, dtype="int8")), cluster=CLUSTER)

@@ -18,7 +18,7 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.fitted import features
 from lengthwise.cost.memory import DTYPE_BYTES, state_bytes
 from lengthwise.cost.separable import Line, LineMemory, SchemeCache, SeparableCost
-from lengthwise.cost.two_layer import LayerProfile
+from lengthwise.cost.two_layer import LayerProfile, check_measured
 
 LEAST_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
@@ -236,15 +236,5 @@ class DualLayerCost(SeparableCost):
         return (state + self.table.other_bytes,)
 
     def _find(self, scheme: Scheme) -> DegreeFit:
-        expected = {Method.DENSE} if scheme.degree == 1 else {self.method}
-        if (
-            scheme.degree not in self.fits
-            or scheme.num_stages != 1
-            or set(scheme.methods) != expected
-            or scheme.num_layers != self.table.num_layers
-        ):
-            raise InputError(
-                f"no measured layers for scheme {scheme.name}; there are single-stage {self.method} (dense at degree "
-                f"1) of degrees {', '.join(map(str, self.fits))} with {self.table.num_layers} layers"
-            )
+        check_measured(scheme, self.fits, method=self.method, num_layers=self.table.num_layers)
         return self.fits[scheme.degree]

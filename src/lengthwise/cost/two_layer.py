@@ -4,7 +4,7 @@ L layers of which r are recomputed; t_f and t_b seconds of one layer's forward a
 m_inp bytes of its input; T_C and M_C what does not depend on layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,15 +165,16 @@ class TwoLayerCost(SeparableCost):
         return constant + np.maximum(rows.at(tokens, kept), tokens)
 
     def _find(self, scheme: Scheme) -> _Rows:
-        expected = {Method.DENSE} if scheme.degree == 1 else {self.method}
-        if (
-            scheme.degree not in self._rows
-            or scheme.num_stages != 1
-            or set(scheme.methods) != expected
-            or scheme.num_layers != self.model.num_layers
-        ):
-            raise InputError(
-                f"no layer profile for scheme {scheme.name}; there are single-stage {self.method} (dense at degree 1) "
-                f"of degrees {sorted(self._rows)} with {self.model.num_layers} layers"
-            )
+        check_measured(scheme, self._rows, method=self.method, num_layers=self.model.num_layers)
         return self._rows[scheme.degree]
+
+
+def check_measured(scheme: Scheme, degrees: Iterable[int], *, method: Method, num_layers: int) -> None:
+    """Raise ``InputError`` unless ``scheme`` is one stage of ``num_layers`` under ``method`` at one of ``degrees``."""
+    expected, known = {Method.DENSE} if scheme.degree == 1 else {method}, sorted(degrees)
+    is_known = scheme.degree in known and scheme.num_stages == 1 and set(scheme.methods) == expected
+    if not is_known or scheme.num_layers != num_layers:
+        raise InputError(
+            f"no layer profile for scheme {scheme.name}; there are single-stage {method} (dense at degree 1) of degrees "
+            f"{', '.join(map(str, known))} with {num_layers} layers"
+        )

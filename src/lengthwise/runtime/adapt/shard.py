@@ -101,11 +101,6 @@ class Shard:
         return len(self.places)
 
     @cached_property
-    def index(self) -> Tensor:
-        """[t] the same on the device."""
-        return torch.from_numpy(self.places).to(self.device)
-
-    @cached_property
     def positions(self) -> Tensor:
         """[t] how many slots of its sequence are before each slot of this rank."""
         return torch.from_numpy(self.stage.view.offsets[self.places]).to(self.device)
