@@ -50,7 +50,8 @@ def find_cost(run: Run, options: Options, *, cluster: ClusterSpec, lengths: Leng
         off = max(found.worst_error for found in cost.fits.values())
         _say(
             f"{type(run.model).__name__}: {anatomy.num_layers} layers in {anatomy.layers_name}, {run.num_params:,} "
-            f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {told} {path}, curves within {off:.0%}"
+            f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {told} {path}, curves within "
+            f"{off:.0%}"
         )
     if not was_kept and options.check:
         _check(run, cost, longest=lengths.max_length, shown=shown)

@@ -175,6 +175,6 @@ def check_measured(scheme: Scheme, degrees: Iterable[int], *, method: Method, nu
     is_known = scheme.degree in known and scheme.num_stages == 1 and set(scheme.methods) == expected
     if not is_known or scheme.num_layers != num_layers:
         raise InputError(
-            f"no layer profile for scheme {scheme.name}; there are single-stage {method} (dense at degree 1) of degrees "
-            f"{', '.join(map(str, known))} with {num_layers} layers"
+            f"no layer profile for scheme {scheme.name}; there are single-stage {method} (dense at degree 1) of "
+            f"degrees {', '.join(map(str, known))} with {num_layers} layers"
         )
