@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
-ON_RANKS = ("03_plain_gpt", "04_transformers", "05_video")
+ON_RANKS = (
+    "04_transformers",
+    pytest.param("03_plain_gpt", marks=pytest.mark.deep),
+    pytest.param("05_video", marks=pytest.mark.deep),
+)
 """Those that torchrun starts; python does as well."""
-ALONE = [path for path in EXAMPLES if path.stem not in ON_RANKS]
+ALONE = [path for path in EXAMPLES if path.stem != "04_transformers"]
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 

@@ -52,7 +52,7 @@ def assert_equal_weights(found, expected):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=EXACT, err_msg=name)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2, 4])
 def test_every_policy_trains_what_one_device_trains(ranks, alone, num_ranks):
     options = OPTIONS | {"recompute": "auto" if num_ranks == 1 else "none"}
     used = set()

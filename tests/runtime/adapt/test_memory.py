@@ -10,8 +10,14 @@ from tests.runtime.adapt.memory_runs import LAYERS, train
 PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]
 
 
-@pytest.mark.parametrize("recomputed", [0, 2])
-@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "degree", "recomputed"),
+    [
+        (2, 2, 2),
+        (4, 2, 0),
+        *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((2, 2, 0), (3, 3, 0), (3, 3, 2), (4, 2, 2))),
+    ],
+)
 def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weights(
     ranks, num_ranks, degree, recomputed
 ):

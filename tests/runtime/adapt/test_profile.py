@@ -163,8 +163,15 @@ def limited_on_rank_1(limit: int, where: str, degree: int) -> tuple[LayerTable, 
     return table, limited.most
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "together"])
-@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("where", "degree"),
+    [
+        ("forward", 1),
+        ("backward", 2),
+        ("together", 2),
+        *(pytest.param(*p, marks=pytest.mark.deep) for p in (("forward", 2), ("backward", 1), ("together", 1))),
+    ],
+)
 def test_ranks_stop_together_where_one_of_them_runs_out_of_memory(ranks, where, degree):
     (table, _), (other, most) = ranks(2).run(limited_on_rank_1, 40, where, degree)
     assert table == other

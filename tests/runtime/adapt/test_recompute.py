@@ -70,7 +70,7 @@ def test_just_the_layers_that_are_told_to_are_computed_again(flags):
     assert kernels.attention == sum(flags)
 
 
-@pytest.mark.parametrize("keep", KINDS)
+@pytest.mark.parametrize("keep", [pytest.param(k, marks=[pytest.mark.deep] * (k != "attention")) for k in KINDS])
 def test_a_selective_recompute_is_exact_at_degrees_1_to_4(ranks, keep):
     case = gpt_case("is_causal")
     case = Case(**{**case.__dict__, "options": {"context": selective_contexts(keep)}})
