@@ -99,15 +99,15 @@ def section(found: Mapping[tuple[int, str, str, str], list[dict[str, float]]], c
             ours = found[ranks, kind, drawn, "dcp-intra"]
             over_trainer.append(median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, results)))
     goals: list[Goal] = [
-        at_most("idle of dcp-intra, mean over models and lengths (published code: 6 to 23 %)", mean(idle), 0.05, "%"),
-        at_least("tokens/s of dcp-intra over bucket, worst model and lengths", min(ratios), 1.0, "x"),
+        at_most(f"{count} ranks: idle of dcp-intra, mean over models and lengths (published code: 6 to 23 %)", mean(idle), 0.05, "%"),
+        at_least(f"{count} ranks: tokens/s of dcp-intra over bucket, worst model and lengths", min(ratios), 1.0, "x"),
         Goal(
-            what="seconds of a step predicted by dcp-intra, off by (median)", aim="within 10.00 %",
+            what=f"{count} ranks: seconds of a step predicted by dcp-intra, off by (median)", aim="within 10.00 %",
             measured=number(median(errors), "%"), met=median(errors) <= 0.1,
         ),
     ]  # fmt: skip
     if over_trainer:
-        beside = "tokens/s of dcp-intra over transformers' Trainer, worst lengths"
+        beside = f"{count} ranks: tokens/s of dcp-intra over transformers' Trainer, worst lengths"
         goals.append(at_least(beside, min(over_trainer), 1.0, "x"))
     return Section(
         title=f"{count} ranks", text=TEXT.format(**sizes),
