@@ -144,6 +144,29 @@ def test_a_model_of_frames_trains_the_same_on_any_number_of_ranks(ranks):
             assert max(map(max, degrees)) > 1
 
 
+def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_is_measured(caplog):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=2, n_head=2))
+    for corpus, message in (
+        (
+            [[1, 2], list(range(17))],
+            r"has 17 tokens, GPT2LMHeadModel was made for 16 .* max_length=16",
+        ),
+        ([[1, 2], [3, 50]], r"token id 50, GPT2LMHeadModel embeds ids up to 49"),
+        ([{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}], r"item 0 has an attention_mask with zeros"),
+    ):
+        with pytest.raises(InputError, match=message):
+            lw.prepare(gpt2, corpus, cost=models.mixed_cost(), **OPTIONS)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    rows = [list(range(17)), [1, 2, 3]]
+    lw.prepare(LlamaForCausalLM(config), rows, cost=models.mixed_cost(), memory_gib=40, **OPTIONS).close()
+    assert "17 tokens, LlamaForCausalLM was made for 16 positions; rotary positions" in caplog.text
+
+
 def test_a_model_that_mixes_sequences_is_refused():
     class Averaging(models.GPT):
         def forward(self, idx, targets=None):

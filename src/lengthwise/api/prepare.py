@@ -1,8 +1,10 @@
 """``lengthwise.prepare``: from a model and a corpus to a run that a user's own loop steps through."""
 
+import atexit
+import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -24,8 +26,10 @@ from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.recompute import selective_contexts
 from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.comm.devices import find_device, local_size
-from lengthwise.runtime.comm.world import World, start_world
+from lengthwise.runtime.comm.world import World, start_world, stop_world
 from lengthwise.runtime.model.targets import Masking
+
+_log = logging.getLogger("lengthwise")
 
 
 def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
@@ -56,6 +60,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         corpus, max_length=chosen.max_length, over_length=chosen.over_length, slot_tokens=chosen.slot_tokens
     )
     objective = chosen.objective or _objective_of(model)
+    _check_takes(model, sequences)
+    atexit.register(stop_world)  # threads of Gloo may abort a process that ends without
     model.to(world.device)
     adapted = Adapted(
         model,
@@ -125,6 +131,25 @@ def _plan(run: Run, options: Options, lengths: LengthIndex) -> None:
 
 def _not_yet(batch: GlobalBatch) -> StepPlan:
     raise AssertionError("costs are known before the first step")
+
+
+def _check_takes(model: nn.Module, sequences: Sequences) -> None:
+    """Raise ``InputError`` if a model of transformers has no row for a token or a position of the corpus."""
+    config, name = getattr(model, "config", None), type(model).__name__
+    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows, largest = getattr(table, "num_embeddings", None), sequences.largest_token
+    if rows is not None and largest is not None and largest >= rows:
+        raise InputError(
+            f"the corpus has token id {largest:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
+        )
+    limit, longest = getattr(config, "max_position_embeddings", None), sequences.lengths.max_length
+    if limit is None or longest <= limit:
+        return
+    told = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
+    if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):
+        _log.warning("%s; rotary positions beyond are computed all the same", told)
+        return
+    raise InputError(f"{told}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
 
 
 def _objective_of(model: nn.Module) -> str:

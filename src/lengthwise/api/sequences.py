@@ -14,7 +14,7 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.rules import View, apply_max_length
 from lengthwise.data.store import open_index
 
-TOKENS, LABELS = ("input_ids", "tokens", "ids"), "labels"
+TOKENS, LABELS, MASK = ("input_ids", "tokens", "ids"), "labels", "attention_mask"
 """Entries of items that are dictionaries."""
 
 
@@ -38,6 +38,8 @@ class Items:
     items: Any
     lengths: LengthIndex
     has_labels: bool = False
+    largest: int | None = None
+    """Token id; None: items are no token ids."""
 
     def tokens(self, id: int, /) -> np.ndarray:
         """Token ids, or whatever an item is."""
@@ -63,6 +65,14 @@ class Sequences:
     def tokens(self, id: int, /) -> np.ndarray:
         """Token ids of one sequence, or ``[slots, ...]`` of anything."""
         return self._cut(self.store.tokens(int(self.view.base_ids[id])), id)
+
+    @property
+    def largest_token(self) -> int | None:
+        """The largest id of all sequences; None where they are something else, or it is not known."""
+        if isinstance(self.store, Items):
+            return self.store.largest
+        vocab_size = getattr(self.store, "vocab_size", None)
+        return None if vocab_size is None else int(vocab_size) - 1
 
     @property
     def labels(self) -> Callable[[int], np.ndarray] | None:
@@ -112,7 +122,7 @@ def _items(corpus: Any, slot_tokens: int) -> Items:
         raise InputError("the corpus is empty: there is no sequence to train on")
     has_labels = slot_tokens == 1 and hasattr(corpus[0], "keys") and LABELS in corpus[0]
     state = hashlib.blake2b(digest_size=8)
-    lengths = np.zeros(len(corpus), dtype=np.int64)
+    lengths, largest = np.zeros(len(corpus), dtype=np.int64), -1
     for number in range(len(corpus)):
         item = corpus[number]
         values = _values(item)
@@ -123,6 +133,11 @@ def _items(corpus: Any, slot_tokens: int) -> Items:
                 f"item {number} is {values.dtype} of shape {values.shape}, not a row of token ids; of sequences of "
                 "anything else say how many tokens each element of the first axis is: slot_tokens"
             )
+        if hasattr(item, "keys") and MASK in item and not np.asarray(item[MASK]).all():
+            raise InputError(
+                f"item {number} has an {MASK} with zeros: a pack has no padding, and would learn from it; give the "
+                "tokens alone (a tokenizer with padding=False)"
+            )
         if has_labels and (LABELS not in item or len(item[LABELS]) != len(values)):
             num_labels = len(item[LABELS]) if LABELS in item else 0
             raise InputError(
@@ -130,8 +145,10 @@ def _items(corpus: Any, slot_tokens: int) -> Items:
                 "it is not to be predicted"
             )
         lengths[number] = len(values) * slot_tokens
+        largest = max(largest, int(values.max())) if slot_tokens == 1 else -1
         state.update(np.ascontiguousarray(values).tobytes())
-    return Items(corpus, LengthIndex(lengths=lengths, corpus_digest=state.hexdigest()), has_labels)
+    index = LengthIndex(lengths=lengths, corpus_digest=state.hexdigest())
+    return Items(corpus, index, has_labels, largest if slot_tokens == 1 else None)
 
 
 def _values(item: Any) -> np.ndarray:
