@@ -87,15 +87,7 @@ class BatchSampler(data.Sampler[list[int]]):
         """
         index = LengthIndex(lengths=np.asarray(lengths, dtype=np.int64))
         self._rank, self._num_ranks = _place(rank, num_ranks)
-        if index.max_length > tokens_per_micro_batch:
-            longest = int(np.argmax(index.lengths))
-            raise InputError(
-                f"item {longest} has {index.max_length:,} tokens, over "
-                f"tokens_per_micro_batch={tokens_per_micro_batch:,}; raise it, cut the item, or let "
-                "ranks share it: lengthwise.prepare"
-            )
-        if targets is not None and len(targets) != len(index):
-            raise InputError(f"{len(targets):,} numbers of targets for {len(index):,} items; give one each")
+        _check_items(index, tokens_per_micro_batch, targets)
         self._lengths, self._budget, self._padded = index.lengths, tokens_per_micro_batch, padded
         self._equal_at = equal_at
         self._targets = None if targets is None else np.asarray(targets)
@@ -231,3 +223,15 @@ def _place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     if not 0 <= rank < num_ranks:
         raise InputError(f"rank {rank} of {num_ranks}: ranks count from 0")
     return rank, num_ranks
+
+
+def _check_items(index: LengthIndex, budget: int, targets: Sequence[int] | np.ndarray | None) -> None:
+    """Raise ``InputError`` if an item is over the budget of a micro-batch, or targets are not one number for each."""
+    if index.max_length > budget:
+        longest = int(np.argmax(index.lengths))
+        raise InputError(
+            f"item {longest} has {index.max_length:,} tokens, over tokens_per_micro_batch={budget:,}; raise it, cut "
+            "the item, or let ranks share it: lengthwise.prepare"
+        )
+    if targets is not None and len(targets) != len(index):
+        raise InputError(f"{len(targets):,} numbers of targets for {len(index):,} items; give one each")
