@@ -14,10 +14,24 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class PartConfig(_Section):
+    """One corpus of a mixture."""
+
+    index: str = Field(description="folder made by `lengthwise index`")
+    name: str = Field(default="", description="in ledgers and reports; empty: the folder's name")
+    repeat: float | None = Field(
+        default=None, gt=0, description="passes over it in an epoch, such as 0.5 or 3; none: 1, or what share needs"
+    )
+    share: float | None = Field(
+        default=None, gt=0, description="or: its weight among the tokens of an epoch, which is as short as passes all"
+    )
+
+
 class DataConfig(_Section):
     """Which sequences."""
 
     index: str = Field(default="", description="folder made by `lengthwise index`")
+    mixture: tuple[PartConfig, ...] = Field(default=(), description="or: several, each {index, name, repeat or share}")
     max_length: int | None = Field(
         default=None, ge=1, description="longest sequence trained, in tokens; none: no limit"
     )
@@ -26,7 +40,21 @@ class DataConfig(_Section):
     )
     tokens_per_step: int | None = Field(default=None, ge=1, description="token budget of a global batch")
     sequences_per_step: int | None = Field(default=None, ge=1, description="or: sequences of a global batch")
-    shuffle: bool = Field(default=True, description="a new order every epoch; false: corpus order")
+    order: Literal["shuffled", "corpus", "sorted", "curriculum"] = Field(
+        default="shuffled", description="of an epoch: random, as indexed, by metric, or from easy to hard with a pacing"
+    )
+    metric: str = Field(
+        default="length", description="of sorted and curriculum: length, or a name that `lengthwise analyze` saved"
+    )
+    pacing: Literal["linear", "root", "step", "natural"] = Field(
+        default="root", description="of a curriculum: how the share of the corpus grows that sequences are drawn from"
+    )
+    pacing_start: float = Field(default=0.1, gt=0, le=1, description="that share at the beginning of an epoch")
+    pacing_stages: int = Field(default=5, ge=1, description="of step: how often it grows; of natural: length groups")
+    curriculum_epochs: int | None = Field(
+        default=None, ge=1, description="epochs with the curriculum, shuffled afterwards; none: all"
+    )
+    prefetch: int = Field(default=2, ge=0, description="micro-batches read ahead of computing; 0: none")
 
 
 class ModelConfig(_Section):
@@ -84,6 +112,9 @@ class PlanConfig(_Section):
     objective: Literal["flow-shop", "max-times-count"] = Field(
         default="flow-shop", description="how a pipeline's time is reckoned; max-times-count: Hydraulis Eq. (1)"
     )
+    shapes: int | None = Field(
+        default=None, ge=1, description="at most so many sizes of micro-batches, filled up with padding; none: any size"
+    )
     workers: int | None = Field(
         default=None, ge=0, description="processes per rank that plan ahead; 0: none; none: 1 on GPUs, 0 on CPUs"
     )
@@ -103,12 +134,25 @@ class OptimConfig(_Section):
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="where the schedule ends, as a share of lr")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none", description="how the learning-rate follows the size of each step's batch"
+    )
+    lr_scaling_by: Literal["tokens", "sequences", "targets"] = Field(
+        default="tokens", description="what that size counts"
+    )
+    lr_reference: float | None = Field(
+        default=None, gt=0, description="the size that lr is for; none: the mean of the first epoch's batches"
+    )
+    lr_clamp: tuple[float, float] | None = Field(
+        default=None, description="least and most that lr is multiplied by, such as [0.25, 4]"
+    )
 
 
 class TrainConfig(_Section):
     """The loop."""
 
     steps: int = Field(default=100, ge=1)
+    compile: bool = Field(default=False, description="torch.compile of every layer for the static sizes of plan.shapes")
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32", description="of forward and backward; weights and optimizer stay in float32 or above"
     )

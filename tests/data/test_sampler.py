@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.sampler import Sampler, epoch_order
+from lengthwise.data.order import epoch_order, make_order
+from lengthwise.data.sampler import Sampler
 
 lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 budgets = st.one_of(
@@ -31,12 +32,15 @@ def take_epochs(sampler, count):
     return epochs
 
 
-@given(lengths=lengths_lists, budget=budgets, seed=st.integers(0, 1 << 40), shuffle=st.booleans())
-def test_every_epoch_holds_every_sequence_once_in_its_own_order(lengths, budget, seed, shuffle):
-    epochs = take_epochs(Sampler(index_of(lengths), seed=seed, shuffle=shuffle, **budget), 3)
+@given(
+    lengths=lengths_lists, budget=budgets, seed=st.integers(0, 1 << 40), name=st.sampled_from(["shuffled", "corpus"])
+)
+def test_every_epoch_holds_every_sequence_once_in_its_own_order(lengths, budget, seed, name):
+    epochs = take_epochs(Sampler(index_of(lengths), seed=seed, order=make_order(name), **budget), 3)
     for epoch, batches in enumerate(epochs):
         ids = [id for batch in batches for id in batch.ids]
-        order = epoch_order(len(lengths), seed=seed, epoch=epoch).tolist() if shuffle else list(range(len(lengths)))
+        in_turn = list(range(len(lengths)))
+        order = epoch_order(len(lengths), seed=seed, epoch=epoch).tolist() if name == "shuffled" else in_turn
         assert ids == order
         assert all(batch.lengths == tuple(lengths[id] for id in batch.ids) for batch in batches)
     assert [batch.step for batches in epochs for batch in batches] == list(range(sum(map(len, epochs))))
@@ -90,7 +94,7 @@ def test_the_order_is_the_one_of_the_first_release():
         ({"seed": 8}, "seed: 8 in the state, 7 here"),
         ({"tokens_per_step": 9}, "tokens_per_step: 9 in the state, 10 here"),
         ({"tokens_per_step": None, "sequences_per_step": 2}, "sequences_per_step: 2"),
-        ({"shuffle": False}, "shuffle"),
+        ({"order": {"name": "corpus"}}, "order"),
         ({"schema_version": 9}, "schema_version"),
         ({"position": 3}, "damaged"),
         ({"epoch": -1}, "damaged"),

@@ -35,7 +35,8 @@ class Options(BaseModel):
     """Token budget of a global batch."""
     sequences_per_step: int | None = Field(default=None, ge=1)
     """Or: sequences of a global batch."""
-    shuffle: bool = True
+    order: Literal["shuffled", "corpus"] = "shuffled"
+    """Of an epoch."""
     seed: int = Field(default=0, ge=0)
     """Of the order of sequences, of masks and of dropout."""
 

@@ -12,6 +12,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.scheme import Method
 from lengthwise.core.specs import ClusterSpec
+from lengthwise.data.order import make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.form import FormedBatches
 from lengthwise.plan.planner import Planner
@@ -24,9 +25,10 @@ def make_sampler(options: Options, lengths: LengthIndex, objective: str, *, seed
     return Sampler(
         lengths,
         seed=options.seed if seed is None else seed,
-        shuffle=options.shuffle,
+        order=make_order(options.order),
         objective=objective,
-        **options.budgets,
+        tokens_per_step=options.budgets.get("tokens_per_step"),
+        sequences_per_step=options.budgets.get("sequences_per_step"),
     )
 
 

@@ -22,6 +22,7 @@ from lengthwise.api.balance import EQUAL_AT, deal
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, num_targets
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.order import make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.comm.world import under_torchrun
 
@@ -59,7 +60,7 @@ class BatchSampler(data.Sampler[list[int]]):
         rank: int | None = None,
         num_ranks: int | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        order: str = "shuffled",
         padded: bool = False,
         objective: str = NEXT_TOKEN,
         targets: Sequence[int] | np.ndarray | None = None,
@@ -75,7 +76,7 @@ class BatchSampler(data.Sampler[list[int]]):
             rank: this rank; None: as torch.distributed says.
             num_ranks: of all; None: as torch.distributed says.
             seed: of the order.
-            shuffle: or the dataset's order.
+            order: of an epoch: shuffled, or corpus.
             padded: the collate function pads to the longest of a micro-batch, instead of packing.
             objective: what has a loss, as in :func:`lengthwise.prepare`.
             targets: how many tokens of each item have a loss, where labels leave out some.
@@ -97,7 +98,7 @@ class BatchSampler(data.Sampler[list[int]]):
             seed=seed,
             tokens_per_step=tokens_per_step,
             sequences_per_step=sequences_per_step,
-            shuffle=shuffle,
+            order=make_order(order),
             objective=objective,
         )
         self._state = self._new_stream().state_dict()

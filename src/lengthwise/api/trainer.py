@@ -105,7 +105,7 @@ class Trainer(transformers.Trainer):
 
     def _prepare(self) -> Run:
         """The run over this trainer's dataset; its ``num_steps`` are those of all epochs or ``max_steps``."""
-        args, options = self.args, dict(self._options)
+        args, options, sampling = self.args, dict(self._options), self.args.train_sampling_strategy
         masked = options.get("objective") == "masked" or type(self.model).__name__.endswith("ForMaskedLM")
         if not masked and not self._predicts_next_tokens() and not {"loss", "inputs", "objective"} & set(options):
             raise InputError(
@@ -121,7 +121,7 @@ class Trainer(transformers.Trainer):
             options["weight_decay"] = weight_decay
         if options.get("form_batches"):
             raise InputError("form_batches=True: transformers counts steps and epochs by the dataset's own batches")
-        taken = {"lr", "clip_norm", "seed", "shuffle", "steps", "epochs", "device"} & set(options)
+        taken = {"lr", "clip_norm", "seed", "order", "steps", "epochs", "device"} & set(options)
         if taken:
             raise InputError(f"lengthwise={{{', '.join(map(repr, sorted(taken)))}: ...}}: say it in TrainingArguments")
         if args.gradient_checkpointing or args.activation_checkpointing:
@@ -134,7 +134,7 @@ class Trainer(transformers.Trainer):
             lr=lambda step: self._get_learning_rate(),
             clip_norm=args.max_grad_norm,
             seed=args.seed,
-            shuffle=getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy) == "random",
+            order="shuffled" if getattr(sampling, "value", sampling) == "random" else "corpus",
             device=args.device.type,
         )
 

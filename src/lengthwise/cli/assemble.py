@@ -18,6 +18,7 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.cost.fitted import FittedCost
 from lengthwise.data.corpus import Corpus
+from lengthwise.data.order import make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.from_file import PlanFile
 from lengthwise.plan.planner import Planner
@@ -39,7 +40,7 @@ def make_sampler(config: Config, lengths: LengthIndex) -> Sampler:
         seed=config.seed,
         tokens_per_step=tokens,
         sequences_per_step=data.sequences_per_step,
-        shuffle=data.shuffle,
+        order=make_order(data.order),
         objective=resolve_model(config, None).objective,
     )
 

@@ -1,8 +1,4 @@
-"""Which sequences are learned from at which step: epoch after epoch, each sequence once, whatever the cluster.
-
-The order of an epoch is a function of (seed, epoch, number of sequences): it is the stable argsort of raw Philox
-output, whose stream NumPy guarantees across versions (unlike that of ``Generator.permutation``).
-"""
+"""Which sequences are learned from at which step: epoch after epoch, each sequence once, whatever the cluster."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +8,9 @@ import numpy as np
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.order import Everything, Order, Selection, Shuffled
 
-_SCHEMA_VERSION = 1
-
-
-def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of ``num_sequences`` ids that epoch ``epoch`` follows."""
-    stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    return np.argsort(stream.random_raw(num_sequences), kind="stable")
+_SCHEMA_VERSION = 2
 
 
 class Sampler:
@@ -27,7 +18,8 @@ class Sampler:
 
     With ``tokens_per_step``, a batch is the longest run of the epoch's order that stays within that many tokens; a
     sequence that is over it alone forms a batch alone. With ``sequences_per_step``, it is that many sequences.
-    A batch never crosses the end of an epoch, so the last one of an epoch may be smaller.
+    A batch never crosses the end of an epoch, so the last one of an epoch may be smaller. ``order`` is shuffled and
+    ``selection`` every sequence where they are not given.
     """
 
     def __init__(
@@ -37,7 +29,8 @@ class Sampler:
         seed: int,
         tokens_per_step: int | None = None,
         sequences_per_step: int | None = None,
-        shuffle: bool = True,
+        order: Order | None = None,
+        selection: Selection | None = None,
         objective: str = NEXT_TOKEN,
     ) -> None:
         budgets = {"data.tokens_per_step": tokens_per_step, "data.sequences_per_step": sequences_per_step}
@@ -49,13 +42,15 @@ class Sampler:
                 raise InputError(f"{name} is {budget}; at least 1 is needed")
         if not 0 <= seed < 1 << 64:
             raise InputError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
-        self._lengths, self._objective = lengths, objective
+        self._lengths, self._objective, self._seed = lengths, objective, seed
+        self._order_of, self._selection = order or Shuffled(), selection or Everything(len(lengths))
         self._identity: dict[str, Any] = {
             "digest": lengths.digest,
             "seed": seed,
             "tokens_per_step": tokens_per_step,
             "sequences_per_step": sequences_per_step,
-            "shuffle": shuffle,
+            "order": self._order_of.to_json(),
+            "selection": self._selection.to_json(),
         }
         self._tokens_per_step = tokens_per_step
         self._sequences_per_step = sequences_per_step
@@ -121,7 +116,8 @@ class Sampler:
                 f"the sampler's state is of another run ({'; '.join(wrong)}); resume with its own settings"
             )
         place = [state.get(name) for name in ("epoch", "position", "step")]
-        if not all(isinstance(value, int) and value >= 0 for value in place) or state["position"] >= len(self._lengths):
+        whole = all(isinstance(value, int) and value >= 0 for value in place)
+        if not whole or state["position"] >= len(self._selection.ids(state["epoch"])):
             raise InputError(
                 f"the sampler's state is damaged: epoch, position and step are {place}; resume from another"
             )
@@ -129,9 +125,7 @@ class Sampler:
 
     def _rewind(self, *, epoch: int, position: int, step: int) -> None:
         self._epoch, self._position, self._step = epoch, position, step
-        count = len(self._lengths)
-        shuffle = self._identity["shuffle"]
-        self._order = epoch_order(count, seed=self._identity["seed"], epoch=epoch) if shuffle else np.arange(count)
+        self._order = self._order_of.arrange(self._selection.ids(epoch), seed=self._seed, epoch=epoch)
         self._tokens_before = np.concatenate([[0], np.cumsum(self._lengths.lengths[self._order], dtype=np.int64)])
 
     def _end(self) -> int:

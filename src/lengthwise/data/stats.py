@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.sampler import epoch_order
+from lengthwise.data.order import epoch_order
 
 PERCENTILES = (1, 5, 25, 50, 75, 90, 95, 99, 99.9)
 BATCH_SIZES = (2, 4, 8, 16, 32)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.batch import MASKED, GlobalBatch, Pack, num_masked
-from lengthwise.data.sampler import epoch_order
+from lengthwise.data.order import epoch_order
 from lengthwise.runtime.model.targets import IGNORE, Masking, masked_targets, next_token_targets
 from tests.runtime.model.cases import pack_of, tokens_of
 
