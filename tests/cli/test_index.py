@@ -54,6 +54,22 @@ def test_python_stdlib_is_a_corpus(cli, tmp_path, monkeypatch):
     assert code == 0 and document["num_sequences"] == 2 and document["ledger"]["undecodable"] == 1
 
 
+def test_a_split_and_a_field_are_chosen_by_name(cli, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    saved = tmp_path / "saved" / "train"
+    saved.mkdir(parents=True)
+    with pa.ipc.new_stream(saved / "x.arrow", pa.schema({"ids": pa.list_(pa.int32())})) as writer:
+        writer.write(pa.record_batch({"ids": pa.array([[1, 2], [3]], pa.list_(pa.int32()))}))
+    (saved / "state.json").write_text('{"_data_files": [{"filename": "x.arrow"}]}')
+    (saved / "dataset_info.json").write_text("{}")
+    (saved.parent / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    arguments = ("index", saved.parent, "--out", tmp_path / "index", "--field", "ids", "--json")
+    document = json.loads(cli(*arguments, "--split", "train")[1])
+    assert (document["num_sequences"], document["num_tokens"], document["vocab_size"]) == (2, 3, 4)
+    code, out, err = cli(*arguments[:-1])
+    assert (code, out) == (2, "") and "--split (splits: train, test)" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -66,6 +82,7 @@ def test_python_stdlib_is_a_corpus(cli, tmp_path, monkeypatch):
         (["{src}", "--out", "{tmp}/i", "--workers", "0"], "--workers 0"),
         (["{src}", "--out", "{src}"], "is not empty"),
         (["{src}/a.txt", "--out", "{tmp}/i", "--glob", "*"], "leave --glob out"),
+        (["{src}", "--out", "{tmp}/i", "--split", "train"], "leave it out"),
         (["--verify"], "give the folder of the index"),
         (["--verify", "{src}"], "no index at"),
         (["{src}", "--out", "{tmp}/i", "--on-empty", "keep"], "Invalid value"),

@@ -132,6 +132,15 @@ def test_bad_input_leaves_nothing_begun_so_that_mending_it_is_enough(corpus, tmp
     assert len(build(corpus, out)) == len(TEXTS)
 
 
+def test_a_field_that_is_not_there_leaves_nothing_begun(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    with pa.ipc.new_stream(tmp_path / "a.arrow", pa.schema({"body": pa.string()})) as writer:
+        writer.write(pa.record_batch({"body": ["text"]}))
+    with pytest.raises(InputError, match="no column 'text'"):
+        build(tmp_path / "a.arrow", tmp_path / "out")
+    assert texts_of(build(tmp_path / "a.arrow", tmp_path / "out", field="body")) == [b"text"]
+
+
 def test_a_half_written_index_of_another_request_is_refused_until_restarted(corpus, tmp_path, monkeypatch):
     out = tmp_path / "out"
 

@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.tokenizer import Bytes, HuggingFace, Triplets, append_eos, dtype_for, find_tokenizer
+from lengthwise.data.tokenizer import (
+    Bytes,
+    HuggingFace,
+    KMers,
+    TokenizerSpec,
+    append_eos,
+    dtype_for,
+    find_tokenizer,
+    load_tokenizer,
+    parse_kmer,
+)
 from tests.data.build import build, texts_of, write_jsonl, write_tree
 
 
@@ -28,8 +38,42 @@ def test_triplets_equal_a_dictionary_look_up(documents):
         for k, c in enumerate("ACGT")
     }
     expected = [[ids.get(text[at : at + 3].upper(), 64) for at in range(0, len(text), 3)] for text in documents]
-    flat, lengths = Triplets().encode([text.encode() for text in documents])
+    flat, lengths = KMers(3, 3).encode([text.encode() for text in documents])
     assert flat.tolist() == list(chain(*expected)) and lengths.tolist() == [len(tokens) for tokens in expected]
+
+
+def kmers_by_hand(text, bases, stride):
+    starts = range(0, len(text) - bases + 1, stride)
+    runs = [text[at : at + bases].upper() for at in starts]
+    tokens = [int(run.translate(str.maketrans("ACGT", "0123")), 4) if set(run) <= set("ACGT") else -1 for run in runs]
+    num_covered = starts[-1] + bases if len(starts) else 0
+    return [token if token >= 0 else 4**bases for token in tokens] + [4**bases] * (num_covered < len(text))
+
+
+@given(st.lists(st.text(alphabet="ACGTacgtN", max_size=40), max_size=6), st.integers(1, 12), st.data(), st.booleans())
+def test_kmers_with_any_stride_equal_windows_read_by_hand(documents, bases, data, is_pure):
+    stride = data.draw(st.integers(1, bases))
+    texts = [text.replace("N", "A") if is_pure else text for text in documents]
+    expected = [kmers_by_hand(text, bases, stride) for text in texts]
+    flat, lengths = KMers(bases, stride).encode([text.encode() for text in texts])
+    assert flat.tolist() == list(chain(*expected)) and lengths.tolist() == [len(tokens) for tokens in expected]
+
+
+def test_kmer_names_say_bases_and_stride():
+    assert [parse_kmer(name) for name in ("3mer", "6mer/2", "12mer/12", "bytes", "6mers", "mer", "6mer/")] == [
+        (3, 3), (6, 2), (12, 12), None, None, None, None,
+    ]  # fmt: skip
+    for name, said in {
+        "13mer": "1 to 12 bases, not 13",
+        "0mer": "not 0",
+        "6mer/7": "1 to 6",
+        "6mer/0": "1 to 6",
+    }.items():
+        with pytest.raises(InputError, match=f"--tokenizer {name}: .*{said}"):
+            parse_kmer(name)
+    tokenizer = load_tokenizer(TokenizerSpec(kind="6mer/2"))
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (4098, 4097)
+    assert KMers(12, 1, append_eos=False).vocab_size == 4**12 + 1
 
 
 @given(st.lists(st.lists(st.integers(0, 255), max_size=5), max_size=8))
@@ -60,8 +104,10 @@ def test_3mer_indexes_fasta_and_nothing_else(tmp_path):
     (tmp_path / "a.fa").write_text(">x\nAAAC\nCC\n>y\nTTTN\n")
     store = build(tmp_path / "a.fa", tmp_path / "out", tokenizer="3mer")
     assert [store.tokens(id).tolist() for id in range(2)] == [[0, 21, 65], [63, 64, 65]]
-    with pytest.raises(InputError, match="3mer reads FASTA"):
-        build(write_jsonl(tmp_path / "a.jsonl", ["ACG"]), tmp_path / "text", tokenizer="3mer")
+    overlapping = build(tmp_path / "a.fa", tmp_path / "overlapping", tokenizer="2mer/1")
+    assert [overlapping.tokens(id).tolist() for id in range(2)] == [[0, 0, 1, 5, 5, 17], [15, 15, 16, 17]]
+    with pytest.raises(InputError, match="2mer/1 reads FASTA"):
+        build(write_jsonl(tmp_path / "a.jsonl", ["ACG"]), tmp_path / "text", tokenizer="2mer/1")
 
 
 CODE = [f"def f{n}(x):\n    return x * {n}  # <|endoftext|> naïve\n\n\n" for n in range(300)]

@@ -30,15 +30,32 @@ class OnBinary(StrEnum):
 
 
 Source = Annotated[
-    Path | None, typer.Argument(metavar="SRC", help="A folder, or a text, .jsonl, .parquet, .npy or FASTA file.")
+    Path | None,
+    typer.Argument(
+        metavar="SRC",
+        help="A folder or file: text, .jsonl, .parquet, .arrow, .feather, .tar, .tar.gz, FASTA, .npy; a data set saved "
+        "by Hugging Face's save_to_disk; a Megatron .bin/.idx pair or their common prefix.",
+    ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the index.")]
 Stdlib = Annotated[bool, typer.Option("--python-stdlib", help="Instead of SRC: this Python's own standard library.")]
 Glob = Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only files that match; may be repeated.")]
 AsFormat = Annotated[Format | None, typer.Option("--format", help="How files are read; default: by their suffix.")]
-Field = Annotated[str, typer.Option(help="JSON key or Parquet column with the text, or with lists of token ids.")]
+Field = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="JSON key or column with the text, or with lists of token ids (default: text); in tar archives the "
+        "extension of the member (default: txt), json:KEY for a key of a JSON member.",
+    ),
+]
+Split = Annotated[str, typer.Option(metavar="NAME", help="Which split of a saved Hugging Face data set.")]
 TokenizerName = Annotated[
-    str, typer.Option(metavar="NAME|PATH", help="bytes (default), 3mer (for FASTA), or a Hugging Face tokenizer.json.")
+    str,
+    typer.Option(
+        metavar="NAME|PATH",
+        help="bytes (default), a Hugging Face tokenizer.json, or for FASTA k-mers: 6mer, 6mer/3 with stride 3.",
+    ),
 ]
 TrainBpe = Annotated[int, typer.Option(metavar="VOCAB", help="Train a byte-level BPE of this many entries on SRC.")]
 Eos = Annotated[bool, typer.Option("--eos/--no-eos", help="End every document with the end-of-sequence token.")]
@@ -62,7 +79,8 @@ def run(
     python_stdlib: Stdlib = False,
     glob: Glob = None,
     format: AsFormat = None,
-    field: Field = "text",
+    field: Field = "",
+    split: Split = "",
     tokenizer: TokenizerName = "",
     train_bpe: TrainBpe = 0,
     eos: Eos = True,
@@ -86,6 +104,7 @@ def run(
         globs=tuple(glob or ()),
         format=format,
         field=field,
+        split=split,
         tokenizer=tokenizer,
         train_bpe=train_bpe,
         append_eos=eos,

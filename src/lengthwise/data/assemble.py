@@ -19,8 +19,7 @@ from lengthwise.data.store import token_blocks, token_digest
 from lengthwise.data.tokenizer import dtype_for, load_tokenizer
 from lengthwise.data.units import Unit
 
-_ROW_NAME = {Format.JSONL: "line", Format.FASTA: "record", Format.PARQUET: "row", Format.NPY: "row"}
-_FIRST_ROW = {Format.JSONL: 1, Format.FASTA: 0, Format.PARQUET: 0, Format.NPY: 0}
+_ROW_NAME = {Format.JSONL: "line", Format.FASTA: "record", Format.MEGATRON: "document", Format.TAR: "sample"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +167,8 @@ def _document_lines(job: Job, units: list[Unit]) -> Iterator[bytes]:
             continue
         if unit.files[0].path != path:
             path, rows_before = unit.files[0].path, 0
-        key, first = _ROW_NAME[unit.format], _FIRST_ROW[unit.format] + rows_before
+        key = _ROW_NAME.get(unit.format, "row")
+        first = rows_before + (unit.format is Format.JSONL)  # lines are counted from 1, all else from 0
         rows = (origins[:, 1] + first).tolist()
         yield from (f'{{"source": {names[0]}, "{key}": {row}}}\n'.encode() for row in rows)
         rows_before += _counts(job, unit)["num_rows"]

@@ -16,13 +16,14 @@ from typing import Any
 
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.data.assemble import assemble
+from lengthwise.data.metrics import FOLDER as METRICS_FOLDER
 from lengthwise.data.part import Job, part_path
 from lengthwise.data.pool import build_parts
 from lengthwise.data.read import holds_tokens
 from lengthwise.data.settings import IndexSettings, differences, fingerprint
 from lengthwise.data.source import Format, Sources
 from lengthwise.data.store import INDEX_FILES, read_info
-from lengthwise.data.tokenizer import EOS_OF_TRAINED, TokenizerSpec, file_digest, find_tokenizer
+from lengthwise.data.tokenizer import EOS_OF_TRAINED, TokenizerSpec, file_digest, find_tokenizer, parse_kmer
 from lengthwise.data.train_bpe import check_vocabulary, train_bpe
 from lengthwise.data.units import Unit, split_units
 
@@ -74,25 +75,26 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
     if (out / "index.json").exists():
         return BuiltIndex(info=_up_to_date(out, request, mark), was_up_to_date=True, num_resumed_units=0)
     units = split_units(sources, unit_bytes=settings.unit_bytes_of(sources))
+    field = settings.field_of(sources)
+    spec = _tokenizer_spec(settings, sources, units, parts=out / "parts", eos_token=eos_token)
     parts = _claim(out, request, mark)
-    spec = _tokenizer_spec(settings, sources, units, parts=parts, eos_token=eos_token)
-    if spec.path and not Path(spec.path).exists():
-        if tokenizer_file:
-            _copy_whole(tokenizer_file, Path(spec.path))
-        else:
-            on_progress("training the tokenizer", 0, len(units))
-            size = settings.train_bpe
-            train_bpe(units, field=settings.field, vocab_size=size, num_bytes=sources.num_bytes, path=Path(spec.path))
     job = Job(
         parts=str(parts),
         tokenizer=spec,
-        field=settings.field,
+        field=field,
         drop_empty=settings.drops_empty(sources),
         skip_binary=settings.skips_binary(),
     )
     pending = [unit for unit in units if not part_path(job, unit.number).exists()]
-    counting = _counting(on_progress, len(units) - len(pending), len(units))
     try:
+        if spec.path and not Path(spec.path).exists():
+            if tokenizer_file:
+                _copy_whole(tokenizer_file, Path(spec.path))
+            else:
+                on_progress("training the tokenizer", 0, len(units))
+                size, num_bytes = settings.train_bpe, sources.num_bytes
+                train_bpe(units, field=field, vocab_size=size, num_bytes=num_bytes, path=Path(spec.path))
+        counting = _counting(on_progress, len(units) - len(pending), len(units))
         build_parts(job, pending, workers=workers, on_done=counting)
         on_progress("joining the parts", len(units), len(units))
         info = assemble(job, units, out, request=request, fingerprint=mark)
@@ -117,7 +119,7 @@ def _choose_tokenizer(settings: IndexSettings) -> tuple[Path | None, str, str]:
     if settings.train_bpe:
         check_vocabulary(settings.train_bpe)
         return None, f"train-bpe {settings.train_bpe}", EOS_OF_TRAINED
-    if settings.tokenizer in ("", "bytes", "3mer"):
+    if settings.tokenizer in ("", "bytes") or parse_kmer(settings.tokenizer):
         return None, settings.tokenizer or "bytes", ""
     file, eos_token = find_tokenizer(Path(settings.tokenizer))
     return file, f"{file_digest(file)} {eos_token}", eos_token
@@ -127,15 +129,17 @@ def _tokenizer_spec(
     settings: IndexSettings, sources: Sources, units: list[Unit], *, parts: Path, eos_token: str
 ) -> TokenizerSpec:
     chosen = settings.tokenizer or ("--train-bpe" if settings.train_bpe else "")
-    if sources.format is Format.NPY or (units and holds_tokens(units[0], field=settings.field)):
-        holding = "lengths alone" if sources.format is Format.NPY else f"tokens already (field {settings.field!r})"
+    field = settings.field_of(sources)
+    if sources.format is Format.NPY or (units and holds_tokens(units[0], field=field)):
+        told = f" (field {field!r})" if field else ""
+        holding = "lengths alone" if sources.format is Format.NPY else f"tokens already{told}"
         if chosen:
             raise InputError(f"{sources.label} holds {holding}, there is no text to encode; leave {chosen} out")
         return TokenizerSpec(kind="lengths" if sources.format is Format.NPY else "tokens", append_eos=False)
-    if chosen == "3mer":
+    if parse_kmer(chosen):
         if sources.format is not Format.FASTA:
-            raise InputError(f"--tokenizer 3mer reads FASTA, but {sources.label} is {sources.format.value}")
-        return TokenizerSpec(kind="3mer", append_eos=settings.append_eos)
+            raise InputError(f"--tokenizer {chosen} reads FASTA, but {sources.label} is {sources.format.value}")
+        return TokenizerSpec(kind=chosen, append_eos=settings.append_eos)
     if chosen in ("", "bytes"):
         return TokenizerSpec(kind="bytes", append_eos=settings.append_eos)
     path = str(parts / "tokenizer.json")
@@ -157,7 +161,8 @@ def _claim(out: Path, request: dict[str, Any], mark: str) -> Path:
     """The folder of parts, new or of an interrupted build of the same request."""
     parts = out / "parts"
     if not (parts / _NOTE).exists():
-        foreign = [path.name for path in out.iterdir() if path != parts or any(parts.iterdir())]
+        ours = (parts, out / METRICS_FOLDER)  # metrics of a replaced index stay: they tell which one they are of
+        foreign = [path.name for path in out.iterdir() if path not in ours or (path == parts and any(parts.iterdir()))]
         if foreign:
             raise InputError(
                 f"{out} is not empty (it holds {foreign[0]}) and not an index; choose a new folder for --out"

@@ -1,12 +1,15 @@
 """One document of a source: its text or why there is none, and its place in words."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.data.arrow import arrow_rows_before
 from lengthwise.data.source import Format, SourceFile
+from lengthwise.data.tar import tar_samples
 from lengthwise.data.units import Unit, open_parquet
 
 
@@ -21,6 +24,8 @@ class Document(NamedTuple):
     problem: str = ""
     """Empty, or ``binary``, ``undecodable``, ``unreadable``; ``blank`` for a line that is no document."""
 
+
+_BINARY_PROBE_BYTES = 8 << 10
 
 BLANK = object()
 """Stands for the value of a blank line."""
@@ -49,11 +54,34 @@ def from_text(row: int, value: Any, unit: Unit) -> Document:
         return Document(0, row, b"", "undecodable")
 
 
-def check_tokens(tokens: np.ndarray, unit: Unit, row: int) -> None:
-    """Raise ``InputError`` if an id cannot be one."""
-    if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
-        wrong = int(tokens.min()) if int(tokens.min()) < 0 else int(tokens.max())
-        raise InputError(f"{where(unit, row)}: token id {wrong} is out of range; ids are 0 to {(1 << 32) - 1:,}")
+def from_file(number: int, row: int, data: bytes) -> Document:
+    """The document a whole text file holds."""
+    if b"\0" in data[:_BINARY_PROBE_BYTES]:
+        return Document(number, row, b"", "binary")
+    return from_utf8(number, row, data)
+
+
+def from_utf8(number: int, row: int, data: bytes | None) -> Document:
+    """The document of bytes that should be UTF-8; missing ones are an empty document."""
+    try:
+        (data or b"").decode()
+    except UnicodeDecodeError:
+        return Document(number, row, b"", "undecodable")
+    return Document(number, row, data or b"")
+
+
+def token_rows(unit: Unit, first_row: int, flat: np.ndarray, lengths: np.ndarray) -> TokenRows:
+    """Consecutive rows of token ids of any integer type, end to end; refuses what cannot be an id, by its row."""
+    if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= 1 << 32):
+        at = int(np.argmin(flat)) if int(flat.min()) < 0 else int(np.argmax(flat))
+        place = where(unit, first_row + row_of(lengths, at))
+        raise InputError(f"{place}: token id {flat[at]} is out of range; ids are 0 to {(1 << 32) - 1:,}")
+    return TokenRows(first_row, len(lengths), flat.astype(np.uint32, copy=False), lengths)
+
+
+def row_of(lengths: np.ndarray, at: int) -> int:
+    """The row that holds element ``at`` of rows laid end to end."""
+    return int(np.searchsorted(np.cumsum(lengths), at, side="right"))
 
 
 def open_source(file: SourceFile) -> BinaryIO:
@@ -76,6 +104,14 @@ def where(unit: Unit, row: int, *, file: int = 0) -> str:
     if unit.format is Format.PARQUET:
         metadata = open_parquet(source).metadata
         return f"{source.name}, row {row + sum(metadata.row_group(group).num_rows for group in range(unit.start))}"
+    if unit.format is Format.ARROW:
+        return f"{source.name}, row {row + arrow_rows_before(source, unit.start)}"
+    if unit.format is Format.MEGATRON:
+        return f"{source.name}, document {unit.start + row}"
+    if unit.format is Format.TAR:
+        before = sum(1 for _ in tar_samples(source, stop=unit.start)) if unit.start else 0
+        key = next(islice(tar_samples(source, start=unit.start), row, None)).key
+        return f"{source.name}, sample {before + row} ({key})"
     return f"{source.name}, row {unit.start + row}"
 
 

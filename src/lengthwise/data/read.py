@@ -1,4 +1,4 @@
-"""Documents of a work unit, one after another: text files, JSON lines, FASTA records, Parquet rows."""
+"""Documents of a work unit, one after another: files, JSON lines, FASTA records, rows of columns, samples of tars."""
 
 import json
 from collections.abc import Iterator
@@ -8,12 +8,23 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.documents import BLANK, Document, TokenRows, check_tokens, from_text, open_source, where
-from lengthwise.data.read_parquet import column_kind, read_parquet_text, read_parquet_tokens
-from lengthwise.data.source import Format, SourceFile
+from lengthwise.data.documents import (
+    BLANK,
+    Document,
+    TokenRows,
+    from_file,
+    from_text,
+    open_source,
+    token_rows,
+    where,
+)
+from lengthwise.data.megatron import megatron_tokens, open_megatron
+from lengthwise.data.read_columns import column_kind, read_text_column, read_token_column
+from lengthwise.data.source import Format, SourceFile, check_unchanged
+from lengthwise.data.tar import tar_samples
 from lengthwise.data.units import Unit
 
-_BINARY_PROBE_BYTES = 8 << 10
+_COLUMNS = (Format.PARQUET, Format.ARROW)
 
 
 def read_documents(unit: Unit, *, field: str) -> Iterator[Document]:
@@ -30,16 +41,22 @@ def read_documents(unit: Unit, *, field: str) -> Iterator[Document]:
             yield from_text(row, value, unit)
     elif unit.format is Format.FASTA:
         yield from _read_fasta(unit)
+    elif unit.format is Format.TAR:
+        for row, value in _read_tar(unit, field=field):
+            yield from_file(0, row, value) if isinstance(value, bytes) else from_text(row, value, unit)
     else:
-        yield from read_parquet_text(unit, field=field)
+        yield from read_text_column(unit, field=field)
 
 
 def read_token_rows(unit: Unit, *, field: str) -> Iterator[TokenRows]:
-    """Rows of ready tokens of a Parquet or JSON-lines unit, in order."""
-    if unit.format is Format.PARQUET:
-        yield from read_parquet_tokens(unit, field=field)
+    """Rows of ready tokens, in order: a column, JSON lines, JSON members of a tar, or a Megatron data set."""
+    if unit.format in _COLUMNS:
+        yield from read_token_column(unit, field=field)
         return
-    for row, value in _read_jsonl(unit, field=field):
+    if unit.format is Format.MEGATRON:
+        yield token_rows(unit, 0, *megatron_tokens(open_megatron(*unit.files), unit.start, unit.stop))
+        return
+    for row, value in _read_jsonl(unit, field=field) if unit.format is Format.JSONL else _read_tar(unit, field=field):
         if value is BLANK:
             yield TokenRows(row, 1, np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64))
             continue
@@ -49,18 +66,17 @@ def read_token_rows(unit: Unit, *, field: str) -> Iterator[TokenRows]:
             tokens = np.asarray("")
         if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
             raise InputError(f"{where(unit, row)}: {field!r} must be a list of whole numbers like the first row's")
-        check_tokens(tokens, unit, row)
-        yield TokenRows(row, 1, tokens.astype(np.uint32), np.array([len(tokens)], dtype=np.int64))
+        yield token_rows(unit, row, tokens, np.array([len(tokens)], dtype=np.int64))
 
 
 def holds_tokens(unit: Unit, *, field: str) -> bool:
-    """Whether ``field`` holds ready tokens rather than text, by the schema (Parquet) or the first row (JSON lines)."""
-    if unit.format is Format.PARQUET:
-        return column_kind(unit.files[0], field) == "tokens"
-    if unit.format is not Format.JSONL:
-        return False
-    values = (value for _, value in _read_jsonl(unit, field=field) if value is not BLANK)
-    return isinstance(next(values, None), list)
+    """Whether ``field`` holds ready tokens rather than text, by the type of the column or the first row of JSON."""
+    if unit.format in _COLUMNS:
+        return column_kind(unit, field) == "tokens"
+    if unit.format not in (Format.JSONL, Format.TAR):
+        return unit.format is Format.MEGATRON
+    rows = _read_jsonl(unit, field=field) if unit.format is Format.JSONL else _read_tar(unit, field=field)
+    return isinstance(next((value for _, value in rows if value is not BLANK), None), list)
 
 
 def _read_text(number: int, file: SourceFile) -> Document:
@@ -68,18 +84,8 @@ def _read_text(number: int, file: SourceFile) -> Document:
         data = Path(file.path).read_bytes()
     except OSError:
         return Document(number, 0, b"", "unreadable")
-    if len(data) != file.size:
-        raise InputError(
-            f"{file.name} changed while it was indexed: {file.size:,} bytes before, {len(data):,} now; "
-            "index again with --restart once nothing writes to it"
-        )
-    if b"\0" in data[:_BINARY_PROBE_BYTES]:
-        return Document(number, 0, b"", "binary")
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return Document(number, 0, b"", "undecodable")
-    return Document(number, 0, data)
+    check_unchanged(file)
+    return from_file(number, 0, data)
 
 
 def _read_lines(unit: Unit) -> Iterator[bytes]:
@@ -106,17 +112,35 @@ def _read_jsonl(unit: Unit, *, field: str) -> Iterator[tuple[int, Any]]:
         if line.isspace() or not line:
             yield row, BLANK
             continue
-        try:
-            document = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:
-            hint = "mend or remove the line"
-            raise InputError(f"{where(unit, row)} is not a line of JSON: {error}; {hint}") from None
-        if not isinstance(document, dict):
-            raise InputError(f"{where(unit, row)}: expected a JSON object, found {type(document).__name__}")
-        if field not in document:
-            known = ", ".join(sorted(document)[:8]) or "none"
-            raise InputError(f"{where(unit, row)} has no field {field!r}; choose with --field (fields here: {known})")
-        yield row, document[field]
+        yield row, _json_value(line, field, unit, row)
+
+
+def _json_value(data: bytes, key: str, unit: Unit, row: int) -> Any:
+    try:
+        document = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        what = "a line of JSON" if unit.format is Format.JSONL else "JSON"
+        raise InputError(f"{where(unit, row)} is not {what}: {error}; mend or remove it") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{where(unit, row)}: expected a JSON object, found {type(document).__name__}")
+    if key not in document:
+        known = ", ".join(sorted(document)[:8]) or "none"
+        raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {known})")
+    return document[key]
+
+
+def _read_tar(unit: Unit, *, field: str) -> Iterator[tuple[int, Any]]:
+    """What ``field`` names in each sample: a member's bytes, or after a colon a key of its JSON."""
+    file = unit.files[0]
+    extension, colon, key = field.partition(":")
+    stop = None if unit.stop == file.size else unit.stop
+    for row, sample in enumerate(tar_samples(file, start=unit.start, stop=stop, extension=extension.lower())):
+        if sample.data is None:
+            raise InputError(
+                f"{where(unit, row)} has no member .{extension}, only .{', .'.join(sample.fields)}; choose with "
+                "--field, and pack the members of a sample next to one another"
+            )
+        yield row, _json_value(sample.data, key, unit, row) if colon else sample.data
 
 
 def _read_fasta(unit: Unit) -> Iterator[Document]:

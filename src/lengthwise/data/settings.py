@@ -13,6 +13,7 @@ from lengthwise.data.source import Format, Sources, find_sources, find_standard_
 FORMAT_VERSION = 1
 """Version of the files of an index; an index of another version is refused."""
 
+_WITH_FIELDS = (Format.JSONL, Format.PARQUET, Format.ARROW, Format.TAR)
 _SMALLEST_UNIT_BYTES, _LARGEST_UNIT_BYTES = 2 << 20, 64 << 20
 _MAX_UNITS = 4096
 
@@ -26,10 +27,12 @@ class IndexSettings:
     globs: tuple[str, ...] = ()
     format: Format | None = None
     """How files are read; None: by their suffix."""
-    field: str = "text"
-    """The JSON key or Parquet column that holds the text or the tokens."""
+    field: str = ""
+    """The JSON key, column or tar member with the text or the tokens; empty: ``text``, in tar archives ``txt``."""
+    split: str = ""
+    """Which data set of a folder that holds one for each split."""
     tokenizer: str = ""
-    """``bytes``, ``3mer`` or a path to tokenizer.json; empty: bytes."""
+    """``bytes``, k-mers (``3mer``, ``6mer/3``) or a path to tokenizer.json; empty: bytes."""
     train_bpe: int = 0
     """Vocabulary of a byte-level BPE to train on the corpus; 0: none."""
     append_eos: bool = True
@@ -43,14 +46,20 @@ class IndexSettings:
     def __post_init__(self) -> None:
         if self.tokenizer and self.train_bpe:
             raise InputError("--tokenizer and --train-bpe exclude each other; leave one out")
-        if self.source is None and (self.globs or self.format):
-            raise InputError("--python-stdlib chooses its own files; leave --glob and --format out")
+        if self.source is None and (self.globs or self.format or self.split):
+            raise InputError("--python-stdlib chooses its own files; leave --glob, --format and --split out")
 
     def find(self, out: Path) -> Sources:
         """The files this request is about."""
         if self.source is None:
             return find_standard_library()
-        return find_sources(self.source, globs=self.globs, format=self.format, out=out)
+        return find_sources(self.source, globs=self.globs, format=self.format, split=self.split, out=out)
+
+    def field_of(self, sources: Sources) -> str:
+        """What holds the text or the tokens; empty where files have no fields."""
+        if sources.format not in _WITH_FIELDS:
+            return ""
+        return self.field or ("txt" if sources.format is Format.TAR else "text")
 
     def unit_bytes_of(self, sources: Sources) -> int:
         """Source bytes of a work unit: seconds of work, and thousands of units even for a terabyte."""
@@ -72,7 +81,7 @@ class IndexSettings:
             "source": sources.label,
             "globs": list(self.globs),
             "format": sources.format.value,
-            "field": self.field if sources.format in (Format.JSONL, Format.PARQUET) else "",
+            "field": self.field_of(sources),
             "tokenizer": self.tokenizer or (f"train-bpe {self.train_bpe}" if self.train_bpe else "bytes"),
             "tokenizer_digest": tokenizer_digest,
             "append_eos": self.append_eos,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lengthwise.core.errors import InputError
+from lengthwise.data.saved import choose_split, data_files, is_saved
 
 
 class Format(StrEnum):
@@ -22,6 +23,9 @@ class Format(StrEnum):
     PARQUET = "parquet"
     NPY = "npy"
     FASTA = "fasta"
+    ARROW = "arrow"
+    MEGATRON = "megatron"
+    TAR = "tar"
 
 
 _FORMAT_OF_SUFFIX = {
@@ -31,7 +35,13 @@ _FORMAT_OF_SUFFIX = {
     ".fa": Format.FASTA,
     ".fasta": Format.FASTA,
     ".fna": Format.FASTA,
+    ".arrow": Format.ARROW,
+    ".feather": Format.ARROW,
+    ".tar": Format.TAR,
+    ".tgz": Format.TAR,
+    ".tar.gz": Format.TAR,
 }
+_MEGATRON = (".idx", ".bin")
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -69,31 +79,84 @@ def find_standard_library() -> Sources:
     return Sources(label="python-stdlib", format=Format.TEXT, files=files, is_folder=True)
 
 
-def find_sources(source: Path, *, globs: tuple[str, ...] = (), format: Format | None = None, out: Path) -> Sources:
+def find_sources(
+    source: Path, *, globs: tuple[str, ...] = (), format: Format | None = None, split: str = "", out: Path
+) -> Sources:
     """The files of ``source``, sorted by name; ``out`` is never taken for a source.
 
     Hidden files and folders are passed over, links to folders are not followed. A pattern of ``globs`` matches a file
-    name or the path below ``source``; its ``*`` crosses folders.
+    name or the path below ``source``; its ``*`` crosses folders. A folder written by Hugging Face's ``save_to_disk``
+    is the data files it lists, in that order, of ``split`` if it has splits. ``source`` may also be the prefix that
+    Megatron's ``.bin`` and ``.idx`` have in common.
 
     Raises:
         InputError: nothing is there, or a folder mixes formats.
     """
-    if source.is_file():
-        if globs:
-            raise InputError(f"--glob chooses files in a folder, but {source} is a file; leave --glob out")
-        chosen = format or _FORMAT_OF_SUFFIX.get(source.suffix.lower(), Format.TEXT)
-        return Sources(label=str(source), format=chosen, files=(_source_file(source, source.name),), is_folder=False)
-    if not source.is_dir():
+    if source.is_dir() and is_saved(source) and format in (None, Format.ARROW):
+        return _saved_sources(source, globs=globs, split=split)
+    if split:
+        raise InputError(f"--split {split}: {source} is no dataset saved by Hugging Face's save_to_disk; leave it out")
+    if source.is_dir():
+        return _folder_sources(source, globs=globs, format=format, out=out)
+    if not source.is_file() and not _has_twin(source, _MEGATRON[0]):
         raise InputError(f"no file or folder at {source}; give the folder or file to index, or --python-stdlib")
+    if globs:
+        raise InputError(f"--glob chooses files in a folder, but {source} is a file; leave --glob out")
+    prefix = source.with_suffix("") if source.is_file() and source.suffix in _MEGATRON else source
+    chosen = format or (_format_of(source) if source.is_file() else Format.MEGATRON)
+    file = _source_file(source, source.name)
+    files = _pair(prefix, prefix.name) if chosen is Format.MEGATRON else (file,)
+    return Sources(label=str(source), format=chosen, files=files, is_folder=False)
+
+
+def _saved_sources(source: Path, *, globs: tuple[str, ...], split: str) -> Sources:
+    if globs:
+        raise InputError(f"{source} is a saved dataset, which lists its own files; leave --glob out")
+    dataset = choose_split(source, split)
+    files = tuple(_source_file(path, path.relative_to(source).as_posix()) for path in data_files(dataset))
+    return Sources(label=str(dataset), format=Format.ARROW, files=files, is_folder=True)
+
+
+def _folder_sources(source: Path, *, globs: tuple[str, ...], format: Format | None, out: Path) -> Sources:
     files = tuple(sorted(_walk(source, globs=globs, out=out.resolve()), key=_name))
     if not files:
         pattern = f" that matches {' or '.join(globs)}" if globs else ""
         raise InputError(f"{source} holds no file{pattern}; hidden files and folders are passed over")
-    return Sources(label=str(source), format=format or _common_format(source, files), files=files, is_folder=True)
+    chosen = format or _common_format(source, files)
+    if chosen is Format.MEGATRON:
+        strangers = [file.name for file in files if Path(file.name).suffix not in _MEGATRON]
+        if strangers:
+            raise InputError(f"{source}: {strangers[0]} is no .bin or .idx file; choose with --glob '*.idx'")
+        prefixes = dict.fromkeys(Path(file.name).with_suffix("").as_posix() for file in files)
+        files = tuple(file for prefix in prefixes for file in _pair(source / prefix, prefix))
+    return Sources(label=str(source), format=chosen, files=files, is_folder=True)
+
+
+def _pair(prefix: Path, name: str) -> tuple[SourceFile, SourceFile]:
+    """The .idx and the .bin of a Megatron data set."""
+    index, data = (_source_file(Path(f"{prefix}{suffix}"), f"{name}{suffix}") for suffix in _MEGATRON)
+    for file, other in ((index, data), (data, index)):
+        if file.size < 0:
+            raise InputError(f"{other.name} has no {Path(file.path).name} beside it; a Megatron data set is both files")
+    return index, data
+
+
+def _has_twin(prefix: Path, suffix: str) -> bool:
+    return Path(f"{prefix}{suffix}").is_file()
+
+
+def _format_of(path: Path) -> Format:
+    """The format by the file's name; a .bin or .idx is Megatron's only with the other one beside it."""
+    suffix = path.suffix.lower()
+    if suffix in _MEGATRON:
+        other = _MEGATRON[1 - _MEGATRON.index(suffix)]
+        return Format.MEGATRON if _has_twin(path.with_suffix(""), other) else Format.TEXT
+    whole = ".tar.gz" if path.name.lower().endswith(".tar.gz") else suffix
+    return _FORMAT_OF_SUFFIX.get(whole, Format.TEXT)
 
 
 def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
-    counts = Counter(_FORMAT_OF_SUFFIX.get(Path(file.name).suffix.lower(), Format.TEXT) for file in files)
+    counts = Counter(_format_of(Path(file.path)) for file in files)
     if len(counts) > 1:
         mix = ", ".join(f"{count:,} {format.value}" for format, count in sorted(counts.items()))
         raise InputError(
@@ -136,3 +199,15 @@ def _source_file(path: Path, name: str) -> SourceFile:
 
 def _name(file: SourceFile) -> str:
     return file.name
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Raise ``InputError`` if the file is gone or has another size than when it was listed."""
+    if file.size < 0:
+        raise InputError(f"{file.name} cannot be read: {file.path} leads nowhere; mend the link or choose with --glob")
+    size = _source_file(Path(file.path), file.name).size
+    if size != file.size:
+        raise InputError(
+            f"{file.name} changed while it was indexed: {file.size:,} bytes before, {max(size, 0):,} now; "
+            "index again with --restart once nothing writes to it"
+        )

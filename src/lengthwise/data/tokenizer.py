@@ -1,11 +1,12 @@
-"""Text to token ids, many documents at a time: raw bytes, DNA triplets, or any Hugging Face tokenizer.json."""
+"""Text to token ids, many documents at a time: raw bytes, DNA k-mers, or any Hugging Face tokenizer.json."""
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,8 +36,9 @@ class Tokenizer(Protocol):
 class TokenizerSpec:
     """Which tokenizer; small enough to send to a worker, which loads it once."""
 
-    kind: Literal["bytes", "3mer", "huggingface", "tokens", "lengths"]
-    """``tokens``: the source holds ids already; ``lengths``: it holds no tokens at all."""
+    kind: str
+    """``bytes``, ``huggingface`` or k-mers (``3mer``, ``6mer/3``); ``tokens``: the source holds ids already;
+    ``lengths``: it holds no tokens at all."""
     path: str = ""
     eos_token: str = ""
     append_eos: bool = True
@@ -58,8 +60,8 @@ def load_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     """The tokenizer of ``spec``, loaded once per process."""
     if spec.kind == "bytes":
         return Bytes(append_eos=spec.append_eos)
-    if spec.kind == "3mer":
-        return Triplets(append_eos=spec.append_eos)
+    if kmer := parse_kmer(spec.kind):
+        return KMers(*kmer, append_eos=spec.append_eos)
     assert spec.kind == "huggingface", spec.kind
     return HuggingFace(Path(spec.path), eos_token=spec.eos_token if spec.append_eos else "")
 
@@ -77,32 +79,78 @@ class Bytes:
         return np.frombuffer(b"".join(documents), dtype=np.uint8), lengths
 
 
-class Triplets:
-    """Non-overlapping triplets of the bases ACGT, upper or lower case: ids 0 (AAA) to 63 (TTT).
+_LARGEST_KMER = 12
+"""4^12 ids are 17 million, the embedding of a large vocabulary many times over."""
 
-    64 stands for a triplet with any other letter and for the one or two bases left at the end; 65 ends a sequence.
+
+def parse_kmer(name: str) -> tuple[int, int] | None:
+    """Bases of a k-mer and bases from one to the next: ``6mer`` is (6, 6), ``6mer/3`` is (6, 3); None if it is none."""
+    match = re.fullmatch(r"(\d+)mer(?:/(\d+))?", name)
+    if match is None:
+        return None
+    bases = int(match[1])
+    stride = int(match[2] or bases)
+    if not 1 <= bases <= _LARGEST_KMER:
+        raise InputError(f"--tokenizer {name}: a k-mer has 1 to {_LARGEST_KMER} bases, not {bases}")
+    if not 1 <= stride <= bases:
+        raise InputError(
+            f"--tokenizer {name}: the next k-mer starts 1 to {bases} bases on, not {stride}, so that none is left out"
+        )
+    return bases, stride
+
+
+class KMers:
+    """Every ``stride``-th run of k bases ACGT, upper or lower case, as a number of base 4: AAA is 0, AAC 1, TTT 63.
+
+    4^k stands for a run with any other letter, and for bases left at the end that fill no run: one such token then ends
+    the record. 4^k + 1 ends a sequence.
     """
 
-    UNKNOWN_ID = 64
-
-    def __init__(self, *, append_eos: bool = True) -> None:
-        self.eos_id = 65 if append_eos else None
-        self.vocab_size = 66 if append_eos else 65
-        self._base_of_letter = np.full(256, 4, dtype=np.uint8)
-        for base, letters in enumerate((b"Aa", b"Cc", b"Gg", b"Tt")):
-            self._base_of_letter[list(letters)] = base
+    def __init__(self, bases: int, stride: int, *, append_eos: bool = True) -> None:
+        self._num_bases, self._stride = bases, stride
+        self.unknown_id = 4**bases
+        self.eos_id = self.unknown_id + 1 if append_eos else None
+        self.vocab_size = self.unknown_id + 1 + append_eos
+        self._dtype = dtype_for(self.unknown_id + 1)
+        letters = bytes.maketrans(b"ACGTacgt", bytes([0, 1, 2, 3] * 2))
+        self._base_of_letter = bytes(letters[letter] if letter in b"ACGTacgt" else 4 for letter in range(256))
 
     def encode(self, documents: list[bytes]) -> Encoded:
-        """One token per three bases."""
-        encoded = [self._triplets(document) for document in documents]
-        lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
-        return np.concatenate(encoded) if encoded else np.empty(0, dtype=np.uint8), lengths
+        """One token per ``stride`` bases.
 
-    def _triplets(self, document: bytes) -> np.ndarray:
-        padded = document + b"-" * (-len(document) % 3)
-        bases = self._base_of_letter[np.frombuffer(padded, dtype=np.uint8)].reshape(-1, 3)
-        ids = bases[:, 0] * np.uint8(16) + bases[:, 1] * np.uint8(4) + bases[:, 2]
-        ids[(bases == 4).any(axis=1)] = self.UNKNOWN_ID
+        Documents are laid end to end in slots of whole strides, so that one pass over all of them meets every run; runs
+        that would begin in a slot after its last token are taken out again.
+        """
+        k, stride = self._num_bases, self._stride
+        sizes = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
+        num_whole = np.maximum(sizes - k + stride, 0) // stride
+        has_rest = sizes > np.where(num_whole > 0, (num_whole - 1) * stride + k, 0)
+        lengths = num_whole + has_rest
+        slots = -(-sizes // stride)
+        text = b"".join(document + b"-" * (-len(document) % stride) for document in documents) + b"-" * (k - stride)
+        ids = self._runs(np.frombuffer(text.translate(self._base_of_letter), dtype=np.uint8), int(slots.sum()))
+        starts = np.cumsum(slots) - slots
+        ids[(starts + num_whole)[has_rest]] = self.unknown_id
+        if not np.array_equal(slots, lengths):
+            edges = np.zeros(len(ids) + 1, dtype=np.int8)
+            np.add.at(edges, starts + lengths, 1)
+            np.add.at(edges, starts + slots, -1)
+            ids = ids[np.cumsum(edges[:-1], dtype=np.int8) == 0]
+        return ids, lengths
+
+    def _runs(self, bases: np.ndarray, count: int) -> np.ndarray:
+        """The ids of ``count`` runs, one every stride."""
+        ids = np.zeros(count, dtype=self._dtype)
+        is_other = bases > 3
+        is_unknown = np.zeros(count, dtype=bool) if is_other.any() else None
+        stop = (count - 1) * self._stride + 1
+        for offset in range(self._num_bases if count else 0):
+            ids <<= 2
+            ids += bases[offset : offset + stop : self._stride]
+            if is_unknown is not None:
+                is_unknown |= is_other[offset : offset + stop : self._stride]
+        if is_unknown is not None:
+            ids[is_unknown] = self.unknown_id
         return ids
 
 
@@ -151,7 +199,9 @@ def find_tokenizer(path: Path) -> tuple[Path, str]:
     """
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        raise InputError(f"no tokenizer at {path}; give bytes, 3mer, or the path of a Hugging Face tokenizer.json")
+        raise InputError(
+            f"no tokenizer at {path}; give bytes, a k-mer such as 3mer, or the path of a Hugging Face tokenizer.json"
+        )
     vocabulary = _open_tokenizer(file).get_vocab(with_added_tokens=True)
     beside = file.parent / "tokenizer_config.json"
     declared = _declared_eos(beside) if beside.is_file() else ""

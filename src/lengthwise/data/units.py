@@ -1,25 +1,31 @@
 """Work units: slices of the source that are read, encoded and kept independently of one another and of the workers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.source import Format, SourceFile, Sources
+from lengthwise.data.arrow import arrow_slices
+from lengthwise.data.megatron import megatron_slices
+from lengthwise.data.source import Format, SourceFile, Sources, check_unchanged
+from lengthwise.data.tar import tar_slices
 
 _MAX_FILES = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A slice of the source. ``start`` and ``stop`` are bytes (jsonl, fasta), row groups (parquet) or rows (npy)."""
+    """A slice of the source.
+
+    ``start`` and ``stop`` are bytes (jsonl, fasta, arrow, tar), row groups (parquet), rows (npy), documents (megatron).
+    """
 
     number: int
     format: Format
     files: tuple[SourceFile, ...]
-    """Several whole files for text, else the one that is sliced."""
+    """Several whole files for text, else the one that is sliced; for megatron the .idx and its .bin."""
     start: int = 0
     stop: int = 0
 
@@ -29,12 +35,12 @@ def split_units(sources: Sources, *, unit_bytes: int) -> list[Unit]:
     if sources.format is Format.TEXT:
         groups = enumerate(_text_groups(sources.files, unit_bytes))
         return [Unit(number=number, format=Format.TEXT, files=files) for number, files in groups]
-    slices = (
-        (file, start, stop) for file in sources.files for start, stop in _slices(file, sources.format, unit_bytes)
-    )
+    width = 2 if sources.format is Format.MEGATRON else 1
+    sliced = [sources.files[at : at + width] for at in range(0, len(sources.files), width)]
+    slices = ((files, start, stop) for files in sliced for start, stop in _slices(files, sources.format, unit_bytes))
     return [
-        Unit(number=number, format=sources.format, files=(file,), start=start, stop=stop)
-        for number, (file, start, stop) in enumerate(slices)
+        Unit(number=number, format=sources.format, files=files, start=start, stop=stop)
+        for number, (files, start, stop) in enumerate(slices)
     ]
 
 
@@ -51,18 +57,29 @@ def _text_groups(files: tuple[SourceFile, ...], unit_bytes: int) -> Iterator[tup
         yield tuple(group)
 
 
-def _slices(file: SourceFile, format: Format, unit_bytes: int) -> Iterator[tuple[int, int]]:
-    if file.size < 0:
-        raise InputError(f"{file.name} cannot be read: {file.path} leads nowhere; mend the link or choose with --glob")
-    if format is Format.PARQUET:
-        yield from _row_group_slices(file, unit_bytes)
-        return
-    size, step = file.size, unit_bytes
-    if format is Format.NPY:
-        lengths = open_lengths(file)
-        size, step = len(lengths), max(1, unit_bytes // lengths.dtype.itemsize)
-    for start in range(0, max(size, 1), step):
-        yield start, min(start + step, size)
+def _slices(files: tuple[SourceFile, ...], format: Format, unit_bytes: int) -> Iterable[tuple[int, int]]:
+    check_unchanged(files[0])
+    if format is Format.MEGATRON:
+        return megatron_slices(files[0], files[1], unit_bytes)
+    by_format: dict[Format, Callable[[SourceFile, int], Iterable[tuple[int, int]]]] = {
+        Format.PARQUET: _row_group_slices,
+        Format.NPY: _length_slices,
+        Format.ARROW: arrow_slices,
+        Format.TAR: tar_slices,
+    }
+    return by_format.get(format, _even_slices)(files[0], unit_bytes)
+
+
+def _even_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, max(file.size, 1), unit_bytes):
+        yield start, min(start + unit_bytes, file.size)
+
+
+def _length_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    lengths = open_lengths(file)
+    step = max(1, unit_bytes // lengths.dtype.itemsize)
+    for start in range(0, max(len(lengths), 1), step):
+        yield start, min(start + step, len(lengths))
 
 
 def _row_group_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
