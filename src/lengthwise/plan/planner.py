@@ -1,10 +1,11 @@
 """A planner: one policy for one problem, from a global batch to a step plan."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.lr_scaling import LrScaling
 from lengthwise.core.plan import StepPlan
 from lengthwise.plan.arrangement import to_plan
 from lengthwise.plan.policies import prepare
@@ -17,6 +18,8 @@ class Planner:
 
     policy: str
     problem: Problem
+    lr_scaling: LrScaling | None = None
+    """How the learning-rate of a step follows its batch; None: not at all."""
 
     def __call__(self, batch: GlobalBatch) -> StepPlan:
         """The plan for one global batch.
@@ -31,4 +34,5 @@ class Planner:
         self.problem.check_fits(priced.lengths, np.asarray(priced.batch.ids))
         if self.policy not in priced.arranged:
             priced.arranged[self.policy] = prepare(self.policy, self.problem)(priced)
-        return to_plan(priced, priced.arranged[self.policy], policy=self.policy)
+        plan = to_plan(priced, priced.arranged[self.policy], policy=self.policy)
+        return plan if self.lr_scaling is None else replace(plan, lr_factor=self.lr_scaling.of(priced.batch))

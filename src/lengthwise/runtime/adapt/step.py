@@ -52,6 +52,8 @@ class Step:
         self._is_iterated = False
         self._done_before = 0
         self._dtype: torch.dtype | None = None
+        if run.readers is not None:
+            run.readers.start([planned.pack for *_, planned in self._own()])
 
     @property
     def number(self) -> int:
@@ -149,7 +151,7 @@ class Step:
                 f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged"
                 "since the step before. Lower lr, set clip_norm, or look at the step's sequences"
             )
-        lr, clip = run.lr(self.number), run.clip_norm
+        lr, clip = run.lr(self.number) * self.plan.lr_factor, run.clip_norm
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
             state.step(lr=lr, clip=factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
             state.hold_everything()
