@@ -9,7 +9,6 @@ import typer
 from lengthwise.cli.console import emit_json, stderr
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.specs import ModelSpec
 
 
 def run(
@@ -27,10 +26,7 @@ def run(
     folder.check()
     if out.exists() and any(out.iterdir()):
         raise InputError(f"{out} is not empty; name a new folder")
-    document = folder.read_json("model.json")
-    names = ModelSpec.__dataclass_fields__
-    values = {name: value for name, value in document.items() if name in names}
-    spec = ModelSpec(**{**values, "rope_scaling": tuple(tuple(item) for item in document["rope_scaling"])})
+    spec = folder.read_spec()
     source = folder.checkpoints / checkpoint if checkpoint else latest(folder.checkpoints)
     weights = load_weights(source, spec)
     model = build_model(spec, dtype=next(iter(weights.values())).dtype)
@@ -39,7 +35,7 @@ def run(
     corpus = folder.read_json("corpus.json")
     extra = {"max_position_embeddings": corpus["max_length"], "eos_token_id": corpus["eos_id"]}
     save_pretrained(model, out, config=extra)
-    tokenizer = Path(corpus["index"]) / "tokenizer.json"
+    tokenizer = Path(next(iter(corpus["indexes"].values()))) / "tokenizer.json"
     if tokenizer.is_file():
         shutil.copyfile(tokenizer, out / "tokenizer.json")
     if as_json:

@@ -19,6 +19,7 @@ VERBS = {
     "demo": "Index real text, profile, train under three policies, and write the report.",
     "index": "Turn text, code, FASTA, Parquet or lengths into a memory-mapped index.",
     "stats": "Show what the lengths of an index cost: padding, imbalance, what max_length would cut.",
+    "analyze": "Compute a metric of every sequence, such as a model's loss, to order training by.",
     "profile": "Measure a model on this device and fit its cost.",
     "memory": "Show the longest sequence each scheme holds, and the cheapest scheme for a length.",
     "plan": "Plan the steps of a run: who computes what, how long, how far from optimal.",

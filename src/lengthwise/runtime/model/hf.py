@@ -109,7 +109,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     folder, naming = Path(folder), naming_of(model.spec)
     with ExitStack() as stack:
         tensors: dict[str, tuple[Any, str]] = {}  # by present name: file and name in it
-        for file in _weight_files(folder):
+        for file in weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -124,7 +124,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
                 weight.copy_(fuse_weight(model.spec, name, parts))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a folder."""
     if (folder / _WHOLE).is_file():
         return [folder / _WHOLE]

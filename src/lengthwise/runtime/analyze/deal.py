@@ -1,0 +1,92 @@
+"""Who scores which block: whoever is free takes the next one, and all know how far they are."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.comm.world import World
+
+T = TypeVar("T")
+
+_STOP = 1 << 40
+"""Beyond every number of a block."""
+_LOOK_EVERY_S = 0.1
+
+
+class Deal:
+    """Numbers from 0 dealt to the ranks of a world, each to one of them. Making one is collective."""
+
+    def __init__(self, world: World) -> None:
+        name = from_first(world, lambda: uuid4().hex)
+        self._size = world.size
+        self._store = dist.PrefixStore(f"analyze/{name}", dist.distributed_c10d._get_default_store())
+
+    def take(self) -> int:
+        """The next number that nobody has taken; a very large one after :meth:`stop`."""
+        return self._store.add("taken", 1) - 1
+
+    def stop(self) -> None:
+        """Let nobody take a number any more."""
+        self._store.add("taken", _STOP)
+
+    def add(self, sequences: int, tokens: int) -> tuple[int, int]:
+        """Sequences and tokens that all ranks together have scored, with these."""
+        return self._store.add("sequences", sequences), self._store.add("tokens", tokens)
+
+    def end(self) -> None:
+        """Tell that this rank takes no more."""
+        self._store.add("ended", 1)
+
+    def wait(self, look: Callable[[], None]) -> None:
+        """Until all ranks have ended, however long that takes; ``look`` is called meanwhile."""
+        while self._store.add("ended", 0) < self._size:
+            look()
+            time.sleep(_LOOK_EVERY_S)
+        look()
+
+
+def from_first(world: World, step: Callable[[], T]) -> T:
+    """What ``step`` returns on the first rank, which alone runs it. Every rank calls this.
+
+    Raises:
+        LengthwiseError: on all ranks, what it raised.
+    """
+    box: list[tuple[T | None, tuple[str, int] | None]] = [_try(step) if world.is_first else (None, None)]
+    dist.broadcast_object_list(box, src=0)
+    value, failure = box[0]
+    _raise(failure)
+    return value  # type: ignore[return-value]
+
+
+def on_all(world: World, step: Callable[[], T]) -> T:
+    """What ``step`` returns on this rank. Every rank calls this.
+
+    Raises:
+        LengthwiseError: on all ranks, what the first one that failed raised.
+    """
+    value, failure = _try(step)
+    failures: list[tuple[str, int] | None] = [None] * world.size
+    dist.all_gather_object(failures, failure)
+    _raise(next((one for one in failures if one is not None), None))
+    return value  # type: ignore[return-value]
+
+
+def _try(step: Callable[[], T]) -> tuple[T | None, tuple[str, int] | None]:
+    try:
+        return step(), None
+    except LengthwiseError as error:
+        return None, (str(error), error.exit_code)
+    except OSError as error:
+        hint = "finished blocks are kept: run the same command again to go on"
+        return None, (f"the analysis failed: {error}; {hint}", LengthwiseError.exit_code)
+
+
+def _raise(failure: tuple[str, int] | None) -> None:
+    if failure is not None:
+        error = LengthwiseError(failure[0])
+        error.exit_code = failure[1]
+        raise error

@@ -1,0 +1,34 @@
+"""The length of every sequence as a metric: the same files as any other, for whoever reads those."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lengthwise.data.store import TokenStore
+from lengthwise.runtime.analyze.blocks import Blocks, cut_blocks
+
+_BLOCK_TOKENS = 1 << 30
+
+
+class LengthScorer:
+    """Looks lengths up in the index."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self._lengths = store.lengths.lengths
+
+    def identity(self) -> dict[str, Any]:
+        """Its kind."""
+        return {"kind": "length"}
+
+    def blocks(self) -> Blocks:
+        """In corpus order."""
+        return cut_blocks(np.arange(len(self._lengths)), self._lengths, block_cost=_BLOCK_TOKENS)
+
+    def start(self, device: torch.device) -> None:
+        """Nothing."""
+
+    def score(self, ids: np.ndarray) -> np.ndarray:
+        """int64"""
+        lengths: np.ndarray = self._lengths[ids].astype(np.int64)
+        return lengths
