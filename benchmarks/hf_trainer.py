@@ -29,7 +29,7 @@ class Sequences(Dataset):
 
     def __init__(self, config, steps):
         self.corpus = open_corpus(config.data)
-        sampler = make_sampler(config, self.corpus.lengths)
+        sampler = make_sampler(config, self.corpus)
         self.ids = [sequence for _ in range(steps) for sequence in next(sampler).ids]
         self.lengths = [int(self.corpus.lengths.lengths[sequence]) for sequence in self.ids]
 

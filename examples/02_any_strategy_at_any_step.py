@@ -47,7 +47,7 @@ def plan(batch: GlobalBatch) -> StepPlan:
     return StepPlan(step=batch.step, policy="hand", pipelines=done, loss_normaliser=batch.num_targets, **times)
 
 
-batches = islice(make_sampler(config, corpus.lengths), config.train.steps)
+batches = islice(make_sampler(config, corpus), config.train.steps)
 (folder / "plans.jsonl").write_text("".join(json.dumps(plan(batch).to_json()) + "\n" for batch in batches))
 lengthwise("train", folder / "run.yaml", "--plan", folder / "plans.jsonl", "--nproc", 4)
 lengthwise("report", folder / "run")

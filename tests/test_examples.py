@@ -1,11 +1,10 @@
 """Every example runs, and stays short enough to read."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import Command
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("[0-9]*.py"))
 ON_RANKS = (
@@ -19,15 +18,11 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def run(path, home, *before):
-    done = subprocess.run(
-        [sys.executable, *before, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    out = home / "out"
+    variables = {"HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    code = Command(*before, path, out=out, variables=variables).wait(240)
+    assert code == 0, out.read_text()
+    return out.read_text()
 
 
 @pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)

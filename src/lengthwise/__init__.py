@@ -5,17 +5,33 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from lengthwise.api.padded import pad
     from lengthwise.api.prepare import prepare
     from lengthwise.api.sampler import BatchSampler
     from lengthwise.api.trainer import Trainer, TrainerCallback
     from lengthwise.runtime.adapt.recompute import recompute
+    from lengthwise.runtime.compile.padded import compile
+    from lengthwise.runtime.train.scaled_lr import ScaledLR
 
-__all__ = ["BatchSampler", "Trainer", "TrainerCallback", "__version__", "prepare", "recompute"]
+__all__ = [
+    "BatchSampler",
+    "ScaledLR",
+    "Trainer",
+    "TrainerCallback",
+    "__version__",
+    "compile",
+    "pad",
+    "prepare",
+    "recompute",
+]
 
 _HOMES = {
     "prepare": "lengthwise.api.prepare",
     "BatchSampler": "lengthwise.api.sampler",
+    "pad": "lengthwise.api.padded",
+    "compile": "lengthwise.runtime.compile.padded",
     "recompute": "lengthwise.runtime.adapt.recompute",
+    "ScaledLR": "lengthwise.runtime.train.scaled_lr",
     "Trainer": "lengthwise.api.trainer",
     "TrainerCallback": "lengthwise.api.trainer",
 }

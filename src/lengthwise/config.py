@@ -1,7 +1,7 @@
 """Every setting of a run as one tree: loaded from YAML, overridden by dotted keys, checked at once, saved resolved."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,17 +40,25 @@ class DataConfig(_Section):
     )
     tokens_per_step: int | None = Field(default=None, ge=1, description="token budget of a global batch")
     sequences_per_step: int | None = Field(default=None, ge=1, description="or: sequences of a global batch")
-    order: Literal["shuffled", "corpus", "sorted", "curriculum"] = Field(
-        default="shuffled", description="of an epoch: random, as indexed, by metric, or from easy to hard with a pacing"
+    count_padding: bool = Field(
+        default=False, description="tokens_per_step counts padding: sequences of a step x the longest of them"
+    )
+    order: Literal["shuffled", "corpus", "sorted", "curriculum", "windowed"] = Field(
+        default="shuffled",
+        description="of an epoch: random, as indexed, by metric, from easy to hard with a pacing, or random batches of "
+        "sequences that a window sorted by metric",
     )
     metric: str = Field(
-        default="length", description="of sorted and curriculum: length, or a name that `lengthwise analyze` saved"
+        default="length", description="of sorted, curriculum, windowed: length, or what `lengthwise analyze` saved"
     )
+    window: int = Field(default=4096, ge=1, description="sequences that windowed sorts at a time")
     pacing: Literal["linear", "root", "step", "natural"] = Field(
         default="root", description="of a curriculum: how the share of the corpus grows that sequences are drawn from"
     )
     pacing_start: float = Field(default=0.1, gt=0, le=1, description="that share at the beginning of an epoch")
-    pacing_stages: int = Field(default=5, ge=1, description="of step: how often it grows; of natural: length groups")
+    pacing_stages: int = Field(
+        default=5, ge=1, le=1024, description="of step: how often it grows; of natural: groups by metric"
+    )
     curriculum_epochs: int | None = Field(
         default=None, ge=1, description="epochs with the curriculum, shuffled afterwards; none: all"
     )
@@ -141,7 +149,7 @@ class OptimConfig(_Section):
         default="tokens", description="what that size counts"
     )
     lr_reference: float | None = Field(
-        default=None, gt=0, description="the size that lr is for; none: the mean of the first epoch's batches"
+        default=None, gt=0, description="the size that lr is for; none: that of a batch of sequences of mean length"
     )
     lr_clamp: tuple[float, float] | None = Field(
         default=None, description="least and most that lr is multiplied by, such as [0.25, 4]"
@@ -247,7 +255,7 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
     if kind == "extra_forbidden":
         section: Any = Config
         for part in location[:-1]:
-            section = section.model_fields[part].annotation
+            section = section.model_fields[part].annotation if isinstance(part, str) else get_args(section)[0]
         prefix = "".join(f"{part}." for part in location[:-1])
         return f"  {key}: unknown key; {nearest(key, [prefix + name for name in section.model_fields])}"
     return f"  {key}: {message[0].lower()}{message[1:]}, not {value!r}"

@@ -58,14 +58,16 @@ def train_in_parts(folder, *, first, last, options):
     model = models.gpt(seed=0 if first else 7)  # weights come from the checkpoint
     run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, steps=last, **options)
     if not first:
-        run.resume(folder)
+        number = run.resume(folder)
+        assert number == run.next_step > 0
     losses = []
     for step in run.steps():
         for micro_batch in step:
             step.backward(model(**micro_batch.inputs)[1])
         losses.append(step.update().loss)
         if step.number == last - 1:
-            run.save(folder)  # from within the loop, as users do
+            saved = run.save(folder)  # from within the loop, as users do
+            assert saved.name == f"step_{last:08}" and (saved / "state.json").is_file()
     return losses, weights_of(model)
 
 

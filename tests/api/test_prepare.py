@@ -52,7 +52,7 @@ def assert_equal_weights(found, expected):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=EXACT, err_msg=name)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2, 4])
+@pytest.mark.parametrize("num_ranks", [*(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2)), 4])
 def test_every_policy_trains_what_one_device_trains(ranks, alone, num_ranks):
     options = OPTIONS | {"recompute": "auto" if num_ranks == 1 else "none"}
     used = set()
@@ -165,6 +165,11 @@ def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_
     rows = [list(range(17)), [1, 2, 3]]
     lw.prepare(LlamaForCausalLM(config), rows, cost=models.mixed_cost(), memory_gib=40, **OPTIONS).close()
     assert "17 tokens, LlamaForCausalLM was made for 16 positions; rotary positions" in caplog.text
+
+
+def test_a_position_that_a_model_of_ones_own_lacks_is_named():
+    with pytest.raises(InputError, match=r"GPT looked up a row that one of its tables has not .* at least 11"):
+        lw.prepare(models.GPT(max_length=8).double(), models.rows(), cost=models.mixed_cost(), memory_gib=40)
 
 
 def test_a_model_that_mixes_sequences_is_refused():

@@ -115,7 +115,63 @@ def test_a_sampler_goes_on_at_the_step_it_was_in_and_on_other_ranks():
     assert ids == Counter(range(40)) - first
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_micro_batches_of_one_shape_hold_every_sequence_once_and_fit_their_shape(num_ranks):
+    lengths = np.random.default_rng(2).integers(1, 60, 101)
+    options = {"padded": True, "equal_shapes": 4, "sequences_per_step": None, "tokens_per_micro_batch": 128}
+    counted, shapes, counts = Counter(), [{} for _ in range(num_ranks)], Counter()
+    for rank, sampler in enumerate(samplers(num_ranks, lengths, **options)):
+        for ids in sampler:
+            counted.update(ids if sampler.weight else [])
+            rows, length = shapes[rank].setdefault(sampler.step, sampler.shape)
+            assert sampler.shape == (rows, length) and rows * length <= 128
+            assert len(ids) <= rows and lengths[ids].max() <= length
+            counts[sampler.step] += 1
+    assert counted == Counter(range(101))
+    assert all(shape == shapes[0] for shape in shapes) and set(counts.values()) == {4}
+
+
+def test_windows_and_limits_of_padded_micro_batches():
+    lengths = np.random.default_rng(3).lognormal(4, 1, 2000).astype(int) + 1
+    options = {"tokens_per_micro_batch": 8192, "sequences_per_step": 32, "padded": True}
+
+    def waste(**more):
+        batches = list(samplers(1, lengths, **options, **more)[0])
+        assert sorted(i for ids in batches for i in ids) == list(range(2000))
+        assert all(len(ids) <= more.get("max_sequences", 2000) for ids in batches)
+        return sum(lengths[ids].max() * len(ids) for ids in batches) / lengths.sum()
+
+    assert waste(order="windowed", window=1000) < 1.2 < 2 < waste()
+    assert waste(max_sequences=4) < waste()
+
+
+@pytest.mark.parametrize(
+    "ordering",
+    [{"order": "sorted"}, {"order": "curriculum", "pacing_start": 0.2}, {"order": "curriculum", "pacing": "natural"}],
+)
+def test_items_come_by_a_metric_of_the_user(ordering):
+    difficulty = np.arange(40)[::-1].copy()
+    seen = [ids for sampler in samplers(1, metric=difficulty, **ordering) for _, ids, _, _ in walk(sampler)]
+    items = [i for ids in seen for i in ids]
+    assert sorted(items) == list(range(40))
+    if "pacing" not in ordering:
+        assert np.corrcoef(difficulty[items], np.arange(40))[0, 1] > 0.7
+    else:
+        steps = {}
+        for step, ids, *_ in walk(samplers(1, metric=difficulty, **ordering)[0]):
+            steps.setdefault(step, set()).update(int(difficulty[i]) // 8 for i in ids)
+        assert all(len(groups) == 1 for groups in steps.values())
+
+
 def test_what_cannot_be_sampled_is_refused():
+    with pytest.raises(InputError, match="max_sequences=3 is of micro-batches that are padded"):
+        samplers(1, max_sequences=3)
+    with pytest.raises(InputError, match="equal_shapes=3 micro-batches of a step cannot be shared evenly by 2 ranks"):
+        samplers(2, padded=True, equal_shapes=3, sequences_per_step=None)
+    with pytest.raises(InputError, match="a budget is given"):
+        samplers(1, padded=True, equal_shapes=3)
+    with pytest.raises(InputError, match="one number for each of 40 sequences"):
+        samplers(1, order="sorted", metric=[1, 2])
     with pytest.raises(InputError, match=r"item 2 has 97 tokens, over tokens_per_micro_batch=96"):
         samplers(1, [3, 9, 97])
     with pytest.raises(InputError, match=r"3 numbers of targets for 2 items"):

@@ -73,6 +73,7 @@ def test_corpora_with_other_tokens_have_other_digests():
     ("corpus", "options", "named"),
     [
         (iter(ROWS), {}, r"list_iterator has not"),
+        (["some words"], {}, r"item 0 is text; a corpus holds token ids: tokenise it first"),
         ([{"text": "words"}], {}, r"an item has text, and none of input_ids, tokens, ids"),
         ([[0.5, 1.5]], {}, r"item 0 is float64 of shape \(2,\), not a row of token ids"),
         ([[[1, 2]]], {}, r"item 0 is int64 of shape \(1, 2\)"),

@@ -1,4 +1,4 @@
-"""Runs of the real command line: a small corpus, processes that can be killed, and what is left of them."""
+"""Runs of the command line: a small corpus, processes that can be killed, and what is left of them."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest import mock
 
 from torch import Tensor
@@ -19,19 +20,29 @@ from lengthwise.config import load
 from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import latest, load_weights
+from tests.warm import Command
 
 STARTS_RANKS = ("train", "profile")
 
 
-def lengthwise(*arguments: object, expected: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command line: in a process of its own where it starts ranks, else in this one."""
+def lengthwise(*arguments: object, expected: int = 0, is_cold: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the command line: where it starts ranks, in a process of its own, new down to the imports if ``is_cold``."""
     command = [sys.executable, "-m", "lengthwise", *map(str, arguments)]
-    if arguments[0] in STARTS_RANKS:
+    if is_cold:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    elif arguments[0] in STARTS_RANKS:
+        done = _in_a_warm_process(command)
     else:
         done = _in_this_process(command)
     assert done.returncode == expected, done.stderr[-3000:]
     return done
+
+
+def _in_a_warm_process(command: list[str]) -> subprocess.CompletedProcess[str]:
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        code = Command(*command[1:], out=out, err=err).wait(300)
+        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
 
 
 def _in_this_process(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -65,7 +76,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 200) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 class Run:
@@ -76,8 +87,7 @@ class Run:
         self.running: dict[int, int] = {}
         """Process ids of the ranks."""
         self.log = folder.with_suffix(".log")
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log)
+        self.process = Command(*command, out=self.log)
 
     def steps(self) -> list[int]:
         """Of all rows so far, in the order they were written; steps trained again are there again."""
@@ -95,16 +105,8 @@ class Run:
         return max(self.steps()[after:], default=-1) >= step
 
     def _ranks(self) -> dict[int, int]:
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                variables = (path / "environ").read_text().split("\0")
-            except (OSError, IndexError):
-                continue  # it has ended
-            rank = next((value for value in variables if value.startswith("RANK=")), None)
-            if parent == self.process.pid and rank is not None:
-                found[int(rank.removeprefix("RANK="))] = int(path.name)
+        started = [tuple(map(int, path.name.split("."))) for path in self.process.ranks.iterdir()]
+        found = {rank: process for rank, process in started if Path(f"/proc/{process}").exists()}
         return found if len(found) == self.num_ranks else {}
 
     def kill(self, *ranks: int) -> None:
@@ -114,22 +116,11 @@ class Run:
 
     def kill_everything(self) -> None:
         """kill -9 of the launcher and of all ranks, which are in sessions of their own."""
-        self.process.kill()
-        self.process.wait()
-        wait_until(lambda: not self._kill_left())
-
-    def _kill_left(self) -> int:
-        """Kill the processes that still train into the folder; how many there were."""
-        num_left = 0
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
-                if (
-                    str(self.folder.path) in (path / "cmdline").read_text()
-                    and "RANK=" in (path / "environ").read_text()
-                ):
-                    num_left += 1
-                    os.kill(int(path.name), signal.SIGKILL)
-        return num_left
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=300)
+        for path in self.process.ranks.iterdir():
+            with suppress(ProcessLookupError):  # it has ended
+                os.killpg(int(path.suffix[1:]), signal.SIGKILL)
 
     def end(self) -> tuple[int, str]:
         """Exit code and all that was printed, when it has ended."""

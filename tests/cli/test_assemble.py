@@ -1,19 +1,33 @@
 """A configuration and a corpus make a model that fits both."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lengthwise.cli.assemble import make_planner, make_sampler, open_plans, resolve_model
+from lengthwise.cli.compiled import CACHE_VARIABLE, compiled_layers, sizes_of
 from lengthwise.config import check, load
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
-from lengthwise.data.corpus import open_corpus
+from lengthwise.data.corpus import Corpus, Part, open_corpus
+from lengthwise.data.rules import apply_max_length
 from lengthwise.runtime.model.hf_config import write_config
 
+TWO_SEQUENCES = Corpus(
+    parts=(
+        Part(
+            name="two",
+            store=None,  # nothing is read
+            view=apply_max_length(LengthIndex(lengths=np.array([5, 9])), max_length=None, rule="error"),
+        ),
+    )
+)
 CAUSAL, LOOKING_BOTH_WAYS = "gpt-12288", "bert-1024"
 
 
@@ -73,7 +87,7 @@ def test_the_positions_are_checked_on_the_command_line(cli, index):
 @pytest.mark.parametrize(("preset", "objective"), [(CAUSAL, "next-token"), (LOOKING_BOTH_WAYS, "masked")])
 def test_batches_know_what_the_model_predicts(index, preset, objective):
     config = config_of(index, preset=preset)
-    batch = next(make_sampler(config, open_corpus(config.data).lengths))
+    batch = next(make_sampler(config, open_corpus(config.data)))
     assert batch.objective == objective
 
 
@@ -97,6 +111,11 @@ def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask
         (["plan.method=dense", "plan.degree=2"], "plan.method=dense shares nothing: plan.degree must be 1, not 2"),
         (["plan.method=metp", "plan.max_degree=4"], "plan.method=metp needs plan.degree"),
         (["plan.method=random"], "plan.method=random needs plan.degree, .*; or set plan.max_degree"),
+        (["train.compile=true"], "train.compile=true compiles layers for fixed sizes, .* set plan.shapes"),
+        (
+            ["train.compile=true", "plan.shapes=4", "plan.method=metp", "plan.degree=2"],
+            "plan.method=metp: layers whose weights are sharded are not compiled, .* ulysses, ring or dense",
+        ),
         (
             ["plan.profile=p.json", "plan.degree=2"],
             "p.json was measured on one device and knows no cost of plan.degree=2",
@@ -111,7 +130,7 @@ def test_methods_and_degrees_that_do_not_go_together_are_refused(settings, messa
     config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
     cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
     with pytest.raises(InputError, match=message):
-        make_planner(config, cost, spec=spec, cluster=cluster, lengths=LengthIndex(lengths=np.array([5, 9])))
+        make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
 
 
 @pytest.mark.parametrize(
@@ -127,11 +146,46 @@ def test_methods_and_degrees_that_do_not_go_together_are_refused(settings, messa
 def test_degree_and_stages_are_limited_by_the_settings_alone(settings, expected):
     config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
     cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
-    planner = make_planner(config, cost, spec=spec, cluster=cluster, lengths=LengthIndex(lengths=np.array([5, 9])))
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
     schemes = [kind.scheme for kind in planner.problem.kinds]
     assert {(scheme.degree, scheme.num_stages) for scheme in schemes} == expected
     if expected - {(1, 1), (1, 2), (1, 4)}:
         assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
+
+
+def test_compiled_runs_plan_a_few_sizes_that_divide_by_every_degree_with_methods_that_are_compiled():
+    settings = ["plan.policy=packed", "plan.shapes=2", "train.compile=true", "plan.max_degree=4"]
+    config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
+    assert {m for kind in planner.problem.kinds for m in kind.scheme.methods} == {"dense", "ulysses", "ring"}
+    sizes = planner.problem.lattice.sizes
+    assert len(sizes) <= 2 and all(size % 256 == 0 for size in sizes)
+    assert set(sizes_of(config, planner)) == {size // degree for size in sizes for degree in (1, 2, 4)}
+    assert sizes_of(load(None, settings[:2]), planner) == ()
+
+
+def test_compiled_runs_from_a_file_of_plans_need_as_few_sizes_in_it(tmp_path):
+    config, cluster, spec = load(None, ["plan.policy=packed"]), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
+    plan = planner(GlobalBatch(step=0, ids=(0, 1), lengths=(5, 9)))
+    (tmp_path / "p.jsonl").write_text(json.dumps(plan.to_json()) + "\n")
+    settings = ["train.compile=true", "train.steps=1", f"plan.file={tmp_path}/p.jsonl"]
+    plans = open_plans(load(None, settings))
+    wanted = {m.pack.num_tokens for pipeline in plan.pipelines for m in pipeline.micro_batches}
+    with pytest.raises(InputError, match=rf"have {len(wanted)} sizes of micro-batches, plan.shapes allows 0"):
+        sizes_of(load(None, settings), plans)
+    assert set(sizes_of(load(None, [*settings, "plan.shapes=2"]), plans)) == wanted
+
+
+def test_a_run_folder_with_a_space_is_no_place_for_compiled_code(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, "/elsewhere")  # put back what it was
+    monkeypatch.delenv(CACHE_VARIABLE)
+    world = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    with pytest.raises(InputError, match=rf"my run/compiler', .* name another place in {CACHE_VARIABLE}"):
+        compiled_layers((64,), world, RunFolder(tmp_path / "my run"), None)
+    assert compiled_layers((), world, RunFolder(tmp_path / "my run"), None) is None
 
 
 @pytest.mark.parametrize("setting", ["plan.method=ring", "plan.degree=2"])

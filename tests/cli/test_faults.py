@@ -85,6 +85,7 @@ def test_when_a_rank_is_killed_all_are_started_again(start, undisturbed):
     code, printed = run.end()
     assert code == 0, printed[-3000:]
     assert printed.count("restart 1: going on from ") == 1 and "restart 2" not in printed
+    assert ("no checkpoint is complete yet (train.checkpoint_every=8" in printed) == ("from the first step" in printed)
     assert run.folder.read_json("status.json")["attempt"] == 1
     assert_same_run(run.folder, undisturbed)
     assert sorted(run.folder.read_timelines()) == list(range(STEPS))
@@ -121,7 +122,7 @@ def assert_saved_and_ended(run: Run, code: int) -> None:
 def test_a_run_goes_on_with_any_number_of_ranks_after_it_was_stopped_or_killed(start, undisturbed):
     run = start("--max-restarts", 2)  # a run that was asked to stop is not started again
     run.wait_for(1)
-    run.process.terminate()
+    run.process.send_signal(signal.SIGTERM)
     assert_saved_and_ended(run, 75)
     rows = len(run.steps())
     assert rows < STEPS
@@ -148,8 +149,8 @@ def test_a_run_that_is_interrupted_saves_itself(start):
 def test_ranks_whose_launcher_is_killed_save_and_end(start):
     run = start("train.steps=1000", "train.checkpoint_every=1", num_ranks=1)
     run.wait_for(1)
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait()
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait(300)
     wait_until(lambda: run.folder.read_json("status.json").get("state") != "running")
     assert run.status() == ("preempted", 75), run.folder.read_json("status.json")["error"]
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.folder.read_metrics()):08}"
@@ -254,7 +255,7 @@ def test_plans_that_do_not_fit_the_run_are_refused(corpus, tmp_path, refused):
 
 def test_batches_do_not_depend_on_where_plans_come_from(corpus, undisturbed):
     config = load(undisturbed / "config.yaml", [])
-    sampler = make_sampler(config, open_corpus(config.data).lengths)
+    sampler = make_sampler(config, open_corpus(config.data))
     plans = RunFolder(undisturbed).read_plans()
     for step in range(STEPS):
         plans[step].check_covers(next(sampler))

@@ -5,6 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from lengthwise.data.metrics import METRIC_VERSION, values_digest
+from lengthwise.data.store import open_index
+
 
 @pytest.fixture
 def lengths(tmp_path):
@@ -42,4 +45,57 @@ def test_stats_shows_tables(cli, lengths):
 def test_bad_input_is_one_message_and_exit_code_2(cli, lengths, tmp_path, arguments, said):
     (tmp_path / "text.npy").write_text("no array")
     code, out, err = cli("stats", *(word.format(tmp=tmp_path, npy=lengths) for word in arguments))
+    assert (code, out) == (2, "") and said in err and "Traceback" not in err
+
+
+@pytest.fixture
+def many(tmp_path):
+    path = tmp_path / "many.npy"
+    np.save(path, np.random.default_rng(0).lognormal(5, 1, 2000).astype(int) + 1)
+    return path
+
+
+def test_stats_of_an_order_say_what_it_does_to_sampling(cli, many, tmp_path):
+    assert cli("index", many, "--out", tmp_path / "index")[0] == 0
+    options = ("--order", "curriculum", "--pacing", "root", "--pacing-start", 0.2, "--tokens-per-step", 4096)
+    of_index, of_file = (json.loads(cli("stats", at, *options, "--json")[1]) for at in (tmp_path / "index", many))
+    assert of_index["order"]["start"] == 0.2 and of_index["each_once"] and of_index["tokens"]["most"] <= 8192
+    assert of_index["trends"][0]["spearman"] == pytest.approx(of_file["trends"][0]["spearman"]) and of_file["warnings"]
+    code, out, err = cli("stats", many, *options)
+    assert (code, err) == (0, "")
+    for said in ("curriculum", "Spearman", "tokens seen", "each sequence once: yes", "* steps follow length"):
+        assert said in out
+    assert "steps are samples of the corpus" in cli("stats", many, "--order", "shuffled", *options[-2:])[1]
+
+
+def test_stats_of_an_order_by_a_saved_metric(cli, many, tmp_path):
+    index = tmp_path / "index"
+    assert cli("index", many, "--out", index)[0] == 0
+    code, out, err = cli("stats", index, "--order", "sorted", "--metric", "loss")
+    assert (code, out) == (2, "") and "no metric 'loss'" in err
+    lengths = open_index(index).lengths
+    values = -np.load(many).astype(np.float64)
+    (index / "metrics").mkdir()
+    np.save(index / "metrics" / "loss.npy", values)
+    size = (index / "metrics" / "loss.npy").stat().st_size
+    info = {"schema_version": METRIC_VERSION, "index_digest": lengths.digest, "files": {"loss.npy": size}}
+    info |= {"num_sequences": len(values), "digest": values_digest(values, index_digest=lengths.digest)}
+    (index / "metrics" / "loss.json").write_text(json.dumps(info))
+    trends = json.loads(cli("stats", index, "--order", "sorted", "--metric", "loss", "--json")[1])["trends"]
+    assert [trend["name"] for trend in trends] == ["length", "loss"]
+    assert trends[0]["spearman"] < -0.9 and trends[1]["spearman"] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--order", "cubic"], "data.order"),
+        (["--order", "curriculum", "--pacing", "cubic"], "data.pacing"),
+        (["--order", "curriculum", "--pacing-start", "2"], "data.pacing_start"),
+        (["--order", "shuffled", "--tokens-per-step", "0"], "data.tokens_per_step"),
+        (["--order", "sorted", "--metric", "loss"], "holds lengths alone"),
+    ],
+)
+def test_an_order_that_cannot_be_is_refused(cli, many, arguments, said):
+    code, out, err = cli("stats", many, *arguments)
     assert (code, out) == (2, "") and said in err and "Traceback" not in err

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -26,10 +27,11 @@ def corpus(tmp_path_factory) -> Path:
 def test_two_ranks_train_report_and_export(corpus, tmp_path):
     folder = tmp_path / "run"
     arguments = settings(corpus, folder, "train.steps=3", "train.tensorboard=true", "plan.policy=auto")
-    done = lengthwise("train", *arguments, "--nproc", 2, "--json")
+    done = lengthwise("train", *arguments, "--nproc", 2, "--json", is_cold=True)
     assert json.loads(done.stdout)["status"]["state"] == "done"
     line = next(line for line in done.stderr.splitlines() if line.startswith("step: 3/3"))
-    for part in ("loss: ", "grad_norm: ", "lr: ", "tokens: ", "pad: 0.0%", "imbalance: ", "mfu: n/a", "plan: auto"):
+    assert "plan: auto (predicted " in line
+    for part in ("loss: ", "grad_norm: ", "lr: ", "tokens: ", "pad: 0.0%", "imbalance: ", "mfu: n/a"):
         assert part in line
     rows = RunFolder(folder).read_metrics()
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -85,6 +87,21 @@ def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_
     assert {p.scheme.num_stages for plan in plans.values() for p in plan.pipelines} == {2}
 
 
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs a C++ compiler")
+def test_compiled_training_is_training_and_a_resumed_run_loads_what_was_compiled(corpus, tmp_path, dense_losses):
+    folder = tmp_path / "run"
+    more = ["plan.policy=packed", "plan.shapes=1", "train.compile=true", "--degree", "2"]
+    lengthwise("train", *options(corpus, folder, *more), "--nproc", 2, is_cold=True)
+    assert [row["loss/avg"] for row in RunFolder(folder).read_metrics()] == pytest.approx(dense_losses, rel=1e-10)
+    compiled = set((folder / "compiler").rglob("*.so"))
+    assert compiled
+    lengthwise("train", "--resume", folder, f"train.steps={NUM_STEPS + 1}", "--nproc", 2, is_cold=True)
+    rows = RunFolder(folder).read_metrics()
+    assert [row["compile/recompiles"] for row in rows] == [0] * (NUM_STEPS + 1)
+    assert set((folder / "compiler").rglob("*.so")) == compiled
+
+
 def by_hand(batch, *pipelines: tuple[tuple[int, ...], Scheme]) -> StepPlan:
     """Every other sequence to every other pipeline, two to a pack; nothing is predicted."""
     places = range(len(batch.ids))
@@ -118,7 +135,7 @@ def by_hand(batch, *pipelines: tuple[tuple[int, ...], Scheme]) -> StepPlan:
 def test_plans_written_by_hand_are_executed_as_they_are(corpus, tmp_path, dense_losses):
     """Another strategy at every step, in one JSON document without digests."""
     config = load(None, options(corpus, tmp_path / "run"))
-    batches = islice(make_sampler(config, open_corpus(config.data).lengths), NUM_STEPS)
+    batches = islice(make_sampler(config, open_corpus(config.data)), NUM_STEPS)
     dense, ring, metp, ulysses = (
         uniform_scheme(NUM_LAYERS, degree=degree, method=method, recomputed=layers)
         for degree, method, layers in (
@@ -146,6 +163,12 @@ def test_plans_written_by_hand_are_executed_as_they_are(corpus, tmp_path, dense_
     assert [[p.scheme for p in executed[step].pipelines] for step in range(NUM_STEPS)] == [
         [scheme for _, scheme in pipelines] for pipelines in strategies
     ]
+
+
+def test_plans_that_are_not_there_are_missed_before_ranks_are_started(cli, corpus, tmp_path):
+    code, _, error = cli("train", *options(corpus, tmp_path / "run"), "--plan", tmp_path / "nowhere.jsonl")
+    assert code == 2 and f"cannot read plans from {tmp_path / 'nowhere.jsonl'}" in error
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,12 @@ def plans(draw):
     lengths = draw(st.lists(st.integers(1, 10**6), min_size=2, max_size=12))
     micro_batches = [
         MicroBatch(
-            pack=Pack(ids=(i,), lengths=(length,), padded_to=draw(st.sampled_from([0, length, length + 7]))),
+            pack=Pack(
+                ids=(i,),
+                lengths=(length,),
+                padded_to=draw(st.sampled_from([0, length, length + 7])),
+                filler=draw(st.sampled_from([0, 0, 9])),
+            ),
             time_s=draw(st.floats(0, 1e3)),
             peak_bytes=draw(st.integers(0, 2**50)),
             comm_s=draw(st.floats(0, 1)),

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.order import epoch_order, make_order
+from lengthwise.data.budget import Budget
+from lengthwise.data.difficulty import by_length
+from lengthwise.data.order import OrderSettings, epoch_order, make_order
 from lengthwise.data.sampler import Sampler
 
 lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -18,6 +20,34 @@ budgets = st.one_of(
     st.builds(lambda size: {"tokens_per_step": size}, st.integers(1, 200)),
     st.builds(lambda size: {"sequences_per_step": size}, st.integers(1, 50)),
 )
+
+
+ORDERS = [
+    OrderSettings(order="shuffled"),
+    OrderSettings(order="corpus"),
+    OrderSettings(order="sorted"),
+    OrderSettings(order="windowed", window=8),
+    OrderSettings(order="curriculum", pacing="root", pacing_start=0.3),
+    OrderSettings(order="curriculum", pacing="step", curriculum_epochs=1),
+    OrderSettings(order="curriculum", pacing="natural", pacing_stages=3, curriculum_epochs=2),
+]
+all_budgets = st.one_of(
+    budgets,
+    st.builds(
+        lambda size, least: {"budget": Budget(tokens=size, padded=True, min_sequences=least)},
+        st.integers(1, 200),
+        st.integers(1, 3),
+    ),
+    st.builds(
+        lambda size, count: {"budget": Budget(tokens=size, padded=True, equal_shapes=count)},
+        st.integers(1, 200),
+        st.integers(1, 3),
+    ),
+)
+
+
+def ordered(lengths, settings):
+    return make_order(settings, by_length(index_of(lengths)))
 
 
 def index_of(lengths):
@@ -70,8 +100,49 @@ def test_only_the_last_batch_of_an_epoch_is_smaller(lengths, size):
         assert all(len(batch.ids) == size for batch in batches[:-1]) and 1 <= len(batches[-1].ids) <= size
 
 
-@given(lengths=lengths_lists, budget=budgets, step=st.integers(0, 60), drawn=st.integers(0, 30))
-def test_a_restored_and_a_skipped_sampler_go_on_like_the_first(lengths, budget, step, drawn):
+@given(lengths=lengths_lists, budget=all_budgets, settings=st.sampled_from(ORDERS))
+def test_every_order_and_budget_holds_every_sequence_once_an_epoch(lengths, budget, settings):
+    sampler = Sampler(index_of(lengths), seed=2, order=ordered(lengths, settings), **budget)
+    for batches in take_epochs(sampler, 3):
+        assert sorted(id for batch in batches for id in batch.ids) == list(range(len(lengths)))
+        assert all(batch.lengths == tuple(lengths[id] for id in batch.ids) for batch in batches)
+
+
+def test_batches_of_the_natural_mixture_are_of_one_group_each_and_groups_come_in_random_order():
+    lengths = list(range(1, 121))
+    order = make_order(ORDERS[-1], by_length(index_of(lengths)))
+    sampler = Sampler(index_of(lengths), seed=5, sequences_per_step=7, order=order)
+    first, second, third = take_epochs(sampler, 3)
+    for batches in (first, second):
+        groups = [{id // 40 for id in batch.ids} for batch in batches]
+        assert all(len(group) == 1 for group in groups)
+        in_turn = [group.pop() for group in groups]
+        assert sorted(in_turn) == [0] * 6 + [1] * 6 + [2] * 6 != in_turn
+    assert any(len({id // 40 for id in batch.ids}) > 1 for batch in third), "shuffled after its epochs"
+    assert [batch.ids for batch in first] != [batch.ids for batch in second]
+
+
+def test_batches_of_windows_are_of_similar_lengths_and_come_in_random_order():
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 257)).tolist()
+    budget = Budget(tokens=1024, padded=True)
+    order = make_order(OrderSettings(order="windowed", window=64), by_length(index_of(lengths)))
+    batches = take_epochs(Sampler(index_of(lengths), seed=1, budget=budget, order=order), 1)[0]
+    computed = [len(batch.lengths) * max(batch.lengths) for batch in batches]
+    assert max(computed) <= 1024 and sum(computed) < 1.15 * sum(lengths)
+    longest = [max(batch.lengths) for batch in batches]
+    turns = sum((a < b) != (b < c) for a, b, c in zip(longest, longest[1:], longest[2:]))
+    assert turns > len(batches) / 3, "not one window after the other"
+
+
+@given(
+    lengths=lengths_lists,
+    budget=all_budgets,
+    settings=st.sampled_from(ORDERS),
+    step=st.integers(0, 60),
+    drawn=st.integers(0, 30),
+)
+def test_a_restored_and_a_skipped_sampler_go_on_like_the_first(lengths, budget, settings, step, drawn):
+    budget = {**budget, "order": ordered(lengths, settings)}
     whole = list(islice(Sampler(index_of(lengths), seed=3, **budget), step + 5))
     sampler = Sampler(index_of(lengths), seed=3, **budget)
     for _ in range(drawn):
@@ -97,6 +168,7 @@ def test_the_order_is_the_one_of_the_first_release():
         ({"order": {"name": "corpus"}}, "order"),
         ({"schema_version": 9}, "schema_version"),
         ({"position": 3}, "damaged"),
+        ({"position": 1}, "damaged"),
         ({"epoch": -1}, "damaged"),
         ({"step": "1"}, "damaged"),
     ],
@@ -114,6 +186,7 @@ def test_a_state_of_another_run_is_refused_by_name(change, said):
         ({"tokens_per_step": 1, "sequences_per_step": 1}, "exactly one of"),
         ({"tokens_per_step": 0}, "at least 1"),
         ({"sequences_per_step": 1, "seed": -1}, "seed -1"),
+        ({"sequences_per_step": 1, "budget": Budget(tokens=1)}, "give one"),
     ],
 )
 def test_budgets_and_seeds_that_make_no_sense_are_refused(choice, said):

@@ -1,15 +1,15 @@
 """CPU ranks that outlive a test: started once per world size, they run any module-level function sent to them."""
 
+import gc
 import os
 import socket
 import traceback
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.tensor", "transformers.models.llama.modeling_llama"]
-"""Imported once, not by every rank."""
+from tests.warm import context
+
 TIMEOUT = timedelta(seconds=60)
 """A rank that waits longer in a collective is taken for hung."""
 
@@ -21,13 +21,12 @@ class RankPool:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        warm = context()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, num_ranks, port, theirs), daemon=True)
+            ours, theirs = warm.Pipe()
+            process = warm.Process(target=_serve, args=(rank, num_ranks, port, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -75,7 +74,9 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported before stays: nothing of it is looked at again
     torch.set_num_threads(1)
+    _share_one_device()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     while True:
         try:
@@ -86,3 +87,21 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
             pipe.send((False, function(*arguments, **options)))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
+
+
+def _share_one_device() -> None:
+    """All groups of this process listen by one thread.
+
+    Else each has its own, which wakes up a hundred times a second: a rank has hundreds of groups before long.
+    """
+    from torch.distributed import distributed_c10d
+
+    device = distributed_c10d.ProcessGroupGloo.create_default_device()
+
+    class Sharing(distributed_c10d.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options = distributed_c10d.ProcessGroupGloo._Options()
+            options._devices, options._timeout = [device], timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]

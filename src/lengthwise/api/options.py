@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationErr
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.specs import nearest
+from lengthwise.data.curriculum import MOST_BLOCKS
+from lengthwise.data.order import WINDOW
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 
 DEFAULT_TOKENS_PER_STEP = 65_536
@@ -35,8 +37,21 @@ class Options(BaseModel):
     """Token budget of a global batch."""
     sequences_per_step: int | None = Field(default=None, ge=1)
     """Or: sequences of a global batch."""
-    order: Literal["shuffled", "corpus"] = "shuffled"
-    """Of an epoch."""
+    order: Literal["shuffled", "corpus", "sorted", "curriculum", "windowed"] = "shuffled"
+    """Of an epoch: random, as they come, by metric, from easy to hard, or random batches of sequences that a window
+    sorted by metric."""
+    metric: SkipValidation[Any] = None
+    """Of orders that follow one: a number for each sequence; None: its length."""
+    window: int = Field(default=WINDOW, ge=1)
+    """Sequences that ``windowed`` sorts at a time."""
+    pacing: Literal["linear", "root", "step", "natural"] = "root"
+    """Of a curriculum: how the share of the corpus grows that sequences are drawn from."""
+    pacing_start: float = Field(default=0.1, gt=0, le=1)
+    """That share at the beginning of an epoch."""
+    pacing_stages: int = Field(default=5, ge=1, le=MOST_BLOCKS)
+    """Of ``step``: how often it grows; of ``natural``: groups of difficulty."""
+    curriculum_epochs: int | None = Field(default=None, ge=1)
+    """Epochs with the curriculum, shuffled afterwards; None: all."""
     seed: int = Field(default=0, ge=0)
     """Of the order of sequences, of masks and of dropout."""
 
@@ -70,6 +85,14 @@ class Options(BaseModel):
     optimizer: OptimizerSettings | Literal["adamw", "sgd", "adafactor"] = "adamw"
     lr: float | Callable[[int], float] = 3e-4
     """A number, or a function of the step."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning-rate follows the size of each step's batch."""
+    lr_scaling_by: Literal["tokens", "sequences", "targets"] = "tokens"
+    """What that size counts."""
+    lr_reference: float | None = Field(default=None, gt=0)
+    """The size that ``lr`` is for; None: that of a batch of sequences of mean length."""
+    lr_clamp: tuple[float, float] | None = None
+    """Least and most that ``lr`` is multiplied by."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Of matrices, where ``optimizer`` is a name."""
     clip_norm: float = Field(default=1.0, ge=0)
@@ -88,6 +111,9 @@ class Options(BaseModel):
     check: bool = True
     """Compute two short sequences both ways before the run, and refuse a model whose gradients differ."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    workers: int = Field(default=0, ge=0)
+    """Processes of each rank that read the corpus' items ahead of computing, for datasets that are slow to read; 0: an
+    item is read when it is needed."""
     verbose: bool = True
     """Say on the first rank what was found and measured."""
 

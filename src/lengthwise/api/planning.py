@@ -1,5 +1,6 @@
 """From lengths and costs to the stream of batches and the planner of a prepared run."""
 
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -10,9 +11,12 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.scheme import Method
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.data.order import make_order
+from lengthwise.data.difficulty import difficulty, of_values
+from lengthwise.data.order import Order, OrderSettings, Shuffled, make_order
+from lengthwise.data.rules import View
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.form import FormedBatches
 from lengthwise.plan.planner import Planner
@@ -20,12 +24,33 @@ from lengthwise.plan.pool import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, mak
 from lengthwise.plan.problem import Problem
 
 
-def make_sampler(options: Options, lengths: LengthIndex, objective: str, *, seed: int | None = None) -> Sampler:
-    """The stream of global batches."""
+def with_metric_of(options: Options, view: View) -> Options:
+    """The options with a metric of the view's sequences: a piece of a sequence is as hard as the whole.
+
+    Raises:
+        InputError: the metric is not one number for each sequence that the corpus has.
+    """
+    if options.metric is None:
+        return options
+    whole = of_values(options.metric, view.ledger.sequences_in)
+    return options.model_copy(update={"metric": whole.values[view.base_ids]})
+
+
+def make_sampler(options: Options, lengths: LengthIndex, objective: str) -> Sampler:
+    """The stream of global batches.
+
+    Raises:
+        InputError: the metric is not one number per sequence.
+    """
+    settings = OrderSettings.of(options)
+    return _sampler(options, lengths, objective, order=make_order(settings, difficulty(options.metric, lengths)))
+
+
+def _sampler(options: Options, lengths: LengthIndex, objective: str, *, order: Order) -> Sampler:
     return Sampler(
         lengths,
-        seed=options.seed if seed is None else seed,
-        order=make_order(options.order),
+        seed=options.seed,
+        order=order,
         objective=objective,
         tokens_per_step=options.budgets.get("tokens_per_step"),
         sequences_per_step=options.budgets.get("sequences_per_step"),
@@ -91,7 +116,9 @@ def make_planner(
         methods=(Method.ULYSSES,),
         recompute=Recompute("auto" if options.recompute == "selective" else options.recompute),
     )
-    typical = make_sampler(options, lengths, objective, seed=(options.seed + SAMPLES_SEED) % (1 << 64))
+    other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})
+    is_steady = OrderSettings.of(options).is_steady
+    typical = (make_sampler if is_steady else partial(_sampler, order=Shuffled()))(other, lengths, objective)
     problem = make_problem(
         cost,
         cluster=cluster,
@@ -101,4 +128,12 @@ def make_planner(
         samples=[np.array(batch.lengths, dtype=np.int64) for batch in islice(typical, NUM_SAMPLES)],
     )
     problem.check_fits(lengths.lengths)
-    return Planner(policy=options.policy, problem=problem)
+    return Planner(policy=options.policy, problem=problem, lr_scaling=_lr_scaling(options, lengths, objective))
+
+
+def _lr_scaling(options: Options, lengths: LengthIndex, objective: str) -> LrScaling | None:
+    if options.lr_scaling == "none":
+        return None
+    budgets = {"tokens_per_step": None, "sequences_per_step": None, **options.budgets}
+    reference = options.lr_reference or mean_size(lengths, by=options.lr_scaling_by, objective=objective, **budgets)
+    return LrScaling(rule=options.lr_scaling, by=options.lr_scaling_by, reference=reference, clamp=options.lr_clamp)

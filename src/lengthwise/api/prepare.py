@@ -10,7 +10,7 @@ from torch import nn
 
 from lengthwise.api.costs import find_cost, measure_again
 from lengthwise.api.options import Options, named_as_options, read_options
-from lengthwise.api.planning import form, make_planner, make_sampler, steps_of
+from lengthwise.api.planning import form, make_planner, make_sampler, steps_of, with_metric_of
 from lengthwise.api.refine import Refiner
 from lengthwise.api.sequences import Sequences, read_sequences
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
@@ -59,6 +59,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     sequences = read_sequences(
         corpus, max_length=chosen.max_length, over_length=chosen.over_length, slot_tokens=chosen.slot_tokens
     )
+    chosen = with_metric_of(chosen, sequences.view)
     objective = chosen.objective or _objective_of(model)
     _check_takes(model, sequences)
     atexit.register(stop_world)  # threads of Gloo may abort a process that ends without
@@ -77,6 +78,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         if chosen.check:
             check_exact(run)
         _plan(run, chosen, sequences.lengths)
+        if chosen.workers:
+            run.read_with(chosen.workers)
     except BaseException:
         adapted.release()
         raise

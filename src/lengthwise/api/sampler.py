@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,9 @@ from lengthwise.api.balance import EQUAL_AT, deal
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, num_targets
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.order import make_order
+from lengthwise.data.budget import Budget
+from lengthwise.data.difficulty import difficulty
+from lengthwise.data.order import OrderSettings, make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.comm.world import under_torchrun
 
@@ -33,10 +36,12 @@ Batch = TypeVar("Batch")
 class Part:
     """One micro-batch of this rank."""
 
-    step: int
+    batch: GlobalBatch
+    """Of its step."""
     ids: tuple[int, ...]
     weight: float
     is_last: bool
+    shape: tuple[int, int] | None
     state: dict[str, Any]
     """Where to go on from it: at its step again, or after it."""
 
@@ -48,6 +53,26 @@ class BatchSampler(data.Sampler[list[int]]):
     Every rank has as many steps, and at least one micro-batch in each: where there are more ranks than sequences, the
     shortest of the step again, with weight 0. Numbers of micro-batches differ, so gradients are summed at the last one
     (``is_last``; until then ``model.no_sync()`` under DistributedDataParallel).
+
+    Args:
+        lengths: of all items.
+        tokens_per_micro_batch: budget; with ``padded``, of the longest times their number.
+        tokens_per_step: budget of a global batch, or
+        sequences_per_step: its size.
+        rank: this rank; None: as torch.distributed says.
+        num_ranks: of all; None: as torch.distributed says.
+        seed: of the order.
+        metric: of orders that follow one, a number per item; None: its length.
+        padded: the collate function pads to the longest of a micro-batch, instead of packing.
+        max_sequences: of a micro-batch, with ``padded``.
+        equal_shapes: instead of a budget of the step: it has this many micro-batches over all ranks, padded to one
+            shape, see ``shape``; for pipelines.
+        objective: what has a loss, as in :func:`lengthwise.prepare`.
+        targets: how many tokens of each item have a loss, where labels leave out some.
+        equal_at: length of a sequence whose attention takes as long as all else; about twelve times the model's
+            hidden size, six times without a causal mask.
+        ordering: order, pacing, pacing_start, pacing_stages, curriculum_epochs and window, as in
+            :class:`~lengthwise.data.order.OrderSettings`.
     """
 
     def __init__(
@@ -60,28 +85,16 @@ class BatchSampler(data.Sampler[list[int]]):
         rank: int | None = None,
         num_ranks: int | None = None,
         seed: int = 0,
-        order: str = "shuffled",
+        metric: Sequence[float] | np.ndarray | None = None,
         padded: bool = False,
+        max_sequences: int | None = None,
+        equal_shapes: int | None = None,
         objective: str = NEXT_TOKEN,
         targets: Sequence[int] | np.ndarray | None = None,
         equal_at: int = EQUAL_AT,
+        **ordering: Any,
     ) -> None:
-        """For a dataset whose item i has ``lengths[i]`` tokens.
-
-        Args:
-            lengths: of all items.
-            tokens_per_micro_batch: budget; with ``padded``, of the longest times their number.
-            tokens_per_step: budget of a global batch, or
-            sequences_per_step: its size.
-            rank: this rank; None: as torch.distributed says.
-            num_ranks: of all; None: as torch.distributed says.
-            seed: of the order.
-            order: of an epoch: shuffled, or corpus.
-            padded: the collate function pads to the longest of a micro-batch, instead of packing.
-            objective: what has a loss, as in :func:`lengthwise.prepare`.
-            targets: how many tokens of each item have a loss, where labels leave out some.
-            equal_at: length of a sequence whose attention takes as long as all else; about twelve times the model's
-                hidden size, six times without a causal mask.
+        """For a dataset whose item i has ``lengths[i]`` tokens; arguments are explained above.
 
         Raises:
             InputError: budgets are contradictory, an item is over the budget, or the rank is not known.
@@ -89,7 +102,14 @@ class BatchSampler(data.Sampler[list[int]]):
         index = LengthIndex(lengths=np.asarray(lengths, dtype=np.int64))
         self._rank, self._num_ranks = _place(rank, num_ranks)
         _check_items(index, tokens_per_micro_batch, targets)
-        self._lengths, self._budget, self._padded = index.lengths, tokens_per_micro_batch, padded
+        self._lengths, self._budget = index.lengths, tokens_per_micro_batch
+        self._padded = _padded_budget(
+            tokens_per_micro_batch,
+            padded=padded,
+            max_sequences=max_sequences,
+            equal_shapes=equal_shapes,
+            num_ranks=self._num_ranks,
+        )
         self._equal_at = equal_at
         self._targets = None if targets is None else np.asarray(targets)
         self._new_stream = partial(
@@ -98,7 +118,8 @@ class BatchSampler(data.Sampler[list[int]]):
             seed=seed,
             tokens_per_step=tokens_per_step,
             sequences_per_step=sequences_per_step,
-            order=make_order(order),
+            budget=self._padded if equal_shapes else None,
+            order=make_order(OrderSettings(**ordering), difficulty(metric, index)),
             objective=objective,
         )
         self._state = self._new_stream().state_dict()
@@ -123,7 +144,17 @@ class BatchSampler(data.Sampler[list[int]]):
     @property
     def step(self) -> int:
         """Number of its step, from 0 over all epochs."""
-        return self._part.step
+        return self.batch.step
+
+    @property
+    def batch(self) -> GlobalBatch:
+        """The global batch of the last list's step, of all ranks: what a learning-rate may follow."""
+        return self._part.batch
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """With ``equal_shapes``: rows and length that the last list is to be padded to; None: as it comes."""
+        return self._part.shape
 
     @property
     def _part(self) -> Part:
@@ -177,36 +208,58 @@ class BatchSampler(data.Sampler[list[int]]):
         while stream.epoch == epoch:
             before = stream.state_dict()
             batch = next(stream)
-            cut = self._cut(batch)
+            cut, shape = self._cut(batch), self._shape_of(batch)
             for number, (ids, weight) in enumerate(cut):
                 is_last = number == len(cut) - 1
                 state = stream.state_dict() if is_last else before
-                yield Part(step=batch.step, ids=ids, weight=weight, is_last=is_last, state=state)
+                yield Part(batch=batch, ids=ids, weight=weight, is_last=is_last, shape=shape, state=state)
+
+    def _shape_of(self, batch: GlobalBatch) -> tuple[int, int] | None:
+        if self._padded is None or self._padded.equal_shapes is None:
+            return None
+        return -(-len(batch.ids) // self._padded.equal_shapes), max(batch.lengths)
 
     def _cut(self, batch: GlobalBatch) -> list[tuple[tuple[int, ...], float]]:
         """This rank's micro-batches of a step, and their weights."""
-        held = deal(batch, self._num_ranks, max_tokens=self._budget, equal_at=self._equal_at)[self._rank]
-        if self._padded:
-            held = self._cut_padded([i for ids in held for i in ids])
-        if not held:
-            return [((min(zip(batch.lengths, batch.ids))[1],), 0.0)]
-        total = sum(self._count(i, batch.objective) for i in batch.ids)
-        return [(ids, sum(self._count(i, batch.objective) for i in ids) / max(1, total)) for ids in held]
+        total = max(1, sum(self._count(i, batch.objective) for i in batch.ids))
+        nothing = ((min(zip(batch.lengths, batch.ids))[1],), 0.0)
+        if self._padded is not None and self._padded.equal_shapes is not None:
+            count = self._padded.equal_shapes
+            edges = [len(batch.ids) * number // count for number in range(count + 1)]
+            held = [batch.ids[start:end] for start, end in pairwise(edges)][self._rank :: self._num_ranks]
+        else:
+            held = deal(batch, self._num_ranks, max_tokens=self._budget, equal_at=self._equal_at)[self._rank]
+            held = held if self._padded is None else self._cut_padded([i for ids in held for i in ids], self._padded)
+        counted = [(ids, sum(self._count(i, batch.objective) for i in ids) / total) if ids else nothing for ids in held]
+        return counted or [nothing]
 
     def _count(self, item: int, objective: str) -> int:
         if self._targets is not None:
             return int(self._targets[item])
         return num_targets((int(self._lengths[item]),), objective=objective)
 
-    def _cut_padded(self, ids: list[int]) -> list[tuple[int, ...]]:
+    def _cut_padded(self, ids: list[int], budget: Budget) -> list[tuple[int, ...]]:
         """Longest first, as many together as stay within the budget when all are as long as the first."""
         ordered = sorted(ids, key=lambda i: (-int(self._lengths[i]), i))
-        cut: list[tuple[int, ...]] = []
-        while ordered:
-            count = self._budget // int(self._lengths[ordered[0]])
-            cut.append(tuple(ordered[:count]))
-            ordered = ordered[count:]
-        return cut
+        cut = budget.cut(self._lengths[ordered])
+        return [tuple(ordered[start:end]) for start, end in zip(cut.starts.tolist(), cut.ends.tolist())]
+
+
+def _padded_budget(
+    tokens: int, *, padded: bool, max_sequences: int | None, equal_shapes: int | None, num_ranks: int
+) -> Budget | None:
+    """Of a micro-batch that is padded; None: sequences are packed."""
+    if not padded:
+        for name, value in {"max_sequences": max_sequences, "equal_shapes": equal_shapes}.items():
+            if value is not None:
+                raise InputError(f"{name}={value} is of micro-batches that are padded; give padded=True")
+        return None
+    if equal_shapes is not None and equal_shapes % num_ranks:
+        raise InputError(
+            f"equal_shapes={equal_shapes} micro-batches of a step cannot be shared evenly by {num_ranks} ranks; use a "
+            f"multiple of {num_ranks}"
+        )
+    return Budget(tokens=tokens, padded=True, max_sequences=max_sequences, equal_shapes=equal_shapes)
 
 
 def _place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:

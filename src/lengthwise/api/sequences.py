@@ -126,6 +126,11 @@ def _items(corpus: Any, slot_tokens: int) -> Items:
     for number in range(len(corpus)):
         item = corpus[number]
         values = _values(item)
+        if values.dtype.kind in "US":
+            raise InputError(
+                f"item {number} is text; a corpus holds token ids: tokenise it first (tokenizer(texts)['input_ids']), "
+                "or make an index of the files with `lengthwise index`"
+            )
         if not values.size:
             raise InputError(f"item {number} is empty; leave items without tokens out")
         if slot_tokens == 1 and (values.ndim != 1 or not np.issubdtype(values.dtype, np.integer)):

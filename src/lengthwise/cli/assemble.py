@@ -12,35 +12,54 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.scheme import Method
+from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.cost.fitted import FittedCost
+from lengthwise.data.budget import Budget
 from lengthwise.data.corpus import Corpus
-from lengthwise.data.order import make_order
+from lengthwise.data.difficulty import of_corpus
+from lengthwise.data.order import Order, OrderSettings, Shuffled, make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.from_file import PlanFile
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.pool import DEFAULT_METHODS, NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
 from lengthwise.plan.random_methods import RandomMethods, random_strategies
+from lengthwise.plan.shapes import with_shapes
 from lengthwise.plan.solve.shop import Objective
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 
 
-def make_sampler(config: Config, lengths: LengthIndex) -> Sampler:
-    """The stream of global batches; a token budget of 64K where neither budget is set."""
+def make_sampler(config: Config, corpus: Corpus) -> Sampler:
+    """The stream of global batches; a token budget of 64K where neither budget is set.
+
+    Raises:
+        InputError: budgets are contradictory, or there is no metric that the order follows.
+    """
+    settings = OrderSettings.of(config.data)
+    difficulty = of_corpus(corpus, config.data.metric) if settings.needs_metric else None
+    return _sampler(config, corpus, make_order(settings, difficulty))
+
+
+def _sampler(config: Config, corpus: Corpus, order: Order) -> Sampler:
     data = config.data
     tokens = data.tokens_per_step
     if tokens is None and data.sequences_per_step is None:
         tokens = DEFAULT_TOKENS_PER_STEP
+    if data.count_padding and data.sequences_per_step is not None:
+        raise InputError("data.count_padding says what data.tokens_per_step counts; leave data.sequences_per_step out")
+    padded = Budget(tokens=tokens, padded=True) if data.count_padding else None
     return Sampler(
-        lengths,
+        corpus.lengths,
         seed=config.seed,
-        tokens_per_step=tokens,
+        tokens_per_step=tokens if padded is None else None,
         sequences_per_step=data.sequences_per_step,
-        order=make_order(data.order),
+        budget=padded,
+        order=order,
+        selection=corpus.selection(config.seed),
         objective=resolve_model(config, None).objective,
     )
 
@@ -55,7 +74,7 @@ def resolve_model(config: Config, corpus: Corpus | None) -> ModelSpec:
             has tokens, or predicts masked tokens and names no mask token.
     """
     model = config.model
-    needed = corpus.vocab_size if corpus is not None and corpus.store.has_tokens else None
+    needed = corpus.vocab_size if corpus is not None and corpus.has_tokens else None
     if model.hf:
         from lengthwise.runtime.model.hf_config import read_spec
 
@@ -85,7 +104,7 @@ def _check_trainable(spec: ModelSpec, corpus: Corpus) -> None:
             f"{spec.max_positions:,}; set data.max_length={spec.max_positions} and data.over_length to what shall "
             "happen to longer ones (split, truncate, drop), or train a model with rotary positions"
         )
-    if corpus.store.has_tokens and not spec.causal and spec.mask_token_id is None:
+    if corpus.has_tokens and not spec.causal and spec.mask_token_id is None:
         raise InputError(
             f"model {spec.name} predicts masked tokens and its config.json does not say which token masks them; "
             'add "mask_token_id", the id of [MASK] in its tokenizer.json'
@@ -139,7 +158,7 @@ def make_planner(
     *,
     spec: ModelSpec,
     cluster: ClusterSpec,
-    lengths: LengthIndex,
+    corpus: Corpus,
 ) -> Planner:
     """The planner of the configured policy for a corpus.
 
@@ -147,11 +166,13 @@ def make_planner(
         InputError: plan.method needs a plan.degree, or that does not divide the devices.
         InfeasibleError: not even the model's state fits a device, or some sequence fits under no scheme.
     """
-    plan = config.plan
+    plan, lengths = config.plan, corpus.lengths
     if plan.method == RANDOM:
         methods: tuple[Method, ...] = (Method.ULYSSES_Z,)  # its layout of weights is that of all that are drawn
     else:
         methods = (Method(plan.method),) if plan.method else DEFAULT_METHODS
+    if config.train.compile:
+        methods = _compiled_methods(config, methods)
     _check_degree(config, cluster)
     pool = Pool(
         max_degree=plan.degree or plan.max_degree,
@@ -167,14 +188,37 @@ def make_planner(
         num_layers=spec.num_layers,
         max_length=lengths.max_length,
         pool=pool,
-        samples=_samples(config, lengths),
+        samples=_samples(config, corpus),
         token_limit=plan.max_tokens,
     )
     problem.check_fits(lengths.lengths)
     problem = replace(
         problem, batch_size=plan.batch_size, one_shape=plan.one_shape, objective=Objective(plan.objective)
     )
-    return Planner(policy=plan.policy, problem=problem)
+    planner = Planner(policy=plan.policy, problem=problem, lr_scaling=lr_scaling(config, corpus, spec.objective))
+    return with_shapes(planner, plan.shapes) if plan.shapes else planner
+
+
+def lr_scaling(config: Config, corpus: Corpus, objective: str) -> LrScaling | None:
+    """How the learning-rate follows the batches of the run; None: not at all.
+
+    Raises:
+        InputError: the reference is left out, and cannot be told from the budget.
+    """
+    optim, data = config.optim, config.data
+    if optim.lr_scaling == "none":
+        return None
+    if data.count_padding and optim.lr_reference is None:
+        raise InputError("with data.count_padding a step's size depends on its padding; set optim.lr_reference")
+    selected = corpus.selection(config.seed).ids(0)
+    reference = optim.lr_reference or mean_size(
+        LengthIndex(lengths=corpus.lengths.lengths[selected]),
+        by=optim.lr_scaling_by,
+        objective=objective,
+        tokens_per_step=data.tokens_per_step or DEFAULT_TOKENS_PER_STEP,
+        sequences_per_step=data.sequences_per_step,
+    )
+    return LrScaling(rule=optim.lr_scaling, by=optim.lr_scaling_by, reference=reference, clamp=optim.lr_clamp)
 
 
 def open_plans(config: Config) -> PlanFile:
@@ -201,6 +245,27 @@ def with_draws(config: Config, planner: Planner) -> Callable[[GlobalBatch], Step
     return random_strategies(planner, seed=config.seed)
 
 
+def _compiled_methods(config: Config, methods: tuple[Method, ...]) -> tuple[Method, ...]:
+    """Those of ``methods`` that layers are compiled for.
+
+    Raises:
+        InputError: there is none, or micro-batches have any size.
+    """
+    if not config.plan.shapes:
+        raise InputError(
+            "train.compile=true compiles layers for fixed sizes, and micro-batches have any size; set plan.shapes, "
+            "such as plan.shapes=8"
+        )
+    whole = tuple(method for method in methods if WEIGHTS_OF.get(method, Weights.WHOLE) is Weights.WHOLE)
+    if not whole:
+        raise InputError(
+            f"train.compile=true with plan.method={config.plan.method}: layers whose weights are sharded are not "
+            "compiled, they are gathered while they compute; set plan.method to ulysses, ring or dense, or "
+            "train.compile=false"
+        )
+    return whole
+
+
 def _check_degree(config: Config, cluster: ClusterSpec) -> None:
     plan, num_devices = config.plan, cluster.num_devices
     if plan.degree and num_devices % plan.degree:
@@ -223,7 +288,9 @@ def _check_degree(config: Config, cluster: ClusterSpec) -> None:
         raise InputError(f"plan.method=dense shares nothing: plan.degree must be 1, not {plan.degree}")
 
 
-def _samples(config: Config, lengths: LengthIndex) -> list[np.ndarray]:
+def _samples(config: Config, corpus: Corpus) -> list[np.ndarray]:
     """Lengths of typical batches, drawn with another seed than those of the run."""
-    stream = make_sampler(config.model_copy(update={"seed": config.seed ^ SAMPLES_SEED}), lengths)
+    other = config.model_copy(update={"seed": config.seed ^ SAMPLES_SEED})
+    is_steady = OrderSettings.of(config.data).is_steady
+    stream = make_sampler(other, corpus) if is_steady else _sampler(other, corpus, Shuffled())
     return [np.array(batch.lengths, dtype=np.int64) for batch in islice(stream, NUM_SAMPLES)]

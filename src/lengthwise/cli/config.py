@@ -34,12 +34,11 @@ def _lines(values: Any, section: Any, indent: str) -> list[str]:
     """YAML with each setting's description as a comment."""
     lines = []
     for name, field in section.model_fields.items():
-        value = getattr(values, name)
         if hasattr(field.annotation, "model_fields"):
             title = (field.annotation.__doc__ or "").strip()
-            lines += ["", f"{name}:  # {title}", *_lines(value, field.annotation, indent + "  ")]
+            lines += ["", f"{name}:  # {title}", *_lines(getattr(values, name), field.annotation, indent + "  ")]
         else:
-            plain = list(value) if isinstance(value, tuple) else value
+            plain = values.model_dump(mode="json", include={name})[name]
             comment = f"  # {field.description}" if field.description else ""
             lines.append(f"{indent}{name}: {json.dumps(plain)}{comment}")
     return lines

@@ -49,14 +49,14 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
     corpus = open_corpus(config.data)
     spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
     cost = make_cost(config, spec, cluster)
-    planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, lengths=corpus.lengths))
+    planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus))
     if cluster.num_devices > 1 and max(config.plan.degree or 1, config.plan.max_degree, config.plan.max_stages) == 1:
         stderr().print(
             "every pipeline is one device, as plan.max_degree and plan.max_stages are 1; for any degree and up to 8 "
             f"stages set plan.max_degree={cluster.num_devices} plan.max_stages=8",
             soft_wrap=True,
         )
-    sampler = make_sampler(config, corpus.lengths)
+    sampler = make_sampler(config, corpus)
     with progress() as bar:
         for _ in bar.track(range(steps), description="plan"):
             yield planner(next(sampler))

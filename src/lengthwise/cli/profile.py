@@ -63,7 +63,11 @@ def run(
 def _longest(config: "Config") -> int:
     if config.data.max_length:
         return config.data.max_length
-    return open_corpus(config.data).lengths.max_length if config.data.index else DEFAULT_MAX_LENGTH
+    return open_corpus(config.data).lengths.max_length if _has_corpus(config) else DEFAULT_MAX_LENGTH
+
+
+def _has_corpus(config: "Config") -> bool:
+    return bool(config.data.index or config.data.mixture)
 
 
 def _leave_out(config: "Config", table: ProfileTable) -> tuple["ModelErrors", ...]:
@@ -71,7 +75,7 @@ def _leave_out(config: "Config", table: ProfileTable) -> tuple["ModelErrors", ..
     from lengthwise.core.specs import cluster_preset
     from lengthwise.cost.accuracy import leave_out_errors
 
-    spec = resolve_model(config, open_corpus(config.data) if config.data.index else None)
+    spec = resolve_model(config, open_corpus(config.data) if _has_corpus(config) else None)
     on_cpu = table.device.startswith("cpu") and not config.cluster.name
     cluster = cluster_preset(f"{table.num_ranks}xcpu") if on_cpu else resolve_cluster(config)
     return leave_out_errors(table, model=spec, cluster=cluster)
@@ -83,7 +87,7 @@ def _measure(config: "Config", out: Path, *, longest: int, max_tokens: int, repe
     from lengthwise.runtime.comm.world import start_world, stop_world
     from lengthwise.runtime.profile.measure import ladder, num_measurements, profile
 
-    spec = resolve_model(config, open_corpus(config.data) if config.data.index else None)
+    spec = resolve_model(config, open_corpus(config.data) if _has_corpus(config) else None)
     world = start_world(config.train.device)
     packs = ladder(longest, max_tokens)
     with progress() as bar:

@@ -147,6 +147,7 @@ def _print(summaries: list["RunSummary"], page: Path, trace: Path) -> None:
         ("tokens/s", lambda s: count(s.tokens_per_s)),
         ("idle", lambda s: share(s.idle_fraction)),
         ("padding", lambda s: share(s.padding_fraction)),
+        ("waiting for data", lambda s: share(s.data_wait)),
         ("step time", lambda s: seconds(s.step_time_s)),
         ("predicted", lambda s: seconds(s.predicted_step_time_s)),
         ("prediction error", lambda s: share(s.prediction_error)),

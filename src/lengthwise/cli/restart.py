@@ -126,7 +126,9 @@ class Start:
         """
         paths = _of_all(world, self._checkpoints() if world.is_first else [])[0]  # others may see the folder late
         if world.is_first and num_restarts():
-            where = f"from {paths[0].name}" if paths else "from the first step: no checkpoint is complete yet"
+            every = trainer.config.train.checkpoint_every
+            none = f"no checkpoint is complete yet (train.checkpoint_every={every}: fewer steps lose less)"
+            where = f"from {paths[0].name}" if paths else f"from the first step: {none}"
             sys.stderr.write(f"restart {num_restarts()}: going on {where}\n")
         first: InputError | None = None
         for path, older in zip(paths, [*paths[1:], None]):

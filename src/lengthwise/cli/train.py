@@ -52,6 +52,10 @@ def run(
     if is_rank():
         _train_as_rank(resolved, resume, fall_back=fall_back)
         return
+    if resolved.plan.file:
+        from lengthwise.cli.assemble import open_plans
+
+        open_plans(resolved)  # refused here, before ranks are started
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
         RunFolder(folder).check_new()

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from lengthwise.cli.assemble import (
     resolve_model,
     with_draws,
 )
+from lengthwise.cli.compiled import compiled_layers, sizes_of, tell_sizes
 from lengthwise.cli.restart import (
     DONE,
     RUNNING,
@@ -28,6 +30,7 @@ from lengthwise.cli.restart import (
     tell,
     write_status,
 )
+from lengthwise.cli.sampling import sampling_report
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InputError, LengthwiseError
@@ -35,6 +38,8 @@ from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
 from lengthwise.data.corpus import Corpus, open_corpus
+from lengthwise.data.ledger import RunLedger
+from lengthwise.data.order import SHUFFLED
 from lengthwise.data.stats import histogram
 from lengthwise.plan.ahead import PlanAhead
 from lengthwise.plan.from_file import PlanFile
@@ -80,13 +85,14 @@ def _train(config: Config, world: "World", start: Start) -> None:
     from lengthwise.runtime.train.trainer import Trainer
 
     corpus = open_corpus(config.data)
-    if not corpus.store.has_tokens:
-        raise InputError(f"{config.data.index} holds lengths alone; training needs an index with tokens")
+    corpus.check_tokens()
     spec = resolve_model(config, corpus)
     cluster = find_cluster(config, world)
     is_gpu = world.device.type == "cuda"
-    stream, planner = _plans(config, corpus, spec, cluster, world)
+    stream, planner, sizes = _plans(config, corpus, spec, cluster, world)
     try:
+        callbacks = _callbacks(config, start.folder, cluster) if world.is_first else []
+        on_size = next((one.on_compiled for one in callbacks if isinstance(one, ConsoleLog)), None)
         trainer = Trainer(
             config=config,
             spec=spec,
@@ -97,7 +103,10 @@ def _train(config: Config, world: "World", start: Start) -> None:
             folder=start.folder,
             world=world,
             peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
-            callbacks=_callbacks(config, start.folder, cluster) if world.is_first else (),
+            callbacks=callbacks,
+            compiled=compiled_layers(sizes, world, start.folder, on_size),
+            peek=planner.peek if isinstance(planner, PlanAhead) else None,
+            ledger=RunLedger(corpus, partial(make_sampler, config, corpus), seed=config.seed),
         )
         start.restore(trainer, world)
         if isinstance(planner, PlanFile):
@@ -114,12 +123,17 @@ def _train(config: Config, world: "World", start: Start) -> None:
 
 def _plans(
     config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec, world: "World"
-) -> "tuple[BatchStream, Callable[[GlobalBatch], StepPlan]]":
-    """The stream of batches and what plans them: the file of plans, or the policy, ahead of training."""
-    sampler = make_sampler(config, corpus.lengths)
+) -> "tuple[BatchStream, Callable[[GlobalBatch], StepPlan], tuple[int, ...]]":
+    """The stream of batches, what plans them (the file of plans, or the policy, ahead of training), and for which sizes
+    layers are compiled.
+    """
+    sampler = make_sampler(config, corpus)
     if config.plan.file:
-        return sampler, open_plans(config)
-    planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, lengths=corpus.lengths)
+        plans = open_plans(config)
+        return sampler, plans, sizes_of(config, plans)
+    planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
+    if world.is_first:
+        tell_sizes(planner)
     workers = int(world.device.type == "cuda") if config.plan.workers is None else config.plan.workers
     ahead = PlanAhead(
         sampler,
@@ -129,7 +143,7 @@ def _plans(
         depth=config.plan.look_ahead,
         warn=world.is_first,
     )
-    return ahead, ahead
+    return ahead, ahead, sizes_of(config, planner)
 
 
 def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":
@@ -167,17 +181,19 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
     partial = folder.config.with_suffix(".partial")
     config.save(partial)
     partial.replace(folder.config)  # whole or not at all: ranks started again read it
-    folder.write_json("ledger.json", corpus.ledger.to_json())
+    if config.data.order != SHUFFLED:
+        folder.write_json("sampling.json", sampling_report(config, corpus).to_json())
     folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})
     folder.write_json(
         "corpus.json",
         {
-            "index": config.data.index,
+            "indexes": {part.name: str(part.store.path) for part in corpus.parts},
+            "repeats": {part.name: float(part.repeat) for part in corpus.parts},
             "digest": corpus.digest,
             "num_sequences": len(corpus.lengths),
             "num_tokens": corpus.lengths.num_tokens,
             "max_length": corpus.lengths.max_length,
-            "eos_id": corpus.store.eos_id,
+            "eos_id": corpus.eos_id,
             "histogram": [
                 asdict(bin)
                 for bin in histogram(corpus.lengths.lengths, edges=_octaves(corpus.lengths.max_length))
@@ -221,6 +237,11 @@ class ConsoleLog:
         self._progress.update(self._task, completed=row["step"] + 1)
         if (row["step"] + 1) % self._every == 0:
             self._progress.console.print(self._line(row), soft_wrap=True)
+
+    def on_compiled(self, done: int, total: int) -> None:
+        """Show in the bar how many of the sizes are compiled."""
+        what = "train" if done == total else f"compile {done}/{total} sizes"
+        self._progress.update(self._task, description=what)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -59,6 +59,14 @@ class GlobalBatch:
         return num_targets(self.lengths, objective=self.objective)
 
 
+def filler_lengths(filler: int, longest: int) -> tuple[int, ...]:
+    """Sequences of padding, ``filler`` tokens in all, of at most ``longest`` each: any model that holds the pack's
+    longest sequence holds them, and their attention costs no more than it must.
+    """
+    whole, rest = divmod(filler, longest)
+    return (longest,) * whole + ((rest,) if rest else ())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pack:
     """Sequences laid end to end in one forward; attention never crosses a boundary.
@@ -66,13 +74,15 @@ class Pack:
     ``padded_to`` > 0 lays every sequence out in that many tokens, the padding at its end. No token of a sequence
     looks at it and no padding token is a target, so a padded pack is as exact as a dense one; it costs more. ``rows``
     above the number of sequences lays out as many, the last ones of padding alone: every pack of ``rows`` sequences of
-    ``padded_to`` tokens has one shape.
+    ``padded_to`` tokens has one shape. ``filler`` more tokens of padding at the end of the pack, in sequences of their
+    own that are no longer than its longest, bring it to a size that many packs share.
     """
 
     ids: tuple[int, ...]
     lengths: tuple[int, ...]
     padded_to: int = 0
     rows: int = 0
+    filler: int = 0
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.lengths) or not self.ids:
@@ -84,11 +94,14 @@ class Pack:
                 f"{len(self.lengths)} sequences padded to {self.padded_to:,} tokens cannot be laid out in {self.rows} "
                 "rows"
             )
+        if self.filler < 0:
+            raise InputError(f"a pack is filled up with 0 tokens or more, not {self.filler:,}")
 
     @cached_property
     def computed_lengths(self) -> tuple[int, ...]:
-        """Tokens each sequence occupies in the forward, padding included."""
-        return (self.padded_to,) * max(self.rows, len(self.lengths)) if self.padded_to else self.lengths
+        """Tokens each sequence occupies in the forward, padding included; then those of padding alone."""
+        laid_out = (self.padded_to,) * max(self.rows, len(self.lengths)) if self.padded_to else self.lengths
+        return laid_out + filler_lengths(self.filler, max(laid_out)) if self.filler else laid_out
 
     @cached_property
     def num_tokens(self) -> int:

@@ -181,7 +181,8 @@ class StepPlan:
                 pack, sizes = m.pack, (m.time_s, m.comm_s, m.peak_bytes)
                 overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
-                state.update(f"{pack.ids}{pack.lengths}{shape}{sizes}{overrides}".encode())
+                filler = f"+{pack.filler}" if pack.filler else ""
+                state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
         return state.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
@@ -270,6 +271,7 @@ def _micro_batch_to_json(micro_batch: MicroBatch) -> dict[str, Any]:
         "lengths": list(pack.lengths),
         "padded_to": pack.padded_to,
         "rows": pack.rows,
+        "filler": pack.filler,
         "time_s": micro_batch.time_s,
         "comm_s": micro_batch.comm_s,
         "peak_bytes": micro_batch.peak_bytes,
@@ -286,6 +288,7 @@ def _micro_batch_from_json(document: dict[str, Any]) -> MicroBatch:
             lengths=tuple(document["lengths"]),
             padded_to=document["padded_to"],
             rows=document.get("rows", 0),
+            filler=document.get("filler", 0),
         ),
         time_s=document["time_s"],
         comm_s=document["comm_s"],

@@ -1,10 +1,11 @@
 """The files of one training run: the runtime writes them, the report reads them, a resumed run goes on with them.
 
 config.yaml     the resolved configuration      status.json      how the run ended
-corpus.json     length statistics of the data   ledger.json      what max_length did to the data
+corpus.json     length statistics of the data   ledger.json      what became of it, token by token
 plans.jsonl     one StepPlan a line             metrics.jsonl    one step a line
 timeline/       one file a rank, a step a line  checkpoints/     step_00000100/, latest
 tensorboard/    event files                     trace.json.gz, report.html
+compiler/       what train.compile compiled
 stop            asks the run to save and end
 """
 
@@ -17,6 +18,7 @@ from typing import Any
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, merge
 
 
@@ -40,6 +42,11 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
         return self.path / "checkpoints"
+
+    @property
+    def compiler(self) -> Path:
+        """Folder of compiled code; a resumed run loads it."""
+        return self.path / "compiler"
 
     @property
     def tensorboard(self) -> Path:
@@ -93,6 +100,18 @@ class RunFolder:
         """The JSON object in ``name``; empty when there is none."""
         path = self.path / name
         return json.loads(path.read_text()) if path.is_file() else {}
+
+    def read_spec(self) -> ModelSpec:
+        """The sizes of the model that was trained.
+
+        Raises:
+            InputError: there are none.
+        """
+        document = self.read_json("model.json")
+        if not document:
+            raise InputError(f"{self.path} has no model.json: this run never began to train")
+        values = {name: document[name] for name in ModelSpec.__dataclass_fields__ if name in document}
+        return ModelSpec(**{**values, "rope_scaling": tuple(tuple(item) for item in document["rope_scaling"])})
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Metrics of all steps, in order; a step trained again after a resume counts once, the last time."""

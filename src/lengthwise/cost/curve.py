@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from lengthwise.core.errors import InputError
 
@@ -26,6 +25,8 @@ def fit_polynomial(x: np.ndarray, y: np.ndarray, *, order: int) -> tuple[np.ndar
 
     AIC = n ln(mean squared relative error) + 2 (order + 1), for n points.
     """
+    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
+
     scale = x.max()
     columns = np.vander(x / scale, order + 1, increasing=True) / y[:, None]
     weights, _ = nnls(columns, np.ones(len(y)))

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import LayerRow, LayerTable
@@ -140,6 +139,8 @@ def _non_negative(
     columns: np.ndarray, target: np.ndarray, unit: np.ndarray
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Weights of the columns that come closest to ``target`` in parts of ``unit``, and how far off each row is."""
+    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
+
     scale = np.maximum(columns.max(axis=0), 1.0)  # columns differ by ten orders of magnitude
     relative = columns / scale / unit[:, None]
     weights = nnls(relative, target / unit)[0]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError
@@ -94,6 +93,8 @@ def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float,
     Least absolute errors by repeated least squares, weighted by the error of the round before: a row that a busy moment
     of the machine spoiled does not pull the others along.
     """
+    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
+
     scale = columns.max(axis=0)  # columns differ by ten orders of magnitude
     relative = columns / scale / target[:, None]
     trust = np.ones(len(target))

@@ -1,63 +1,196 @@
-"""The sequences of a run: an index seen through its length rule."""
+"""The sequences of a run: one index, or several mixed, seen through their length rule."""
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, fields
+from fractions import Fraction
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from lengthwise.config import DataConfig
+from lengthwise.config import DataConfig, PartConfig
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.mixture import Mixture, solve_repeats
+from lengthwise.data.order import Everything, Selection
 from lengthwise.data.rules import Ledger, View, apply_max_length
 from lengthwise.data.store import TokenStore, open_index
+from lengthwise.data.tokenizer import file_digest
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """One index of a run."""
+
+    name: str
+    store: TokenStore
+    view: View
+    repeat: Fraction = Fraction(1)
+    """Passes over it in an epoch."""
+
+    def tokens(self, id: int) -> np.ndarray:
+        """[length] unsigned integers: a read-only view of the file."""
+        start = int(self.view.starts[id])
+        return self.store.tokens(int(self.view.base_ids[id]))[start : start + int(self.view.lengths.lengths[id])]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """Token ids by sequence id, after the length rule."""
+    """Token ids by sequence id, after the length rule; the ids of several parts are laid end to end."""
 
-    store: TokenStore
-    view: View
+    parts: tuple[Part, ...]
+    is_mixture: bool = False
 
     def __len__(self) -> int:
-        return len(self.view.lengths)
+        return len(self.lengths)
 
-    @property
+    @cached_property
     def lengths(self) -> LengthIndex:
-        """Length of every sequence; what sampler and planner work on."""
-        return self.view.lengths
+        """Length of every sequence; what sampler and planner work on. Its digest covers indexes, rule and limit."""
+        views = [part.view.lengths for part in self.parts]
+        if len(views) == 1:
+            return views[0]
+        whole = np.concatenate([view.lengths for view in views])
+        return LengthIndex(lengths=whole, corpus_digest="+".join(view.digest for view in views))
 
-    @property
-    def ledger(self) -> Ledger:
-        """What the length rule did."""
-        return self.view.ledger
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[num_parts + 1] the first id of each part, and the number of all."""
+        return np.cumsum([0, *(len(part.view.lengths) for part in self.parts)])
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits over the index, the rule and its limit."""
-        return self.view.lengths.digest
+        """Sixteen hex digits over the indexes, the rule and its limit."""
+        return self.lengths.digest
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there are tokens, not lengths alone."""
+        return all(part.store.has_tokens for part in self.parts)
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest token id."""
-        return self.store.vocab_size
+        return max(part.store.vocab_size for part in self.parts)
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token at the end of every sequence, if any."""
+        return self.parts[0].store.eos_id
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What the length rule did, to all parts together."""
+        ledgers = [part.view.ledger for part in self.parts]
+        counted = [field.name for field in fields(Ledger) if field.name not in ("rule", "max_length")]
+        sums = {name: sum(getattr(ledger, name) for ledger in ledgers) for name in counted}
+        return Ledger(rule=ledgers[0].rule, max_length=ledgers[0].max_length, **sums)
+
+    def mixture(self, seed: int) -> Mixture:
+        """How often each part is passed over."""
+        sizes = tuple(len(part.view.lengths) for part in self.parts)
+        return Mixture(sizes=sizes, repeats=tuple(part.repeat for part in self.parts), seed=seed)
+
+    def selection(self, seed: int) -> Selection:
+        """Which sequences an epoch holds."""
+        return self.mixture(seed) if self.is_mixture else Everything(len(self))
+
+    def part_of(self, ids: np.ndarray) -> np.ndarray:
+        """Number of the part that each sequence is of."""
+        return np.searchsorted(self.starts, ids, side="right") - 1
 
     def tokens(self, id: int) -> np.ndarray:
         """[length] unsigned integers: a read-only view of the file."""
         if not 0 <= id < len(self):
             raise InputError(f"no sequence {id} in this corpus: it has {len(self):,}, counted from 0")
-        start = int(self.view.starts[id])
-        return self.store.tokens(int(self.view.base_ids[id]))[start : start + int(self.lengths.lengths[id])]
+        number = int(self.part_of(np.array(id))) if len(self.parts) > 1 else 0
+        return self.parts[number].tokens(id - int(self.starts[number]))
+
+    def check_tokens(self) -> None:
+        """Raise ``InputError`` naming a part that holds lengths alone."""
+        for part in self.parts:
+            if not part.store.has_tokens:
+                raise InputError(f"{part.store.path} holds lengths alone; training needs an index with tokens")
 
 
 def open_corpus(config: DataConfig) -> Corpus:
     """The corpus a configuration's ``data`` section describes.
 
     Raises:
-        InputError: there is no usable index, or its lengths break the rule.
+        InputError: there is no usable index, its lengths break the rule, or the parts of a mixture do not go together.
     """
+    if config.mixture:
+        return _open_mixture(config)
     if not config.index:
         raise InputError("data.index is not set; make an index with `lengthwise index` and give its folder")
     store = open_index(config.index)
     view = apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
-    return Corpus(store=store, view=view)
+    return Corpus(parts=(Part(name=_name(config.index), store=store, view=view),))
+
+
+def _open_mixture(config: DataConfig) -> Corpus:
+    if config.index:
+        raise InputError(f"data.index={config.index} and data.mixture are both set; make the index a part, or leave it")
+    names = [part.name or _name(part.index) for part in config.mixture]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InputError(f"{names.count(twice[0])} parts of data.mixture are called {twice[0]}; give each its own name")
+    stores = [open_index(part.index) for part in config.mixture]
+    _check_same_tokens(names, stores)
+    views = [_view(config, name, store) for name, store in zip(names, stores)]
+    repeats = _repeats(config.mixture, names, views)
+    parts = (
+        Part(name=name, store=store, view=view, repeat=repeat)
+        for name, store, view, repeat in zip(names, stores, views, repeats)
+    )
+    return Corpus(parts=tuple(parts), is_mixture=True)
+
+
+def _name(index: str) -> str:
+    return Path(index).resolve().name
+
+
+def _view(config: DataConfig, name: str, store: TokenStore) -> View:
+    try:
+        return apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
+    except InputError as error:
+        raise InputError(f"part {name} of data.mixture: {error}") from None
+
+
+def _repeats(parts: tuple[PartConfig, ...], names: list[str], views: list[View]) -> tuple[Fraction, ...]:
+    return solve_repeats(
+        names,
+        repeats=[part.repeat for part in parts],
+        shares=[part.share for part in parts],
+        num_tokens=[view.lengths.num_tokens for view in views],
+    )
+
+
+def _check_same_tokens(names: list[str], stores: list[TokenStore]) -> None:
+    """Raise ``InputError`` unless the same id is the same token in every part, as far as the indexes can tell."""
+    told = [(name, store, _tokenizer(store)) for name, store in zip(names, stores) if store.has_tokens]
+    made = [one for one in told if one[2] != _READY]
+    for name, store, tokenizer in told:
+        if made and tokenizer == _READY and store.vocab_size > made[0][1].vocab_size:
+            raise InputError(
+                f"parts {made[0][0]} and {name} of data.mixture have different tokens: {made[0][0]} has "
+                f"{made[0][1].vocab_size:,} ({made[0][2]}), the tokens that {name} was indexed from are ids up to "
+                f"{store.vocab_size - 1:,}; index both with one tokenizer"
+            )
+        if made and tokenizer not in (_READY, made[0][2]):
+            raise InputError(
+                f"parts {made[0][0]} and {name} of data.mixture have different tokens: {made[0][0]} was indexed with "
+                f"{made[0][2]}, {name} with {tokenizer}; index one of them again with the tokenizer of the other"
+            )
+
+
+_READY = "tokens"
+"""The kind of an index that was made of tokens, by a tokenizer it knows nothing of."""
+
+
+def _tokenizer(store: TokenStore) -> str:
+    """What tells a tokenizer from others: its settings, and the digest of its file if it has one."""
+    settings: dict[str, Any] = store.info["tokenizer"]
+    words = [str(value) for name, value in settings.items() if name not in ("path", "eos_token", "append_eos")]
+    file = store.path / "tokenizer.json"
+    return " ".join(words + ([file_digest(file)] if settings["path"] and file.is_file() else []))

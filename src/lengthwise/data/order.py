@@ -1,9 +1,18 @@
 """Which sequences an epoch holds, and in which order; functions of seed and epoch, whatever the cluster."""
 
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import nearest
+from lengthwise.data.curriculum import NATURAL, ROOT, Curriculum, Difficulty, Pacing
+from lengthwise.data.permutation import epoch_order as epoch_order
+
+SHUFFLED, CORPUS, SORTED, CURRICULUM, WINDOWED = ORDERS = ("shuffled", "corpus", "sorted", "curriculum", "windowed")
+WINDOW = 4096
+"""Sequences that ``windowed`` sorts at a time."""
 
 
 class Selection(Protocol):
@@ -27,6 +36,15 @@ class Order(Protocol):
 
     def to_json(self) -> dict[str, Any]:
         """What tells it from others, in plain values."""
+        ...
+
+
+@runtime_checkable
+class OrderOfBatches(Order, Protocol):
+    """An order that also says where batches end; they are cut from it and then come in random order."""
+
+    def breaks(self, count: int, *, epoch: int) -> np.ndarray | None:
+        """Ascending positions that no batch of ``count`` sequences crosses; None: batches come as they are cut."""
         ...
 
 
@@ -55,7 +73,7 @@ class Shuffled:
 
     def to_json(self) -> dict[str, Any]:
         """Its name."""
-        return {"name": "shuffled"}
+        return {"name": SHUFFLED}
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class InCorpusOrder:
 
     def to_json(self) -> dict[str, Any]:
         """Its name."""
-        return {"name": "corpus"}
+        return {"name": CORPUS}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,20 +104,104 @@ class Sorted:
 
     def to_json(self) -> dict[str, Any]:
         """Its name and metric."""
-        return {"name": "sorted", "metric": self.digest}
+        return {"name": SORTED, "metric": self.digest}
 
 
-def make_order(name: str) -> Order:
-    """The order called ``name``."""
-    orders: dict[str, Order] = {"shuffled": Shuffled(), "corpus": InCorpusOrder()}
-    return orders[name]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windowed:
+    """Shuffled, then sorted within windows, up and down in turn, and cut; batches of similar values in random order."""
+
+    values: np.ndarray = field(repr=False)
+    """[num_sequences] the metric of each sequence."""
+    digest: str
+    """Of the metric."""
+    window: int = WINDOW
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise InputError(f"data.window {self.window}: at least 1 sequence is needed")
+
+    def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
+        """A window ends where the next begins: among the largest values, or among the smallest."""
+        shuffled = ids[epoch_order(len(ids), seed=seed, epoch=epoch)]
+        whole = len(ids) // self.window * self.window
+        windows = shuffled[:whole].reshape(-1, self.window)
+        ascending = np.take_along_axis(windows, np.argsort(self.values[windows], axis=1, kind="stable"), axis=1)
+        ascending[1::2] = ascending[1::2, ::-1]
+        rest = shuffled[whole:]
+        rest = rest[np.argsort(self.values[rest], kind="stable")]
+        return np.concatenate([ascending.ravel(), rest[::-1] if len(windows) % 2 else rest])
+
+    def breaks(self, count: int, *, epoch: int) -> np.ndarray | None:
+        """None but the end."""
+        return np.empty(0, dtype=np.int64)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its name, metric and window."""
+        return {"name": WINDOWED, "metric": self.digest, "window": self.window}
 
 
-def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
-    """A random permutation of ``num_sequences`` positions.
+@dataclass(frozen=True, kw_only=True)
+class OrderSettings:
+    """What an order is made from, beside the values of its metric; named as in the configuration."""
 
-    The stable argsort of raw Philox output, whose stream NumPy guarantees across versions (unlike that of
-    ``Generator.permutation``).
+    order: str = SHUFFLED
+    """Of an epoch: shuffled; corpus, as they come; sorted or curriculum, by a metric; windowed, batches of sequences
+    that a window sorted by it, in random order."""
+    pacing: str = ROOT
+    """Of a curriculum, how the share of the corpus grows that is drawn from: linear, root, step or natural."""
+    pacing_start: float = 0.1
+    """That share at the beginning of an epoch."""
+    pacing_stages: int = 5
+    """Of step: how often it grows. Of natural: groups of difficulty, of which every batch is of one."""
+    curriculum_epochs: int | None = None
+    """With a curriculum, shuffled afterwards; None: all."""
+    window: int = WINDOW
+    """Sequences that windowed sorts at a time."""
+
+    @classmethod
+    def of(cls, settings: Any) -> Self:
+        """Those that ``settings`` has as attributes."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    @property
+    def needs_metric(self) -> bool:
+        """Whether the order follows a metric."""
+        return self.order in (SORTED, CURRICULUM, WINDOWED)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether lengths are as likely at the beginning of an epoch as at its end, if the corpus is mixed."""
+        return self.order not in (SORTED, CURRICULUM) or (self.order == CURRICULUM and self.pacing == NATURAL)
+
+
+def make_order(settings: OrderSettings | str, difficulty: Difficulty | None = None) -> Order:
+    """The order of these settings, or of this name.
+
+    Args:
+        settings: or a name of ``ORDERS``.
+        difficulty: the metric of those that follow one.
+
+    Raises:
+        InputError: there is no such order, or its metric is not given.
     """
-    stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    return np.argsort(stream.random_raw(num_sequences), kind="stable")
+    settings = OrderSettings(order=settings) if isinstance(settings, str) else settings
+    name = settings.order
+    if name not in ORDERS:
+        raise InputError(f"no order {name!r}; {nearest(name, ORDERS)}")
+    if not settings.needs_metric:
+        return Shuffled() if name == SHUFFLED else InCorpusOrder()
+    if difficulty is None:
+        raise InputError(f"data.order={name} follows a metric, and none is given; one number per sequence is needed")
+    values, digest = difficulty.values, difficulty.digest
+    if name == SORTED:
+        return Sorted(values=values, digest=digest)
+    if name == WINDOWED:
+        return Windowed(values=values, digest=digest, window=settings.window)
+    pacing = Pacing(
+        name=settings.pacing,
+        start=settings.pacing_start,
+        stages=settings.pacing_stages,
+        epochs=settings.curriculum_epochs,
+    )
+    return Curriculum(values=values, digest=digest, pacing=pacing)

@@ -8,7 +8,9 @@ import numpy as np
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.order import Everything, Order, Selection, Shuffled
+from lengthwise.data.budget import Budget
+from lengthwise.data.order import Everything, Order, OrderOfBatches, Selection, Shuffled
+from lengthwise.data.permutation import BATCHES, epoch_order
 
 _SCHEMA_VERSION = 2
 
@@ -17,9 +19,10 @@ class Sampler:
     """An endless iterator of global batches.
 
     With ``tokens_per_step``, a batch is the longest run of the epoch's order that stays within that many tokens; a
-    sequence that is over it alone forms a batch alone. With ``sequences_per_step``, it is that many sequences.
-    A batch never crosses the end of an epoch, so the last one of an epoch may be smaller. ``order`` is shuffled and
-    ``selection`` every sequence where they are not given.
+    sequence that is over it alone forms a batch alone. With ``sequences_per_step``, it is that many sequences. A
+    ``budget`` says it in full: padding counted, least and most sequences. A batch never crosses the end of an epoch, so
+    the last one of an epoch may be smaller. ``order`` is shuffled and ``selection`` every sequence where they are not
+    given.
     """
 
     def __init__(
@@ -29,19 +32,16 @@ class Sampler:
         seed: int,
         tokens_per_step: int | None = None,
         sequences_per_step: int | None = None,
+        budget: Budget | None = None,
         order: Order | None = None,
         selection: Selection | None = None,
         objective: str = NEXT_TOKEN,
     ) -> None:
-        budgets = {"data.tokens_per_step": tokens_per_step, "data.sequences_per_step": sequences_per_step}
-        given = {name: budget for name, budget in budgets.items() if budget is not None}
-        if len(given) != 1:
-            raise InputError(f"set exactly one of {' and '.join(budgets)}; {len(given)} of them are set")
-        for name, budget in given.items():
-            if budget < 1:
-                raise InputError(f"{name} is {budget}; at least 1 is needed")
         if not 0 <= seed < 1 << 64:
             raise InputError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
+        self._budget = budget or _one_of(tokens_per_step, sequences_per_step)
+        if budget is not None and (tokens_per_step or sequences_per_step):
+            raise InputError("a budget is given, and data.tokens_per_step or data.sequences_per_step too; give one")
         self._lengths, self._objective, self._seed = lengths, objective, seed
         self._order_of, self._selection = order or Shuffled(), selection or Everything(len(lengths))
         self._identity: dict[str, Any] = {
@@ -49,18 +49,18 @@ class Sampler:
             "seed": seed,
             "tokens_per_step": tokens_per_step,
             "sequences_per_step": sequences_per_step,
+            **({} if budget is None else {"budget": budget.to_json()}),
             "order": self._order_of.to_json(),
             "selection": self._selection.to_json(),
         }
-        self._tokens_per_step = tokens_per_step
-        self._sequences_per_step = sequences_per_step
+        self._arranged = -1
         self._rewind(epoch=0, position=0, step=0)
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         return self
 
     def __next__(self) -> GlobalBatch:
-        ids = self._order[self._position : self._end()]
+        ids = self._ids[self._position : self._ends[self._number]]
         batch = GlobalBatch(
             step=self._step,
             ids=tuple(ids.tolist()),
@@ -85,14 +85,39 @@ class Sampler:
         """Sequences of the epoch that earlier batches hold."""
         return self._position
 
+    @property
+    def dealt(self) -> np.ndarray:
+        """Ids of the epoch that earlier batches hold, in its order."""
+        return self._ids[: self._position]
+
     def skip_to(self, step: int) -> None:
-        """Make ``step`` the next batch, forwards or backwards; one search per step passed over."""
+        """Make ``step`` the next batch, forwards or backwards; every epoch passed over is arranged."""
         if step < 0:
             raise InputError(f"cannot skip to step {step}; steps count from 0")
         if step < self._step:
             self._rewind(epoch=0, position=0, step=0)
-        while self._step < step:
-            self._advance()
+        while (left := len(self._ends) - self._number) <= step - self._step:
+            self._rewind(epoch=self._epoch + 1, position=0, step=self._step + left)
+        self._rewind(
+            epoch=self._epoch,
+            position=int(self._starts[self._number + step - self._step]),
+            step=step,
+        )
+
+    def arrange(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of an epoch in its order, and where each of its batches ends."""
+        ids = self._order_of.arrange(self._selection.ids(epoch), seed=self._seed, epoch=epoch)
+        order, breaks = self._order_of, None
+        if isinstance(order, OrderOfBatches):
+            breaks = order.breaks(len(ids), epoch=epoch)
+        ends = self._budget.cut(self._lengths.lengths[ids], breaks=breaks).ends
+        if breaks is None:
+            return ids, ends
+        sizes = np.diff(ends, prepend=0)
+        turn = epoch_order(len(ends), seed=self._seed, epoch=epoch, number=BATCHES)
+        sizes, starts = sizes[turn], (ends - sizes)[turn]
+        ends = np.cumsum(sizes)
+        return ids[np.repeat(starts - (ends - sizes), sizes) + np.arange(len(ids))], ends
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler is and what it samples, in plain values."""
@@ -117,29 +142,38 @@ class Sampler:
             )
         place = [state.get(name) for name in ("epoch", "position", "step")]
         whole = all(isinstance(value, int) and value >= 0 for value in place)
-        if not whole or state["position"] >= len(self._selection.ids(state["epoch"])):
+        before = (self._epoch, self._position, self._step)
+        if whole:
+            self._rewind(epoch=state["epoch"], position=state["position"], step=state["step"])
+        if not whole or self._number == len(self._ends) or self._starts[self._number] != self._position:
+            self._rewind(epoch=before[0], position=before[1], step=before[2])
             raise InputError(
                 f"the sampler's state is damaged: epoch, position and step are {place}; resume from another"
             )
-        self._rewind(epoch=state["epoch"], position=state["position"], step=state["step"])
 
     def _rewind(self, *, epoch: int, position: int, step: int) -> None:
+        if epoch != self._arranged:
+            self._ids, self._ends = self.arrange(epoch)
+            self._starts = np.concatenate([[0], self._ends[:-1]]).astype(np.int64)
+            self._arranged = epoch
         self._epoch, self._position, self._step = epoch, position, step
-        self._order = self._order_of.arrange(self._selection.ids(epoch), seed=self._seed, epoch=epoch)
-        self._tokens_before = np.concatenate([[0], np.cumsum(self._lengths.lengths[self._order], dtype=np.int64)])
-
-    def _end(self) -> int:
-        """Where the batch that starts at the position ends, in the epoch's order."""
-        if self._sequences_per_step is not None:
-            return min(self._position + self._sequences_per_step, len(self._order))
-        assert self._tokens_per_step is not None
-        limit = self._tokens_before[self._position] + self._tokens_per_step
-        end = int(np.searchsorted(self._tokens_before, limit, side="right")) - 1
-        return max(end, self._position + 1)
+        self._number = int(np.searchsorted(self._ends, position, side="right"))
 
     def _advance(self) -> None:
-        end = self._end()
-        if end == len(self._order):
+        end = int(self._ends[self._number])
+        if end == len(self._ids):
             self._rewind(epoch=self._epoch + 1, position=0, step=self._step + 1)
         else:
-            self._position, self._step = end, self._step + 1
+            self._position, self._step, self._number = end, self._step + 1, self._number + 1
+
+
+def _one_of(tokens_per_step: int | None, sequences_per_step: int | None) -> Budget:
+    """The budget of tokens or of sequences; ``InputError`` unless one of the two is given, and possible."""
+    budgets = {"data.tokens_per_step": tokens_per_step, "data.sequences_per_step": sequences_per_step}
+    given = {name: budget for name, budget in budgets.items() if budget is not None}
+    if len(given) != 1:
+        raise InputError(f"set exactly one of {' and '.join(budgets)}; {len(given)} of them are set")
+    for name, budget in given.items():
+        if budget < 1:
+            raise InputError(f"{name} is {budget}; at least 1 is needed")
+    return Budget(tokens=tokens_per_step, max_sequences=sequences_per_step)

@@ -77,6 +77,11 @@ class PlanAhead:
                 )
             return self._fallback(batch)
 
+    def peek(self) -> StepPlan | None:
+        """The plan of the batch that is handed out next, if a worker has made it."""
+        future = self._queue[0][2] if self._queue else None
+        return future.result() if future is not None and future.done() and future.exception() is None else None
+
     def state_dict(self) -> dict[str, Any]:
         """The stream's state after the batch handed out last."""
         return self._state

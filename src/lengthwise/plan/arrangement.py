@@ -1,5 +1,6 @@
 """What policies answer: who computes which sequences of a batch, in positions of the batch; priced and made a plan."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -45,6 +46,13 @@ class Arrangement:
 
 def pack_times_s(priced: PricedBatch, lane: Lane) -> list[float]:
     """Seconds per stage of each pack of the lane, overhead included."""
+    times_s = _times_without_filler_s(priced, lane)
+    if priced.problem.lattice is None:
+        return times_s
+    return [time_s + more_s for time_s, more_s in zip(times_s, _filler_times_s(priced, lane))]
+
+
+def _times_without_filler_s(priced: PricedBatch, lane: Lane) -> list[float]:
     if lane.padded_to:
         each_s = lane.kind.times_s(np.array(lane.padded_to)).tolist()
         overhead_s, per_sequence = lane.kind.overhead_s, priced.problem.overhead_per_sequence
@@ -59,6 +67,38 @@ def pack_times_s(priced: PricedBatch, lane: Lane) -> list[float]:
         sums_s[mine] = np.add.reduceat(priced.times_s(kind)[list(chain(*held))], starts) + priced.overhead_s(kind)
     times_s: list[float] = sums_s.tolist()
     return times_s
+
+
+def _laid_out(priced: PricedBatch, lane: Lane) -> Iterator[tuple[int, int]]:
+    """Of each pack: its tokens, padding of sequences included, and those of its longest sequence."""
+    for number, pack in enumerate(lane.packs):
+        if lane.padded_to:
+            yield lane.padded_to[number] * max(lane.rows, len(pack)), lane.padded_to[number]
+        else:
+            lengths = [priced.batch.lengths[at] for at in pack]
+            yield sum(lengths), max(lengths)
+
+
+def fillers(priced: PricedBatch, lane: Lane) -> list[int]:
+    """Tokens of padding that bring each pack of the lane to a size of the lattice; 0 where it fits none."""
+    lattice = priced.problem.lattice
+    if lattice is None:
+        return [0] * len(lane.packs)
+    tokens = [tokens for tokens, _ in _laid_out(priced, lane)]
+    return [lattice.size_of(each) - each if each <= lattice.sizes[-1] else 0 for each in tokens]
+
+
+def _filler_times_s(priced: PricedBatch, lane: Lane) -> np.ndarray:
+    """Seconds per stage that filling up adds to each pack of the lane."""
+    longest = np.array([longest for _, longest in _laid_out(priced, lane)], dtype=np.int64)
+    wholes, rests = np.divmod(np.array(fillers(priced, lane), dtype=np.int64), longest)
+    runs = lane.runs or (lane.kind,) * len(lane.packs)
+    added_s = np.zeros(len(lane.packs))
+    for kind in dict.fromkeys(runs):
+        mine = np.array([run is kind for run in runs])
+        rests_s = np.where(rests[mine] > 0, kind.times_s(np.maximum(rests[mine], 1)), 0.0)
+        added_s[mine] = wholes[mine] * kind.times_s(longest[mine]) + rests_s
+    return added_s
 
 
 def pipeline_time_s(times_s: list[float], num_stages: int, objective: Objective) -> float:
@@ -149,8 +189,9 @@ def _micro_batches(priced: PricedBatch, lane: Lane, times_s: list[float], policy
             lengths=tuple([batch.lengths[i] for i in held]),
             padded_to=lane.padded_to[number] if lane.padded_to else 0,
             rows=lane.rows,
+            filler=filler,
         )
-        for number, held in enumerate(lane.packs)
+        for number, (held, filler) in enumerate(zip(lane.packs, fillers(priced, lane)))
     ]
     tokens = np.array([pack.num_tokens for pack in packs])
     comm_s, peaks = np.zeros(len(packs)), np.zeros(len(packs), dtype=np.int64)

@@ -237,6 +237,7 @@ class LayerAssigner:
                 cost=first.cost,
                 num_cluster_devices=first.num_cluster_devices,
                 token_limit=first.token_limit,
+                sizes=first.sizes,
             )
             self._counts[self._mixes[key]] = key
         return self._mixes[key]

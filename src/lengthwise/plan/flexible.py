@@ -22,6 +22,7 @@ class FlexibleKind(Kind):
             cost=pivot.cost,
             num_cluster_devices=pivot.num_cluster_devices,
             token_limit=pivot.token_limit,
+            sizes=pivot.sizes,
         )
         self.__dict__.update(pivot=pivot, leaner=tuple(leaner), max_tokens=(pivot, *leaner)[-1].max_tokens)
 

@@ -9,6 +9,7 @@ import numpy as np
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.scheme import Method, Scheme, Weights, uniform_scheme
+from lengthwise.data.lattice import round_down
 
 Family = tuple[int, tuple[int, ...], Weights]
 """Degree, layers per stage, weights: schemes that agree in them can stand in for one another, pack by pack."""
@@ -23,6 +24,8 @@ class Kind:
     num_cluster_devices: int
     token_limit: int | None = None
     """Most tokens of a micro-batch, where the user wants fewer than memory holds."""
+    sizes: tuple[int, ...] = ()
+    """Tokens that micro-batches are filled up to, ascending; empty: to none."""
 
     @cached_property
     def num_devices(self) -> int:
@@ -43,7 +46,8 @@ class Kind:
     def max_tokens(self) -> int:
         """Most tokens of a micro-batch, padding included."""
         fitting = self.cost.max_tokens(self.scheme, num_devices=self.num_cluster_devices)
-        return min(fitting, self.token_limit) if self.token_limit else fitting
+        most = min(fitting, self.token_limit) if self.token_limit else fitting
+        return round_down(most, self.sizes) if self.sizes else most
 
     @cached_property
     def overhead_s(self) -> float:

@@ -10,6 +10,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.specs import GIB, gib_up
+from lengthwise.data.lattice import Lattice
 from lengthwise.plan.kind import Family, Kind
 from lengthwise.plan.solve.shop import Certificate, Objective
 
@@ -32,6 +33,8 @@ class Problem:
     """Sequences per micro-batch of `padded`; None: the fastest that fits."""
     one_shape: bool = False
     """Whether `padded` gives every micro-batch of a step the same shape."""
+    lattice: Lattice | None = None
+    """Sizes that every micro-batch is filled up to; None: any size."""
     objective: Objective = Objective.FLOW_SHOP
     overhead_per_sequence: bool = False
     """Charge the overhead once per sequence, as Hydraulis' Eq. (1) reads, instead of once per micro-batch."""
@@ -80,6 +83,8 @@ class Problem:
 
     def needs(self, kind: Kind, num_tokens: int) -> str:
         """Why a micro-batch of ``num_tokens`` cannot run as ``kind``."""
+        if self.lattice is not None and num_tokens > self.lattice.sizes[-1]:
+            return f"exceeds the largest size that plan.shapes gives micro-batches ({self.lattice.sizes[-1]:,} tokens)."
         if kind.token_limit and kind.max_tokens == kind.token_limit:
             return f"exceeds plan.max_tokens ({kind.token_limit:,} tokens per micro-batch)."
         needed = int(kind.peak_bytes(np.asarray(num_tokens)))

@@ -61,6 +61,8 @@ class RunSummary:
     """Share of all computed tokens that is padding."""
     idle_fraction: float | None
     """Share of all device-seconds in which a rank waits or does nothing."""
+    data_wait: float | None
+    """Share of the timed steps' time in which the mean rank waits for its data."""
     imbalance: float | None
     """Median over steps of the busiest rank's compute time over the mean."""
     step_time_s: float | None
@@ -109,6 +111,7 @@ def summarise_record(record: RunRecord, *, warmup: int = 1) -> RunSummary:
         tokens_per_s=_tokens_per_s(timed),
         padding_fraction=_padding(steps),
         idle_fraction=_idle(timed),
+        data_wait=_data_wait(record.rows[num_warmup:]),
         imbalance=_middle(step.imbalance for step in timed),
         step_time_s=_middle(step.time_s for step in timed),
         predicted_step_time_s=_middle(step.predicted_s for step in timed),
@@ -202,6 +205,11 @@ def _padding(steps: Sequence[StepSummary]) -> float | None:
 def _idle(steps: Sequence[StepSummary]) -> float | None:
     known = [(s.idle_s, s.time_s) for s in steps if s.idle_s is not None and s.time_s]
     return sum(idle_s for idle_s, _ in known) / sum(time_s for _, time_s in known) if known else None
+
+
+def _data_wait(rows: Sequence[dict[str, Any]]) -> float | None:
+    known = [(row["time/data_wait_s"], row["perf/step_time_s"]) for row in rows if "time/data_wait_s" in row]
+    return sum(wait_s for wait_s, _ in known) / sum(time_s for _, time_s in known) if known else None
 
 
 def _middle(values: Iterable[float | None]) -> float | None:

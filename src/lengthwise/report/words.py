@@ -59,8 +59,10 @@ def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
         ("Corpus", _corpus(record)),
         ("Batch", _batch(record)),
         ("Long sequences", _length_rule(record)),
+        *_learned_from(record.ledger),
         ("Step time", _step_time(summary)),
         ("Balance", _balance(summary)),
+        ("Data", _data(summary)),
         ("Status", "" if summary.status == "unknown" else summary.status),
         ("Folder", summary.path),
     ]
@@ -99,8 +101,8 @@ def _corpus(record: RunRecord) -> str:
     ]
     if isinstance(corpus.get("max_length"), int):
         parts.append(f"longest {count(corpus['max_length'])} tokens")
-    index = record.setting("data", "index")
-    return ", ".join(parts) + (f" ({index})" if index and parts else str(index or ""))
+    indexes = record.setting("data", "index") or " + ".join(corpus.get("indexes", {}).values())
+    return ", ".join(parts) + (f" ({indexes})" if indexes and parts else str(indexes or ""))
 
 
 def _batch(record: RunRecord) -> str:
@@ -143,6 +145,22 @@ def _counted(ledger: dict[str, Any]) -> str:
     return "; ".join(parts) or "every token of every sequence is kept"
 
 
+def _learned_from(ledger: dict[str, Any]) -> list[tuple[str, str]]:
+    """What has been seen of each part of the corpus, by the last checkpoint."""
+    parts = ledger.get("parts", [])
+    return [("Seen" if len(parts) == 1 else f"Seen of {part['name']}", _seen(part)) for part in parts]
+
+
+def _seen(part: dict[str, Any]) -> str:
+    words = (
+        f"{count(part['sequences_seen'])} sequences, {count(part['tokens_seen'])} tokens, {part['passes']:.4g} passes"
+    )
+    if part["repeat"] != 1:
+        words += f", {part['repeat']:.4g} an epoch"
+    refused = ", ".join(f"{count(number)} {reason}" for reason, number in part["refused"].items())
+    return f"{words}; left out when it was indexed: {refused}" if refused else words
+
+
 def _step_time(summary: RunSummary) -> str:
     if summary.step_time_s is None:
         return ""
@@ -155,6 +173,10 @@ def _balance(summary: RunSummary) -> str:
     if summary.imbalance is None:
         return ""
     return f"the busiest rank computes {summary.imbalance:.2f} times as long as the mean (median over steps)"
+
+
+def _data(summary: RunSummary) -> str:
+    return "" if summary.data_wait is None else f"waited for {summary.data_wait:.2%} of the time"
 
 
 def _steps(number_of: int) -> str:

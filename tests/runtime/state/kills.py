@@ -12,10 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.warm import context
 
 LIMIT_S = 60.0
 """A rank that is still there after so long is taken for hung."""
@@ -48,10 +49,9 @@ class Nursery:
     """The process that starts ranks, kills them and buries them."""
 
     def __init__(self) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch.distributed.tensor"])
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        warm = context()
+        self._pipe, theirs = warm.Pipe()
+        self._process = warm.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 

@@ -29,12 +29,17 @@ from tests.runtime.train.runs import SPEC, local_world, master_weights, new_stat
 optimizers = pytest.mark.parametrize("settings", OPTIMIZERS, ids=name_of)
 
 
-@optimizers
-@pytest.mark.parametrize(
-    ("num_ranks", "dtype"),
-    [(1, torch.float64), (3, torch.float64), (2, torch.bfloat16)],
-    ids=["1", "3", "2 in bfloat16"],
-)
+ROUND_TRIPS = [
+    pytest.param(
+        settings, num_ranks, dtype, id=f"{num_ranks} in {dtype}-{name_of(settings)}",
+        marks=[] if num_ranks == 3 or settings in (OPTIMIZERS[0], OPTIMIZERS[-1]) else [pytest.mark.deep],
+    )
+    for settings in OPTIMIZERS
+    for num_ranks, dtype in ((1, torch.float64), (3, torch.float64), (2, torch.bfloat16))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "num_ranks", "dtype"), ROUND_TRIPS)
 def test_a_loaded_state_trains_on_as_the_saved_one_does_to_the_bit(ranks, tmp_path, settings, num_ranks, dtype):
     ranks(num_ranks).run(_check_round_trip, str(tmp_path), dtype, settings)
 
@@ -53,7 +58,12 @@ def _check_round_trip(path, dtype, settings):
 
 @pytest.mark.parametrize(
     ("num_writers", "num_readers", "settings"),
-    [(3, 2, OPTIMIZERS[0]), (2, 4, OPTIMIZERS[-1]), (4, 1, OPTIMIZERS[1]), (4, 3, OPTIMIZERS[0])],
+    [
+        (3, 2, OPTIMIZERS[0]),
+        (2, 4, OPTIMIZERS[-1]),
+        (4, 1, OPTIMIZERS[1]),
+        pytest.param(4, 3, OPTIMIZERS[0], marks=pytest.mark.deep),
+    ],
 )
 def test_any_number_of_ranks_reads_what_any_other_wrote(ranks, tmp_path, settings, num_writers, num_readers):
     check_other_ranks(ranks, tmp_path, settings, num_writers, num_readers)
@@ -130,13 +140,14 @@ def intact(ranks, tmp_path_factory) -> Path:
     return checkpoint.latest(folder)
 
 
-def test_a_changed_byte_in_any_file_is_found_and_the_file_named(intact):
+@pytest.mark.parametrize("num_bytes", [80, pytest.param(10**6, marks=pytest.mark.deep)])
+def test_a_changed_byte_in_any_file_is_found_and_the_file_named(intact, num_bytes):
     rng = random.Random(0)
     assert len(list(intact.iterdir())) == 4  # two ranks' tensors, what lies where, and state.json
     for file in intact.iterdir():
         original = file.read_bytes()
-        small = file.name == "state.json"
-        for at in range(len(original)) if small else rng.sample(range(len(original)), 40):
+        most = num_bytes if file.name == "state.json" else 40
+        for at in rng.sample(range(len(original)), min(most, len(original))):
             changed = original[:at] + bytes([original[at] ^ rng.randint(1, 255)]) + original[at + 1 :]
             file.write_bytes(changed)
             with pytest.raises(InputError, match=re.escape(f"{file} ")):

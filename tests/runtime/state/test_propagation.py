@@ -51,7 +51,7 @@ def test_every_rank_gets_the_rows_it_computes_with_and_nothing_else(ranks, name,
 def _check_pulled(name, settings):
     spec, world = FAMILIES[name], local_world()
     model, state = new_state(world, torch.float64, spec=spec, settings=settings)
-    for seed in range(20):
+    for seed in range(8):
         for holdings in layouts_of(name, seed, world.size):
             pulled(state, holdings)
             holding = holdings[world.rank]
@@ -76,7 +76,7 @@ def test_owners_get_the_sum_of_the_gradients_of_all_that_computed_with_their_sha
 def _check_pushed(name, settings):
     world = local_world()
     model, state = new_state(world, torch.float64, spec=FAMILIES[name], settings=settings)
-    for seed in range(20):
+    for seed in range(8):
         state.clear_gradient()
         expected = torch.zeros(state.table.num_elements, dtype=torch.float64)
         for phase, holdings in enumerate(layouts_of(name, seed, world.size)):
@@ -162,7 +162,7 @@ def test_as_many_bytes_are_sent_as_the_layouts_transfers_say(ranks, num_ranks, d
 def _check_traffic(dtype, settings):
     world, names = local_world(), set()
     _, state = new_state(world, dtype, settings=settings)
-    for seed in range(20):
+    for seed in range(8):
         for holdings in layouts_of("llama", seed, world.size):
             pulled(state, holdings)  # so that what is counted next is one pull
             state.forget_weights()

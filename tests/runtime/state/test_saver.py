@@ -15,8 +15,15 @@ from tests.runtime.state.saved import OPTIMIZERS, assert_same_tensors, loaded, n
 from tests.runtime.train.runs import local_world, new_state
 
 
-@pytest.mark.parametrize("settings", [OPTIMIZERS[0], OPTIMIZERS[3]], ids=name_of)
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "settings"),
+    [
+        (1, OPTIMIZERS[3]),
+        (3, OPTIMIZERS[0]),
+        *(pytest.param(*p, marks=pytest.mark.deep) for p in ((1, OPTIMIZERS[0]), (3, OPTIMIZERS[3]))),
+    ],
+    ids=lambda one: one if isinstance(one, int) else name_of(one),
+)
 def test_training_goes_on_while_a_checkpoint_is_written_of_the_state_as_it_was(ranks, tmp_path, settings, num_ranks):
     ranks(num_ranks).run(_check_background, str(tmp_path), settings)
 

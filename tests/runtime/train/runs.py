@@ -113,8 +113,10 @@ def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[i
     lengths = tuple(batch.lengths[i] for i in positions)
     padded_to = max(lengths) + rng.randint(0, 3) if rng.random() < 0.3 else 0
     rows = len(lengths) + rng.randint(0, 2) if padded_to and rng.random() < 0.5 else 0
+    filler = rng.randint(1, 40) if rng.random() < 0.3 else 0
+    ids = tuple(batch.ids[i] for i in positions)
     return MicroBatch(
-        pack=Pack(ids=tuple(batch.ids[i] for i in positions), lengths=lengths, padded_to=padded_to, rows=rows),
+        pack=Pack(ids=ids, lengths=lengths, padded_to=padded_to, rows=rows, filler=filler),
         time_s=1.0,
         peak_bytes=1,
         methods=tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None,

@@ -79,8 +79,10 @@ def run_on(path: str, stop_after: int, **settings) -> dict[str, torch.Tensor]:
     return master_weights(trainer.state)
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "waiting"])
-@pytest.mark.parametrize("stop_after", [1, 5])
+@pytest.mark.parametrize(
+    ("stop_after", "is_async"),
+    [(1, True), (5, False), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((1, False), (5, True)))],
+)
 def test_a_run_that_is_stopped_and_resumed_ends_at_the_same_weights_to_the_bit(ranks, tmp_path, stop_after, is_async):
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
     expected = ranks(2).run(run_whole, whole)[0]
@@ -98,7 +100,11 @@ def column_of(path: str, name: str) -> list:
 
 @pytest.mark.parametrize(
     ("optimizer", "before", "after"),
-    [("adamw", 2, 3), ("adamw", 1, 4), ("sgd", 3, 2), ("adafactor", 3, 1)],
+    [
+        ("adamw", 2, 3),
+        ("adafactor", 3, 1),
+        *(pytest.param(*p, marks=pytest.mark.deep) for p in (("adamw", 1, 4), ("sgd", 3, 2))),
+    ],
 )
 def test_a_run_resumed_on_other_ranks_with_other_strategies_goes_on_exactly(ranks, tmp_path, optimizer, before, after):
     whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")

@@ -58,6 +58,8 @@ class Auto:
         if best_s > bound_s * (1 + ENOUGH):
             split, split_s = self.splits.best(priced, best_s)
             best, best_s = (split, split_s) if split is not None else (best, best_s)
+        if best is not None and priced.problem.lattice is not None:
+            best_s = sum(step_times_s(priced, best))  # the searches above do not see what fills packs up
         for name, policy in self.others.items():
             if name in priced.arranged or can_win(policy, priced, best_s * (1 - SLACK)):
                 known = priced.arranged.get(name)

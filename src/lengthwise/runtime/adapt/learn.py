@@ -57,11 +57,23 @@ def learn(run: "Run") -> None:
     """Let the model compute two sequences, each on this rank alone, and learn its calls.
 
     Raises:
-        InputError: it attends in a way that cannot be sharded.
+        InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
     """
-    with synthetic(run, LENGTHS):
+    with synthetic(run, LENGTHS), _rows_named(run):
         run.adapted.learn([lambda: _loss(run, (0,)), lambda: _loss(run, (1,))], LENGTHS)
         run.stand_in = StandIn(tuple(_attended(run)))
+
+
+@contextmanager
+def _rows_named(run: "Run") -> Iterator[None]:
+    try:
+        yield
+    except IndexError as error:
+        raise InputError(
+            f"{type(run.model).__name__} looked up a row that one of its tables has not ({error}), in two sequences of "
+            f"{LENGTHS[0]} and {LENGTHS[1]} slots with the corpus's own tokens. Give its embedding a row for every "
+            f"token id, and its positions a row for each slot of the longest sequence, at least {LENGTHS[0]}"
+        ) from error
 
 
 def check_exact(run: "Run") -> None:

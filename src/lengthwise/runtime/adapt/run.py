@@ -1,8 +1,9 @@
 """A prepared run: global batches, their plans, and steps for the user's loop."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lengthwise.runtime.adapt.learn import nothing_to_learn
 from lengthwise.runtime.adapt.memory import StandIn
 from lengthwise.runtime.adapt.meter import Meter
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
+from lengthwise.runtime.adapt.readers import Readers
 from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.adapt.step import Step, check_executable
 from lengthwise.runtime.comm.collectives import gather_rows
@@ -74,6 +76,7 @@ class Run:
         self.state.hold_everything()
         self.alone = Group(rank=0)
         self.stand_in = StandIn(())
+        self.readers: Readers | None = None
         self.on_void: Callable[[Step, tuple[Failure, ...]], None] | None = None
         """Told on every rank which micro-batches did not fit, before the step is planned again."""
         self.on_finish: Callable[[Step], None] | None = None
@@ -168,13 +171,18 @@ class Run:
         if self.on_finish is not None:
             self.on_finish(step)
 
-    def save(self, folder: Path | str, *, keep: int = 3) -> None:
-        """Write a checkpoint of weights, optimizer, stream and step; every rank calls this."""
+    def save(self, folder: Path | str, *, keep: int = 3) -> Path:
+        """Write a checkpoint of weights, optimizer, stream and step, and return its path; every rank calls this."""
         extra = {"step": self.next_step, "sampler": self.stream.state_dict()}
         checkpoint.save(Path(folder), self._saved_state(), extra, keep=keep)
+        path = checkpoint.latest(Path(folder))
+        self._tell("saved step %d: %s", self.next_step, path)
+        return path
 
-    def resume(self, path: Path | str) -> None:
+    def resume(self, path: Path | str) -> int:
         """Go on from a checkpoint, by any number of ranks; a folder of checkpoints stands for its newest.
+
+        Returns the step that is next.
 
         Raises:
             InputError: it is damaged, of another model or optimizer, or its data is not this run's.
@@ -186,9 +194,24 @@ class Run:
         self.stream.load_state_dict(extra["sampler"])
         self.next_step = extra["step"]
         self.state.hold_everything()
+        self._tell("going on with step %d: %s", self.next_step, path)
+        return self.next_step
+
+    def _tell(self, words: str, *values: object) -> None:
+        if self.world.is_first:
+            logging.getLogger("lengthwise").info(words, *values)
+
+    def read_with(self, num_workers: int) -> None:
+        """Have so many processes read the sequences of each step from its start."""
+        feeding = self.feeding
+        self.readers = Readers(feeding.source, feeding.labels, num_workers=num_workers)
+        labels = None if feeding.labels is None else self.readers.labels
+        self.feeding = replace(feeding, source=self.readers, labels=labels)
 
     def close(self) -> None:
         """Give the model back as it was, with today's weights."""
+        if self.readers is not None:
+            self.readers.close()
         self.adapted.release()
         self.state.let_go()
 

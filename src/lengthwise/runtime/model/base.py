@@ -5,6 +5,7 @@ T tokens of the pack, t of them on this rank, D hidden size, V vocabulary.
 
 from abc import ABC, abstractmethod
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,9 +13,22 @@ from torch import Tensor, nn
 
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.execution import Execution, OneDevice
-from lengthwise.runtime.model.operators import Tables
+from lengthwise.runtime.model.operators import Operators, Tables
 from lengthwise.runtime.model.recompute import recomputed
 from lengthwise.runtime.model.view import View
+
+
+class RunLayer(Protocol):
+    """How one layer is run: as it is, or compiled."""
+
+    def __call__(self, layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
+        """The layer's output ``[t, D]``."""
+        ...
+
+
+def _as_it_is(layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
+    out_tD: Tensor = layer(x_tD, operators)
+    return out_tD
 
 
 class Transformer(nn.Module, ABC):
@@ -31,6 +45,7 @@ class Transformer(nn.Module, ABC):
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.spec = spec
+        self.run_layer: RunLayer = _as_it_is
 
     @abstractmethod
     def views(self, cu_seqlens: tuple[int, ...]) -> tuple[View, ...]:
@@ -113,7 +128,7 @@ class Transformer(nn.Module, ABC):
             execution.watch.need(0)
             x_tD = self.embed(execution)
         for number in execution.layers:
-            run = partial(self.layers[number], operators=execution.operators(number))
+            run = partial(self.run_layer, self.layers[number], operators=execution.operators(number))
             x_tD = execution.watch.enter(number + 1, x_tD)
             x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
         return x_tD

@@ -15,8 +15,8 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.base import Transformer, parameter
 from lengthwise.runtime.model.execution import Execution
 from lengthwise.runtime.model.gpt import BiasedLayer
+from lengthwise.runtime.model.layer import Ffn
 from lengthwise.runtime.model.norm import layer_norm
-from lengthwise.runtime.model.operators import Operators
 from lengthwise.runtime.model.view import View, check_positions, in_order
 
 NUM_TOKEN_TYPES = 2
@@ -28,11 +28,16 @@ class Layer(BiasedLayer):
 
     activation = "gelu"
 
-    def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
-        """One layer; returns ``[t, D]``."""
-        summed_tD = x_tD + self.attend(x_tD, operators)
+    def before(self, x_tD: Tensor) -> Tensor:
+        """``x`` as it is."""
+        return x_tD
+
+    def after(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
+        """Bias, residual and norm; feed-forward, residual and norm."""
+        summed_tD = x_tD + (attended_tD + self.proj_bias)
+        del attended_tD
         x_tD = layer_norm(summed_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
-        summed_tD = x_tD + self.feed(x_tD, operators)
+        summed_tD = x_tD + self.feed(x_tD, ffn)
         return layer_norm(summed_tD, self.ffn_norm, self.ffn_norm_bias, self.norm_eps)
 
 

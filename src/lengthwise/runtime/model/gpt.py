@@ -15,12 +15,13 @@ from torch.nn import functional as F
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.base import Transformer, parameter
 from lengthwise.runtime.model.execution import Execution
+from lengthwise.runtime.model.layer import Ffn, TransformerLayer
 from lengthwise.runtime.model.norm import layer_norm
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights
 from lengthwise.runtime.model.view import View, check_positions, in_order
 
 
-class BiasedLayer(nn.Module):
+class BiasedLayer(TransformerLayer):
     """Weights of attention and feed-forward with a bias on every projection and norm: GPT's layer and BERT's."""
 
     activation: str
@@ -56,13 +57,9 @@ class BiasedLayer(nn.Module):
         """For the layer's operators."""
         return FfnWeights(up=self.up, up_bias=self.up_bias, down=self.down, activation=self.activation)
 
-    def attend(self, x_tD: Tensor, operators: Operators) -> Tensor:
-        """Attention with its output bias, ``[t, D]``."""
-        return operators.attention(x_tD, self.attention_weights) + self.proj_bias
-
-    def feed(self, x_tD: Tensor, operators: Operators) -> Tensor:
+    def feed(self, x_tD: Tensor, ffn: Ffn) -> Tensor:
         """Feed-forward with its output bias, ``[t, D]``."""
-        return operators.ffn(x_tD, self.ffn_weights) + self.down_bias
+        return ffn(x_tD, self.ffn_weights) + self.down_bias
 
 
 class Layer(BiasedLayer):
@@ -70,12 +67,16 @@ class Layer(BiasedLayer):
 
     activation = "gelu_tanh"
 
-    def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
-        """One layer; returns ``[t, D]``."""
-        normed_tD = layer_norm(x_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
-        x_tD = x_tD + self.attend(normed_tD, operators)
+    def before(self, x_tD: Tensor) -> Tensor:
+        """The norm."""
+        return layer_norm(x_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
+
+    def after(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
+        """Bias and residual; norm, feed-forward and residual."""
+        x_tD = x_tD + (attended_tD + self.proj_bias)
+        del attended_tD
         normed_tD = layer_norm(x_tD, self.ffn_norm, self.ffn_norm_bias, self.norm_eps)
-        return x_tD + self.feed(normed_tD, operators)
+        return x_tD + self.feed(normed_tD, ffn)
 
 
 class Gpt(Transformer):

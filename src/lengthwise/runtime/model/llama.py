@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.base import Transformer, parameter
 from lengthwise.runtime.model.execution import Execution
+from lengthwise.runtime.model.layer import Ffn, TransformerLayer
 from lengthwise.runtime.model.norm import rms_norm
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators, Tables
+from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Tables
 from lengthwise.runtime.model.rope import rotary_tables
 from lengthwise.runtime.model.view import View, across_frames, in_order, within_frames
 
 
-class Layer(nn.Module):
+class Layer(TransformerLayer):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -52,11 +53,15 @@ class Layer(nn.Module):
         """For the layer's operators."""
         return FfnWeights(gate=self.gate, up=self.up, down=self.down, activation="gelu")
 
-    def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
-        """One layer; returns ``[t, D]``."""
-        attention, ffn = self.attention_weights, self.ffn_weights
-        x_tD = x_tD + operators.attention(rms_norm(x_tD, self.attention_norm, self.norm_eps), attention)
-        return x_tD + operators.ffn(rms_norm(x_tD, self.ffn_norm, self.norm_eps), ffn)
+    def before(self, x_tD: Tensor) -> Tensor:
+        """The norm."""
+        return rms_norm(x_tD, self.attention_norm, self.norm_eps)
+
+    def after(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
+        """Residual; norm, feed-forward and residual."""
+        x_tD = x_tD + attended_tD
+        del attended_tD
+        return x_tD + ffn(rms_norm(x_tD, self.ffn_norm, self.norm_eps), self.ffn_weights)
 
 
 class Llama(Transformer):

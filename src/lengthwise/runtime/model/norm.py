@@ -13,9 +13,10 @@ from torch.nn import functional as F
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over D, statistics in float32 at least; returns ``[T, D]``.
 
-    PyTorch fuses it on CUDA. On CPU its composite keeps a third [T, D] matrix; ours computes that one again.
+    PyTorch fuses it on CUDA, and a compiler anywhere. On CPU its composite keeps a third [T, D] matrix; ours computes
+    that one again.
     """
-    if x_TD.is_cuda:
+    if x_TD.is_cuda or torch.compiler.is_compiling():
         return F.rms_norm(x_TD, weight_D.shape, weight_D, eps)
     out: Tensor = _RmsNorm.apply(x_TD, weight_D, eps)
     return out

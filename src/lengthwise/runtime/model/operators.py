@@ -48,6 +48,10 @@ class AttentionWeights(Bundle):
     qkv_bias: Tensor | None = None
     """[E]"""
 
+    def project(self, x_tD: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of (normed) tokens, with weights that are held whole."""
+        return self.heads(F.linear(x_tD, self.qkv, self.qkv_bias), tables)
+
     def heads(self, qkv_tE: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[t, N, H]``, keys and values ``[t, K, H]`` of a projection; rotated, if there are ``tables``."""
         qkv_tKGH = qkv_tE.unflatten(1, (-1, self.group_size + 2, self.head_size))
@@ -99,13 +103,18 @@ class Operators(Protocol):
 class Dense:
     """One device that holds every token and every weight."""
 
+    has_whole_weights = True
+
     def __init__(self, view: View, tables: Tables | None) -> None:
         self.view, self.tables = view, tables
 
     def attention(self, x_TD: Tensor, weights: AttentionWeights) -> Tensor:
         """Attention within each sequence of the view."""
-        qkv = weights.heads(F.linear(x_TD, weights.qkv, weights.qkv_bias), self.tables)
-        return attend_in(self.view, *qkv).flatten(1) @ weights.proj
+        return self.meet(*weights.project(x_TD, self.tables)).flatten(1) @ weights.proj
+
+    def meet(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Attention between projections, ``[T, N, H]``."""
+        return attend_in(self.view, q_TNH, k_TKH, v_TKH)
 
     def ffn(self, x_TD: Tensor, weights: FfnWeights) -> Tensor:
         """Up, activation, down."""

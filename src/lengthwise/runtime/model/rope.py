@@ -72,8 +72,17 @@ def split_and_rotate(qkv_TKGH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[
         cos_TH: ``[T, H / 2]``, as :func:`rotary_tables` makes.
         sin_TH: ``[T, H / 2]``.
     """
+    if torch.compiler.is_compiling():  # which fuses and chooses what to keep by itself, and writes no views
+        return _rotated(qkv_TKGH, cos_TH, sin_TH)
     out: tuple[Tensor, Tensor, Tensor] = _SplitAndRotate.apply(qkv_TKGH, cos_TH, sin_TH)
     return out
+
+
+def _rotated(qkv_TKGH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    cos, sin = cos_TH[:, None, None], sin_TH[:, None, None]
+    x1, x2 = qkv_TKGH[:, :, :-1].chunk(2, dim=-1)
+    qk_TKGH = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], dim=-1)
+    return qk_TKGH[:, :, :-1].flatten(1, 2), qk_TKGH[:, :, -1].contiguous(), qkv_TKGH[:, :, -1].contiguous()
 
 
 class _SplitAndRotate(torch.autograd.Function):

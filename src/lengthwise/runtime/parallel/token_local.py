@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Tables
-from lengthwise.runtime.parallel.weights import Weights
+from lengthwise.runtime.parallel.weights import Weights, Whole
 
 Meet = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From this rank's queries [t, N, H], keys and values [t, K, H] to its outputs [t, N, H]."""
@@ -23,6 +23,11 @@ class TokenLocal:
     whole_ffn: Weights
     tables: Tables | None
     meet: Meet
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether this rank holds all that it multiplies with, or gathers it."""
+        return isinstance(self.whole_attention, Whole)
 
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """Project, rotate, attend, project back: ``[t, D]``."""

@@ -2,7 +2,7 @@
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.scheme import Method
+from lengthwise.core.scheme import Method, Weights
 from lengthwise.core.specs import ModelSpec
 
 
@@ -25,4 +25,15 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
             raise InputError(
                 f"{named}: megatron_ts at degree {scheme.degree} needs as many key/value heads, model {spec.name} has "
                 f"{spec.num_kv_heads}; choose a lower degree or another method"
+            )
+
+
+def check_compiled(plan: StepPlan) -> None:
+    """Raise ``InputError`` naming the first pipeline of ``plan`` whose layers are not compiled."""
+    for number, pipeline in enumerate(plan.pipelines):
+        if pipeline.scheme.weights is Weights.SHARDED and pipeline.scheme.degree > 1:
+            raise InputError(
+                f"train.compile=true: plan for step {plan.step}: pipelines[{number}] shares layers by "
+                f"{pipeline.scheme.methods[0]}, which gathers weights while it computes; such layers are not compiled. "
+                "Plan ulysses, ring or dense, or set train.compile=false"
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN, Pack
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.targets import Masking, masked_targets, next_token_targets
 
@@ -29,6 +29,17 @@ class Feed:
     targets_T: Tensor
     cu_seqlens: tuple[int, ...]
 
+    def to(self, device: torch.device) -> "Feed":
+        """The same on ``device``; from pinned memory it is copied while the device computes."""
+        moved = (tensor.to(device, non_blocking=True) for tensor in (self.tokens_T, self.targets_T))
+        return Feed(tokens_T=next(moved), targets_T=next(moved), cu_seqlens=self.cu_seqlens)
+
+    def pinned(self) -> "Feed":
+        """The same in memory that a GPU copies from by itself."""
+        return Feed(
+            tokens_T=self.tokens_T.pin_memory(), targets_T=self.targets_T.pin_memory(), cu_seqlens=self.cu_seqlens
+        )
+
 
 def masking_of(spec: ModelSpec, *, seed: int) -> Masking | None:
     """How a model's tokens are hidden; None if its objective is the next token.
@@ -48,10 +59,13 @@ def feed(source: TokenSource, pack: Pack, device: torch.device, *, masking: Mask
 
     With ``masking``, targets are the hidden tokens instead of the next ones. Such models look both ways, so that each
     sequence's padding is a sequence of its own there.
+
+    Raises:
+        LengthwiseError: a sequence could not be read, or has another length than planned.
     """
     tokens = np.zeros(pack.num_tokens, dtype=np.int64)
     for sequence, start, length in zip(pack.ids, pack.cu_seqlens, pack.lengths):
-        tokens[start : start + length] = source.tokens(sequence)
+        tokens[start : start + length] = _read(source, sequence, length)
     tokens_T = torch.from_numpy(tokens)
     if masking is None:
         cu_seqlens, targets_T = pack.cu_seqlens, next_token_targets(tokens_T, pack)
@@ -59,8 +73,20 @@ def feed(source: TokenSource, pack: Pack, device: torch.device, *, masking: Mask
         starts = zip(pack.cu_seqlens, pack.lengths)
         cu_seqlens = tuple(sorted({*pack.cu_seqlens, *(start + length for start, length in starts)}))
         tokens_T, targets_T = masked_targets(tokens_T, pack, masking)
-    return Feed(
-        tokens_T=tokens_T.to(device, non_blocking=True),
-        targets_T=targets_T.to(device, non_blocking=True),
-        cu_seqlens=cu_seqlens,
-    )
+    return Feed(tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens).to(device)
+
+
+def _read(source: TokenSource, sequence: int, length: int) -> np.ndarray:
+    try:
+        tokens = source.tokens(sequence)
+    except Exception as error:
+        raise LengthwiseError(
+            f"sequence {sequence} ({length:,} tokens) could not be read: {type(error).__name__}: {error}; mend its "
+            "source, then go on from the last checkpoint"
+        ) from error
+    if len(tokens) != length:
+        raise LengthwiseError(
+            f"sequence {sequence} has {len(tokens):,} tokens, its plan says {length:,}; the data has changed since it "
+            "was indexed: index it again"
+        )
+    return tokens

@@ -41,24 +41,29 @@ class Measured:
     """From the first rank's start to the last rank's end."""
     compute_s: tuple[float, ...]
     """Of each rank."""
-    data_s: float
+    data_wait_s: float
+    """That ranks waited for their tokens."""
     communicate_s: float
     update_s: float
     peak_bytes: int
+    recompiles: int = 0
+    """Graphs that ranks compiled within the step, together."""
 
 
-def measure(timeline: Timeline, world: World) -> Measured:
+def measure(timeline: Timeline, world: World, *, recompiles: int = 0) -> Measured:
     """Share this rank's times with the others. One small all-gather; times but compute are means over ranks."""
     times_s = [timeline.time_s(kind, world.rank) for kind in _SHARED_KINDS]
-    row = torch.tensor([timeline.step_time_s, *times_s, peak_bytes(world.device)], dtype=torch.float64)
-    ends, compute, data, communicate, update, peaks = gather_rows(row.to(world.device)).T.tolist()
+    values = [timeline.step_time_s, *times_s, peak_bytes(world.device), recompiles]
+    row = torch.tensor(values, dtype=torch.float64)
+    ends, compute, data, communicate, update, peaks, graphs = gather_rows(row.to(world.device)).T.tolist()
     return Measured(
         step_s=max(ends),
         compute_s=tuple(compute),
-        data_s=sum(data) / world.size,
+        data_wait_s=sum(data) / world.size,
         communicate_s=sum(communicate) / world.size,
         update_s=sum(update) / world.size,
         peak_bytes=int(max(peaks)),
+        recompiles=int(sum(graphs)),
     )
 
 
@@ -87,7 +92,7 @@ def step_row(
         "perf/tflops_per_gpu": flops_per_s / 1e12,
         "perf/mfu": flops_per_s / peak_flops_per_s if peak_flops_per_s else None,
         "perf/step_time_s": measured.step_s,
-        "time/data_s": measured.data_s,
+        "time/data_wait_s": measured.data_wait_s,
         "time/fwd_bwd_s": sum(measured.compute_s) / len(measured.compute_s),
         "time/comm_wait_s": measured.communicate_s,
         "time/optim_s": measured.update_s,
@@ -95,6 +100,7 @@ def step_row(
         "data/num_sequences": len(lengths),
         "data/max_len": max(lengths),
         "data/pad_frac": plan.padding_fraction,
+        "data/wait_frac": measured.data_wait_s / measured.step_s,
         "balance/tokens_max_over_mean": max(by_device) * len(by_device) / sum(by_device),
         "balance/time_max_over_mean": max(measured.compute_s) * len(by_device) / sum(measured.compute_s),
         "plan/id": plan.digest,
@@ -102,6 +108,7 @@ def step_row(
         "plan/pred_time_s": plan.time_s or None,  # a plan made by hand may predict nothing
         "plan/pred_error": plan.time_s / measured.step_s - 1.0 if plan.time_s else None,
         "plan/lower_bound_s": plan.lower_bound_s,
+        "compile/recompiles": measured.recompiles,
         "memory/max_reserved_gib": measured.peak_bytes / GIB,
     }
 
@@ -110,15 +117,16 @@ def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
     """The row as one line of text."""
     mfu = "n/a" if row["perf/mfu"] is None else f"{row['perf/mfu']:.1%}"
     eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
-    error = "" if row["plan/pred_error"] is None else f" {row['plan/pred_error']:+.0%}"
+    error = "" if row["plan/pred_error"] is None else f" (predicted {row['plan/pred_error']:+.0%})"
+    recompiles = f"recompiles: {row['compile/recompiles']}  " if row["compile/recompiles"] else ""
     memory = f"{row['memory/max_reserved_gib']:.2f}GiB({row['memory/max_reserved_gib'] / device_gib:.0%})"
     return (
         f"step: {row['step'] + 1}/{num_steps}  loss: {row['loss/avg']:.4f}  grad_norm: {row['grad_norm']:.2f}  "
         f"lr: {row['lr']:.1e}  tokens: {row['data/num_tokens']:,}  seqs: {row['data/num_sequences']} "
-        f"(max {row['data/max_len']:,})  pad: {row['data/pad_frac']:.1%}  "
+        f"(max {row['data/max_len']:,})  pad: {row['data/pad_frac']:.1%}  data: {row['data/wait_frac']:.1%}  "
         f"imbalance: {row['balance/time_max_over_mean']:.2f}  tps/gpu: {row['perf/tokens_per_s_per_gpu']:,.0f}  "
         f"tflops: {row['perf/tflops_per_gpu']:.2f}  mfu: {mfu}  mem: {memory}  "
-        f"plan: {row['plan/policy']}{error}  eta: {eta}"
+        f"{recompiles}plan: {row['plan/policy']}{error}  eta: {eta}"
     )
 
 

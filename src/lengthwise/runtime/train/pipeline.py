@@ -3,21 +3,22 @@
 t tokens of this rank, D hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from lengthwise.core.batch import Pack
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.timeline import PUSH, SpanKind
 from lengthwise.runtime.comm.group import Group, Pending
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.execution import Execution, OneDevice, Watch
-from lengthwise.runtime.model.targets import Masking
 from lengthwise.runtime.parallel.execution import StageExecution
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock, bytes_in_use
-from lengthwise.runtime.train.feed import TokenSource, feed
+from lengthwise.runtime.train.feed import Feed
 from lengthwise.runtime.train.schedule import Kind, Operation, Stretch
 
 OUTPUTS, GRADIENTS = "outputs", "gradients"
@@ -61,9 +62,9 @@ class StretchRun:
     plan: StepPlan
     model: Transformer
     state: ShardedState
-    source: TokenSource
+    feeds: Callable[[Pack], Feed]
+    """The tensors of a micro-batch, asked for in the order of computing."""
     clock: StepClock
-    masking: Masking | None
     loss: Tensor = field(init=False)
     """This rank's share of the step's mean loss so far."""
 
@@ -166,9 +167,9 @@ class StretchRun:
         return group, ranks.index(sender), ranks.index(receiver)
 
     def _execution(self, operation: Operation, pipeline: Pipeline, micro_batch: MicroBatch) -> Execution:
-        device, scheme = self._world.device, pipeline.scheme
+        scheme = pipeline.scheme
         with self.clock.span(SpanKind.DATA, f"data {operation.micro_batch}"):
-            fed = feed(self.source, micro_batch.pack, device, masking=self.masking)
+            fed = self.feeds(micro_batch.pack)
         stage = next(s for s in range(scheme.num_stages) if self._world.rank in pipeline.ranks_of(s))
         layers, recompute = scheme.layers_of_stage(stage), pipeline.recompute_of(micro_batch)
         if scheme.degree == 1:

@@ -165,6 +165,17 @@ def num_tokens_of(micro_batch: MicroBatch, place: int, degree: int) -> int:
     return each + (place < more)
 
 
+def shares_of(plan: StepPlan, rank: int) -> set[int]:
+    """How many tokens ``rank`` holds of the micro-batches that it computes."""
+    return {
+        num_tokens_of(micro_batch, pipeline.ranks_of(stage).index(rank), pipeline.scheme.degree)
+        for pipeline in plan.pipelines
+        for stage in range(pipeline.scheme.num_stages)
+        if rank in pipeline.ranks_of(stage)
+        for micro_batch in pipeline.micro_batches
+    }
+
+
 def _named(numbers: Sequence[int], most: int = 8) -> str:
     shown = ",".join(map(str, numbers[:most]))
     return shown if len(numbers) <= most else f"{shown},... ({len(numbers)})"

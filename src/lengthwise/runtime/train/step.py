@@ -1,10 +1,13 @@
 """One optimizer step: exactly what its plan says, on every rank, with the same collectives in the same order."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.scheme import Schedule
@@ -16,7 +19,7 @@ from lengthwise.runtime.model.targets import Masking
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
-from lengthwise.runtime.train.feed import TokenSource
+from lengthwise.runtime.train.feed import Feed, TokenSource, feed
 from lengthwise.runtime.train.pipeline import StretchRun, make_groups
 from lengthwise.runtime.train.schedule import check_matching, operations
 
@@ -75,20 +78,22 @@ def run_step(
     clip_norm: float,
     clock: StepClock,
     masking: Masking | None = None,
+    feeds: Callable[[Pack], Feed] | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> StepResult:
     """Compute this rank's micro-batches, sum gradients over ranks, clip by the true global norm, update.
 
     Every target's loss weighs 1 / ``plan.loss_normaliser``, so the summed gradient is the one a single device computes
     on the whole batch, however many micro-batches each rank has (none included). ``masking``: how tokens are hidden,
-    of a model that predicts masked ones.
+    of a model that predicts masked ones. ``feeds``: where tensors come from; None: ``source`` is read when they are
+    needed.
 
     Raises:
         InputError: the plan is for other ranks or another model.
         CheckError: its operations do not match.
         LengthwiseError: the loss or the gradient is not finite; weights are left as they were.
     """
-    loss = run_micro_batches(plan, model, state, source, clock=clock, masking=masking, schedule=schedule)
+    loss = run_micro_batches(plan, model, state, source, clock=clock, masking=masking, feeds=feeds, schedule=schedule)
     with clock.span(SpanKind.UPDATE, "clip"):
         norm, total = state.global_norm(loss)
     if not (torch.isfinite(torch.tensor([norm, total])).all()):
@@ -110,6 +115,7 @@ def run_micro_batches(
     *,
     clock: StepClock,
     masking: Masking | None = None,
+    feeds: Callable[[Pack], Feed] | None = None,
     schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Tensor:
     """Pull, compute and push all that the plan has for this rank; its share of the step's mean loss.
@@ -123,7 +129,8 @@ def run_micro_batches(
         check_matching(lists, step=plan.step)
     make_groups(plan, state)
     state.clear_gradient()
-    rank_run = StretchRun(plan=plan, model=model, state=state, source=source, clock=clock, masking=masking)
+    feeds = feeds or partial(feed, source, device=state.world.device, masking=masking)
+    rank_run = StretchRun(plan=plan, model=model, state=state, feeds=feeds, clock=clock)
     for stretch, lists in planned:
         rank_run.run(stretch, lists[state.world.rank])
     return rank_run.loss

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from lengthwise.config import Config
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import Preempted
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
@@ -16,15 +16,19 @@ from lengthwise.core.scheme import Schedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.compile.layers import CompiledLayers
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.saver import Saver
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.executable import check_compiled
 from lengthwise.runtime.train.feed import TokenSource, masking_of
 from lengthwise.runtime.train.lr import learning_rate
 from lengthwise.runtime.train.metrics import Callback, JsonLines, measure, step_row
+from lengthwise.runtime.train.prefetch import Prefetcher, packs_of
+from lengthwise.runtime.train.schedule import shares_of
 from lengthwise.runtime.train.step import agree, run_step
 
 
@@ -34,6 +38,30 @@ class BatchStream(Protocol):
     def __next__(self) -> GlobalBatch: ...
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from there."""
+        ...
+
+
+class Ledger(Protocol):
+    """Counts what is learned from; :class:`lengthwise.data.ledger.RunLedger` is one."""
+
+    def count(self, plan: StepPlan, /) -> None:
+        """Take the sequences of a step that was computed."""
+        ...
+
+    def check(self, stream_state: dict[str, Any], /) -> None:
+        """Raise ``CheckError`` unless it is what the stream has dealt."""
+        ...
+
+    def to_json(self, stream_state: dict[str, Any], /) -> dict[str, Any]:
+        """What ledger.json holds."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was counted."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
@@ -76,15 +104,24 @@ class Trainer:
     """Of one device, for utilisation; None where it is unknown."""
     callbacks: Sequence[Callback] = ()
     """Called on the first rank."""
+    ledger: Ledger | None = None
+    """None: nobody counts."""
+    peek: Callable[[], StepPlan | None] | None = None
+    """The plan of the step after, if it is known."""
+    compiled: CompiledLayers | None = None
+    """None: layers run as they are."""
     next_step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         optim = self.config.optim
+        if self.compiled is not None:
+            self.model.run_layer = self.compiled
         self.masking = masking_of(self.spec, seed=self.config.seed)
         settings = OptimizerSettings(
             name=optim.name, betas=optim.betas, eps=optim.eps, momentum=optim.momentum, weight_decay=optim.weight_decay
         )
         self.state = ShardedState(self.model, self.world, settings)
+        self._prefetcher: Prefetcher | None = None
         self._saver = Saver(self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints)
 
     def resume(self, path: Path) -> None:
@@ -95,6 +132,8 @@ class Trainer:
         """
         extra = checkpoint.load(path, self.state)
         self.stream.load_state_dict(extra["sampler"])
+        if self.ledger is not None:
+            self.ledger.load_state_dict(extra.get("seen", {}))
         self.next_step = extra["step"]
 
     def fit(self) -> None:
@@ -105,7 +144,12 @@ class Trainer:
             LengthwiseError: the loss is not finite, ranks disagree, or a checkpoint could not be written.
         """
         stop = StopRequest(self.folder.stop)
+        if self.compiled is not None:
+            self.compiled.warm_up(self.model)
         writers = self._writers()
+        if depth := self.config.data.prefetch:
+            self._prefetcher = Prefetcher(self.source, self.world.device, masking=self.masking, depth=depth)
+        self._counted(self.stream.state_dict())
         try:
             while self.next_step < self.config.train.steps:
                 before = self.stream.state_dict()
@@ -121,8 +165,12 @@ class Trainer:
                 if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
                     self._save(self.stream.state_dict(), wait=not self.config.train.checkpoint_async)
             self._save(self.stream.state_dict(), wait=True)
+            if self.ledger is not None:
+                self.ledger.check(self.stream.state_dict())
         finally:
             self._saver.close()
+            if self._prefetcher is not None:
+                self._prefetcher.close()
             for writer in writers.values():
                 writer.close()
             for callback in self.callbacks:
@@ -134,11 +182,16 @@ class Trainer:
         with clock.span(SpanKind.PLAN, "plan"):
             batch = next(self.stream)
             plan = self.planner(batch)
+        if self._prefetcher is not None:
+            self._prefetcher.start(packs_of(plan, self.world.rank), following=self._following_packs)
         agreed = agree(plan, self.world, clock, stop=bool(stop), save_failed=self._saver.has_failed)
         if agreed.save_failed:
             self._saver.wait()  # raises
         if agreed.stop:
             return True
+        if self.compiled is not None:
+            check_compiled(plan)
+            self.compiled.make_room(shares_of(plan, self.world.rank))
         train, optim = self.config.train, self.config.optim
         lr = learning_rate(optim, plan.step, train.steps) * plan.lr_factor
         result = run_step(
@@ -150,11 +203,15 @@ class Trainer:
             clip_norm=optim.clip_norm,
             clock=clock,
             masking=self.masking,
+            feeds=self._prefetcher.take if self._prefetcher else None,
             schedule=Schedule(train.schedule),
         )
         timeline = clock.timeline(plan.step)
-        measured = measure(timeline, self.world)
+        recompiles = 0 if self.compiled is None else self.compiled.recompiles()
+        measured = measure(timeline, self.world, recompiles=recompiles)
         self.next_step = plan.step + 1
+        if self.ledger is not None:
+            self.ledger.count(plan)
         if train.timeline:
             writers["timeline"].on_step(timeline_to_row(timeline))
         if self.world.is_first:
@@ -164,6 +221,11 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(row)
         return False
+
+    def _following_packs(self) -> list[Pack]:
+        """This rank's of the step after, if its plan is known."""
+        plan = self.peek() if self.peek is not None else None
+        return [] if plan is None else packs_of(plan, self.world.rank)
 
     def _writers(self) -> dict[str, JsonLines]:
         paths = {"timeline": self.folder.timeline(self.world.rank)} if self.config.train.timeline else {}
@@ -177,6 +239,14 @@ class Trainer:
     def _save(self, sampler: dict[str, Any], *, wait: bool) -> None:
         """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""
         if self._saver.step != self.next_step:
-            self._saver.save({"step": self.next_step, "sampler": sampler}, wait=wait)
+            self._saver.save({"step": self.next_step, "sampler": sampler, **self._counted(sampler)}, wait=wait)
         elif wait:
             self._saver.wait()
+
+    def _counted(self, sampler: dict[str, Any]) -> dict[str, Any]:
+        """Write ledger.json; returns what a checkpoint keeps of it."""
+        if self.ledger is None:
+            return {}
+        if self.world.is_first:
+            self.folder.write_json("ledger.json", self.ledger.to_json(sampler))
+        return {"seen": self.ledger.state_dict()}

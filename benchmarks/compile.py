@@ -1,0 +1,181 @@
+"""Compiled layers with 1, 4 and 8 sizes of packs, beside eager, ``dynamic=True`` and static code for any size.
+
+Trains a small Llama on one device on the files of Python's standard library, a token a byte, in packs as a token budget
+fills them. Every way runs in a process of its own with an empty compiler cache; the one with 4 sizes a second time
+with the cache that it left, which is what a resumed run finds. On a GPU if there is one, in bfloat16.
+
+    python benchmarks/compile.py            # some twenty minutes on two cores; leave the machine alone meanwhile
+    python benchmarks/compile.py --quick    # a few minutes: a tiny model, a few steps
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
+from measure import save
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.specs import ModelSpec
+from lengthwise.data.lattice import Lattice, packed_lattice
+from lengthwise.plan.solve.binpack import first_fit_decreasing
+from lengthwise.runtime.compile import layers
+from lengthwise.runtime.compile.layers import CompiledLayers
+from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.train.feed import feed
+
+WAYS = ("eager", "1 size", "4 sizes", "4 sizes, resumed", "8 sizes", "dynamic=True", "any size, static")
+VOCABULARY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained."""
+
+    max_length: int
+    budget: int
+    num_steps: int
+    spec: ModelSpec
+
+
+def work_of(*, quick: bool) -> Work:
+    """A Llama of 4 x 256, or for a quick look of 2 x 64."""
+    layers, hidden, budget, num_steps = (2, 64, 512, 8) if quick else (4, 256, 2048, 60)
+    spec = ModelSpec(
+        name="bytes", num_layers=layers, hidden_size=hidden, ffn_size=hidden * 8 // 3 // 16 * 16, num_heads=4,
+        num_kv_heads=4, head_size=hidden // 4, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    return Work(max_length=budget // 2, budget=budget, num_steps=num_steps, spec=spec)
+
+
+class Files:
+    """The standard library's modules, one to six kilobytes of each, as a budget packs them."""
+
+    def __init__(self, work: Work) -> None:
+        rng = np.random.default_rng(0)
+        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        texts = [np.frombuffer(path.read_bytes(), dtype=np.uint8) for path in paths]
+        cut = [text[:end] for text in texts for end in rng.lognormal(np.log(work.max_length / 6), 1, 4).astype(int) + 8]
+        self.texts = [text[: work.max_length] for text in cut if len(text)]
+        self.budget, self._rng = work.budget, rng
+
+    def tokens(self, sequence: int) -> np.ndarray:
+        """Of one text."""
+        return self.texts[sequence]
+
+    def packs(self) -> Iterator[Pack]:
+        """Steps of four packs' worth of texts at random, packed first fit decreasing; the last pack is rarely full."""
+        while True:
+            drawn = self._rng.integers(0, len(self.texts), 4 * self.budget // int(np.mean([*map(len, self.texts)])))
+            lengths = [len(self.texts[number]) for number in drawn]
+            for held in first_fit_decreasing(lengths, self.budget):
+                yield Pack(ids=tuple(int(drawn[at]) for at in held), lengths=tuple(lengths[at] for at in held))
+
+
+def filled(pack: Pack, lattice: Lattice | None) -> Pack:
+    """The pack at a size of the lattice."""
+    filler = 0 if lattice is None else lattice.size_of(pack.num_tokens) - pack.num_tokens
+    return Pack(ids=pack.ids, lengths=pack.lengths, filler=filler)
+
+
+def compiled_of(way: str, device: torch.device, lattice: Lattice | None) -> CompiledLayers | None:
+    """What runs the layers; None: they run as they are."""
+    if way == "eager":
+        return None
+    compiled = CompiledLayers(device, lattice.sizes if lattice else ())
+    if way == "dynamic=True":
+        halves = (torch.compile(half, dynamic=True) for half in (layers.before_attention, layers.after_attention))
+        compiled._before, compiled._after = halves
+    return compiled
+
+
+def run(way: str, *, quick: bool) -> dict:
+    """Train ``num_steps`` packs one way; what it took."""
+    work = work_of(quick=quick)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    files = Files(work)
+    typical = [pack.num_tokens for pack in islice(files.packs(), 256)]
+    most = int(way.split()[0]) if way[0].isdigit() else 0
+    lattice = packed_lattice(typical, most=most, largest=work.budget) if most else None
+    model = build_model(work.spec, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    compiled, start_s = compiled_of(way, device, lattice), perf_counter()
+    if compiled is not None:
+        compiled.warm_up(model)
+        model.run_layer = compiled
+    warm_up_s, recompiles, steps, real, computed = perf_counter() - start_s, 0, [], 0, 0
+    for pack in islice(files.packs(), work.num_steps):
+        at_s = perf_counter()
+        fed = feed(files, filled(pack, lattice), device)
+        loss = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T) / pack.num_targets
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        steps.append((perf_counter() - at_s, new := compiled.recompiles() if compiled else 0))
+        recompiles, real, computed = recompiles + new, real + sum(pack.lengths), computed + len(fed.tokens_T)
+    without = [step_s for step_s, new in steps if not new] or [min(step_s for step_s, _ in steps)]
+    with_s = sum(step_s for step_s, new in steps if new)
+    is_gpu = device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() if is_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "way": way,
+        "device": torch.cuda.get_device_name() if is_gpu else "cpu",
+        "num_sizes": len(lattice.sizes) if lattice else len(set(typical)),
+        "steps_per_s": 1 / median(without),
+        "tokens_per_s": real / sum(step_s for step_s, _ in steps),
+        "steps_with_a_compile": sum(new > 0 for _, new in steps),
+        "recompiles": recompiles,
+        "warm_up_s": warm_up_s,
+        "compiling_in_steps_s": max(0.0, with_s - median(without) * sum(new > 0 for _, new in steps)),
+        "total_s": warm_up_s + sum(step_s for step_s, _ in steps),
+        "peak_mib": peak / 2**20,
+        "waste": 1 - real / computed,
+        "last_loss": float(loss.detach()),
+    }
+
+
+def main() -> None:
+    """Run every way in a process of its own, or with ``--one`` that one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--ways", nargs="*", default=WAYS, choices=WAYS)
+    parser.add_argument("--one", choices=WAYS)
+    given = parser.parse_args()
+    if given.one:
+        print(json.dumps(run(given.one, quick=given.quick)))
+        return
+    found = []
+    with tempfile.TemporaryDirectory() as caches:
+        for way in given.ways:
+            cache = Path(caches, way.removesuffix(", resumed").replace(" ", "-"))  # spaces break C++ builds
+            command = [sys.executable, __file__, "--one", way, *(["--quick"] if given.quick else [])]
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+            line = found[-1]
+            print(
+                f"{way:18} {line['steps_per_s']:7.2f} steps/s  {line['tokens_per_s']:9,.0f} tokens/s  "
+                f"recompiles {line['recompiles']:3}  warm-up {line['warm_up_s']:6.1f} s  in steps "
+                f"{line['compiling_in_steps_s']:6.1f} s  peak {line['peak_mib']:7,.0f} MiB  waste {line['waste']:.1%}",
+                file=sys.stderr,
+            )
+    if not given.quick:
+        save("compile", {"ways": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""How hard sequences are: the metric that an order follows, one number for each sequence of a run."""
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.corpus import Corpus
+from lengthwise.data.metrics import open_metric
+
+LENGTH = "length"
+"""The metric that every corpus has."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measured:
+    """One number per sequence, all finite."""
+
+    values: np.ndarray = field(repr=False)
+    digest: str
+
+
+def difficulty(given: Any, lengths: LengthIndex) -> Measured:
+    """Of numbers that a user gives, or None: the lengths."""
+    return by_length(lengths) if given is None else of_values(given, len(lengths))
+
+
+def by_length(lengths: LengthIndex) -> Measured:
+    """The lengths themselves."""
+    return Measured(values=lengths.lengths, digest=lengths.digest)
+
+
+def of_corpus(corpus: Corpus, metric: str) -> Measured:
+    """The lengths, or the metric of this name that was saved beside every index of the corpus.
+
+    A piece of a sequence is as hard as the whole.
+
+    Raises:
+        InputError: an index has no such metric, or a damaged one.
+    """
+    if metric == LENGTH:
+        return by_length(corpus.lengths)
+    saved = [open_metric(part.store.path, metric, digest=part.store.digest) for part in corpus.parts]
+    values = [one.values[part.view.base_ids] for one, part in zip(saved, corpus.parts)]
+    return Measured(values=np.concatenate(values), digest="+".join(one.digest for one in saved))
+
+
+def of_values(given: Any, num_sequences: int) -> Measured:
+    """Numbers that a user computed.
+
+    Raises:
+        InputError: they are not one finite number per sequence.
+    """
+    values = np.asarray(given)
+    if values.shape != (num_sequences,) or values.dtype.kind not in "biuf":
+        raise InputError(
+            f"metric is {values.dtype} of shape {values.shape}; give one number for each of {num_sequences:,} sequences"
+        )
+    if not (finite := np.isfinite(values)).all():
+        where = int(np.argmin(finite))
+        raise InputError(f"the metric of sequence {where} is {values[where]}, which has no place in an order")
+    mark = blake2b(f"{values.dtype.str}".encode(), digest_size=8)
+    mark.update(np.ascontiguousarray(values).tobytes())
+    return Measured(values=values, digest=mark.hexdigest())

@@ -1,0 +1,104 @@
+"""Items of a slow dataset, read by processes of their own while the rank computes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.adapt.micro_batch import Source
+
+PACKS_AHEAD = 2
+"""Micro-batches that each process reads ahead."""
+
+Labels = Callable[[int], np.ndarray]
+Item = tuple[np.ndarray, np.ndarray | None]
+"""Tokens and labels of a sequence."""
+
+
+class Readers:
+    """A source that ``num_workers`` processes of a ``DataLoader`` read from, a micro-batch at a time, in order.
+
+    They know the micro-batches of a step when it starts, and live as long as the run. What is asked for out of turn is
+    read on the spot.
+    """
+
+    def __init__(self, source: Source, labels: Labels | None, *, num_workers: int) -> None:
+        self._items = _Items(source, labels)
+        self._order = _Order()
+        self._loader: DataLoader[list[Item]] | None = DataLoader(
+            self._items,
+            sampler=self._order,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            persistent_workers=True,
+            prefetch_factor=PACKS_AHEAD,
+        )
+        self._batches: Iterator[list[Item]] = iter(())
+        self._waiting: Iterator[tuple[int, ...]] = iter(())
+        self._held: dict[int, Item] = {}
+
+    def start(self, packs: Sequence[Pack]) -> None:
+        """Have the micro-batches of a step read; what is left of the step before is forgotten."""
+        self._order.packs = [pack.ids for pack in packs]
+        self._waiting = iter(self._order.packs)
+        self._batches = iter(()) if self._loader is None or not packs else iter(self._loader)
+        self._held = {}
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Of a sequence of the micro-batch that is computed.
+
+        Raises:
+            LengthwiseError: a process could not read one of its sequences.
+        """
+        return self._of(sequence)[0]
+
+    def labels(self, sequence: int, /) -> np.ndarray:
+        """The same of its labels; there are some."""
+        return cast(np.ndarray, self._of(sequence)[1])
+
+    def close(self) -> None:
+        """Let the processes end."""
+        self._loader, self._batches = None, iter(())
+
+    def _of(self, sequence: int) -> Item:
+        while sequence not in self._held and (ids := next(self._waiting, None)) is not None:
+            self._held = dict(zip(ids, next(self._batches)))
+        return self._held[sequence] if sequence in self._held else self._items.read(sequence)
+
+
+class _Order(Sampler[tuple[int, ...]]):
+    """The micro-batches of the step."""
+
+    def __init__(self) -> None:
+        self.packs: list[tuple[int, ...]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self.packs)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+
+class _Items(Dataset[list[Item]]):
+    """All sequences of a micro-batch by their ids."""
+
+    def __init__(self, source: Source, labels: Labels | None) -> None:
+        self._source, self._labels = source, labels
+
+    def __getitem__(self, ids: tuple[int, ...]) -> list[Item]:
+        return [self.read(id) for id in ids]
+
+    def read(self, id: int) -> Item:
+        """One of them."""
+        try:
+            return self._source.tokens(id), None if self._labels is None else self._labels(id)
+        except Exception as error:
+            raise LengthwiseError(f"item {id} could not be read: {type(error).__name__}: {error}") from error
+
+
+def _as_it_is(items: Any) -> Any:
+    return items

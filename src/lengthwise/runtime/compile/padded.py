@@ -1,0 +1,117 @@
+"""A whole model compiled for padded batches of a few shapes: for training loops that are not ours.
+
+lattice = padded_lattice(lengths, most=8, budget=16_384)
+zeros = partial(torch.zeros, dtype=torch.int64)
+model = lengthwise.compile(model, lattice.shapes, lambda *shape: dict(input_ids=zeros(shape), labels=zeros(shape)))
+...
+loss = model(**batch).loss      # a batch of one of the shapes; of another, an error that names it
+model.recompiles                # 0
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.compile.graphs import INDUCTOR, GraphCount, allow_shapes, check_compiler, mode_of
+
+Shape = tuple[int, int]
+"""Rows and their length."""
+
+
+def _loss(output: Any) -> Tensor:
+    loss: Tensor = output if isinstance(output, Tensor) else output.loss
+    return loss
+
+
+def compile(
+    model: nn.Module,
+    shapes: Iterable[Shape],
+    make_batch: Callable[[int, int], Mapping[str, Any]],
+    *,
+    loss: Callable[[Any], Tensor] = _loss,
+    backend: str = INDUCTOR,
+) -> "CompiledModel":
+    """``model`` compiled for batches of ``shapes`` alone, all of them at once: forward and backward of each.
+
+    On one GPU with CUDA graphs, in a distributed run without. Weights, their gradients, buffers and random numbers are
+    what they were. Compile before wrapping the model for data parallelism, on every rank.
+
+    Args:
+        model: on its device, in the mode it will run in.
+        shapes: (rows, length) of padded batches, as ``padded_lattice(...).shapes``.
+        make_batch: from rows and length to a made-up batch: what the model is called with, by name; of its tensors, the
+            first one's shape is the batch's. As the loop will call it: an argument more, or one tensor in two places,
+            is another graph.
+        loss: the scalar that training differentiates, of what the model returns; its ``loss``, if left out.
+        backend: of ``torch.compile``.
+
+    Raises:
+        InputError: there are no shapes, or there is nothing here to compile with.
+    """
+    wanted = sorted({(int(rows), int(length)) for rows, length in shapes}, key=lambda shape: -shape[0] * shape[1])
+    if not wanted:
+        raise InputError("compile needs at least one shape, (rows, length); make some with padded_lattice(...).shapes")
+    compiled = CompiledModel(model, wanted, backend=backend)
+    with _unchanged(model):
+        for shape in wanted:
+            value = loss(compiled(**make_batch(*shape)))
+            torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    compiled.start_counting()
+    return compiled
+
+
+class CompiledModel:
+    """Calls a model by compiled code; what :func:`compile` returns."""
+
+    def __init__(self, model: nn.Module, shapes: Iterable[Shape], *, backend: str) -> None:
+        device = next(model.parameters()).device
+        check_compiler(device, backend)
+        self.model, self.shapes = model, tuple(shapes)
+        allow_shapes(len(self.shapes))
+        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        mode = mode_of(device, cuda_graphs=is_alone) if backend == INDUCTOR else None
+        self._run = torch.compile(model, dynamic=False, backend=backend, mode=mode)
+        self.start_counting()
+
+    def start_counting(self) -> None:
+        """What is compiled from now on are recompiles."""
+        self._count, self._recompiles = GraphCount(), 0
+
+    @property
+    def recompiles(self) -> int:
+        """Graphs compiled since :func:`compile` returned: 0, unless something else than the shape changed."""
+        self._recompiles += self._count.new()
+        return self._recompiles
+
+    def __call__(self, **batch: Any) -> Any:
+        """What the model returns for a batch of one of the shapes.
+
+        Raises:
+            InputError: it is of another shape, or there is no tensor in it.
+        """
+        shape = next((tuple(value.shape[:2]) for value in batch.values() if isinstance(value, Tensor)), None)
+        if shape not in self.shapes:
+            known = ", ".join(f"{rows} x {length:,}" for rows, length in self.shapes)
+            what = "no tensor" if shape is None else f"shape {' x '.join(f'{size:,}' for size in shape)}"
+            raise InputError(
+                f"a batch of {what} is none that the model is compiled for: {known}; pad it to one of them, with rows "
+                "of padding alone where there are too few, or compile for its shape too"
+            )
+        return self._run(**batch)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Leave random numbers and buffers as they are; gradients are not accumulated inside."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = next(model.parameters()).device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
