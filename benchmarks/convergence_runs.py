@@ -68,6 +68,8 @@ def _train(study: Study, order: str, scaling: str, seed: int) -> dict[str, Any]:
     import transformers
 
     import lengthwise as lw
+    from lengthwise.core.specs import ModelSpec, cluster_preset
+    from lengthwise.cost.analytic import AnalyticCost
     from lengthwise.data.store import open_index
 
     torch.set_num_threads(1)
@@ -75,9 +77,14 @@ def _train(study: Study, order: str, scaling: str, seed: int) -> dict[str, Any]:
     vocab_size = open_index(study.index).vocab_size
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab_size, **SIZES))
     rows, held_out = study.rows()
+    spec = ModelSpec(
+        name="study", num_layers=3, hidden_size=96, ffn_size=256, num_heads=4, num_kv_heads=4, head_size=24,
+        vocab_size=vocab_size, tied_embeddings=True,
+    )  # fmt: skip
+    cost = AnalyticCost(model=spec, cluster=cluster_preset("1xcpu"), dtype="float32")  # what things take is no matter
     run = lw.prepare(
         model, rows, policy="static", tokens_per_step=study.tokens_per_step, seed=seed, device="cpu", verbose=False,
-        memory_gib=4, lr=lambda step: study.lr * min(1.0, (step + 1) / 10, max(0.1, 1.1 - step / run.num_steps)),
+        cost=cost, lr=lambda step: study.lr * min(1.0, (step + 1) / 10, max(0.1, 1.1 - step / run.num_steps)),
         lr_scaling=scaling, lr_scaling_by="sequences", lr_clamp=CLAMP, **ORDERS[order],
     )  # fmt: skip
     points, train_losses, factors, num_tokens = [evaluate(run, held_out, 0)], [], [], 0
