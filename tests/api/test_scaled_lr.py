@@ -50,7 +50,9 @@ def rates(num_ranks, rank, stop=None):
 
 def test_rates_are_the_same_on_any_number_of_ranks_and_after_a_resume():
     sampler = lw.BatchSampler(LENGTHS, rank=0, num_ranks=1, **BUDGET)
-    sizes = dict((sampler.step, len(sampler.batch.ids)) for _ in sampler)  # noqa: C402: the key changes as it goes
+    sizes: dict[int, int] = {}
+    for _ in sampler:
+        sizes[sampler.step] = len(sampler.batch.ids)
     alone = rates(1, 0)
     assert len(set(sizes.values())) > 1 and list(alone) == list(sizes)
     schedule = CosineAnnealingLR(SGD([torch.zeros(())], lr=1.0), 10)
