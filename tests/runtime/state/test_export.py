@@ -22,7 +22,7 @@ def run_folder(tmp_path) -> RunFolder:
     folder.path.mkdir()
     folder.config.write_text("{}")
     folder.write_json("model.json", asdict(SPEC))
-    folder.write_json("corpus.json", {"max_length": 30, "eos_id": 0, "index": str(tmp_path)})
+    folder.write_json("corpus.json", {"max_length": 30, "eos_id": 0, "indexes": {"text": str(tmp_path)}})
     return folder
 
 
