@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lengthwise.api.sampler import BatchSampler
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.data.lattice import padded_lattice
 from tests.api import models
 
 BUDGET = 96
@@ -129,6 +130,36 @@ def test_micro_batches_of_one_shape_hold_every_sequence_once_and_fit_their_shape
             counts[sampler.step] += 1
     assert counted == Counter(range(101))
     assert all(shape == shapes[0] for shape in shapes) and set(counts.values()) == {4}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_micro_batches_have_the_shapes_of_a_lattice_and_no_other(num_ranks):
+    lengths = np.random.default_rng(4).integers(1, 100, 300)
+    lattice = padded_lattice(lengths, most=4, budget=400, multiple_of=4)
+    options = {"tokens_per_micro_batch": 400, "padded": True, "shapes": lattice.shapes, "sequences_per_step": 40}
+    counted, used = Counter(), set()
+    for sampler in samplers(num_ranks, lengths, **options):
+        for ids in sampler:
+            rows, length = sampler.shape
+            assert len(ids) <= rows and lengths[ids].max() <= length <= lattice.size_of(lengths[ids].max())
+            counted.update(ids if sampler.weight or lengths[ids].max() == 1 else [])
+            used.add(sampler.shape)
+    assert counted == Counter(range(300)) and used == set(lattice.shapes) and len(used) == 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"padded": False}, "shapes need padded=True"),
+        ({"max_sequences": 2}, "leave those out"),
+        ({"shapes": [(2, 30)]}, "an item has 35 tokens, the longest of 1 shapes 30"),
+        ({"shapes": []}, "the longest of 0 shapes 0"),
+        ({"shapes": [(1, 40), (9, 20)]}, r"the shape 9 x 20 has 180 tokens, over tokens_per_micro_batch=96"),
+    ],
+)
+def test_shapes_that_cannot_be_kept_are_refused(wrong, said):
+    with pytest.raises(InputError, match=said):
+        samplers(1, [3, 9, 35], **{"padded": True, "shapes": [(2, 48)], **wrong})
 
 
 def test_windows_and_limits_of_padded_micro_batches():

@@ -67,6 +67,8 @@ class BatchSampler(data.Sampler[list[int]]):
         max_sequences: of a micro-batch, with ``padded``.
         equal_shapes: instead of a budget of the step: it has this many micro-batches over all ranks, padded to one
             shape, see ``shape``; for pipelines.
+        shapes: with ``padded``, the only ones that micro-batches have, (rows, length) as those of a
+            :class:`~lengthwise.data.lattice.Lattice`; see ``shape``. For models compiled for them.
         objective: what has a loss, as in :func:`lengthwise.prepare`.
         targets: how many tokens of each item have a loss, where labels leave out some.
         equal_at: length of a sequence whose attention takes as long as all else; about twelve times the model's
@@ -89,6 +91,7 @@ class BatchSampler(data.Sampler[list[int]]):
         padded: bool = False,
         max_sequences: int | None = None,
         equal_shapes: int | None = None,
+        shapes: Iterable[tuple[int, int]] | None = None,
         objective: str = NEXT_TOKEN,
         targets: Sequence[int] | np.ndarray | None = None,
         equal_at: int = EQUAL_AT,
@@ -110,6 +113,7 @@ class BatchSampler(data.Sampler[list[int]]):
             equal_shapes=equal_shapes,
             num_ranks=self._num_ranks,
         )
+        self._shapes = None if shapes is None else _lattice(shapes, self._padded, index.max_length)
         self._equal_at = equal_at
         self._targets = None if targets is None else np.asarray(targets)
         self._new_stream = partial(
@@ -153,7 +157,7 @@ class BatchSampler(data.Sampler[list[int]]):
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """With ``equal_shapes``: rows and length that the last list is to be padded to; None: as it comes."""
+        """With ``equal_shapes`` or ``shapes``: rows and length to pad the last list to; None: as it comes."""
         return self._part.shape
 
     @property
@@ -208,13 +212,16 @@ class BatchSampler(data.Sampler[list[int]]):
         while stream.epoch == epoch:
             before = stream.state_dict()
             batch = next(stream)
-            cut, shape = self._cut(batch), self._shape_of(batch)
+            cut = self._cut(batch)
             for number, (ids, weight) in enumerate(cut):
                 is_last = number == len(cut) - 1
                 state = stream.state_dict() if is_last else before
+                shape = self._shape_of(ids, batch)
                 yield Part(batch=batch, ids=ids, weight=weight, is_last=is_last, shape=shape, state=state)
 
-    def _shape_of(self, batch: GlobalBatch) -> tuple[int, int] | None:
+    def _shape_of(self, ids: tuple[int, ...], batch: GlobalBatch) -> tuple[int, int] | None:
+        if self._shapes is not None:
+            return self._shapes[self._smallest(int(self._lengths[list(ids)].max()))]
         if self._padded is None or self._padded.equal_shapes is None:
             return None
         return -(-len(batch.ids) // self._padded.equal_shapes), max(batch.lengths)
@@ -238,9 +245,21 @@ class BatchSampler(data.Sampler[list[int]]):
             return int(self._targets[item])
         return num_targets((int(self._lengths[item]),), objective=objective)
 
+    def _smallest(self, length: int) -> int:
+        """Which of the shapes, the smallest that holds a sequence of ``length``."""
+        assert self._shapes is not None, "there are some"
+        return next(number for number, (_, longest) in enumerate(self._shapes) if longest >= length)
+
     def _cut_padded(self, ids: list[int], budget: Budget) -> list[tuple[int, ...]]:
         """Longest first, as many together as stay within the budget when all are as long as the first."""
         ordered = sorted(ids, key=lambda i: (-int(self._lengths[i]), i))
+        if self._shapes is not None:
+            cut_to_shapes = []
+            while ordered:
+                rows, _ = self._shapes[self._smallest(int(self._lengths[ordered[0]]))]
+                cut_to_shapes.append(tuple(ordered[:rows]))
+                ordered = ordered[rows:]
+            return cut_to_shapes
         cut = budget.cut(self._lengths[ordered])
         return [tuple(ordered[start:end]) for start, end in zip(cut.starts.tolist(), cut.ends.tolist())]
 
@@ -260,6 +279,30 @@ def _padded_budget(
             f"multiple of {num_ranks}"
         )
     return Budget(tokens=tokens, padded=True, max_sequences=max_sequences, equal_shapes=equal_shapes)
+
+
+def _lattice(shapes: Iterable[tuple[int, int]], budget: Budget | None, longest: int) -> list[tuple[int, int]]:
+    """The shapes, the shortest rows first.
+
+    Raises:
+        InputError: micro-batches are not padded, or have a shape already; a shape is over their budget; none is long
+            enough.
+    """
+    found = sorted(((int(rows), int(length)) for rows, length in shapes), key=lambda shape: shape[1])
+    if budget is None or budget.equal_shapes is not None or budget.max_sequences is not None:
+        raise InputError("shapes need padded=True, and say what equal_shapes and max_sequences would; leave those out")
+    if not found or found[-1][1] < longest:
+        raise InputError(
+            f"an item has {longest:,} tokens, the longest of {len(found)} shapes {found[-1][1] if found else 0:,}; "
+            "make them of all lengths: lengthwise.data.lattice.padded_lattice"
+        )
+    for rows, length in found:
+        if rows < 1 or rows * length > (budget.tokens or 0):
+            raise InputError(
+                f"the shape {rows} x {length:,} has {rows * length:,} tokens, over "
+                f"tokens_per_micro_batch={budget.tokens:,}; make the shapes with this budget"
+            )
+    return found
 
 
 def _place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
