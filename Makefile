@@ -14,7 +14,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -n 2 -p tests.no_torch $(DECIDING)
-	$(BIN)/pytest $(addprefix --ignore=,$(DECIDING))
+	$(BIN)/pytest -n 2 --dist loadfile $(addprefix --ignore=,$(DECIDING))
 
 test-deep: $(STAMP)
 	$(BIN)/pytest -m deep

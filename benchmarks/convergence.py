@@ -1,6 +1,6 @@
 """Does the order of lengths, or a learning-rate that follows the batch, change what is learned? Measured, not assumed.
 
-    python benchmarks/convergence.py [--quick] [--seeds 3] [--every 12] [--work DIR]
+    python benchmarks/convergence.py [--quick] [--seeds 3] [--every 24] [--scalings none sqrt linear] [--work DIR]
 
 A small Llama on the demo's corpus, every training on the same sequences, each once, in batches of the same token
 budget: shuffled against a curriculum of rising length, each with the learning-rate as scheduled, and scaled to the
@@ -9,7 +9,7 @@ convergence.md, results/convergence.json and docs/convergence.svg.
 """
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import get_context
@@ -41,14 +41,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, a tenth of the tokens; for a look")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--every", type=int, default=12, help="one document of so many is trained on")
+    parser.add_argument("--every", type=int, default=24, help="one document of so many is trained on")
+    parser.add_argument("--scalings", nargs="*", default=SCALINGS, choices=SCALINGS)
     parser.add_argument("--work", type=Path, default=Path("outputs/benchmarks/convergence"))
     options = parser.parse_args()
     seeds, every = (1, options.every * 10) if options.quick else (options.seeds, options.every)
     index = options.work / "index"
     build_index(IndexSettings(source=None, train_bpe=1024), index, workers=2)
     study = Study(index=str(index), every=every, tokens_per_step=8192, num_held_out=40, lr=3e-3)
-    found = train_all(study, range(seeds), options.work)
+    found = train_all(study, list(product(ORDERS, options.scalings)), range(seeds), options.work)
     first = (
         f"A Llama of {SIZES['num_hidden_layers']} layers of {SIZES['hidden_size']}, on one of {every} documents of "
         f"Python's standard library in pieces of at most {MAX_LENGTH:,} tokens; {study.tokens_per_step:,} tokens a "
@@ -60,10 +61,9 @@ def main() -> None:
     FIGURE.write_text(figure(found))
 
 
-def train_all(study: Study, seeds: Iterable[int], work: Path) -> Found:
+def train_all(study: Study, arms: Sequence[tuple[str, str]], seeds: Iterable[int], work: Path) -> Found:
     """Trainings by order and scaling, two at a time."""
     found: Found = {}
-    arms = list(product(ORDERS, SCALINGS))
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         going = {
             (*arm, seed): pool.submit(train, study, *arm, seed, work / f"{arm[0]}-{arm[1]}-{seed}.json")

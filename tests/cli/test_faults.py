@@ -119,6 +119,7 @@ def assert_saved_and_ended(run: Run, code: int) -> None:
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.steps()):08}"
 
 
+@pytest.mark.deep  # by default: a stop in test_resume_anywhere, a kill below
 def test_a_run_goes_on_with_any_number_of_ranks_after_it_was_stopped_or_killed(start, undisturbed):
     run = start("--max-restarts", 2)  # a run that was asked to stop is not started again
     run.wait_for(1)

@@ -180,8 +180,8 @@ def whole_gradient(name, weight, spec, group, weights):
 
 
 def live_bytes():
-    """Of all tensors of this process, storage that several share counted once."""
+    """Of all plain tensors of this process (a compiler's have no storage), what several share counted once."""
     gc.collect()
-    tensors = [item for item in gc.get_objects() if isinstance(item, torch.Tensor)]
+    tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
