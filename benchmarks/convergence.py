@@ -30,7 +30,7 @@ STYLE = (
     "--s3:#a8467f;--s4:#9a6b00;--s5:#6b7280}@media(prefers-color-scheme:dark){:root{--ink:#e9ebee;--soft:#a7afba;"
     "--rule:#30363e;--paper:#14171b;--s0:#58aef0;--s1:#ff8f52;--s2:#38c79d;--s3:#e592c4;--s4:#e2b53f;--s5:#a9b1bd}}"
     "text{font:12px system-ui,'DejaVu Sans',sans-serif;fill:var(--soft)}.key{fill:var(--ink);font-size:13px}"
-    ".axis-title{fill:var(--ink)}.grid{stroke:var(--rule);stroke-width:1}.line{fill:none;stroke-width:2;"
+    "svg{overflow:visible}.axis-title{fill:var(--ink)}.grid{stroke:var(--rule);stroke-width:1}.line{fill:none;stroke-width:2;"
     "vector-effect:non-scaling-stroke;stroke-linecap:round;stroke-linejoin:round}"
     + "".join(f".s{k}{{stroke:var(--s{k})}}.k{k}{{fill:var(--s{k})}}" for k in range(6))
 )

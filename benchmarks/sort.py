@@ -125,7 +125,9 @@ def upsets(count: int) -> Section:
 def large(count: int) -> Section:
     """A file beyond the memory that is allowed."""
     rows: list[list[Cell]] = []
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    work = Path("outputs/benchmarks")  # not where temporary files are: that may be memory
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work) as folder:
         source, target = Path(folder) / "numbers.npy", Path(folder) / "sorted.npy"
         generator = np.random.default_rng(0)
         with source.open("wb") as file:
