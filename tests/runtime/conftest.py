@@ -24,3 +24,17 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Callable[[int], RankPool]]:
+    """``fresh_ranks(n)`` is n ranks that have run nothing yet, for tests of what memory they use."""
+    pools: list[RankPool] = []
+
+    def get(num_ranks: int) -> RankPool:
+        pools.append(RankPool(num_ranks))
+        return pools[-1]
+
+    yield get
+    for pool in pools:
+        pool.close()
