@@ -2,7 +2,9 @@
 
 Trains a small Llama on one device on the files of Python's standard library, a token a byte, in packs as a token budget
 fills them. Every way runs in a process of its own with an empty compiler cache; the one with 4 sizes a second time
-with the cache that it left, which is what a resumed run finds. On a GPU if there is one, in bfloat16.
+with the cache that it left, which is what a resumed run finds. Every pack is trained on twice, by layers as they are
+and then the way that is measured, so that a drift of the machine meets both; and once more if it had to be compiled
+for. On a GPU if there is one, in bfloat16.
 
     python benchmarks/compile.py            # some twenty minutes on two cores; leave the machine alone meanwhile
     python benchmarks/compile.py --quick    # a few minutes: a tiny model, a few steps
@@ -33,6 +35,7 @@ from lengthwise.data.lattice import Lattice, packed_lattice
 from lengthwise.plan.solve.binpack import first_fit_decreasing
 from lengthwise.runtime.compile import layers
 from lengthwise.runtime.compile.layers import CompiledLayers
+from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.train.feed import feed
 
@@ -103,8 +106,33 @@ def compiled_of(way: str, device: torch.device, lattice: Lattice | None) -> Comp
     return compiled
 
 
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One pack, trained on as it is by layers as they are, and then the way that is measured."""
+
+    eager_s: float
+    way_s: float
+    """Nothing being compiled."""
+    compiling_s: float
+    recompiles: int
+    real: int
+    computed: int
+
+
+def train_on(pack: Pack, files: Files, model: Transformer, optimizer: torch.optim.Optimizer) -> float:
+    """Seconds of one step."""
+    device, start_s = next(model.parameters()).device, perf_counter()
+    fed = feed(files, pack, device)
+    (model(fed.tokens_T, fed.cu_seqlens, fed.targets_T) / pack.num_targets).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter() - start_s
+
+
 def run(way: str, *, quick: bool) -> dict:
-    """Train ``num_steps`` packs one way; what it took."""
+    """Train ``num_steps`` packs one way, each beside eager; what it took."""
     work = work_of(quick=quick)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     files = Files(work)
@@ -116,40 +144,45 @@ def run(way: str, *, quick: bool) -> dict:
     compiled, start_s = compiled_of(way, device, lattice), perf_counter()
     if compiled is not None:
         compiled.warm_up(model)
-        model.run_layer = compiled
-    warm_up_s, recompiles, steps, real, computed = perf_counter() - start_s, 0, [], 0, 0
-    num_steps = min(work.num_steps, STATIC_STEPS) if way == "any size, static" else work.num_steps
-    for pack in islice(files.packs(), num_steps):
-        at_s = perf_counter()
-        fed = feed(files, filled(pack, lattice), device)
-        loss = model(fed.tokens_T, fed.cu_seqlens, fed.targets_T) / pack.num_targets
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        steps.append((perf_counter() - at_s, new := compiled.recompiles() if compiled else 0))
-        recompiles, real, computed = recompiles + new, real + sum(pack.lengths), computed + len(fed.tokens_T)
-    without = [step_s for step_s, new in steps if not new] or [min(step_s for step_s, _ in steps)]
-    with_s = sum(step_s for step_s, new in steps if new)
-    is_gpu = device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated() if is_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    warm_up_s, steps, plain = perf_counter() - start_s, [], model.run_layer
+    for pack in islice(files.packs(), STATIC_STEPS if way == "any size, static" else work.num_steps):
+        eager_s, whole = train_on(pack, files, model, optimizer), filled(pack, lattice)
+        model.run_layer = compiled or plain
+        first_s = way_s = train_on(whole, files, model, optimizer)
+        if recompiles := compiled.recompiles() if compiled else 0:
+            way_s = train_on(whole, files, model, optimizer)
+        model.run_layer = plain
+        times = {"eager_s": eager_s, "way_s": way_s, "compiling_s": first_s - way_s}
+        steps.append(Step(**times, recompiles=recompiles, real=sum(pack.lengths), computed=whole.num_tokens))
     return {
         "way": way,
-        "num_steps": num_steps,
-        "device": torch.cuda.get_device_name() if is_gpu else "cpu",
+        "num_steps": len(steps),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "num_sizes": len(lattice.sizes) if lattice else len(set(typical)),
-        "steps_per_s": 1 / median(without),
-        "tokens_per_s": real / sum(step_s for step_s, _ in steps),
-        "steps_with_a_compile": sum(new > 0 for _, new in steps),
-        "recompiles": recompiles,
         "warm_up_s": warm_up_s,
-        "compiling_in_steps_s": max(0.0, with_s - median(without) * sum(new > 0 for _, new in steps)),
-        "total_s": warm_up_s + sum(step_s for step_s, _ in steps),
-        "peak_mib": peak / 2**20,
-        "waste": 1 - real / computed,
-        "last_loss": float(loss.detach()),
+        "peak_mib": peak_bytes(device) / 2**20,
+        **summary(steps),
     }
+
+
+def summary(steps: list[Step]) -> dict:
+    """Speed, and what compiling took."""
+    ratios = [step.eager_s / step.way_s for step in steps]
+    return {
+        "steps_per_s": 1 / median(step.way_s for step in steps),
+        "over_eager": median(ratios),
+        "over_eager_quartiles": np.quantile(ratios, [0.25, 0.75]).tolist(),
+        "recompiles": sum(step.recompiles for step in steps),
+        "compiling_in_steps_s": sum(step.compiling_s for step in steps),
+        "waste": 1 - sum(step.real for step in steps) / sum(step.computed for step in steps),
+    }
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Of the process, or on a GPU of its allocator."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
@@ -172,7 +205,8 @@ def main() -> None:
             found.append(json.loads(done.stdout.splitlines()[-1]))
             line = found[-1]
             print(
-                f"{way:18} {line['steps_per_s']:7.2f} steps/s  {line['tokens_per_s']:9,.0f} tokens/s  "
+                f"{way:18} {line['steps_per_s']:7.2f} steps/s  {line['over_eager']:5.3f}x eager "
+                f"({line['over_eager_quartiles'][0]:.3f} to {line['over_eager_quartiles'][1]:.3f})  "
                 f"recompiles {line['recompiles']:3}  warm-up {line['warm_up_s']:6.1f} s  in steps "
                 f"{line['compiling_in_steps_s']:6.1f} s  peak {line['peak_mib']:7,.0f} MiB  waste {line['waste']:.1%}",
                 file=sys.stderr,

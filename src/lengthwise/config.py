@@ -23,7 +23,7 @@ class PartConfig(_Section):
         default=None, gt=0, description="passes over it in an epoch, such as 0.5 or 3; none: 1, or what share needs"
     )
     share: float | None = Field(
-        default=None, gt=0, description="or: its weight among the tokens of an epoch, which is as short as passes all"
+        default=None, gt=0, description="or: its weight among the tokens of an epoch, relative to the others'"
     )
 
 
@@ -180,7 +180,7 @@ class Config(_Section):
     """One run."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]+$")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 64)
     output: str = Field(default="outputs", description="run folders are made in <output>/<name>/<time>")
     run_folder: str = Field(default="", description="exactly this folder instead")
     data: DataConfig = DataConfig()

@@ -153,7 +153,7 @@ def test_micro_batches_have_the_shapes_of_a_lattice_and_no_other(num_ranks):
         ({"padded": False}, "shapes need padded=True"),
         ({"max_sequences": 2}, "leave those out"),
         ({"shapes": [(2, 30)]}, "an item has 35 tokens, the longest of 1 shapes 30"),
-        ({"shapes": []}, "the longest of 0 shapes 0"),
+        ({"shapes": []}, "shapes is empty; leave it out"),
         ({"shapes": [(1, 40), (9, 20)]}, r"the shape 9 x 20 has 180 tokens, over tokens_per_micro_batch=96"),
     ],
 )
@@ -217,6 +217,8 @@ def test_what_cannot_be_sampled_is_refused():
         samplers(1)[0].weight  # noqa: B018
     with pytest.raises(InputError, match="state is of another run"):
         samplers(1)[0].load_state_dict(samplers(1, seed=6)[0].state_dict())
+    with pytest.raises(InputError, match="metric is given and order is 'shuffled', which follows none"):
+        samplers(1, [3, 9], metric=[1, 2])
 
 
 def test_a_rank_that_is_not_known_yet_is_asked_for(monkeypatch):

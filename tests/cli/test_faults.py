@@ -114,7 +114,7 @@ def assert_saved_and_ended(run: Run, code: int) -> None:
     assert ended == code, printed[-3000:]
     assert f"Go on with: lengthwise train --resume {run.folder.path}" in printed
     assert "restart" not in printed and "Traceback" not in printed
-    assert run.status() == ("preempted", 75)
+    assert run.status() == ("preempted", code)
     assert not run.folder.stop.exists()
     assert candidates(run.folder.checkpoints)[0].name == f"step_{len(run.steps()):08}"
 

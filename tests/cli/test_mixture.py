@@ -38,7 +38,7 @@ def test_lengths_alone_are_planned_and_simulated_with_the_shares_of_tokens_that_
 def test_stats_are_of_all_parts(cli, config):
     code, out, err = cli("stats", config, "--json")
     assert code == 0 and json.loads(out)["num_sequences"] == 7, err
-    code, out, err = cli("stats", config, "--order", "curriculum", "--tokens-per-step", 1000, "--json")
+    code, out, err = cli("stats", config, "--sampling", "data.order=curriculum", "data.tokens_per_step=1000", "--json")
     assert code == 0, err
 
 

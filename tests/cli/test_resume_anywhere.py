@@ -61,6 +61,9 @@ def test_a_mixture_stopped_on_two_ranks_goes_on_with_one_as_if_it_had_never_stop
     ledger = run.read_json("ledger.json")
     assert ledger["steps"] == STOP and ledger["sequences_seen"] == sum(len(expected[step]) for step in range(STOP))
 
+    sampling = run.read_json("sampling.json")
+    assert [trend["name"] for trend in sampling["trends"]] == ["length"] and sampling["trends"][0]["pearson"] > 0.5
+
     lengthwise("train", "--resume", run.path, f"train.steps={STEPS}", "cluster.name=1xcpu")
     plans = run.read_plans()
     assert [plan.num_devices for _, plan in sorted(plans.items())] == [2] * STOP + [1] * (STEPS - STOP)

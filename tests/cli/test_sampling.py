@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lengthwise.cli.assemble import make_sampler
-from lengthwise.cli.sampling import sampling_report
+from lengthwise.cli.sampling import sampling_report, unused_settings
 from lengthwise.config import check
 from lengthwise.core.errors import InputError
 from lengthwise.data.corpus import open_corpus
@@ -59,6 +59,24 @@ def test_the_report_on_a_run_is_of_length_and_of_its_metric(indexes):
     config, corpus, _ = sample({"index": str(indexes[1]), "order": "sorted", "metric": "loss", "sequences_per_step": 1})
     report = sampling_report(config, corpus)
     assert [(trend.name, round(trend.spearman, 6)) for trend in report.trends] == [("length", -1.0), ("loss", 1.0)]
+
+
+def test_settings_that_others_make_meaningless_are_named():
+    data, optim = {"metric": "loss", "pacing": "step", "window": 64}, {"lr_reference": 8, "lr_scaling_by": "sequences"}
+
+    def unused(order, scaling):
+        tree = {"data": {**data, "order": order}, "optim": {**optim, "lr_scaling": scaling}}
+        return [words.partition(" is not used: ")[::2] for words in unused_settings(check(tree))]
+
+    why = "data.order is shuffled"
+    assert unused("shuffled", "sqrt") == [(f"data.{word}", why) for word in ("metric=loss", "pacing=step", "window=64")]
+    assert [name for name, _ in unused("curriculum", "sqrt")] == ["data.window=64"]
+    assert [name for name, _ in unused("windowed", "sqrt")] == ["data.pacing=step"]
+    why = "optim.lr_scaling is none"
+    assert unused("sorted", "none")[2:] == [
+        ("optim.lr_scaling_by=sequences", why), ("optim.lr_reference=8.0", why),
+    ]  # fmt: skip
+    assert unused_settings(check({})) == []
 
 
 def test_a_step_counts_its_padding_where_that_is_asked_for(indexes):

@@ -100,6 +100,7 @@ def test_compiled_training_is_training_and_a_resumed_run_loads_what_was_compiled
     rows = RunFolder(folder).read_metrics()
     assert [row["compile/recompiles"] for row in rows] == [0] * (NUM_STEPS + 1)
     assert set((folder / "compiler").rglob("*.so")) == compiled
+    lengthwise("report", folder)  # which checks the digest of every plan
 
 
 def by_hand(batch, *pipelines: tuple[tuple[int, ...], Scheme]) -> StepPlan:
@@ -169,6 +170,10 @@ def test_plans_that_are_not_there_are_missed_before_ranks_are_started(cli, corpu
     code, _, error = cli("train", *options(corpus, tmp_path / "run"), "--plan", tmp_path / "nowhere.jsonl")
     assert code == 2 and f"cannot read plans from {tmp_path / 'nowhere.jsonl'}" in error
     assert not (tmp_path / "run").exists()
+    for change in ("data.index=nowhere", "data.metric=loss", "data.sequences_per_step=3"):
+        code, _, error = cli("train", *options(corpus, tmp_path / "run"), "data.order=sorted", change)
+        assert code == 2 and error.startswith("error: "), error
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,6 +118,11 @@ def example():
 def test_padding_counts_against_computed_tokens():
     assert example().num_computed_tokens == 8
     assert example().padding_fraction == pytest.approx(0.25)
+
+
+def test_a_plan_of_numpys_numbers_has_the_digest_of_its_file():
+    plan = replace(example(), time_s=np.float64(0.2), update_s=np.float64(0.1))
+    assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_a_changed_file_is_noticed_by_its_digest():

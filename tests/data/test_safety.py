@@ -80,6 +80,13 @@ def test_numbers_equal_those_of_a_loop_over_the_batches(by_order):
     assert safety.trends[0].drift_by_tenth[2] == pytest.approx(drift)
 
 
+def test_a_tenth_of_one_step_has_no_correlation():
+    tenths = report(OrderSettings(order="sorted"), sequences_per_step=COUNT // 7).trends[0].pearson_by_tenth
+    assert tenths == (None,) * 8
+    tenths = report(OrderSettings(order="sorted"), sequences_per_step=COUNT // 20).trends[0].pearson_by_tenth
+    assert all(found is not None and abs(found) > 0.99 for found in tenths)
+
+
 def test_ranks_correlate_as_scipy_has_it():
     spearmanr = pytest.importorskip("scipy.stats").spearmanr
     safety = report(OrderSettings(order="curriculum", pacing="step"), sequences_per_step=30)

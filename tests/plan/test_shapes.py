@@ -1,11 +1,13 @@
 """Micro-batches of a few sizes: each is filled up, fits, is priced with what fills it, and divides by its degree."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.plan import StepPlan
 from lengthwise.data.lattice import MULTIPLE
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
@@ -43,6 +45,7 @@ def test_every_micro_batch_has_a_size_of_the_lattice_and_fits_with_its_filler(po
         computed = sum(m.pack.num_tokens for _, m in micro_batches_of(plan))
         assert plan.padding_fraction == pytest.approx(1 - batch.num_tokens / computed)
         assert plan.lower_bound_s <= plan.time_s
+        assert StepPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
 def test_a_fillers_seconds_are_those_of_its_sequences():

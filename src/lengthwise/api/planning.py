@@ -43,7 +43,9 @@ def make_sampler(options: Options, lengths: LengthIndex, objective: str) -> Samp
         InputError: the metric is not one number per sequence.
     """
     settings = OrderSettings.of(options)
-    return _sampler(options, lengths, objective, order=make_order(settings, difficulty(options.metric, lengths)))
+    return _sampler(
+        options, lengths, objective, order=make_order(settings, difficulty(options.metric, lengths, settings))
+    )
 
 
 def _sampler(options: Options, lengths: LengthIndex, objective: str, *, order: Order) -> Sampler:

@@ -116,6 +116,7 @@ class BatchSampler(data.Sampler[list[int]]):
         self._shapes = None if shapes is None else _lattice(shapes, self._padded, index.max_length)
         self._equal_at = equal_at
         self._targets = None if targets is None else np.asarray(targets)
+        settings = OrderSettings(**ordering)
         self._new_stream = partial(
             Sampler,
             index,
@@ -123,7 +124,7 @@ class BatchSampler(data.Sampler[list[int]]):
             tokens_per_step=tokens_per_step,
             sequences_per_step=sequences_per_step,
             budget=self._padded if equal_shapes else None,
-            order=make_order(OrderSettings(**ordering), difficulty(metric, index)),
+            order=make_order(settings, difficulty(metric, index, settings)),
             objective=objective,
         )
         self._state = self._new_stream().state_dict()
@@ -291,9 +292,11 @@ def _lattice(shapes: Iterable[tuple[int, int]], budget: Budget | None, longest: 
     found = sorted(((int(rows), int(length)) for rows, length in shapes), key=lambda shape: shape[1])
     if budget is None or budget.equal_shapes is not None or budget.max_sequences is not None:
         raise InputError("shapes need padded=True, and say what equal_shapes and max_sequences would; leave those out")
-    if not found or found[-1][1] < longest:
+    if not found:
+        raise InputError("shapes is empty; leave it out, or make some: lengthwise.data.lattice.padded_lattice")
+    if found[-1][1] < longest:
         raise InputError(
-            f"an item has {longest:,} tokens, the longest of {len(found)} shapes {found[-1][1] if found else 0:,}; "
+            f"an item has {longest:,} tokens, the longest of {len(found)} shapes {found[-1][1]:,}; "
             "make them of all lengths: lengthwise.data.lattice.padded_lattice"
         )
     for rows, length in found:

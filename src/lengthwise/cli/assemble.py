@@ -21,7 +21,7 @@ from lengthwise.cost.fitted import FittedCost
 from lengthwise.data.budget import Budget
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.difficulty import of_corpus
-from lengthwise.data.order import Order, OrderSettings, Shuffled, make_order
+from lengthwise.data.order import Order, OrderSettings, Selection, Shuffled, make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.from_file import PlanFile
 from lengthwise.plan.planner import Planner
@@ -41,10 +41,15 @@ def make_sampler(config: Config, corpus: Corpus) -> Sampler:
     """
     settings = OrderSettings.of(config.data)
     difficulty = of_corpus(corpus, config.data.metric) if settings.needs_metric else None
-    return _sampler(config, corpus, make_order(settings, difficulty))
+    return sampler_of(config, corpus.lengths, make_order(settings, difficulty), corpus.selection(config.seed))
 
 
-def _sampler(config: Config, corpus: Corpus, order: Order) -> Sampler:
+def sampler_of(config: Config, lengths: LengthIndex, order: Order, selection: Selection | None = None) -> Sampler:
+    """The same for sequences of ``lengths`` in a given order.
+
+    Raises:
+        InputError: budgets are contradictory.
+    """
     data = config.data
     tokens = data.tokens_per_step
     if tokens is None and data.sequences_per_step is None:
@@ -53,13 +58,13 @@ def _sampler(config: Config, corpus: Corpus, order: Order) -> Sampler:
         raise InputError("data.count_padding says what data.tokens_per_step counts; leave data.sequences_per_step out")
     padded = Budget(tokens=tokens, padded=True) if data.count_padding else None
     return Sampler(
-        corpus.lengths,
+        lengths,
         seed=config.seed,
         tokens_per_step=tokens if padded is None else None,
         sequences_per_step=data.sequences_per_step,
         budget=padded,
         order=order,
-        selection=corpus.selection(config.seed),
+        selection=selection,
         objective=resolve_model(config, None).objective,
     )
 
@@ -292,5 +297,8 @@ def _samples(config: Config, corpus: Corpus) -> list[np.ndarray]:
     """Lengths of typical batches, drawn with another seed than those of the run."""
     other = config.model_copy(update={"seed": config.seed ^ SAMPLES_SEED})
     is_steady = OrderSettings.of(config.data).is_steady
-    stream = make_sampler(other, corpus) if is_steady else _sampler(other, corpus, Shuffled())
+    if is_steady:
+        stream = make_sampler(other, corpus)
+    else:
+        stream = sampler_of(other, corpus.lengths, Shuffled(), corpus.selection(other.seed))
     return [np.array(batch.lengths, dtype=np.int64) for batch in islice(stream, NUM_SAMPLES)]

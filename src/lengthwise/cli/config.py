@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -39,6 +39,11 @@ def _lines(values: Any, section: Any, indent: str) -> list[str]:
             lines += ["", f"{name}:  # {title}", *_lines(getattr(values, name), field.annotation, indent + "  ")]
         else:
             plain = values.model_dump(mode="json", include={name})[name]
-            comment = f"  # {field.description}" if field.description else ""
-            lines.append(f"{indent}{name}: {json.dumps(plain)}{comment}")
+            comment = "; ".join(filter(None, (_choices(field.annotation), field.description)))
+            lines.append(f"{indent}{name}: {json.dumps(plain)}" + (f"  # {comment}" if comment else ""))
     return lines
+
+
+def _choices(kind: Any) -> str:
+    """The words that a setting may be."""
+    return " | ".join(filter(None, get_args(kind))) if get_origin(kind) is Literal else ""

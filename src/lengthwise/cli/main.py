@@ -10,7 +10,7 @@ import typer.core
 import typer.main
 
 from lengthwise.cli.console import emit_json
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import INTERRUPTED, LengthwiseError
 
 USAGE = 2
 """The exit code of a command line that cannot be read."""
@@ -81,7 +81,7 @@ def main() -> None:
         raise
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error of ours
         sys.exit(0)

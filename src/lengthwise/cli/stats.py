@@ -1,24 +1,26 @@
 """``lengthwise stats``: what the lengths of a corpus cost, and what an order does to sampling, before any training."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lengthwise.cli.console import emit_json, stdout
-from lengthwise.cli.sampling import sampling_report
-from lengthwise.config import check, load
+from lengthwise.cli.sampling import safety_of_lengths, sampling_report
+from lengthwise.config import Config, load
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.corpus import open_corpus
-from lengthwise.data.difficulty import LENGTH, by_length
-from lengthwise.data.order import OrderSettings, make_order
-from lengthwise.data.safety import Safety, safety_of
-from lengthwise.data.sampler import Sampler
+from lengthwise.data.difficulty import LENGTH
+from lengthwise.data.rules import apply_max_length
+from lengthwise.data.safety import Safety
 from lengthwise.data.source import SourceFile
 from lengthwise.data.stats import MAX_LENGTHS, LengthStats, length_stats
-from lengthwise.data.store import open_index
 from lengthwise.data.units import open_lengths
+from lengthwise.report.words import order_words
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Source = Annotated[
     Path,
@@ -26,68 +28,75 @@ Source = Annotated[
         metavar="DIR|LENGTHS.npy|CONFIG.yaml", help="An index, one row of integers, or the data of a run: a mixture."
     ),
 ]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Such as data.max_length=512 data.order=curriculum seed=1."),
+]
+Sampling = Annotated[
+    bool, typer.Option("--sampling", help="Instead: what data.order does to sampling under the budget of a step.")
+]
 MaxLength = Annotated[
     list[int] | None, typer.Option(metavar="TOKENS", help="A limit to try; may be repeated. Default: 1K to 128K.")
 ]
-Ranks = Annotated[int, typer.Option(help="Ranks the attention work is dealt to.")]
-Seed = Annotated[int, typer.Option(help="Seed of the random order.")]
+Ranks = Annotated[int | None, typer.Option(help="Ranks the attention work is dealt to. Default: 8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-OrderName = Annotated[
-    str | None,
-    typer.Option("--order", metavar="NAME", help="Instead: what sorted, curriculum, windowed, corpus do to sampling."),
-]
-Metric = Annotated[str, typer.Option(metavar="NAME", help="Of the order: length, or what `lengthwise analyze` saved.")]
-PacingName = Annotated[str, typer.Option("--pacing", metavar="NAME", help="Of a curriculum.")]
-PacingStart = Annotated[float, typer.Option(metavar="SHARE", help="Of the corpus that a curriculum begins with.")]
-Budget = Annotated[int, typer.Option(metavar="TOKENS", help="Of a step, with --order.")]
 
 _CONFIGS = (".yaml", ".yml")
+_NUM_RANKS = 8
 
 
 def run(
     source: Source,
+    overrides: Overrides = None,
+    sampling: Sampling = False,
     max_length: MaxLength = None,
-    ranks: Ranks = 8,
-    seed: Seed = 0,
-    order: OrderName = None,
-    metric: Metric = "length",
-    pacing: PacingName = "root",
-    pacing_start: PacingStart = 0.1,
-    tokens_per_step: Budget = 65_536,
+    ranks: Ranks = None,
     json: Json = False,
 ) -> None:
-    """Show length statistics, or with --order what that does to sampling, as tables or JSON."""
-    if order is not None:
-        curriculum = {"order": order, "metric": metric, "pacing": pacing, "pacing_start": pacing_start}
-        _show_order(source, {**curriculum, "tokens_per_step": tokens_per_step}, seed, json=json)
+    """Show length statistics, or with --sampling what the order of sequences does to it, as tables or JSON."""
+    config = _config(source, overrides or [])
+    if sampling:
+        if max_length or ranks:
+            raise InputError("--max-length and --ranks are of length statistics; with --sampling set data.max_length")
+        _sampling(source, config, json=json)
         return
-    limits = tuple(max_length or MAX_LENGTHS)
+    limits, num_ranks = tuple(max_length or MAX_LENGTHS), _NUM_RANKS if ranks is None else ranks
     if min(limits) < 1:
         raise InputError(f"--max-length {min(limits)}: at least 1 token is needed")
-    if ranks < 1:
-        raise InputError(f"--ranks {ranks}: at least 1 is needed")
-    if not 0 <= seed < 1 << 64:
-        raise InputError(f"--seed {seed} is out of range; use 0 to 2**64 - 1")
-    stats = length_stats(_open(source), max_lengths=limits, num_ranks=ranks, seed=seed)
+    if num_ranks < 1:
+        raise InputError(f"--ranks {num_ranks}: at least 1 is needed")
+    stats = length_stats(_lengths(source, config), max_lengths=limits, num_ranks=num_ranks, seed=config.seed)
     if json:
         emit_json({"path": str(source), **stats.to_json()})
     else:
         _show(source, stats)
 
 
-def _show_order(source: Path, data: dict[str, Any], seed: int, *, json: bool) -> None:
-    is_file = source.suffix == ".npy"
+def _config(source: Path, overrides: list[str]) -> Config:
+    """What ``source`` and the settings behind it say; a file of lengths is no index."""
     if source.suffix in _CONFIGS:
-        config = load(source, [f"seed={seed}", *(f"data.{name}={value}" for name, value in data.items())])
-    else:
-        config = check({"seed": seed, "data": data if is_file else {**data, "index": str(source)}})
-    if is_file:
+        return load(source, overrides)
+    config = load(None, overrides)
+    index = "" if source.suffix == ".npy" else str(source)
+    return config.model_copy(update={"data": config.data.model_copy(update={"index": index})})
+
+
+def _lengths(source: Path, config: Config) -> LengthIndex:
+    """After the length rule."""
+    if source.suffix != ".npy":
+        return open_corpus(config.data).lengths
+    if not source.is_file():
+        raise InputError(f"no file at {source}; give an index folder or a .npy file of lengths")
+    file = SourceFile(path=str(source), name=str(source), size=source.stat().st_size, mtime_ns=0)
+    whole = LengthIndex(lengths=open_lengths(file))
+    return apply_max_length(whole, max_length=config.data.max_length, rule=config.data.over_length).lengths
+
+
+def _sampling(source: Path, config: Config, *, json: bool) -> None:
+    if source.suffix == ".npy":
         if config.data.metric != LENGTH:
-            raise InputError(f"{source} holds lengths alone; --metric {config.data.metric} is saved beside an index")
-        lengths = _open(source)
-        order = make_order(OrderSettings.of(config.data), by_length(lengths))
-        sampler = Sampler(lengths, seed=seed, tokens_per_step=config.data.tokens_per_step, order=order)
-        safety = safety_of(sampler, lengths)
+            raise InputError(f"{source} holds lengths alone; metric {config.data.metric} is saved beside an index")
+        safety = safety_of_lengths(config, _lengths(source, config))
     else:
         safety = sampling_report(config, open_corpus(config.data))
     if json:
@@ -100,11 +109,17 @@ def _show_safety(source: Path, safety: Safety) -> None:
     from rich.table import Table
 
     console = stdout()
-    settings = " ".join(str(value) for name, value in safety.order.items() if name != "metric" and value)
-    console.print(f"{source}: first epoch, {safety.num_steps:,} steps ({settings})", markup=False, soft_wrap=True)
+    words = order_words(safety.order)
+    console.print(f"{source}: first epoch, {safety.num_steps:,} steps, {words}", markup=False, soft_wrap=True)
     sums = Table("of a step", "mean", "std / mean", "least", "most", box=None, pad_edge=False)
     for name, spread in (("tokens", safety.tokens), ("sequences", safety.sequences)):
-        sums.add_row(name, f"{spread.mean:,.0f}", _percent(spread.coefficient), f"{spread.least:,}", f"{spread.most:,}")
+        sums.add_row(
+            name,
+            f"{spread.mean:,.{1 if spread.mean < 100 else 0}f}",
+            _percent(spread.coefficient),
+            f"{spread.least:,}",
+            f"{spread.most:,}",
+        )
     trends = Table("with the step", "Pearson", "Spearman", "between steps", "drift", box=None, pad_edge=False)
     for trend in safety.trends:
         drift = f"{trend.largest_drift:.2f}"
@@ -118,28 +133,13 @@ def _show_safety(source: Path, safety: Safety) -> None:
     for number, seen in enumerate(safety.coverage_by_tenth):
         row = [str(number + 1), _percent(seen), f"{safety.tokens_by_tenth[number]:,.0f}"]
         for trend in safety.trends:
-            row += [f"{trend.pearson_by_tenth[number]:.2f}", f"{trend.drift_by_tenth[number]:.2f}"]
+            found = trend.pearson_by_tenth[number]
+            row += ["-" if found is None else f"{found:.2f}", f"{trend.drift_by_tenth[number]:.2f}"]
         tenths.add_row(*row)
-    for table in (sums, trends, tenths):
-        for column in table.columns[1:]:
-            column.justify = "right"
-        console.print()
-        console.print(table)
-    console.print()
+    _print(sums, trends, tenths)
     console.print(f"each sequence once: {'yes' if safety.each_once else 'no'}")
     for warning in safety.warnings or ("steps are samples of the corpus, as far as these numbers tell",):
         console.print(f"* {warning}", markup=False, soft_wrap=True)
-
-
-def _open(source: Path) -> LengthIndex:
-    if source.suffix in _CONFIGS:
-        return open_corpus(load(source, []).data).lengths
-    if source.suffix == ".npy":
-        if not source.is_file():
-            raise InputError(f"no file at {source}; give an index folder or a .npy file of lengths")
-        file = SourceFile(path=str(source), name=str(source), size=source.stat().st_size, mtime_ns=0)
-        return LengthIndex(lengths=open_lengths(file))
-    return open_index(source).lengths
 
 
 def _show(source: Path, stats: LengthStats) -> None:
@@ -184,17 +184,23 @@ def _show(source: Path, stats: LengthStats) -> None:
         lost = _percent(cut.share_of_tokens_in_them), _percent(cut.share_of_tokens_beyond)
         cuts.add_row(f"{cut.max_length:,}", f"{cut.sequences_over:,}", _percent(cut.share_of_sequences), *lost)
 
-    for table in (histogram, padding, cuts):
-        for column in table.columns[1:]:
-            column.justify = "right"
-        console.print()
-        console.print(table)
-    console.print()
+    _print(histogram, padding, cuts)
     console.print(
         f"attention: packs of {stats.max_length:,} tokens dealt to {stats.imbalance_ranks} ranks leave the busiest "
         f"with {stats.attention_imbalance:.2f} times the mean work",
         soft_wrap=True,
     )
+
+
+def _print(*tables: "Table") -> None:
+    """Numbers at the right, an empty line around each."""
+    console = stdout()
+    for table in tables:
+        for column in table.columns[1:]:
+            column.justify = "right"
+        console.print()
+        console.print(table)
+    console.print()
 
 
 def _kilo(length: int) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from lengthwise.cli.console import emit_json, stderr
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, is_rank, split_arguments, torchrun
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import INTERRUPTED, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ def run(
     if is_rank():
         _train_as_rank(resolved, resume, fall_back=fall_back)
         return
-    if resolved.plan.file:
-        from lengthwise.cli.assemble import open_plans
-
-        open_plans(resolved)  # refused here, before ranks are started
+    _check(resolved)
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
         RunFolder(folder).check_new()
@@ -64,6 +61,18 @@ def run(
     launch(RunFolder(folder), arguments, nproc=nproc, max_restarts=max_restarts)
     if as_json:
         emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
+
+
+def _check(config: "Config") -> None:
+    """Refuse here, before ranks are started and a folder is made, what can be without them."""
+    from lengthwise.cli.assemble import make_sampler, open_plans
+    from lengthwise.data.corpus import open_corpus
+
+    if config.plan.file:
+        open_plans(config)
+    corpus = open_corpus(config.data)
+    corpus.check_tokens()
+    make_sampler(config, corpus)
 
 
 def _train_as_rank(config: "Config", resume: Path | None, *, fall_back: bool) -> None:
@@ -103,7 +112,10 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
             ["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop, max_restarts=max_restarts
         )
     except KeyboardInterrupt:
-        log.print(folder.read_json("status.json").get("error", ""), soft_wrap=True)
+        status = folder.read_json("status.json")
+        if status.get("exit_code") == Preempted.exit_code:
+            folder.write_json("status.json", {**status, "exit_code": INTERRUPTED})
+        log.print(status.get("error", ""), soft_wrap=True)
         raise
     finally:
         folder.stop.unlink(missing_ok=True)

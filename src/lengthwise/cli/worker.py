@@ -19,6 +19,7 @@ from lengthwise.cli.assemble import (
     with_draws,
 )
 from lengthwise.cli.compiled import compiled_layers, sizes_of, tell_sizes
+from lengthwise.cli.console import stderr
 from lengthwise.cli.restart import (
     DONE,
     RUNNING,
@@ -30,7 +31,7 @@ from lengthwise.cli.restart import (
     tell,
     write_status,
 )
-from lengthwise.cli.sampling import sampling_report
+from lengthwise.cli.sampling import sampling_report, unused_settings
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InputError, LengthwiseError
@@ -182,7 +183,12 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
     config.save(partial)
     partial.replace(folder.config)  # whole or not at all: ranks started again read it
     if config.data.order != SHUFFLED:
-        folder.write_json("sampling.json", sampling_report(config, corpus).to_json())
+        sampling = sampling_report(config, corpus)
+        folder.write_json("sampling.json", sampling.to_json())
+        for warning in sampling.warnings:
+            stderr().print(f"sampling: {warning}", markup=False, soft_wrap=True)
+    for unused in unused_settings(config):
+        stderr().print(f"warning: {unused}", markup=False, soft_wrap=True)
     folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})
     folder.write_json(
         "corpus.json",

@@ -25,6 +25,10 @@ class CheckError(LengthwiseError):
     exit_code = 4
 
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C."""
+
+
 class Preempted(LengthwiseError):  # noqa: N818 - an outcome, not a fault
     """The run was asked to stop (SIGTERM), saved itself and can be resumed."""
 

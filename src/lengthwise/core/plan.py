@@ -167,7 +167,7 @@ class StepPlan:
     @cached_property
     def digest(self) -> str:
         """Sixteen hex digits over the whole plan; equal on every rank, or the ranks must not run it."""
-        state = hashlib.blake2b(repr([getattr(self, name) for name in _PLAIN_FIELDS]).encode(), digest_size=8)
+        state = hashlib.blake2b(repr([_plain(getattr(self, name)) for name in _PLAIN_FIELDS]).encode(), digest_size=8)
         names: dict[Any, str] = {}  # schemes and overrides repeat: their many words are written once
 
         def name(value: Any) -> str:
@@ -178,7 +178,7 @@ class StepPlan:
         for p in self.pipelines:
             state.update(f"{p.ranks}{p.phase}/{p.state_bytes}{name(p.scheme)}".encode())
             for m in p.micro_batches:
-                pack, sizes = m.pack, (m.time_s, m.comm_s, m.peak_bytes)
+                pack, sizes = m.pack, (_plain(m.time_s), _plain(m.comm_s), _plain(m.peak_bytes))
                 overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
@@ -242,6 +242,11 @@ class StepPlan:
 
 
 _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy float as Python's, which is spelt as the one that comes back from a file."""
+    return float(value) if isinstance(value, float) else value
 
 
 def _scheme_to_json(scheme: Scheme) -> dict[str, Any]:

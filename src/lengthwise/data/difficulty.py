@@ -10,6 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.metrics import open_metric
+from lengthwise.data.order import OrderSettings
 
 LENGTH = "length"
 """The metric that every corpus has."""
@@ -21,16 +22,28 @@ class Measured:
 
     values: np.ndarray = field(repr=False)
     digest: str
+    """Its name, and what tells its values from others."""
 
 
-def difficulty(given: Any, lengths: LengthIndex) -> Measured:
-    """Of numbers that a user gives, or None: the lengths."""
-    return by_length(lengths) if given is None else of_values(given, len(lengths))
+def difficulty(given: Any, lengths: LengthIndex, settings: OrderSettings) -> Measured:
+    """Of numbers that a user gives, or None: the lengths.
+
+    Raises:
+        InputError: they are not one finite number per sequence, or the order follows none.
+    """
+    if given is None:
+        return by_length(lengths)
+    if not settings.needs_metric:
+        raise InputError(
+            f"metric is given and order is {settings.order!r}, which follows none; leave it out, or take "
+            "order='curriculum', 'sorted' or 'windowed'"
+        )
+    return of_values(given, len(lengths))
 
 
 def by_length(lengths: LengthIndex) -> Measured:
     """The lengths themselves."""
-    return Measured(values=lengths.lengths, digest=lengths.digest)
+    return Measured(values=lengths.lengths, digest=f"{LENGTH} {lengths.digest}")
 
 
 def of_corpus(corpus: Corpus, metric: str) -> Measured:
@@ -45,7 +58,7 @@ def of_corpus(corpus: Corpus, metric: str) -> Measured:
         return by_length(corpus.lengths)
     saved = [open_metric(part.store.path, metric, digest=part.store.digest) for part in corpus.parts]
     values = [one.values[part.view.base_ids] for one, part in zip(saved, corpus.parts)]
-    return Measured(values=np.concatenate(values), digest="+".join(one.digest for one in saved))
+    return Measured(values=np.concatenate(values), digest=f"{metric} {'+'.join(one.digest for one in saved)}")
 
 
 def of_values(given: Any, num_sequences: int) -> Measured:
@@ -64,4 +77,4 @@ def of_values(given: Any, num_sequences: int) -> Measured:
         raise InputError(f"the metric of sequence {where} is {values[where]}, which has no place in an order")
     mark = blake2b(f"{values.dtype.str}".encode(), digest_size=8)
     mark.update(np.ascontiguousarray(values).tobytes())
-    return Measured(values=values, digest=mark.hexdigest())
+    return Measured(values=values, digest=f"given {mark.hexdigest()}")

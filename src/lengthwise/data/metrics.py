@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.data.correlation import pearson, ranks
 
 FOLDER = "metrics"
 """In the folder of the index."""
@@ -150,7 +151,7 @@ def open_metric(index_folder: Path, name: str, *, digest: str) -> Metric:
         if found != size:
             raise files.damaged(f"{file} " + ("is missing" if found is None else f"has {found:,} bytes, not {size:,}"))
     values = _load(files, files.values)
-    order = _load(files, files.order).reshape(-1) if files.order.name in info["files"] else None
+    order = _load(files, files.order) if files.order.name in info["files"] else None
     if values.dtype.str not in DTYPES or values.shape != (info["num_sequences"],):
         raise files.damaged(f"{files.values.name} holds {values.dtype} of shape {values.shape}")
     if values_digest(values, index_digest=digest) != info["digest"]:
@@ -193,7 +194,7 @@ def finish(files: MetricFiles, *, index_digest: str, lengths: np.ndarray, detail
         **summary(values, lengths),
     }
     if files.order in present:
-        info["order_digest"] = order_digest(_load(files, files.order).reshape(-1))
+        info["order_digest"] = order_digest(_load(files, files.order))
     save_json(files.info, info)
     return info
 
@@ -208,23 +209,10 @@ def summary(values: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
         "max": values.max().item(),
         "quantiles": {f"p{round(100 * share)}": float(value) for share, value in zip(QUANTILES, found)},
         "correlation_with_length": {
-            "pearson": _correlation(wide, lengths.astype(np.float64)),
-            "spearman": _correlation(_ranks(values), _ranks(lengths)),
+            "pearson": pearson(wide, lengths.astype(np.float64)),
+            "spearman": pearson(ranks(values), ranks(lengths)),
         },
     }
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float | None:
-    x, y = x - x.mean(), y - y.mean()
-    scale = float(np.sqrt(x @ x) * np.sqrt(y @ y))
-    return None if scale == 0 or not np.isfinite(scale) else float(x @ y) / scale
-
-
-def _ranks(x: np.ndarray) -> np.ndarray:
-    """Places in ascending order, equal values at the mean of theirs."""
-    _, group, counts = np.unique(x, return_inverse=True, return_counts=True)
-    ranks: np.ndarray = (np.cumsum(counts) - (counts - 1) / 2)[group]
-    return ranks
 
 
 def _whole(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.correlation import pearson, ranks
 from lengthwise.data.sampler import Sampler
 
 TENTHS = 10
@@ -35,7 +36,8 @@ class Trend:
     """Correlation of the step's mean with the step; 0 where one of them never changes."""
     spearman: float
     """The same of their ranks."""
-    pearson_by_tenth: tuple[float, ...]
+    pearson_by_tenth: tuple[float | None, ...]
+    """None where a tenth is one step, or nothing changes in it."""
     drift_by_tenth: tuple[float, ...]
     """Kolmogorov-Smirnov distance of the sequences of each tenth of the epoch from those of all of it."""
     between_steps: float
@@ -133,11 +135,11 @@ def _trend(name: str, values: np.ndarray, ends: np.ndarray) -> Trend:
     tenths = _tenths(len(ends))
     return Trend(
         name=name,
-        pearson=_correlation(means, steps),
-        spearman=_correlation(_ranks(means), steps),
-        pearson_by_tenth=tuple(_correlation(means[start:end], steps[start:end]) for start, end in tenths),
+        pearson=pearson(means, steps) or 0.0,
+        spearman=pearson(ranks(means), steps) or 0.0,
+        pearson_by_tenth=tuple(pearson(means[start:end], steps[start:end]) for start, end in tenths),
         drift_by_tenth=tuple(_distance(values[starts[start] : ends[end - 1]], ascending) for start, end in tenths),
-        between_steps=_between(_ranks(values), starts, sizes),
+        between_steps=_between(ranks(values), starts, sizes),
     )
 
 
@@ -150,18 +152,6 @@ def _between(values: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> float
     found = float((sizes * (means - values.mean()) ** 2).sum()) / total
     chance = (len(means) - 1) / (len(values) - 1)
     return max(0.0, (found - chance) / (1 - chance))
-
-
-def _correlation(one: np.ndarray, other: np.ndarray) -> float:
-    one, other = one - one.mean(), other - other.mean()
-    scale = float(np.sqrt((one @ one) * (other @ other)))
-    return float(np.clip((one @ other) / scale, -1.0, 1.0)) if scale > 0 else 0.0
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """From 0; equal ones share the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
 
 
 def _distance(sample: np.ndarray, ascending: np.ndarray) -> float:

@@ -13,6 +13,7 @@ from lengthwise.data.order import Everything, Order, OrderOfBatches, Selection, 
 from lengthwise.data.permutation import BATCHES, epoch_order
 
 _SCHEMA_VERSION = 2
+_PLACE = ("epoch", "position", "step")
 
 
 class Sampler:
@@ -53,13 +54,14 @@ class Sampler:
             "order": self._order_of.to_json(),
             "selection": self._selection.to_json(),
         }
-        self._arranged = -1
-        self._rewind(epoch=0, position=0, step=0)
+        self._arranged = -1  # no epoch yet: making a sampler costs nothing
+        self._epoch = self._position = self._step = self._number = 0
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         return self
 
     def __next__(self) -> GlobalBatch:
+        self._arrange_epoch()
         ids = self._ids[self._position : self._ends[self._number]]
         batch = GlobalBatch(
             step=self._step,
@@ -88,6 +90,7 @@ class Sampler:
     @property
     def dealt(self) -> np.ndarray:
         """Ids of the epoch that earlier batches hold, in its order."""
+        self._arrange_epoch()
         return self._ids[: self._position]
 
     def skip_to(self, step: int) -> None:
@@ -96,6 +99,7 @@ class Sampler:
             raise InputError(f"cannot skip to step {step}; steps count from 0")
         if step < self._step:
             self._rewind(epoch=0, position=0, step=0)
+        self._arrange_epoch()
         while (left := len(self._ends) - self._number) <= step - self._step:
             self._rewind(epoch=self._epoch + 1, position=0, step=self._step + left)
         self._rewind(
@@ -121,8 +125,8 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler is and what it samples, in plain values."""
-        place = {"epoch": self._epoch, "position": self._position, "step": self._step}
-        return {"schema_version": _SCHEMA_VERSION, **self._identity, **place}
+        place = (self._epoch, self._position, self._step)
+        return {"schema_version": _SCHEMA_VERSION, **self._identity, **dict(zip(_PLACE, place))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where the sampler that gave ``state`` was.
@@ -130,17 +134,19 @@ class Sampler:
         Raises:
             InputError: the state is of another corpus, seed, budget or version; every difference is named.
         """
-        expected = {"schema_version": _SCHEMA_VERSION, **self._identity}
+        expected = _flat({"schema_version": _SCHEMA_VERSION, **self._identity})
+        found = _flat({name: value for name, value in state.items() if name not in _PLACE})
         wrong = [
-            f"{name}: {state.get(name)!r} in the state, {value!r} here"
-            for name, value in expected.items()
-            if state.get(name) != value
+            f"{name}: {found.get(name)!r} in the state, {expected.get(name)!r} here"
+            for name in dict.fromkeys([*expected, *found])
+            if found.get(name) != expected.get(name)
         ]
         if wrong:
             raise InputError(
-                f"the sampler's state is of another run ({'; '.join(wrong)}); resume with its own settings"
+                f"the sampler's state is of another run ({'; '.join(wrong)}); resume with its own settings, of which "
+                "none that says what comes when can be changed"
             )
-        place = [state.get(name) for name in ("epoch", "position", "step")]
+        place = [state.get(name) for name in _PLACE]
         whole = all(isinstance(value, int) and value >= 0 for value in place)
         before = (self._epoch, self._position, self._step)
         if whole:
@@ -152,12 +158,15 @@ class Sampler:
             )
 
     def _rewind(self, *, epoch: int, position: int, step: int) -> None:
-        if epoch != self._arranged:
-            self._ids, self._ends = self.arrange(epoch)
-            self._starts = np.concatenate([[0], self._ends[:-1]]).astype(np.int64)
-            self._arranged = epoch
         self._epoch, self._position, self._step = epoch, position, step
+        self._arrange_epoch()
         self._number = int(np.searchsorted(self._ends, position, side="right"))
+
+    def _arrange_epoch(self) -> None:
+        if self._arranged != self._epoch:
+            self._ids, self._ends = self.arrange(self._epoch)
+            self._starts = np.concatenate([[0], self._ends[:-1]]).astype(np.int64)
+            self._arranged = self._epoch
 
     def _advance(self) -> None:
         end = int(self._ends[self._number])
@@ -165,6 +174,14 @@ class Sampler:
             self._rewind(epoch=self._epoch + 1, position=0, step=self._step + 1)
         else:
             self._position, self._step, self._number = end, self._step + 1, self._number + 1
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of a tree by their dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
 def _one_of(tokens_per_step: int | None, sequences_per_step: int | None) -> Budget:

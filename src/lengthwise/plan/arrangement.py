@@ -88,7 +88,7 @@ def fillers(priced: PricedBatch, lane: Lane) -> list[int]:
     return [lattice.size_of(each) - each if each <= lattice.sizes[-1] else 0 for each in tokens]
 
 
-def _filler_times_s(priced: PricedBatch, lane: Lane) -> np.ndarray:
+def _filler_times_s(priced: PricedBatch, lane: Lane) -> list[float]:
     """Seconds per stage that filling up adds to each pack of the lane."""
     longest = np.array([longest for _, longest in _laid_out(priced, lane)], dtype=np.int64)
     wholes, rests = np.divmod(np.array(fillers(priced, lane), dtype=np.int64), longest)
@@ -98,7 +98,8 @@ def _filler_times_s(priced: PricedBatch, lane: Lane) -> np.ndarray:
         mine = np.array([run is kind for run in runs])
         rests_s = np.where(rests[mine] > 0, kind.times_s(np.maximum(rests[mine], 1)), 0.0)
         added_s[mine] = wholes[mine] * kind.times_s(longest[mine]) + rests_s
-    return added_s
+    each_s: list[float] = added_s.tolist()
+    return each_s
 
 
 def pipeline_time_s(times_s: list[float], num_stages: int, objective: Objective) -> float:

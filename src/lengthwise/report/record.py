@@ -29,6 +29,8 @@ class RunRecord:
     model: dict[str, Any]
     corpus: dict[str, Any]
     ledger: dict[str, Any]
+    sampling: dict[str, Any]
+    """What the order does to sampling; empty if it is shuffled."""
     status: dict[str, Any]
 
     @property
@@ -74,7 +76,7 @@ def read_record(run: RunFolder) -> RunRecord:
     with _reading(run.path / "timeline"):
         timelines = run.read_timelines()
     documents: dict[str, dict[str, Any]] = {}
-    for name in ("model", "corpus", "ledger", "status"):
+    for name in ("model", "corpus", "ledger", "sampling", "status"):
         with _reading(run.path / f"{name}.json"):
             documents[name] = dict(run.read_json(f"{name}.json"))
     record = RunRecord(folder=run, config=config, rows=rows, plans=plans, timelines=timelines, **documents)

@@ -50,6 +50,24 @@ def alarm(record: RunRecord, summary: RunSummary) -> str:
     return f"The run ended as {summary.status}: {progress}. {reason}".rstrip()
 
 
+def order_words(order: dict[str, Any]) -> str:
+    """What comes when, from what a sampler says of its order."""
+    name, metric = order["name"], str(order.get("metric", "")).partition(" ")[0]
+    if name in ("shuffled", "corpus"):
+        return {"shuffled": "shuffled", "corpus": "in the order of the corpus"}[name]
+    if name == "sorted":
+        return f"sorted by {metric}"
+    if name == "windowed":
+        return f"sorted by {metric} within windows of {order['window']:,} sequences"
+    pacing = {
+        "step": f"pacing step from {order['start']:g} in {order['stages']} stages",
+        "natural": f"pacing natural, {order['stages']} groups",
+    }.get(order["pacing"], f"pacing {order['pacing']} from {order['start']:g}")
+    epochs = order["epochs"]
+    words = f"curriculum by {metric}, {pacing}"
+    return words if epochs is None else f"{words}, shuffled after {epochs:,} epoch{'s' * (epochs > 1)}"
+
+
 def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
     """Terms and descriptions; only what the run's files say."""
     facts = [
@@ -58,6 +76,8 @@ def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
         ("Ranks", _ranks(record, summary)),
         ("Corpus", _corpus(record)),
         ("Batch", _batch(record)),
+        ("Order", _order(record)),
+        ("Learning-rate", _learning_rate(record)),
         ("Long sequences", _length_rule(record)),
         *_learned_from(record.ledger),
         ("Step time", _step_time(summary)),
@@ -110,6 +130,21 @@ def _batch(record: RunRecord) -> str:
         return f"{count(budget)} tokens a step"
     number_of = record.setting("data", "sequences_per_step")
     return f"{count(number_of)} sequences a step" if number_of else ""
+
+
+def _order(record: RunRecord) -> str:
+    if not record.sampling:
+        return "shuffled" if record.setting("data", "order") == "shuffled" else ""
+    return "; ".join([order_words(record.sampling["order"]), *record.sampling["warnings"]])
+
+
+def _learning_rate(record: RunRecord) -> str:
+    """How it followed the batches, if it did."""
+    rule, factors = record.setting("optim", "lr_scaling"), [row.get("lr_factor", 1.0) for row in record.rows]
+    if rule not in ("linear", "sqrt"):
+        return ""
+    by = {"linear": "the", "sqrt": "the square root of the"}[rule] + f" {record.setting('optim', 'lr_scaling_by')}"
+    return f"scaled by {by} of each batch, by {min(factors):.2f} to {max(factors):.2f}"
 
 
 _RULES = {

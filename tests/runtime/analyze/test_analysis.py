@@ -157,6 +157,14 @@ def test_blocks_of_another_request_are_not_mixed_in(ranks, store, tmp_path):
     assert "is another one (kind: 'function' then, 'length' now)" in message and "--restart" in message
 
 
+def test_blocks_that_lost_their_request_are_made_again(ranks, store):
+    parts = Parts(files=MetricFiles(index=store.path, name="length"))
+    parts.files.parts.mkdir(parents=True)
+    parts.save(0, np.full(1, -7))  # of a metric whose removal was killed half-way
+    made, _ = ranks(1).run(analyze_here, store.path, request_of("length"))[0]
+    assert made.num_resumed_blocks == 0 and opened(store, "length").values.tolist() == LENGTHS
+
+
 def test_a_changed_function_is_another_one(ranks, store, tmp_path):
     module = users_module(tmp_path)
     ranks(1).run(analyze_here, store.path, request_of(f"{module}:mixed"))

@@ -58,3 +58,6 @@ def test_batches_of_the_lattice_run_compiled_others_are_refused_and_the_model_is
 def test_without_shapes_there_is_nothing_to_compile():
     with pytest.raises(InputError, match="at least one shape"):
         lengthwise.compile(Tagger(), [], made_up)
+    wrong = r"make_batch\(2, 64\) is not what it was asked for: a batch of shape 2 x 65"
+    with pytest.raises(InputError, match=wrong):
+        lengthwise.compile(Tagger(), [(2, 64)], lambda rows, length: made_up(rows, length + 1), backend="eager")

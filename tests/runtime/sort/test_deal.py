@@ -47,11 +47,14 @@ def _check_written(folder):
                 with pytest.raises(InputError, match=r"NumPy files have no bfloat16; write block\.float\(\)"):
                     write_ordered(block, path)
                 continue
-            write_ordered(block, path)
-            found = np.load(path)
-            assert (found.dtype, found.shape) == (whole.numpy().dtype, (num_rows, 1))
-            assert (found == np.sort(whole.numpy(), axis=0)).all()
-            dist.barrier()
+            for flat, shape in ((False, (num_rows, 1)), (True, (num_rows,))):
+                write_ordered(block, path, flat=flat)
+                found = np.load(path)
+                assert (found.dtype, found.shape) == (whole.numpy().dtype, shape)
+                assert (found == np.sort(whole.numpy(), axis=0).reshape(shape)).all()
+                dist.barrier()
+    with pytest.raises(InputError, match="rows of 2 numbers cannot be written flat"):
+        write_ordered(make_rows(2, 4, 2, "int64", kind="few"), path, flat=True)
 
 
 def test_a_rank_that_cannot_write_is_named_on_all_and_the_old_file_stays(ranks, tmp_path):

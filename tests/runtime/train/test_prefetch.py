@@ -164,7 +164,9 @@ def test_a_run_that_reads_ahead_is_the_same_to_the_bit_and_says_how_long_it_wait
     for row in rows:
         assert 0 <= row["time/data_wait_s"] <= row["perf/step_time_s"]
         assert row["data/wait_frac"] == row["time/data_wait_s"] / row["perf/step_time_s"]
-        assert f"data: {row['data/wait_frac']:.1%}  " in log_line(row, num_steps=8, device_gib=1.0)
+        line = log_line(row, num_steps=8, device_gib=1.0)
+        assert f"data: {row['data/wait_frac']:.1%}  " in line and "(x" not in line
+        assert "(x0.50)  tokens" in log_line({**row, "lr_factor": 0.5}, num_steps=8, device_gib=1.0)
     assert ranks(1).run(_fails_to_read, str(tmp_path / "broken")) == [1]
 
 

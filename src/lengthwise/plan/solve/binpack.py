@@ -22,18 +22,24 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
         width *= 2
     room = [capacity] * (2 * width)
     bins: list[list[int]] = [[] for _ in range(width)]
-    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        size, node = sizes[item], 1
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    place = 0
+    while place < len(order):
+        size, node = sizes[order[place]], 1
         while node < width:
             node *= 2
             if room[node] < size:
                 node += 1
-        bins[node - width].append(item)
-        room[node] -= size
+        left, held = room[node], bins[node - width]
+        while place < len(order) and sizes[order[place]] == size <= left:  # equal ones fill the same bin first
+            held.append(order[place])
+            left -= size
+            place += 1
+        room[node] = left
         while node > 1:
             node //= 2
-            left, right = room[2 * node], room[2 * node + 1]
-            most = left if left > right else right
+            one, other = room[2 * node], room[2 * node + 1]
+            most = one if one > other else other
             if room[node] == most:
                 break  # so it is above
             room[node] = most

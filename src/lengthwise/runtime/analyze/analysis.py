@@ -180,7 +180,7 @@ def _write_order(files: MetricFiles, world: World) -> None:
         return ids, torch.from_numpy(np.array(values[start:end])).to(world.device)
 
     ids, values = on_all(world, read)
-    write_ordered(sort_rows(ids, key=values), files.order)
+    write_ordered(sort_rows(ids, key=values), files.order, flat=True)
 
 
 def _finish(parts: Parts, store: TokenStore, details: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,6 @@ class Parts:
         Raises:
             InputError: the folder holds blocks of another request.
         """
-        done = [number for number in range(num_blocks) if self.file(number).is_file()]
         begun = self._begun()
         if begun != request:
             if begun and any(self.files.parts.glob("[0-9]*.npy")):
@@ -86,10 +85,11 @@ class Parts:
                     f"({differences(begun, request)}); run the same command as before, choose another --name, or start "
                     "over with --restart"
                 )
+            self.empty()  # blocks without a request may be of any
             save_json(self.files.parts / _NOTE, request)
         for stray in self.files.parts.glob("*.partial-*"):
             stray.unlink()
-        return sorted(set(range(num_blocks)) - set(done))
+        return [number for number in range(num_blocks) if not self.file(number).is_file()]
 
     def save(self, number: int, values: np.ndarray) -> None:
         """Keep the values of a block, whole or not at all."""

@@ -51,7 +51,7 @@ def compile(
         backend: of ``torch.compile``.
 
     Raises:
-        InputError: there are no shapes, or there is nothing here to compile with.
+        InputError: there are no shapes, ``make_batch`` makes other ones, or there is nothing here to compile with.
     """
     wanted = sorted({(int(rows), int(length)) for rows, length in shapes}, key=lambda shape: -shape[0] * shape[1])
     if not wanted:
@@ -59,7 +59,10 @@ def compile(
     compiled = CompiledModel(model, wanted, backend=backend)
     with _unchanged(model):
         for shape in wanted:
-            value = loss(compiled(**make_batch(*shape)))
+            try:
+                value = loss(compiled(**make_batch(*shape)))
+            except InputError as error:
+                raise InputError(f"make_batch{shape} is not what it was asked for: {error}") from None
             torch.autograd.grad(value, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     compiled.start_counting()
     return compiled

@@ -44,7 +44,7 @@ def deal(block: Tensor, *, group: Handle = None) -> Tensor:
     return peers.exchange(rows, [len(taken) for taken in send], receive)
 
 
-def write_ordered(block: Tensor, path: str | Path, *, group: Handle = None) -> None:
+def write_ordered(block: Tensor, path: str | Path, *, flat: bool = False, group: Handle = None) -> None:
     """All ranks' rows laid end to end as one ``.npy`` file that all ranks see; each writes its own rows.
 
     The file is there when all ranks have written all of it to the disk, and not before.
@@ -52,6 +52,7 @@ def write_ordered(block: Tensor, path: str | Path, *, group: Handle = None) -> N
     Args:
         block: [n, D] this rank's rows; n as it is on each.
         path: of the file; one that is there is replaced.
+        flat: the file is [N] instead of [N, 1].
         group: the ranks; None: all.
 
     Raises:
@@ -59,13 +60,15 @@ def write_ordered(block: Tensor, path: str | Path, *, group: Handle = None) -> N
     """
     peers = peers_of(block, group)
     counts = agree_on_rows(peers, block)
+    if flat and block.shape[1] != 1:
+        raise InputError(f"rows of {block.shape[1]} numbers cannot be written flat; leave flat out")
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     first = sum(counts[: peers.rank])
     try:
         with peers.together():
             dtype = _numpy_dtype(block)
-            header = _header((sum(counts), block.shape[1]), dtype)
+            header = _header((sum(counts), *block.shape[1 + flat :]), dtype)
             if peers.rank == 0:
                 with partial.open("wb") as file:
                     file.write(header)
@@ -96,7 +99,7 @@ def _numpy_dtype(block: Tensor) -> np.dtype:
     return block[:0].cpu().numpy().dtype
 
 
-def _header(shape: tuple[int, int], dtype: np.dtype) -> bytes:
+def _header(shape: tuple[int, ...], dtype: np.dtype) -> bytes:
     file = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, described)

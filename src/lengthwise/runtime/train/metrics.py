@@ -87,6 +87,7 @@ def step_row(
         "loss/avg": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
+        "lr_factor": plan.lr_factor,
         "perf/tokens_per_s": tokens / measured.step_s,
         "perf/tokens_per_s_per_gpu": tokens / measured.step_s / plan.num_devices,
         "perf/tflops_per_gpu": flops_per_s / 1e12,
@@ -119,10 +120,11 @@ def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
     eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
     error = "" if row["plan/pred_error"] is None else f" (predicted {row['plan/pred_error']:+.0%})"
     recompiles = f"recompiles: {row['compile/recompiles']}  " if row["compile/recompiles"] else ""
+    factor = f" (x{row['lr_factor']:.2f})" if row["lr_factor"] != 1 else ""
     memory = f"{row['memory/max_reserved_gib']:.2f}GiB({row['memory/max_reserved_gib'] / device_gib:.0%})"
     return (
         f"step: {row['step'] + 1}/{num_steps}  loss: {row['loss/avg']:.4f}  grad_norm: {row['grad_norm']:.2f}  "
-        f"lr: {row['lr']:.1e}  tokens: {row['data/num_tokens']:,}  seqs: {row['data/num_sequences']} "
+        f"lr: {row['lr']:.1e}{factor}  tokens: {row['data/num_tokens']:,}  seqs: {row['data/num_sequences']} "
         f"(max {row['data/max_len']:,})  pad: {row['data/pad_frac']:.1%}  data: {row['data/wait_frac']:.1%}  "
         f"imbalance: {row['balance/time_max_over_mean']:.2f}  tps/gpu: {row['perf/tokens_per_s_per_gpu']:,.0f}  "
         f"tflops: {row['perf/tflops_per_gpu']:.2f}  mfu: {mfu}  mem: {memory}  "
