@@ -1,6 +1,7 @@
 """A model under any methods on the ranks of a pool, and on one device: the two sides of every equality here."""
 
 import gc
+import time
 from functools import cache
 from itertools import accumulate
 
@@ -19,6 +20,8 @@ from lengthwise.runtime.parallel.shards import keep_own_rows
 
 SHARDED = tuple(method for method, weights in WEIGHTS_OF.items() if weights is Weights.SHARDED)
 WHOLE = (Method.ULYSSES, Method.RING)
+LOOKS = 8
+"""At the memory of a process."""
 PACKS = {
     "one sequence": (23,),
     "ragged": (7, 1, 12, 5, 2, 5),
@@ -180,7 +183,20 @@ def whole_gradient(name, weight, spec, group, weights):
 
 
 def live_bytes():
-    """Of all plain tensors of this process (a compiler's have no storage), what several share counted once."""
+    """Of all plain tensors of this process (a compiler's have no storage), what several share counted once.
+
+    Every rank asks at once: what is sent is held until the other rank has it, and by a thread of Gloo until that gets
+    its turn. So the least of several looks counts.
+    """
+    dist.barrier()
+    found = []
+    for _ in range(LOOKS):
+        time.sleep(0.02)
+        found.append(_tensor_bytes())
+    return min(found)
+
+
+def _tensor_bytes():
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
