@@ -4,8 +4,7 @@
 
 Lengths are drawn from published distributions. Everything runs in this process on one core and is timed in seconds of
 the processor, so that a busy machine does not count; a peer is left out at more sequences once its growth says that it
-would take longer than the limit. Writes batching.md and
-results/batching.json.
+would take longer than the limit. Writes batching.md and results/batching.json.
 """
 
 import argparse
