@@ -26,7 +26,7 @@ from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.recompute import selective_contexts
 from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.comm.devices import find_device, local_size
-from lengthwise.runtime.comm.world import World, start_world, stop_world
+from lengthwise.runtime.comm.world import World, leaving, start_world
 from lengthwise.runtime.model.targets import Masking
 
 _log = logging.getLogger("lengthwise")
@@ -62,7 +62,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     chosen = with_metric_of(chosen, sequences.view)
     objective = chosen.objective or _objective_of(model)
     _check_takes(model, sequences)
-    atexit.register(stop_world)  # threads of Gloo may abort a process that ends without
+    atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
     model.to(world.device)
     adapted = Adapted(
         model,

@@ -104,7 +104,7 @@ def _measure(config: "Config", out: Path, *, longest: int, max_tokens: int, repe
     if world.is_first:
         out.parent.mkdir(parents=True, exist_ok=True)
         table.save(out)
-    stop_world()
+    stop_world(world)
 
 
 def _document(table: ProfileTable, fitted: "Fit", out: Path) -> dict:

@@ -71,7 +71,7 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
         _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back))
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
-        stop_world()
+        stop_world(world)
     except LengthwiseError as error:
         tell(folder, error)
         os._exit(error.exit_code)  # peers may be in a collective this rank will never join

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lengthwise.core.batch import NEXT_TOKEN
@@ -18,10 +19,10 @@ from tests.runtime.adapt.memory_runs import Model, Source, Stream, plan_on
 
 def wrapped(world, *, frees=False, dtype=torch.float64):
     torch.manual_seed(0)
-    model = Model().to(dtype)
+    model, mesh = Model().to(dtype), init_device_mesh("cpu", (world.size,))
     for layer in model.layers:
-        fully_shard(layer, mesh=world.mesh, reshard_after_forward=frees)
-    return fully_shard(model, mesh=world.mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=frees)
+    return fully_shard(model, mesh=mesh)
 
 
 def make_run(model, world, degree):
@@ -79,9 +80,9 @@ def check_refused():
         InputError, match=r"FSDP2 frees its parameters after every forward.*reshard_after_forward=False"
     ):
         make_run(wrapped(world, frees=True), world, 1)
-    model = Model().double()
+    model, mesh = Model().double(), init_device_mesh("cpu", (world.size,))
     for layer in model.layers:
-        fully_shard(layer, mesh=world.mesh, reshard_after_forward=False)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
     with pytest.raises(InputError, match="wrap the model itself"):
         make_run(model, world, 1)
 

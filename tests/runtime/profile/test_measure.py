@@ -47,7 +47,7 @@ def test_kept_bytes_are_the_ones_the_memory_model_counts(recompute):
     spec = replace(model_preset("llama-tiny"), num_heads=2, num_kv_heads=1, head_size=64)
     model = build_model(spec, dtype=torch.float32, seed=0)
     flags = (recompute,) * spec.num_layers
-    world = World(rank=0, size=1, device=torch.device("cpu"), mesh=None)
+    world = World(rank=0, size=1, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     few, many = (
         _kept_bytes(model, _random_feed((length,), spec, world, generator), flags, world) for length in (256, 1024)

@@ -6,7 +6,6 @@ from functools import cache
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
@@ -128,7 +127,7 @@ def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[i
 def local_world() -> World:
     """The world of the rank pool this runs in. Tests share its groups: the threads of each wake up all the time."""
     size = dist.get_world_size()
-    return World(rank=dist.get_rank(), size=size, device=torch.device("cpu"), mesh=init_device_mesh("cpu", (size,)))
+    return World(rank=dist.get_rank(), size=size, device=torch.device("cpu"))
 
 
 def new_state(

@@ -199,6 +199,11 @@ class Groups:
         group = self._made[key]
         return group if group.rank >= 0 else None
 
+    def close(self) -> None:
+        """Let all groups go; none can be used any more."""
+        for group in self._made.values():
+            group.handle = None
+
 
 def _padded(x: Tensor, num_rows: int) -> Tensor:
     if len(x) == num_rows:

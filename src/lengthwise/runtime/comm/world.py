@@ -1,20 +1,23 @@
 """The ranks of a run: started once, handed to whoever needs them; nothing else reads torchrun's environment."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from threading import Event, Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Groups
 
 TIMEOUT = timedelta(minutes=30)
 """A collective that some rank never joins fails after this long instead of hanging."""
+LEAVING_S = 2.0
+"""Threads of Gloo that have nothing to do are gone within milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,6 @@ class World:
     rank: int
     size: int
     device: torch.device
-    mesh: DeviceMesh
 
     @cached_property
     def groups(self) -> Groups:
@@ -71,7 +73,6 @@ def start_world(device: str = "auto") -> World:
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu"),
-        mesh=init_device_mesh(kind, (dist.get_world_size(),)),
     )
 
 
@@ -94,10 +95,37 @@ def _meeting_place() -> dict[str, Any]:
     }
 
 
-def stop_world() -> None:
-    """Leave the other ranks."""
+def stop_world(world: World | None = None) -> None:
+    """Leave the other ranks, and the groups of ``world``; waits for collectives that are under way.
+
+    Threads of Gloo free tensors, which aborts a process whose interpreter is ending, and they live as long as anything
+    refers to their group. So all groups are let go.
+    """
+    if world is not None:
+        world.groups.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leaving(world: World) -> Callable[[], None]:
+    """:func:`stop_world` for the end of a process, which may come while others never join what is under way.
+
+    Then the process goes on to its end after ``LEAVING_S``, which ends the others too.
+    """
+    asked = Event()
+
+    def leave_when_asked() -> None:
+        asked.wait()
+        stop_world(world)
+
+    thread = Thread(target=leave_when_asked, name="leaving", daemon=True)  # Python 3.12 starts none at its end
+    thread.start()
+
+    def leave() -> None:
+        asked.set()
+        thread.join(LEAVING_S)
+
+    return leave
 
 
 def _device_kind(device: str) -> str:
