@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Event, Thread
 from typing import Any
 
@@ -110,8 +110,10 @@ def stop_world(world: World | None = None) -> None:
 def leaving(world: World) -> Callable[[], None]:
     """:func:`stop_world` for the end of a process, which may come while others never join what is under way.
 
-    Then the process goes on to its end after ``LEAVING_S``, which ends the others too.
+    Then the process goes on to its end after ``LEAVING_S``, which ends the others too. On GPUs it is that function.
     """
+    if world.device.type == "cuda":  # NCCL has a shutdown of its own, and no such threads
+        return partial(stop_world, world)
     asked = Event()
 
     def leave_when_asked() -> None:
