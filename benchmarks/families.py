@@ -1,0 +1,326 @@
+"""Every class of language model that transformers exports: does a prepared model learn what the stock model learns?
+
+    python benchmarks/families.py                                    # all classes at 1, 2 and 4 ranks; about an hour
+    python benchmarks/families.py --classes LlamaForCausalLM,BertForMaskedLM --ranks 2
+
+Each class is built tiny, in float64 and without dropout (:mod:`tiny_models`). The reference is the stock model as its
+user calls it: one sequence at a time, ``model(input_ids=..., labels=...)`` and nothing else, each sequence weighted by
+its targets. Beside it the same class goes through :func:`lengthwise.prepare` and one step of packs, at several degrees,
+with and without recomputed layers; what every parameter moved by is compared. The outcome is one of
+
+    exact     gradients of all parameters agree to ``TOLERANCE``, and the degrees at which they were computed
+    refused   ``prepare`` raised one of its own errors, before anything was trained
+    wrong     it trained, and learned something else
+    failed    anything else: a traceback, a hang
+"""
+
+import argparse
+import copy
+import json
+import multiprocessing as mp
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tiny_models import FIRST_TOKEN, NUM_LABELS, SPECIAL_TOKENS, VOCAB_SIZE, ModelClass, all_classes, build
+
+LENGTHS = (13, 5, 21, 2, 8, 30, 9, 17)
+"""Tokens of the sequences of the step."""
+TOLERANCE = 1e-7
+"""Largest difference of a gradient, relative to the model's largest one. Rounding in float64 is 1e-12; classes that
+compute a softmax or a norm in float32 in any case reach 1e-8."""
+LIMIT_S = 300.0
+"""After this a trial counts as hung."""
+IGNORE = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one class on some number of ranks."""
+
+    kind: str
+    name: str
+    ranks: int
+    outcome: str
+    error: float | None = None
+    """Largest relative difference of a gradient."""
+    degrees: tuple[int, ...] = ()
+    """Ranks that shared a micro-batch."""
+    message: str = ""
+
+
+def corpus(kind: str) -> list[dict[str, Any]]:
+    """Items as a user of transformers has them."""
+    items = []
+    for number, length in enumerate(LENGTHS):
+        rng = np.random.default_rng(number)
+        ids = rng.integers(FIRST_TOKEN, VOCAB_SIZE, length)
+        item: dict[str, Any] = {"input_ids": ids.tolist()}
+        if kind == "masked":
+            hidden = rng.random(length) < 0.4
+            hidden[0] = True
+            item = {"input_ids": np.where(hidden, 5, ids).tolist(), "labels": np.where(hidden, ids, IGNORE).tolist()}
+        elif kind == "tokens":
+            item["labels"] = rng.integers(0, NUM_LABELS, length).tolist()
+        elif kind == "sequences":
+            item["labels"] = int(rng.integers(0, NUM_LABELS))
+        items.append(item)
+    return items
+
+
+def stock_gradients(model: Any, kind: str) -> dict[str, Any]:
+    """Gradient of every trained parameter: the stock model sequence by sequence, each weighted by its targets."""
+    import torch
+
+    losses, weights = [], []
+    for item in corpus(kind):
+        ids = torch.tensor([item["input_ids"]])
+        labels = torch.tensor([item.get("labels", item["input_ids"])])
+        output = model(input_ids=ids, labels=labels)
+        losses.append(output.loss)
+        weights.append(_num_targets(output, labels, kind))
+    total = sum(weights)
+    sum(loss * (weight / total) for loss, weight in zip(losses, weights, strict=True)).backward()
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters() if p.requires_grad
+    }  # fmt: skip
+
+
+def _num_targets(output: Any, labels: Any, kind: str) -> int:
+    """How many targets the mean behind the stock loss is over."""
+    import torch
+    from torch.nn import functional as F
+
+    if kind == "sequences":
+        return 1
+    count = int((labels != IGNORE).sum())
+    if kind != "causal":
+        return count
+    logits, loss = output.logits[0], output.loss
+    unshifted = F.cross_entropy(logits.double(), labels[0]) if len(logits) == labels.shape[1] else torch.tensor(np.nan)
+    return count if torch.isclose(unshifted, loss.double(), rtol=1e-5) else count - 1
+
+
+def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any:
+    """Packs of one and of many sequences, at degree 1 and at the largest, some layers recomputed in some."""
+    from lengthwise.core.batch import Pack
+    from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+    from lengthwise.core.scheme import Method, uniform_scheme
+
+    lengths = dict(zip(batch.ids, batch.lengths, strict=True))
+
+    def pipeline(ranks: tuple[int, ...], packs: list[list[int]], phase: int) -> Any:
+        planned = []
+        for number, ids in enumerate(packs):
+            flags = [(layer + number) % 2 == 0 for layer in range(num_layers)] if number else [False] * num_layers
+            pack = Pack(ids=tuple(ids), lengths=tuple(lengths[i] for i in ids))
+            planned.append(MicroBatch(pack=pack, time_s=1.0, peak_bytes=0, recompute=tuple(flags)))
+        method = Method.DENSE if len(ranks) == 1 else Method.ULYSSES
+        scheme = uniform_scheme(num_layers, degree=len(ranks), method=method, recomputed=min(1, num_layers))
+        return Pipeline(ranks=ranks, phase=phase, scheme=scheme, micro_batches=tuple(planned))
+
+    ids = sorted(lengths)
+    if max_degree == 1 or num_ranks == 1:
+        shares = [ids[rank::num_ranks] for rank in range(num_ranks)]
+        pipelines = [pipeline((rank,), [share[:2], share[2:]][: len(share)], 0) for rank, share in enumerate(shares)]
+    else:
+        wide = tuple(range(num_ranks - 1)) if num_ranks > 2 else (0, 1)
+        others = tuple(rank for rank in range(num_ranks) if rank not in wide)
+        pipelines = [pipeline(wide, [ids[:3], ids[3:5]], 0), *(pipeline((r,), [], 0) for r in others)]
+        pipelines += [pipeline((rank,), [ids[5:6], ids[6:]] if rank == 0 else [], 1) for rank in range(num_ranks)]
+    return StepPlan(
+        step=batch.step, policy="by hand", pipelines=tuple(pipelines), loss_normaliser=batch.num_targets, update_s=0.0,
+        time_s=1.0, lower_bound_s=1.0,
+    )  # fmt: skip
+
+
+@contextmanager
+def in_double() -> Any:
+    """Classes that cast to float32 by ``.float()`` or ``.to(torch.float32)`` stay in float64."""
+    from torch import Tensor, float32, float64
+
+    to = Tensor.to
+
+    def to_double(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: float64 if value is float32 else value for name, value in kwargs.items()}
+        return to(self, *(float64 if value is float32 else value for value in args), **kwargs)
+
+    Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del Tensor.to, Tensor.float
+
+
+def trained_gradients(model: Any, kind: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What a step of the prepared model moved each parameter by, and the degrees of its micro-batches."""
+    import lengthwise as lw
+    from lengthwise.runtime.state.optimizer import OptimizerSettings
+    from tests.plan.costs import SimpleCost
+
+    options: dict[str, Any] = {"mask_token_id": SPECIAL_TOKENS["mask_token_id"]} if kind == "masked" else {}
+    plain_sgd = OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0)
+    run = lw.prepare(
+        model, corpus(kind), sequences_per_step=len(LENGTHS), order="corpus", steps=1, optimizer=plain_sgd, lr=1.0,
+        clip_norm=0.0, cost=SimpleCost(capacity=1000), memory_gib=1000, policy="static", verbose=False, **options,
+    )  # fmt: skip
+    num_layers, max_degree = run.adapted.anatomy.num_layers, getattr(run, "max_degree", None) or run.world.size
+    run.planner = lambda batch: plan_of(batch, num_layers, run.world.size, max_degree)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    degrees = set()
+    for step in run.steps():
+        degrees |= {p.scheme.degree for p in step.plan.pipelines if p.micro_batches}
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs).loss)
+        step.update()
+    moved = {name: before[name] - value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    return moved, tuple(sorted(degrees))
+
+
+def largest_difference(model: Any, kind: str) -> tuple[float, tuple[int, ...]]:
+    """The largest difference of a gradient relative to the largest gradient, and the degrees."""
+    with in_double():
+        expected = stock_gradients(copy.deepcopy(model), kind)
+        moved, degrees = trained_gradients(model, kind)
+    size = max(float(gradient.abs().max()) for gradient in expected.values())
+    return max(float((moved[name] - expected[name]).abs().max()) for name in expected) / size, degrees
+
+
+def rank_main(model_class: ModelClass, rank: int, num_ranks: int, port: int, results: Any) -> None:
+    """One rank of one trial."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    from lengthwise.core.errors import LengthwiseError
+
+    warnings.filterwarnings("ignore")
+    _be_silent()
+    outcome: dict[str, Any]
+    try:
+        error, degrees = largest_difference(build(model_class), model_class.kind)
+        outcome = {"outcome": "exact" if error <= TOLERANCE else "wrong", "error": error, "degrees": degrees}
+    except LengthwiseError as refusal:
+        outcome = {"outcome": "refused", "message": str(refusal)}
+    except BaseException as failure:
+        frame = traceback.extract_tb(failure.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        outcome = {"outcome": "failed", "message": f"{type(failure).__name__} at {where}: {failure}"[:600]}
+    results.put((rank, outcome))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def trial(model_class: ModelClass, num_ranks: int) -> Outcome:
+    """The worst outcome of the ranks of one trial, each a process forked from this one."""
+    context = mp.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = context.Queue()
+    arguments = [(model_class, rank, num_ranks, port, results) for rank in range(num_ranks)]
+    ranks = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments]
+    for process in ranks:
+        process.start()
+    by_rank: dict[int, dict[str, Any]] = {}
+    end = time.monotonic() + LIMIT_S
+    while len(by_rank) < num_ranks and time.monotonic() < end:
+        try:
+            rank, outcome = results.get(timeout=1.0)
+            by_rank[rank] = outcome
+        except Exception:
+            if not any(process.is_alive() for process in ranks):
+                break
+    for process in ranks:
+        process.kill()
+        process.join()
+    if len(by_rank) < num_ranks and not any(one["outcome"] == "failed" for one in by_rank.values()):
+        missing = sorted(set(range(num_ranks)) - set(by_rank))
+        by_rank[-1] = {"outcome": "failed", "message": f"ranks {missing} died or did not end in {LIMIT_S:.0f} s"}
+    order = ("failed", "wrong", "refused", "exact")
+    worst = min(by_rank.values(), key=lambda outcome: (order.index(outcome["outcome"]), -(outcome.get("error") or 0.0)))
+    return Outcome(kind=model_class.kind, name=model_class.name, ranks=num_ranks, **worst)
+
+
+def can_be_built(model_class: ModelClass) -> str:
+    """Nothing, or why the stock class does not compute a loss of one tiny sequence here."""
+    receive, send = mp.Pipe(duplex=False)
+    process = mp.get_context("fork").Process(target=_try_stock, args=(model_class, send), daemon=True)
+    process.start()
+    answer = receive.recv() if receive.poll(120) else "no answer in two minutes"
+    process.kill()
+    process.join()
+    return str(answer)
+
+
+def _try_stock(model_class: ModelClass, send: Any) -> None:
+    _be_silent()
+    try:
+        stock_gradients(build(model_class), model_class.kind)
+        send.send("")
+    except BaseException as error:
+        send.send(f"{type(error).__name__}: {error}".replace("\n", " ")[:200])
+    os._exit(0)
+
+
+def _be_silent() -> None:
+    """Send what this process prints nowhere: the sweep prints one line a trial."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", default="", help="names, separated by commas; all of --kinds without")
+    parser.add_argument("--kinds", default="causal,masked,tokens,sequences")
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--out", default="", help="file of JSON lines; classes that are in it are not tried again")
+    arguments = parser.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    chosen = [name for name in arguments.classes.split(",") if name]
+    done, counts = set(), Counter[str]()
+    out = Path(arguments.out) if arguments.out else None
+    if out and out.exists():
+        done = {(row["kind"], row["name"], row["ranks"]) for row in map(json.loads, out.read_text().splitlines())}
+    for model_class in all_classes(tuple(arguments.kinds.split(","))):
+        if chosen and model_class.name not in chosen:
+            continue
+        sizes = [int(n) for n in arguments.ranks.split(",") if (model_class.kind, model_class.name, int(n)) not in done]
+        reason = can_be_built(model_class) if sizes else ""
+        for num_ranks in sizes:
+            if reason:
+                result = Outcome(
+                    kind=model_class.kind, name=model_class.name, ranks=num_ranks, outcome="not built", message=reason
+                )  # fmt: skip
+            else:
+                result = trial(model_class, num_ranks)
+            counts[result.outcome] += 1
+            line = json.dumps(asdict(result))
+            print(line, flush=True)
+            if out:
+                with out.open("a") as lines:
+                    lines.write(line + "\n")
+    print(dict(counts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
