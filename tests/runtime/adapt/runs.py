@@ -207,7 +207,8 @@ def train(run: Run) -> list[float]:
 
 def step_alone(case: Case) -> tuple[float, dict[str, Tensor]]:
     """The same of one process, one sequence at a time, with the model as it was."""
-    model, source = case.build(), source_of(case)
+    with in_double():
+        model, source = case.build(), source_of(case)
     batch = next(Stream(case=case))
     total = 0.0
     for sequence, length in zip(batch.ids, batch.lengths):
@@ -243,6 +244,13 @@ def shard_of(lengths: tuple[int, ...], *, rank: int = 0, degree: int = 1, **opti
     given = {"step": 0, "seed": 0, "ids": tuple(range(len(lengths))), **options}
     group = Group(rank=rank, ranks=tuple(range(degree)))
     return Shard(cu_seqlens=(0, *accumulate(lengths)), group=group, device=torch.device("cpu"), **given)
+
+
+def micro_batch_of(lengths: tuple[int, ...], **options: Any) -> MicroBatch:
+    """The micro-batch of :func:`shard_of`, with tokens of the corpus."""
+    shard = shard_of(lengths, **options)
+    feeding = Feeding(source=Source(lengths), objective=NEXT_TOKEN)
+    return MicroBatch(shard, Pack(ids=shard.ids, lengths=lengths), feeding, make_inputs=lambda micro_batch: {})
 
 
 def packed(model: nn.Module, shard: Shard, **options: Any) -> Any:

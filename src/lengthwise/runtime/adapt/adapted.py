@@ -18,6 +18,8 @@ from lengthwise.runtime.adapt.kernels import Imported
 from lengthwise.runtime.adapt.layers import Layers, intercepted
 from lengthwise.runtime.adapt.memory import Outputs, autocast_dtype, is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
+from lengthwise.runtime.adapt.positions import StockPositions
+from lengthwise.runtime.adapt.rotary import LengthwiseRotary
 
 TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
 TARGETS = ("labels", "targets", "target", "y")
@@ -64,6 +66,8 @@ class Adapted:
             for disable in found[:1]:
                 disable()  # what is recomputed is planned
         self.layers = Layers(self.anatomy.layers, context=context)
+        self._positions = StockPositions(model, self._forward, self.layers)
+        self._rotary = LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
         self._switches = [Switch(part) for part in self.anatomy.hugging_face_models()]
         for switch in self._switches:
             switch.on()
@@ -73,6 +77,7 @@ class Adapted:
         """The model as it was."""
         del self.model.__dict__["forward"]
         self.layers.release()
+        self._rotary.release()
         for switch in self._switches:
             switch.release()
 
@@ -120,7 +125,9 @@ class Adapted:
             return self._inputs(micro_batch)
         tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
         if self.anatomy.is_hugging_face:
-            found: dict[str, Any] = {"input_ids": tokens, "position_ids": positions, "labels": targets}
+            found: dict[str, Any] = {"input_ids": tokens, "labels": targets}
+            if self._positions.is_argument:
+                found["position_ids"] = self._positions.of(micro_batch)[None]
             if self.objective == NEXT_TOKEN:  # transformers would shift labels by itself, across the ends of shards
                 found |= {"shift_labels": targets, "use_cache": False}
             return found

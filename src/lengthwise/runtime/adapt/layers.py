@@ -16,6 +16,10 @@ from lengthwise.runtime.adapt.recompute import computed_twice
 Forward = Callable[..., Any]
 
 
+class LayerReachedError(Exception):
+    """A forward that is to stop before its first layer has got there."""
+
+
 class LayerWatch:
     """Told of every layer that is computed. Does nothing itself."""
 
@@ -40,6 +44,7 @@ class Layers:
         self.watch = LayerWatch()
         self.num_kept: int | None = None
         """Layers that are computed; the others pass on what they get. None: all."""
+        self._is_halted = False
         self.context = context
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
@@ -53,7 +58,18 @@ class Layers:
         for layer in self._modules:
             del layer.__dict__["forward"]
 
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """A forward raises :class:`LayerReachedError` when it comes to a layer."""
+        self._is_halted = True
+        try:
+            yield
+        finally:
+            self._is_halted = False
+
     def _forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        if self._is_halted:
+            raise LayerReachedError
         if not shards.is_active():
             return self._forwards[number](*args, **kwargs)
         if self.num_kept is not None and number >= self.num_kept:

@@ -77,6 +77,11 @@ class MicroBatch:
         """Arguments of the model's forward."""
         return self._make_inputs(self)
 
+    def whole(self) -> "MicroBatch":
+        """The same pack with all of its slots on this rank."""
+        alone = replace(self.shard, group=Group(rank=0), attended=[])
+        return MicroBatch(alone, self.pack, self._feeding, make_inputs=self._make_inputs)
+
     @property
     def group(self) -> Group:
         """The ranks that share this micro-batch."""

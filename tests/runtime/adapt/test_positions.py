@@ -1,0 +1,129 @@
+"""Positions, and what is made of them, are those that the stock model derives for each sequence alone."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from lengthwise.core.batch import MASKED
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.model.targets import Masking
+from tests.runtime.adapt.runs import (
+    VOCAB,
+    Case,
+    Packs,
+    assert_exact,
+    cross_entropy,
+    in_double,
+    learned,
+    micro_batch_of,
+    packed,
+    randomised,
+    shard_of,
+    step_on_ranks,
+)
+from tests.runtime.adapt.test_families import HEADS, SIZES, masked_losses, next_token_losses
+
+DEGREES = (
+    Packs(ranks=(0, 1, 2), packs=((2, 3), (6, 1), (0, 8)), recompute=(True, False)),
+    Packs(ranks=(0, 1), packs=((4, 7),), phase=1),
+    Packs(ranks=(2,), packs=((9, 5),), phase=1),
+)
+"""Degrees 3, 2 and 1; the sequence of one token shares a pack."""
+SMALL = {**SIZES, "num_hidden_layers": 2}
+PAD = 3
+"""An ordinary token of the corpus: it is inside of its sequences."""
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.3, 1.7, 2.0],
+    "long_factor": [2.0, 3.0, 5.0, 9.0], "original_max_position_embeddings": 10, "factor": 4.0,
+}  # fmt: skip
+"""Sequences of more than 10 tokens have other factors than shorter ones."""
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def built(name, **options):
+    import transformers
+
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    return randomised(model_class(model_class.config_class(**{**SMALL, **options})))
+
+
+ROBERTA = {
+    "num_attention_heads": 4, "intermediate_size": 24, "pad_token_id": PAD, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+NEXT = {"sum_of_losses": next_token_losses, "loss": cross_entropy}
+HIDDEN = {
+    "sum_of_losses": masked_losses, "loss": cross_entropy, "objective": MASKED,
+    "masking": Masking(seed=3, vocab_size=VOCAB, mask_token_id=1),
+}  # fmt: skip
+CASES = {
+    "RoBERTa": Case(build=partial(built, "RobertaForMaskedLM", **ROBERTA), **HIDDEN),
+    "data2vec": Case(build=partial(built, "Data2VecTextForCausalLM", is_decoder=True, **ROBERTA), **NEXT),
+    "ESM with learned positions": Case(
+        build=partial(
+            built, "EsmForMaskedLM", position_embedding_type="absolute", token_dropout=False, mask_token_id=1, **ROBERTA
+        ),
+        **HIDDEN,
+    ),
+    "OPT": Case(
+        build=partial(built, "OPTForCausalLM", num_attention_heads=4, ffn_dim=24, word_embed_proj_dim=32, dropout=0.0),
+        **NEXT,
+    ),
+    "Phi-3 with longrope": Case(
+        build=partial(built, "Phi3ForCausalLM", rope_parameters=LONGROPE, pad_token_id=0, **HEADS), **NEXT
+    ),
+    "Llama with dynamic NTK": Case(
+        build=partial(built, "LlamaForCausalLM", rope_parameters=DYNAMIC, **{**HEADS, "max_position_embeddings": 8}),
+        **NEXT,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_has_the_positions_of_its_stock_forward_at_degrees_1_to_3(ranks, name):
+    for result in ranks(3).run(step_on_ranks, CASES[name], DEGREES):
+        assert_exact(CASES[name], result, name)
+
+
+def _logits_alone(model, sequence, length):
+    tokens = np.random.default_rng(sequence).integers(0, VOCAB, length)
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("name", ["Phi-3 with longrope", "Llama with dynamic NTK"])
+def test_a_long_sequence_leaves_no_rotary_factors_to_a_later_one_or_to_the_released_model(name):
+    with in_double():
+        model = CASES[name].build()
+        expected = torch.cat([_logits_alone(CASES[name].build(), i, length) for i, length in enumerate((21, 5, 12))])
+        model(torch.zeros(1, 30, dtype=torch.long), use_cache=False)  # the user's own, before
+        adapted = learned(model)
+        for _ in range(2):
+            assert torch.allclose(packed(model, shard_of((21, 5, 12))).logits[0], expected, atol=1e-10)
+        adapted.release()
+        assert torch.allclose(_logits_alone(model, 1, 5), expected[21:26], atol=1e-10)
+
+
+def test_rotary_factors_by_length_refuse_positions_that_do_not_tell_the_length():
+    model = CASES["Phi-3 with longrope"].build()
+    learned(model)
+    shard = shard_of((8,))
+    with pytest.raises(InputError, match=r"give micro_batch\.positions"):
+        packed(model, shard, position_ids=shard.positions[None] + 4)
+
+
+def test_positions_that_no_position_ids_can_repeat_are_refused():
+    model = CASES["RoBERTa"].build()
+    embeddings = model.roberta.embeddings
+    forward = embeddings.forward
+
+    def doubled(position_ids=None, **options):
+        return forward(position_ids=None if position_ids is None else position_ids * 2 % 40, **options)
+
+    embeddings.forward = doubled
+    with pytest.raises(InputError, match="cannot repeat"):
+        Adapted(model, objective=MASKED).inputs_of(micro_batch_of((9,)))
