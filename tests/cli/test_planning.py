@@ -105,7 +105,7 @@ def test_tables_are_printed_for_people(cli, lengths):
         ("plan", ["cluster.name="], 2, "cluster.name is not set"),
         ("plan", ["plan.policy=aut"], 2, "or 'auto', not 'aut'"),
         ("plan", ["data.index="], 2, "data.index is not set"),
-        ("plan", ["cluster.name=8xA100-40GB"], 3, "a device has 40.0 GiB"),
+        ("plan", ["cluster.name=8xA100-40GB"], 3, "a device has 36.7 GiB"),
         ("plan", ["plan.profile=nowhere.json"], 2, "no profile at nowhere.json"),
         ("simulate", ["cluster.nam=x"], 2, "did you mean cluster.name?"),
     ],

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import GIB, MODELS, ModelSpec, cluster_preset, gib_up, model_preset
+from lengthwise.core.specs import GIB, MODELS, ModelSpec, cluster_preset, model_preset, needed_and_available
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,7 @@ def test_a_model_that_sees_what_comes_later_predicts_masked_tokens():
 
 
 def test_what_is_needed_is_rounded_up():
-    assert gib_up(80 * GIB) == "80.0" and gib_up(80 * GIB + 1) == "80.1"
+    assert needed_and_available(80 * GIB + 1, 80 * GIB) == ("80.1 GiB", "80.0 GiB")
+    assert needed_and_available(0.06 * GIB, 0.04 * GIB) == ("61.5 MiB", "40.9 MiB")
+    assert needed_and_available(1001, 1000) == ("1.0 KiB", "0.9 KiB")
+    assert needed_and_available(51, 50) == ("51 bytes", "50 bytes")

@@ -85,7 +85,7 @@ def _check(run: Run, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
 def _say(words: str) -> None:
     from rich.console import Console
 
-    Console(stderr=True, highlight=False).print(words, soft_wrap=True)
+    Console(stderr=True, highlight=False, markup=False, emoji=False).print(words, soft_wrap=True)
 
 
 @contextmanager
@@ -93,6 +93,6 @@ def _progress(*, shown: bool) -> Iterator[Callable[[float], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not shown) as bar:
+    with Progress(console=Console(stderr=True, markup=False), transient=True, disable=not shown) as bar:
         task = bar.add_task("measuring two layers", total=1.0)
         yield lambda done: bar.update(task, completed=done)

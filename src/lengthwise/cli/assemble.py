@@ -117,14 +117,17 @@ def _check_trainable(spec: ModelSpec, corpus: Corpus) -> None:
 
 
 def resolve_cluster(config: Config) -> ClusterSpec:
-    """The cluster that the configuration names.
+    """The cluster that the configuration names, with the memory that plans may fill.
 
     Raises:
         InputError: it names none.
     """
     if not config.cluster.name:
         raise InputError("cluster.name is not set; name the devices to plan for, such as 1x8xH100-80GB or 2xcpu")
-    return cluster_preset(config.cluster.name, memory_gib=config.cluster.memory_gib)
+    cluster = cluster_preset(config.cluster.name, memory_gib=config.cluster.memory_gib)
+    if config.cluster.memory_gib is not None:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.usable_bytes))
 
 
 def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostModel:

@@ -143,8 +143,6 @@ def _about(contest: "Contest", source: str, ledger: Ledger) -> dict[str, Any]:
 
 
 def _print(results: list["ClusterResult"], ledger: Ledger, html: Path | None) -> None:
-    from rich.markup import escape
-
     from lengthwise.report.policies import headline
 
     console = stdout()
@@ -157,11 +155,11 @@ def _print(results: list["ClusterResult"], ledger: Ledger, html: Path | None) ->
             console.print(_table(result))
             console.print(headline(result), soft_wrap=True)
         for why, names in result.refusals.items():
-            console.print(f"{', '.join(names)}: refused: {why}", soft_wrap=True, markup=False)
+            console.print(f"{', '.join(names)}: refused: {why}", soft_wrap=True)
         console.print()
     console.print("simulated on an analytic cost model, not measured")
     if html is not None:
-        console.print(f"page: {escape(str(html))}", soft_wrap=True)
+        console.print(f"page: {html}", soft_wrap=True)
 
 
 def _table(result: "ClusterResult") -> Any:

@@ -1,6 +1,12 @@
-"""What every verb shares: one JSON document or a table on stdout, everything else on stderr."""
+"""What every verb shares: one JSON document or a table on stdout, everything else on stderr.
+
+Consoles print text as it is: rich's markup is off in messages, tables and progress bars, because names of runs, paths
+and other libraries' errors may hold brackets. Other modules get their consoles here and never make their own.
+"""
 
 import json
+import os
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -8,24 +14,27 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What would steer a terminal or turn its text round, instead of being seen."""
+
 
 def emit_json(document: Any) -> None:
-    """The one document a verb prints under ``--json``."""
-    sys.stdout.write(json.dumps(document, indent=1) + "\n")
+    """Print the one document of a verb under ``--json``; what is not a finite number becomes null."""
+    try:
+        text = json.dumps(document, indent=1, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(document), indent=1, allow_nan=False)
+    sys.stdout.write(text + "\n")
 
 
 def stderr() -> "Console":
     """Where messages and progress go."""
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False)
+    return _console(to_stderr=True)
 
 
 def stdout() -> "Console":
     """Where tables go."""
-    from rich.console import Console
-
-    return Console(highlight=False)
+    return _console(to_stderr=False)
 
 
 def progress() -> "Progress":
@@ -41,6 +50,47 @@ def progress() -> "Progress":
 
     console = stderr()
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console, disable=not console.is_terminal, transient=True,
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True,
     )  # fmt: skip
+
+
+def print_error(message: str) -> None:
+    """Write an error to stderr; control characters of names and of other libraries are spelt out."""
+    sys.stderr.write(f"error: {printable(message)}\n")
+    sys.stderr.flush()
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelt out, so that none reaches the terminal; ends of lines stay."""
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr take any text: a closed stream is thrown away, a letter it cannot spell is escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open until the process ends
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _console(*, to_stderr: bool) -> "Console":
+    from rich.console import Console
+    from rich.text import Text
+
+    class PlainConsole(Console):
+        def render_str(self, text: str, **options: Any) -> Text:
+            return super().render_str(printable(text), **options)
+
+    return PlainConsole(stderr=to_stderr, highlight=False, markup=False, emoji=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    is_finite = not isinstance(value, float) or value - value == 0
+    return value if is_finite else None

@@ -26,22 +26,22 @@ def run(
 ) -> None:
     """Train one small Llama on this Python's own standard library under three policies, on the same sequences."""
     log = stderr()
-    log.print("[bold]1/4[/] index the standard library (byte-level BPE of 8,192 entries, trained on it)")
+    log.print("1/4 index the standard library (byte-level BPE of 8,192 entries, trained on it)")
     index.run(out=out / "index", python_stdlib=True, train_bpe=8192)
     runs = out / datetime.now().strftime("%Y%m%d-%H%M%S")
     runs.mkdir(parents=True)
     config = demo_config(out / "index", runs / "profile.json", steps)
     config.save(runs / "demo.yaml")
-    log.print(f"[bold]2/4[/] profile {config.model.preset} on {NUM_RANKS} ranks")
+    log.print(f"2/4 profile {config.model.preset} on {NUM_RANKS} ranks")
     most = demo_share(config)
     profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, max_tokens=most, repeats=2)
     folders = []
     for policy in POLICIES:
-        log.print(f"[bold]3/4[/] train {steps} steps, policy {policy}")
+        log.print(f"3/4 train {steps} steps, policy {policy}")
         folder = RunFolder(runs / policy)
         train.launch(folder, [str(runs / "demo.yaml"), f"plan.policy={policy}", f"name={policy}"], nproc=NUM_RANKS)
         folders.append(folder.path)
-    log.print("[bold]4/4[/] report")
+    log.print("4/4 report")
     page = runs / "report.html"
     summaries = report.write(folders, page, page.with_name(TRACE))
     if as_json:

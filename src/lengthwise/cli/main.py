@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -9,8 +11,8 @@ import typer
 import typer.core
 import typer.main
 
-from lengthwise.cli.console import emit_json
-from lengthwise.core.errors import INTERRUPTED, LengthwiseError
+from lengthwise.cli.console import emit_json, prepare_streams, print_error
+from lengthwise.cli.failures import VerbFailed, explain
 
 USAGE = 2
 """The exit code of a command line that cannot be read."""
@@ -44,7 +46,7 @@ class LazyGroup(typer.core.TyperGroup):
         if cmd_name not in VERBS:
             return None
         verb = typer.Typer(add_completion=False, rich_markup_mode=None)
-        verb.command(name=cmd_name, help=VERBS[cmd_name])(import_module(f"lengthwise.cli.{cmd_name}").run)
+        verb.command(name=cmd_name, help=VERBS[cmd_name])(_guarded(import_module(f"lengthwise.cli.{cmd_name}").run))
         return typer.main.get_command(verb)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -67,21 +69,38 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run a verb; turn the errors a user can cause into one message and an exit code (see DESIGN: 0 1 2 3 4 75 130)."""
+    """Run a verb; every way it can end becomes at most one message and an exit code (0 1 2 3 4 75 130)."""
+    prepare_streams()
     try:
         app()
-    except LengthwiseError as error:
+    except VerbFailed as failed:
         if "--json" in sys.argv:
-            emit_json({"error": str(error), "exit_code": error.exit_code})
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(error.exit_code)
+            emit_json({"error": failed.message, "exit_code": failed.exit_code})
+        print_error(failed.message)
+        sys.exit(failed.exit_code)
     except SystemExit as leave:
         if leave.code == USAGE and "--json" in sys.argv:
             emit_json({"error": "wrong usage, explained on stderr", "exit_code": USAGE})
         raise
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left: not an error of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _guarded(run: Callable[..., None]) -> Callable[..., None]:
+    """The verb with its exceptions explained, before the parser of the command line sees them."""
+
+    @wraps(run)
+    def run_guarded(*arguments: Any, **options: Any) -> None:
+        try:
+            run(*arguments, **options)
+            sys.stdout.flush()
+        except BrokenPipeError:  # such as `lengthwise config | head -1`: the reader has what it wants
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(0) from None
+        except (Exception, KeyboardInterrupt) as error:
+            if type(error).__module__.startswith(("typer", "click")):  # the parser's own, such as typer.Exit
+                raise
+            raise explain(error) from error
+
+    return run_guarded

@@ -23,7 +23,7 @@ from lengthwise.cli.options import (
 from lengthwise.cli.what_if import make_cluster, parse_methods
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.scheme import Scheme
-from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec, gib_up, model_preset
+from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec, model_preset, needed_and_available
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.plan.kind import Kind
 from lengthwise.plan.pool import Pool
@@ -98,20 +98,21 @@ def _check_any_fits(kinds: Sequence[Kind], spec: ModelSpec, cluster: ClusterSpec
     if not kinds:
         raise InputError(f"no scheme of {spec.name} fits on {cluster.name} with these --methods and limits; allow more")
     if not any(kind.max_tokens for kind in kinds):
-        least = min(kind.state_bytes for kind in kinds)
+        state_bytes = min(kind.state_bytes for kind in kinds)
+        least, available = needed_and_available(state_bytes, cluster.device.memory_bytes)
         raise InfeasibleError(
             f"{spec.name} on {cluster.name}: no scheme fits a token; weights, gradients and each device's share of the "
-            f"optimizer take at least {least / GIB:.1f} GiB, a device has {cluster.device.memory_bytes / GIB:.1f} GiB. "
+            f"optimizer take at least {least}, a device has {available}. "
             "Use more or larger devices, or allow more schemes with --max-degree, --max-stages and --methods."
         )
 
 
 def _refuse(kinds: Sequence[Kind], length: int, cluster: ClusterSpec) -> None:
     leanest = max(kinds, key=lambda kind: kind.max_tokens)
-    needed = int(leanest.peak_bytes(np.asarray(length)))
+    needed, available = needed_and_available(int(leanest.peak_bytes(np.asarray(length))), cluster.device.memory_bytes)
     raise InfeasibleError(
-        f"a sequence of {length:,} tokens needs {gib_up(needed)} GiB per device under the leanest scheme, "
-        f"{leanest.scheme.name}; a device has {cluster.device.memory_bytes / GIB:.1f} GiB. The longest that fits has "
+        f"a sequence of {length:,} tokens needs {needed} per device under the leanest scheme, "
+        f"{leanest.scheme.name}; a device has {available}. The longest that fits has "
         f"{leanest.max_tokens:,} tokens. Use more or larger devices, or allow more schemes with --max-degree, "
         "--max-stages and --methods."
     )

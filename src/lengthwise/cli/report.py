@@ -129,7 +129,6 @@ def _trace_note(reports: list["RunReport"], traced: list[list[int]]) -> str:
 
 def _print(summaries: list["RunSummary"], page: Path, trace: Path) -> None:
     """A table with a column a run."""
-    from rich.markup import escape
     from rich.table import Table
 
     from lengthwise.report.compare import labels
@@ -138,9 +137,9 @@ def _print(summaries: list["RunSummary"], page: Path, trace: Path) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for label in labels(summaries) if len(summaries) > 1 else [summaries[0].name]:
-        table.add_column(escape(label), justify="right", overflow="fold")
+        table.add_column(label, justify="right", overflow="fold")
     for words, of in (
-        ("policy", lambda s: escape(s.policy)),
+        ("policy", lambda s: s.policy),
         ("ranks", lambda s: count(s.num_ranks)),
         ("steps", lambda s: count(s.num_steps)),
         ("tokens", lambda s: count(s.num_tokens)),
@@ -157,4 +156,4 @@ def _print(summaries: list["RunSummary"], page: Path, trace: Path) -> None:
         table.add_row(words, *map(of, summaries))
     console = stdout()
     console.print(table)
-    console.print(f"report  {escape(str(page))}\ntrace   {escape(str(trace))}", soft_wrap=True)
+    console.print(f"report  {page}\ntrace   {trace}", soft_wrap=True)

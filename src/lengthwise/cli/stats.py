@@ -110,7 +110,7 @@ def _show_safety(source: Path, safety: Safety) -> None:
 
     console = stdout()
     words = order_words(safety.order)
-    console.print(f"{source}: first epoch, {safety.num_steps:,} steps, {words}", markup=False, soft_wrap=True)
+    console.print(f"{source}: first epoch, {safety.num_steps:,} steps, {words}", soft_wrap=True)
     sums = Table("of a step", "mean", "std / mean", "least", "most", box=None, pad_edge=False)
     for name, spread in (("tokens", safety.tokens), ("sequences", safety.sequences)):
         sums.add_row(
@@ -139,16 +139,14 @@ def _show_safety(source: Path, safety: Safety) -> None:
     _print(sums, trends, tenths)
     console.print(f"each sequence once: {'yes' if safety.each_once else 'no'}")
     for warning in safety.warnings or ("steps are samples of the corpus, as far as these numbers tell",):
-        console.print(f"* {warning}", markup=False, soft_wrap=True)
+        console.print(f"* {warning}", soft_wrap=True)
 
 
 def _show(source: Path, stats: LengthStats) -> None:
     from rich.table import Table
 
     console = stdout()
-    console.print(
-        f"{source}: {stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens", markup=False, soft_wrap=True
-    )
+    console.print(f"{source}: {stats.num_sequences:,} sequences, {stats.num_tokens:,} tokens", soft_wrap=True)
     console.print(
         f"length: min {stats.min_length:,}  mean {stats.mean_length:,.0f}  median {stats.median_length:,.0f}  "
         f"max {stats.max_length:,}",

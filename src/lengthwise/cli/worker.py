@@ -162,7 +162,7 @@ def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":
 
 def find_cluster(config: Config, world: "World") -> ClusterSpec:
     """The named cluster, which must have as many devices as there are ranks, or the devices the ranks run on."""
-    from lengthwise.runtime.comm.devices import find_device, local_size
+    from lengthwise.runtime.comm.devices import find_device, local_size, memory_of_gpu
 
     if config.cluster.name:
         cluster = resolve_cluster(config)
@@ -170,12 +170,19 @@ def find_cluster(config: Config, world: "World") -> ClusterSpec:
             raise InputError(
                 f"cluster.name={config.cluster.name} has {cluster.num_devices} devices, the run has {world.size} ranks"
             )
-        return cluster
+        return cluster if config.cluster.memory_gib is not None else with_memory_at_most(cluster, memory_of_gpu(world))
     local = local_size()
     device = find_device(world)
     if config.cluster.memory_gib:
         device = replace(device, memory_bytes=int(config.cluster.memory_gib * GIB))
     return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
+
+
+def with_memory_at_most(cluster: ClusterSpec, memory_bytes: int | None) -> ClusterSpec:
+    """The cluster with devices of at most ``memory_bytes``: a preset may have more than the GPU that is there."""
+    if memory_bytes is None or cluster.device.memory_bytes <= memory_bytes:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
 
 
 def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:
@@ -186,9 +193,9 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
         sampling = sampling_report(config, corpus)
         folder.write_json("sampling.json", sampling.to_json())
         for warning in sampling.warnings:
-            stderr().print(f"sampling: {warning}", markup=False, soft_wrap=True)
+            stderr().print(f"sampling: {warning}", soft_wrap=True)
     for unused in unused_settings(config):
-        stderr().print(f"warning: {unused}", markup=False, soft_wrap=True)
+        stderr().print(f"warning: {unused}", soft_wrap=True)
     folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})
     folder.write_json(
         "corpus.json",

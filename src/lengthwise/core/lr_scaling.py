@@ -9,6 +9,8 @@ from lengthwise.core.lengths import LengthIndex
 
 RULES = ("none", "linear", "sqrt")
 SIZES = ("tokens", "sequences", "targets")
+MAX_LR_FACTOR = 1e6
+"""Above it, a factor is a mistake: no optimizer survives such a learning-rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,13 @@ class LrScaling:
             )
         ratio = size / self.reference
         factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.rule]
-        return factor if self.clamp is None else min(max(factor, self.clamp[0]), self.clamp[1])
+        factor = factor if self.clamp is None else min(max(factor, self.clamp[0]), self.clamp[1])
+        if factor > MAX_LR_FACTOR:
+            raise InputError(
+                f"learning-rate scaling: a batch of size {size:g} multiplies the learning-rate by {factor:g}, over "
+                f"{MAX_LR_FACTOR:g}; raise optim.lr_reference, now {self.reference:g}, or set optim.lr_clamp"
+            )
+        return factor
 
     def of(self, batch: GlobalBatch) -> float:
         """Factor of a global batch; one without any target has the least there can be."""

@@ -11,8 +11,16 @@ import numpy as np
 
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief
 
 GIB = 2**30
+GPU_SHARE = 0.92
+"""Of a GPU's memory, the part that plans may fill."""
+MAX_DEVICES = 1 << 16
+"""Devices of the largest cluster that is planned for."""
+MAX_MEMORY_GIB = float(1 << 20)
+"""Memory of the largest device that is planned for."""
+_UNITS = ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NO_SIZES = ("name", "mask_token_id")
 _OF_SOME_FAMILIES = ("frame_size", "max_positions")
 
@@ -152,6 +160,11 @@ class DeviceSpec:
     network_bytes_per_s: float
     """Per device and direction, to other nodes."""
 
+    @property
+    def usable_bytes(self) -> int:
+        """The part of the memory that plans may fill: on a GPU, the context and fragmentation take the rest."""
+        return self.memory_bytes if self.name == "cpu" else int(GPU_SHARE * self.memory_bytes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
@@ -270,15 +283,40 @@ DEVICES = {
 }  # fmt: skip
 
 
-def gib_up(num_bytes: float) -> str:
-    """GiB with one digit, rounded up: what is needed never reads like what is there."""
-    return f"{math.ceil(num_bytes / GIB * 10) / 10:.1f}"
+def bytes_in_words(num_bytes: float) -> str:
+    """A size in the unit that suits it, such as 1.5 GiB or 40.0 MiB."""
+    unit, word = next(((unit, word) for unit, word in _UNITS if num_bytes >= unit / 10), (1, "bytes"))
+    return f"{num_bytes / unit:,.1f} {word}" if unit > 1 else f"{num_bytes:,.0f} bytes"
+
+
+def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[str, str]:
+    """Both sizes in words, in one unit and with as many digits as it takes to tell them apart.
+
+    What is needed is rounded up, what is there down: a need of more than there is never reads like less.
+    """
+    smaller = min(needed_bytes, available_bytes)
+    unit, word = next(
+        ((unit, word) for unit, word in _UNITS if smaller >= unit / 10),
+        (1, "bytes"),
+    )
+    for digits in (1, 2, 3) if unit > 1 else ():
+        scale = 10**digits
+        needed = f"{math.ceil(needed_bytes / unit * scale) / scale:,.{digits}f}"
+        available = f"{math.floor(available_bytes / unit * scale) / scale:,.{digits}f}"
+        if needed != available or needed_bytes == available_bytes:
+            return f"{needed} {word}", f"{available} {word}"
+    return f"{math.ceil(needed_bytes):,} bytes", f"{math.floor(available_bytes):,} bytes"
+
+
+def whole_number(text: str) -> int | None:
+    """The number that up to nine digits spell; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else None
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """A clause that suggests the known name closest to a mistyped one, or lists them all."""
     known = sorted(known)
-    close = get_close_matches(name, known, n=1)
+    close = get_close_matches(name[:200], known, n=1)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
@@ -289,7 +327,7 @@ def model_preset(name: str) -> ModelSpec:
         InputError: there is none; the message suggests the nearest.
     """
     if name not in MODELS:
-        raise InputError(f"no model preset {name!r}; {nearest(name, MODELS)}")
+        raise InputError(f"no model preset {brief(name)}; {nearest(name, MODELS)}")
     return MODELS[name]
 
 
@@ -305,13 +343,20 @@ def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec
     """
     *shape, device = name.split("x")
     if device not in DEVICES:
-        raise InputError(f"cluster {name!r}: no device {device!r}; {nearest(device, DEVICES)}")
-    if len(shape) > 2 or not all(part.isdigit() and int(part) for part in shape):
-        raise InputError(f"cluster {name!r} is not NODESxDEVICESxDEVICE, such as 8x8xA800-80GB or 2xcpu")
-    num_nodes, devices_per_node = (1, 1, *map(int, shape))[-2:]
+        raise InputError(f"cluster {brief(name)}: no device {brief(device)}; {nearest(device, DEVICES)}")
+    counts = [whole_number(part) for part in shape]
+    if len(shape) > 2 or not all(counts):
+        raise InputError(f"cluster {brief(name)} is not NODESxDEVICESxDEVICE, such as 8x8xA800-80GB or 2xcpu")
+    num_nodes, devices_per_node = (1, 1, *(count or 0 for count in counts))[-2:]
+    if num_nodes * devices_per_node > MAX_DEVICES:
+        raise InputError(
+            f"cluster {brief(name)} has {num_nodes * devices_per_node:,} devices; plans are for at most {MAX_DEVICES:,}"
+        )
     spec = DEVICES[device]
     if memory_gib is not None:
-        if not 0 < memory_gib < math.inf:
-            raise InputError(f"memory must be positive and finite, not {memory_gib} GiB")
+        if not 0 < memory_gib <= MAX_MEMORY_GIB:
+            raise InputError(
+                f"memory must be positive and finite, at most {MAX_MEMORY_GIB:,.0f} GiB, not {memory_gib} GiB"
+            )
         spec = replace(spec, memory_bytes=int(memory_gib * GIB))
     return ClusterSpec(num_nodes=num_nodes, devices_per_node=devices_per_node, device=spec)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.scheme import Method, Scheme
-from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
+from lengthwise.core.specs import ClusterSpec, ModelSpec, needed_and_available
 from lengthwise.cost.separable import SchemeCache, SeparableCost
 
 
@@ -65,9 +65,10 @@ class LayerProfile:
         fixed = num_layers * self.input_bytes + self.constant_bytes
         fewest = num_layers + 1 - int(max(0.0, memory_bytes - fixed) / self.kept_bytes)
         if fewest > num_layers:
+            needed, available = needed_and_available(self.peak_bytes(num_layers, num_layers), memory_bytes)
             raise InfeasibleError(
-                f"{num_layers} layers need {self.peak_bytes(num_layers, num_layers) / GIB:.1f} GiB with every one "
-                f"recomputed; there are {memory_bytes / GIB:.1f} GiB. Use a higher degree or a smaller micro-batch."
+                f"{num_layers} layers need {needed} with every one recomputed; there are {available}. "
+                "Use a higher degree or a smaller micro-batch."
             )
         return fewest
 

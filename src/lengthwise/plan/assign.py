@@ -158,7 +158,7 @@ class LayerAssigner:
         if num_tokens > leanest.max_tokens:
             raise InfeasibleError(
                 f"a pack of {num_tokens:,} tokens fits under no mix of methods; the leanest, {leanest.scheme.name}, "
-                f"holds {leanest.max_tokens:,}. Raise cluster.max_degree or set data.max_length."
+                f"holds {leanest.max_tokens:,}. Raise plan.max_degree or set data.max_length."
             )
         held = np.array([num_tokens] if lengths is None else lengths)
         times_s = np.array([self._time_s(kind, held) / self.num_layers for kind in self.options])

@@ -14,7 +14,7 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.scheme import Method, Scheme
-from lengthwise.core.specs import GIB, ClusterSpec
+from lengthwise.core.specs import ClusterSpec, needed_and_available
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.kind import degrees_of, make_kinds, schemes_of, stages_of
 from lengthwise.plan.problem import Problem
@@ -125,11 +125,11 @@ def _refuse(schemes: Sequence[Scheme], cost: CostModel, cluster: ClusterSpec, po
     leanest = min(needed, key=lambda scheme: needed[scheme])
     limits = [name for name, limit in (("degree", pool.max_degree), ("stages", pool.max_stages)) if limit is not None]
     more = f", a higher limit of {' and '.join(limits)}" if limits else ""
+    least, available = needed_and_available(needed[leanest], cluster.device.memory_bytes)
     raise InfeasibleError(
-        f"no scheme fits: the leanest, {leanest.name}, takes {needed[leanest] / GIB:.1f} GiB per device for weights, "
-        f"gradients and its share of the optimizer, one token included; a device has "
-        f"{cluster.device.memory_bytes / GIB:.1f} GiB. Use devices with more memory, more of them{more} or a smaller "
-        "model."
+        f"no scheme fits: the leanest, {leanest.name}, takes {least} per device for weights, gradients and its share "
+        f"of the optimizer, one token included; a device has {available}. Use devices with more memory, more of "
+        f"them{more} or a smaller model."
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.specs import GIB, gib_up
+from lengthwise.core.specs import bytes_in_words, needed_and_available
 from lengthwise.data.lattice import Lattice
 from lengthwise.plan.kind import Family, Kind
 from lengthwise.plan.solve.shop import Certificate, Objective
@@ -43,7 +43,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if not self.kinds:
-            raise InfeasibleError(f"no scheme fits a device of {self.memory_bytes / GIB:.1f} GiB")
+            raise InfeasibleError(f"no scheme fits a device of {bytes_in_words(self.memory_bytes)}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what can be prepared again."""
@@ -87,11 +87,8 @@ class Problem:
             return f"exceeds the largest size that plan.shapes gives micro-batches ({self.lattice.sizes[-1]:,} tokens)."
         if kind.token_limit and kind.max_tokens == kind.token_limit:
             return f"exceeds plan.max_tokens ({kind.token_limit:,} tokens per micro-batch)."
-        needed = int(kind.peak_bytes(np.asarray(num_tokens)))
-        return (
-            f"needs {gib_up(needed)} GiB per device under the leanest scheme, {kind.scheme.name}; "
-            f"a device has {self.memory_bytes / GIB:.1f} GiB."
-        )
+        needed, available = needed_and_available(int(kind.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
+        return f"needs {needed} per device under the leanest scheme, {kind.scheme.name}; a device has {available}."
 
     def _leaner(self) -> str:
         scheme = self.leanest.scheme

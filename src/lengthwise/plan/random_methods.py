@@ -13,7 +13,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.plan import MicroBatch, StepPlan
 from lengthwise.core.scheme import WEIGHTS_OF, Method, Scheme
-from lengthwise.core.specs import gib_up
+from lengthwise.core.specs import needed_and_available
 from lengthwise.plan.planner import Planner
 
 NUM_MIXES = 64
@@ -71,9 +71,10 @@ class RandomMethods:
         ran_as, tokens = replace(scheme, methods=methods, recompute=recompute), micro_batch.pack.num_tokens
         peak = int(problem.cost.peak_bytes(np.asarray(tokens), ran_as, num_devices=problem.num_devices))
         if peak > problem.memory_bytes:
+            needed, available = needed_and_available(peak, problem.memory_bytes)
             raise InfeasibleError(
-                f"a micro-batch of {tokens:,} tokens needs {gib_up(peak)} GiB per device under random methods; "
-                "set plan.max_tokens lower, or name one method"
+                f"a micro-batch of {tokens:,} tokens needs {needed} per device under random methods; a device has "
+                f"{available}; set plan.max_tokens lower, or name one method"
             )
         time_s = float(problem.cost.time_s(micro_batch.pack.computed_lengths, ran_as))
         comm_s = float(problem.cost.comm_times_s(np.asarray(micro_batch.pack.computed_lengths), ran_as).sum())

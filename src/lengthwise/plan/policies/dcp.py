@@ -18,7 +18,7 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.scheme import Weights
-from lengthwise.core.specs import GIB
+from lengthwise.core.specs import bytes_in_words
 from lengthwise.plan.arrangement import Arrangement, Lane, Phase, strategy_of, time_s
 from lengthwise.plan.bucketed import BucketedBatch
 from lengthwise.plan.deal import Dealer, evenly
@@ -77,7 +77,7 @@ def usable_kinds(problem: Problem) -> list[Kind]:
             return held
     raise InfeasibleError(
         f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
-        f"devices of {problem.memory_bytes / GIB:.1f} GiB; the pool's reach "
+        f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach "
         f"{max((kind.max_tokens for kind in single), default=0):,} tokens at degrees "
         f"{sorted({kind.scheme.degree for kind in single})}. Allow more degrees or recompute, or lower data.max_length."
     )

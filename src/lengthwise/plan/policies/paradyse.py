@@ -15,7 +15,7 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.scheme import Weights
-from lengthwise.core.specs import GIB
+from lengthwise.core.specs import bytes_in_words
 from lengthwise.plan.arrangement import Arrangement, Lane, Phase
 from lengthwise.plan.assign import LayerAssigner, options_of, smooth
 from lengthwise.plan.kind import Kind
@@ -41,7 +41,7 @@ def prepare(problem: Problem) -> "LayerWise":
     single = [kind for kind in problem.kinds if kind.num_stages == 1]
     raise InfeasibleError(
         f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
-        f"in {problem.memory_bytes / GIB:.1f} GiB; the pool reaches "
+        f"in {bytes_in_words(problem.memory_bytes)}; the pool reaches "
         f"{max((kind.max_tokens for kind in single), default=0):,} tokens at degrees "
         f"{sorted({kind.scheme.degree for kind in single})}. Allow recompute or more degrees, or lower data.max_length."
     )

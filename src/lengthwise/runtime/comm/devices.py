@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import DEVICES, DeviceSpec, nearest
+from lengthwise.core.specs import DEVICES, GPU_SHARE, DeviceSpec, nearest
 from lengthwise.runtime.comm.world import World
 
-CPU_SHARE, GPU_SHARE = 0.8, 0.92
-"""Of what there is; the system, or the context and fragmentation, take the rest."""
+CPU_SHARE = 0.8
+"""Of the machine's memory, the part that ranks may fill; the system takes the rest."""
 
 
 def local_size() -> int:
@@ -28,8 +28,14 @@ def find_device(world: World) -> DeviceSpec:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return replace(DEVICES["cpu"], memory_bytes=int(CPU_SHARE * total / local_size()))
     found = torch.cuda.get_device_name(world.device)
-    memory = torch.cuda.get_device_properties(world.device).total_memory
     known = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in found]
     if not known:
         raise InputError(f"no speeds known for GPU {found!r}; set cluster.name ({nearest(found, DEVICES)})")
-    return replace(known[0], memory_bytes=int(GPU_SHARE * memory))
+    return replace(known[0], memory_bytes=memory_of_gpu(world) or 0)
+
+
+def memory_of_gpu(world: World) -> int | None:
+    """Bytes of this rank's GPU that plans may fill; None on a CPU."""
+    if world.device.type == "cpu":
+        return None
+    return int(GPU_SHARE * torch.cuda.get_device_properties(world.device).total_memory)

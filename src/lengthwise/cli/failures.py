@@ -1,0 +1,71 @@
+"""How a verb ends when an exception leaves it: one sentence and an exit code; a traceback only for a fault of ours."""
+
+import errno
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+from lengthwise.core.errors import INTERRUPTED, InputError, LengthwiseError
+
+DEBUG_VARIABLE = "LENGTHWISE_DEBUG"
+"""Set to 1, an unexpected error prints its traceback instead of naming a file that holds it."""
+
+_MACHINE_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors of the machine at work; other errors of files say that a path cannot be used as given."""
+
+
+class VerbFailed(Exception):  # noqa: N818 - carries an end, whatever it was
+    """The end of a verb: what to print on stderr, what to print under ``--json``, and the exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.message, self.exit_code = message, exit_code
+
+
+def explain(error: BaseException) -> VerbFailed:
+    """The end that an exception means for the user."""
+    if isinstance(error, LengthwiseError):
+        return VerbFailed(str(error), error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return VerbFailed("interrupted", INTERRUPTED)
+    if isinstance(error, OSError):
+        return _explain_os_error(error)
+    if isinstance(error, MemoryError):
+        return VerbFailed(
+            "there is not enough memory for this; use a smaller corpus, cluster or number of steps"
+            + (f" ({error})" if str(error) else ""),
+            LengthwiseError.exit_code,
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("lengthwise"):
+        return VerbFailed(
+            f"the package {error.name.partition('.')[0]} is not installed; pip install 'lengthwise[train,hf,data]'",
+            InputError.exit_code,
+        )
+    return _explain_bug(error)
+
+
+def _explain_os_error(error: OSError) -> VerbFailed:
+    reason = error.strerror or str(error) or type(error).__name__
+    names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    is_of_machine = error.errno in _MACHINE_ERRNOS or not names
+    where = f"cannot use {names}: " if names else "reading or writing failed: "
+    return VerbFailed(f"{where}{reason}", LengthwiseError.exit_code if is_of_machine else InputError.exit_code)
+
+
+def _explain_bug(error: BaseException) -> VerbFailed:
+    """Name the file that holds the traceback, or print the traceback if ``LENGTHWISE_DEBUG`` asks for it."""
+    text = "".join(traceback.format_exception(error))
+    first_line = (str(error).splitlines() or [""])[0][:500]
+    words = f"unexpected {type(error).__name__}: {first_line}. This is a fault of lengthwise, please report it"
+    if os.environ.get(DEBUG_VARIABLE):
+        sys.stderr.write(text)
+        return VerbFailed(words, LengthwiseError.exit_code)
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="lengthwise-", suffix=".traceback", delete=False) as file:
+            file.write(text)
+        where = f"with {Path(file.name)}, which holds the traceback"
+    except OSError:
+        where = f"with the traceback that {DEBUG_VARIABLE}=1 prints"
+    return VerbFailed(f"{words} {where}", LengthwiseError.exit_code)
