@@ -243,7 +243,7 @@ def test_plans_that_do_not_fit_the_run_are_refused(corpus, tmp_path, refused):
 
     file.write_text(whole.replace('"lr_factor": 1.0', '"lr_factor": 3.0', 1))
     code, error = refused(f"plan.file={file}")
-    assert code == 4 and f"{file}:1: plan for step 0 has digest" in error
+    assert code == 4 and f"{file}:1, step 0: plan for step 0 has digest" in error
 
     documents = [json.loads(line) for line in whole.splitlines()]
     idle = {**documents[0]["pipelines"][0], "ranks": [1], "micro_batches": []}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lengthwise.cli.console import progress
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel, ProfileTable
@@ -229,7 +230,7 @@ def lr_scaling(config: Config, corpus: Corpus, objective: str) -> LrScaling | No
     return LrScaling(rule=optim.lr_scaling, by=optim.lr_scaling_by, reference=reference, clamp=optim.lr_clamp)
 
 
-def open_plans(config: Config) -> PlanFile:
+def open_plans(config: Config, *, show_progress: bool = False) -> PlanFile:
     """The plans of ``plan.file``, which say all that the other settings of ``plan`` would decide.
 
     Raises:
@@ -241,7 +242,13 @@ def open_plans(config: Config) -> PlanFile:
             f"plan.file={plan.file} holds plans that are executed as they are; {' and '.join(asked)} would not apply. "
             "Leave it out, or plan again with it"
         )
-    return PlanFile(Path(plan.file))
+    if not show_progress:
+        return PlanFile(Path(plan.file))
+    with progress() as bar:
+        task = bar.add_task("check plans", total=None)
+        return PlanFile(
+            Path(plan.file), on_read=lambda done, total: bar.update(task, completed=done >> 10, total=total >> 10)
+        )
 
 
 def with_draws(config: Config, planner: Planner) -> Callable[[GlobalBatch], StepPlan]:

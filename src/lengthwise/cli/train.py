@@ -52,7 +52,7 @@ def run(
     if is_rank():
         _train_as_rank(resolved, resume, fall_back=fall_back)
         return
-    _check(resolved)
+    _check(resolved, is_resumed=resume is not None)
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
         RunFolder(folder).check_new()
@@ -63,16 +63,19 @@ def run(
         emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
 
 
-def _check(config: "Config") -> None:
+def _check(config: "Config", *, is_resumed: bool) -> None:
     """Refuse here, before ranks are started and a folder is made, what can be without them."""
     from lengthwise.cli.assemble import make_sampler, open_plans
+    from lengthwise.cli.plan_checks import check_plans_of_run
     from lengthwise.data.corpus import open_corpus
 
-    if config.plan.file:
-        open_plans(config)
     corpus = open_corpus(config.data)
     corpus.check_tokens()
     make_sampler(config, corpus)
+    if config.plan.file:
+        plans = open_plans(config, show_progress=True)
+        if not is_resumed:
+            check_plans_of_run(config, plans, corpus)
 
 
 def _train_as_rank(config: "Config", resume: Path | None, *, fall_back: bool) -> None:

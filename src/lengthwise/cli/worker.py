@@ -20,6 +20,7 @@ from lengthwise.cli.assemble import (
 )
 from lengthwise.cli.compiled import compiled_layers, sizes_of, tell_sizes
 from lengthwise.cli.console import stderr
+from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
 from lengthwise.cli.restart import (
     DONE,
     RUNNING,
@@ -111,7 +112,8 @@ def _train(config: Config, world: "World", start: Start) -> None:
         )
         start.restore(trainer, world)
         if isinstance(planner, PlanFile):
-            planner.check_steps(range(trainer.next_step, config.train.steps))
+            check_plans_fit(planner, config, spec, cluster)
+            check_plans_of_run(config, planner, corpus, first_step=trainer.next_step)
         if world.is_first:
             _describe(
                 start.folder, config, corpus, spec, cluster

@@ -2,12 +2,14 @@
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.plan_values import check_plan_values
+from lengthwise.core.read_file import brief
 from lengthwise.core.scheme import Holding, Method, Scheme, Strategy, Weights, check_methods
 
 PLAN_SCHEMA_VERSION = 2
@@ -65,6 +67,12 @@ class Pipeline:
     def recompute_of(self, micro_batch: MicroBatch) -> tuple[bool, ...]:
         """One per layer."""
         return self.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
+
+    def scheme_of(self, micro_batch: MicroBatch) -> Scheme:
+        """The scheme with the micro-batch's own methods and recompute flags."""
+        if micro_batch.methods is None and micro_batch.recompute is None:
+            return self.scheme
+        return replace(self.scheme, methods=self.methods_of(micro_batch), recompute=self.recompute_of(micro_batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +222,14 @@ class StepPlan:
             InputError: another schema version, a missing or a wrong field.
             CheckError: the content does not match its digest.
         """
+        if not isinstance(document, dict):
+            raise InputError(f"a plan is an object, not {brief(document)}")
         if (version := document.get("schema_version")) != PLAN_SCHEMA_VERSION:
-            raise InputError(f"plan schema {version}, this version reads {PLAN_SCHEMA_VERSION}; plan again")
+            raise InputError(f"plan schema {brief(version)}, this version reads {PLAN_SCHEMA_VERSION}; plan again")
+        try:
+            check_plan_values(document)
+        except InputError as error:
+            raise InputError(f"not a plan: {error}") from None
         try:
             schemes = [_scheme_from_json(scheme) for scheme in document["schemes"]]
             plan = cls(
@@ -235,8 +249,8 @@ class StepPlan:
             raise InputError(f"not a plan: {type(error).__name__} {error}") from None
         if (written := document.get("digest", plan.digest)) != plan.digest:
             raise CheckError(
-                f"plan for step {plan.step} has digest {plan.digest}, its file says {written}: the file was changed "
-                "after it was written; plan again, or take the digest out if the change is meant"
+                f"plan for step {plan.step} has digest {plan.digest}, its file says {brief(written)[1:-1]}: the file "
+                "was changed after it was written; plan again, or take the digest out if the change is meant"
             )
         return plan
 

@@ -104,9 +104,8 @@ def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8 text (byte {error.start:,})") from None
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{error.msg[0].lower()}{error.msg[1:]} at line {error.lineno}, column {error.colno}"
-        ) from None
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise ValueError(f"{error.msg[0].lower()}{error.msg[1:]} at {line}column {error.colno}") from None
 
 
 def brief(value: object, limit: int = 80) -> str:

@@ -1,21 +1,24 @@
 """Plans made before, by `lengthwise plan --out` or by hand: read from disk when their step comes.
 
-JSON lines, a plan each, are indexed by one pass over the file and parsed one at a time, so that a file may hold more
-plans than memory. One JSON document (a plan, a list of plans, or an object with ``plans``, as `lengthwise plan --json`
-prints) is read whole.
+JSON lines, a plan each, are checked by one pass over the file when it is opened, every value of every plan, and parsed
+again one at a time, so that a file may hold more plans than memory. One JSON document (a plan, a list of plans, or an
+object with ``plans``, as `lengthwise plan --json` prints) is read whole.
 """
 
-import json
-import re
-from collections.abc import Iterator
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_bytes
+from lengthwise.core.scheme import Scheme
 
-_STEP = re.compile(rb'"step"\s*:\s*(\d+)')
+_WHAT = "a file of plans"
+_MAKE = "lengthwise plan CONFIG --out FILE"
 
 
 class PlanFile:
@@ -24,31 +27,51 @@ class PlanFile:
     Where a step is there more than once, as in the plans of a run that was resumed, the last one counts.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Find the plans of ``path`` by step.
+    def __init__(self, path: Path, *, on_read: Callable[[int, int], None] | None = None) -> None:
+        """Check all plans of ``path``.
+
+        Args:
+            path: of the file.
+            on_read: called with the bytes read so far and all bytes.
 
         Raises:
-            InputError: there is no such file, no plan in it, or something that is none.
+            InputError: there is no such file, no plan in it, or a value that no plan can have.
+            CheckError: a plan is not what its digest says.
         """
         self.path = path
+        self.largest: dict[Scheme, tuple[int, int]] = {}
+        """Most tokens of a micro-batch that runs as this scheme, overrides applied, and that micro-batch's step."""
+        self._num_devices: dict[int, int] = {}
+        """Numbers of ranks that plans are for, and the first step of each."""
         self._ends_early = False
-        self._offsets: dict[int, int] = {}
-        """Of every step: where its line begins."""
+        self._numbers: dict[int, int] = {}
+        """By step, the place in the arrays below of its plan."""
+        self._line_numbers, self._offsets, self._coverage = array("Q"), array("Q"), array("Q")
+        """Of every plan: its line, where that begins, and what it computes. Arrays, as there may be millions."""
         self._documents: dict[int, Any] = {}
-        """Of every step, if the file is one document."""
+        """By step, if the file is one document."""
+        self._on_read = on_read or (lambda done, total: None)
         try:
-            self._read_index()
+            self._size = check_regular(path, what=_WHAT)
+            self._read()
         except OSError as error:
             raise InputError(f"cannot read plans from {path}: {error.strerror}; make some with: {_MAKE}") from None
-        if not len(self):
+        if not self._numbers:
             raise InputError(f"no plans in {path}; make some with: {_MAKE}")
 
     def __len__(self) -> int:
         """Steps that have a plan."""
-        return len(self._offsets) + len(self._documents)
+        return len(self._numbers)
 
     def __contains__(self, step: int) -> bool:
-        return step in self._offsets or step in self._documents
+        return step in self._numbers
+
+    def representatives(self) -> Iterator[StepPlan]:
+        """Plans in which every scheme and every number of ranks of the file occurs: what a run can execute of them, it
+        can execute of all.
+        """
+        for step in sorted({step for _, step in self.largest.values()} | set(self._num_devices.values())):
+            yield self.plan(step)
 
     def check_steps(self, steps: range) -> None:
         """Raise ``InputError`` naming the first of ``steps`` that has no plan."""
@@ -61,6 +84,20 @@ class PlanFile:
                 f"steps {steps.start} to {steps.stop - 1}. Plan them all with: {_MAKE} --steps {steps.stop}{fewer}"
             )
 
+    def check_batches(self, batches: Iterator[GlobalBatch], num_steps: int) -> None:
+        """Raise ``CheckError`` naming the first plan that does not compute its batch of the next ``num_steps`` exactly.
+
+        Raises:
+            InputError: a step has no plan.
+        """
+        for _ in range(num_steps):
+            batch = next(batches)
+            self.check_steps(range(batch.step, batch.step + 1))
+            if self._coverage[self._numbers[batch.step]] != _coverage(
+                batch.ids, batch.lengths, max(1, batch.num_targets)
+            ):
+                self(batch)
+
     def plan(self, step: int) -> StepPlan:
         """The plan for ``step``.
 
@@ -69,13 +106,17 @@ class PlanFile:
             CheckError: it is not what its digest says.
         """
         self.check_steps(range(step, step + 1))
-        document = self._load(step)
+        if step in self._documents:
+            return self._parsed(self._documents[step], f"{self.path}, step {step}")
+        number = self._numbers[step]
+        where = f"{self.path}:{self._line_numbers[number]}"
         try:
-            plan = StepPlan.from_json(document)
-        except LengthwiseError as error:
-            raise type(error)(f"{self._where(step)}: {error}") from None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise InputError(f"{self._where(step)} is not a plan: {error}") from None
+            with self.path.open("rb") as file:
+                file.seek(self._offsets[number])
+                document = parse_json(file.readline(MAX_DOCUMENT_BYTES))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{where}, the plan for step {step}, is damaged: {error}; plan again") from None
+        plan = self._parsed(document, where)
         if plan.step != step:
             raise InputError(f"{self.path} has changed: what was the plan for step {step} is for step {plan.step} now")
         return plan
@@ -97,60 +138,78 @@ class PlanFile:
             ) from None
         return plan
 
-    def _read_index(self) -> None:
-        with self.path.open("rb") as file:
-            first = next((line for line in file if line.strip()), b"")
-        if not first or (isinstance(document := _parsed(first), dict) and "plans" not in document):
-            self._index_lines()
+    def _read(self) -> None:
+        first = next((line for _, _, line in _lines(self.path)), b"")
+        if not first or (isinstance(document := _parsed_or_none(first), dict) and "plans" not in document):
+            self._read_lines()
             return
         try:
-            whole = json.loads(self.path.read_bytes())
+            whole = parse_json(read_bytes(self.path, what=_WHAT))
+        except InputError:
+            raise
         except ValueError as error:
             raise InputError(
                 f"{self.path} is neither JSON lines, a plan each, nor one JSON document ({error}); plan again"
             ) from None
-        for plan in _plans_of(whole):
-            step = plan.get("step") if isinstance(plan, dict) else None
-            if not isinstance(step, int):
-                raise InputError(f"{self.path}: a plan is an object with a step, not {json.dumps(plan)[:80]}")
-            self._documents[step] = plan
+        for document in _plans_of(whole):
+            step = document.get("step") if isinstance(document, dict) else None
+            if type(step) is not int:
+                raise InputError(f"{self.path}: a plan is an object with a step, not {brief(document)}")
+            self._add(self._parsed(document, f"{self.path}, step {step}"))
+            self._documents[step] = document
 
-    def _index_lines(self) -> None:
+    def _read_lines(self) -> None:
         for number, offset, line in _lines(self.path):
-            found = _STEP.search(line)
-            if not line.endswith(b"\n") and _parsed(line) is None:  # cut off by a kill or a full disk
-                self._ends_early = True
-            elif found is None:
-                raise InputError(f'{self.path}:{number} is not a plan: it has no "step"')
-            else:
-                self._offsets[int(found[1])] = offset
+            self._on_read(offset + len(line), self._size)
+            where = f"{self.path}:{number}"
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise InputError(f"{where} has more than {MAX_DOCUMENT_BYTES:,} bytes, the limit of a plan")
+            try:
+                document = parse_json(line.rstrip(b"\r\n"))
+            except ValueError as error:
+                if not line.endswith(b"\n"):  # cut off by a kill or a full disk
+                    self._ends_early = True
+                    continue
+                raise InputError(f"{where} is damaged: {error}; plan again") from None
+            if isinstance(document, dict) and "step" not in document:
+                raise InputError(f'{where} is not a plan: it has no "step"')
+            self._add(self._parsed(document, where), line=number, offset=offset)
 
-    def _load(self, step: int) -> Any:
-        if step in self._documents:
-            return self._documents[step]
+    def _parsed(self, document: Any, where: str) -> StepPlan:
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offsets[step])
-                return json.loads(file.readline())
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{self._where(step)}, the plan for step {step}, is damaged: {error}; plan again"
-            ) from None
+            return StepPlan.from_json(document)
+        except LengthwiseError as error:
+            step = document.get("step") if isinstance(document, dict) else None
+            named = f", step {step}" if type(step) is int and ", step" not in where else ""
+            raise type(error)(f"{where}{named}: {error}") from None
 
-    def _where(self, step: int) -> str:
-        if step in self._documents:
-            return f"{self.path}, step {step}"
-        numbers = (number for number, offset, _ in _lines(self.path) if offset == self._offsets[step])
-        return f"{self.path}:{next(numbers, '?')}"
+    def _add(self, plan: StepPlan, *, line: int = 0, offset: int = 0) -> None:
+        packs = []
+        for pipeline in plan.pipelines:
+            for micro_batch in pipeline.micro_batches:
+                packs.append(micro_batch.pack)
+                scheme = pipeline.scheme_of(micro_batch)
+                if micro_batch.pack.num_tokens > self.largest.get(scheme, (0, 0))[0]:
+                    self.largest[scheme] = (micro_batch.pack.num_tokens, plan.step)
+        self._num_devices.setdefault(plan.num_devices, plan.step)
+        ids = [id for pack in packs for id in pack.ids]
+        lengths = [length for pack in packs for length in pack.lengths]
+        self._numbers[plan.step] = len(self._offsets)
+        self._line_numbers.append(line)
+        self._offsets.append(offset)
+        self._coverage.append(_coverage(ids, lengths, plan.loss_normaliser))
 
 
-_MAKE = "lengthwise plan CONFIG --out FILE"
+def _coverage(ids: "tuple[int, ...] | list[int]", lengths: "tuple[int, ...] | list[int]", normaliser: int) -> int:
+    """A number of 64 bits over what a batch holds, or a plan computes, in any order."""
+    words = repr((sorted(zip(ids, lengths)), normaliser))
+    return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest())
 
 
-def _parsed(line: bytes) -> Any:
+def _parsed_or_none(line: bytes) -> Any:
     """What a line of JSON says; None if it is not JSON by itself."""
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError:
         return None
 
@@ -162,10 +221,11 @@ def _plans_of(document: Any) -> list[Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    """Number, offset and bytes of every line that is not blank."""
-    offset = 0
+    """Number, offset and bytes of every line that is not blank; of a line over the limit, its beginning."""
+    offset = number = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+            number += 1
             if line.strip():
                 yield number, offset, line
             offset += len(line)

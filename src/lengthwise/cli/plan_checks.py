@@ -1,0 +1,55 @@
+"""What is asked of a file of plans before the first step is trained: its batches, its schemes, its memory."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lengthwise.cli.assemble import make_sampler
+from lengthwise.config import Config
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.specs import ClusterSpec, ModelSpec, needed_and_available
+from lengthwise.cost.analytic import AnalyticCost
+
+if TYPE_CHECKING:
+    from lengthwise.data.corpus import Corpus
+    from lengthwise.plan.from_file import PlanFile
+
+
+def check_plans_of_run(config: Config, plans: "PlanFile", corpus: "Corpus", *, first_step: int = 0) -> None:
+    """Check that every step from ``first_step`` has a plan, and that it computes the step's batch exactly.
+
+    Raises:
+        InputError: a step has no plan.
+        CheckError: a plan is for other sequences; the message names the step.
+    """
+    steps = range(first_step, config.train.steps)
+    plans.check_steps(steps)
+    sampler = make_sampler(config, corpus)
+    sampler.skip_to(first_step)
+    plans.check_batches(sampler, len(steps))
+
+
+def check_plans_fit(plans: "PlanFile", config: Config, spec: ModelSpec, cluster: ClusterSpec) -> None:
+    """Check that the model and the ranks can execute every plan, and that no micro-batch exceeds a device's memory.
+
+    Raises:
+        InputError: a plan is for another number of ranks or layers, or uses a method that the model cannot share by.
+        InfeasibleError: a micro-batch needs more memory than a device has, under the analytic cost model.
+    """
+    from lengthwise.runtime.train.executable import check_executable
+
+    for plan in plans.representatives():
+        check_executable(plan, spec, cluster.num_devices)
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
+    for scheme, (num_tokens, step) in plans.largest.items():
+        try:
+            peak = int(cost.peak_bytes(np.asarray(num_tokens), scheme, num_devices=cluster.num_devices))
+        except InputError:  # a scheme without analytic costs: the runtime refuses or executes it
+            continue
+        if peak > cluster.device.memory_bytes:
+            needed, available = needed_and_available(peak, cluster.device.memory_bytes)
+            raise InfeasibleError(
+                f"{plans.path}, step {step}: a micro-batch of {num_tokens:,} tokens under {scheme.name} needs {needed} "
+                f"per device; a device has {available}. Plan again for these devices, or set cluster.memory_gib if "
+                "they have more"
+            )
