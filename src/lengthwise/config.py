@@ -225,6 +225,12 @@ class TrainConfig(_Section):
         default="float32", description="of forward and backward; weights and optimizer stay in float32 or above"
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: float = Field(
+        default=1800.0,
+        ge=1,
+        le=604_800,
+        description="most seconds that a rank waits for others, at the start and in any collective; then the run ends",
+    )
     schedule: Literal["1f1b", "gpipe"] = Field(
         default="1f1b", description="order of forwards and backwards in a pipeline; gpipe keeps every micro-batch"
     )

@@ -7,11 +7,11 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lengthwise.cli.launch import LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.config import Config, load
-from lengthwise.core.errors import InputError, LengthwiseError, Preempted
+from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -56,10 +56,8 @@ def tell(folder: RunFolder, error: Exception) -> bool:
     if not is_first():
         time.sleep(1.0)  # what all ranks meet at once, the first tells
     state = _state_after(error)
-    if isinstance(error, LengthwiseError):
-        told, exit_code = str(error), error.exit_code
-    else:
-        told, exit_code = f"{type(error).__name__}: {error}", 1
+    told = reason_of(error)
+    exit_code = error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code
     if folder.read_json(STATUS).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):
         return False
     write_status(folder, state, exit_code=exit_code, error=told)
@@ -69,9 +67,16 @@ def tell(folder: RunFolder, error: Exception) -> bool:
     return True
 
 
+def reason_of(error: Exception) -> str:
+    """The error in words."""
+    return str(error) if isinstance(error, LengthwiseError) else f"{type(error).__name__}: {error}"
+
+
 def _state_after(error: Exception) -> str:
     if isinstance(error, Preempted):
         return PREEMPTED
+    if isinstance(error, CommunicationError):
+        return CRASHED
     follows = error.__cause__ is not None and not isinstance(error.__cause__, OSError)
     if isinstance(error, LengthwiseError) and not (error.exit_code == LengthwiseError.exit_code and follows):
         return FAILED
@@ -124,7 +129,10 @@ class Start:
         Raises:
             InputError: it is damaged, or of another run; or there is none to resume from.
         """
-        paths = _of_all(world, self._checkpoints() if world.is_first else [])[0]  # others may see the folder late
+        from lengthwise.runtime.comm.objects import broadcast_json
+
+        names = [str(path) for path in self._checkpoints()] if world.is_first else []
+        paths = [Path(name) for name in broadcast_json(world, names)]  # others may see the folder late
         if world.is_first and num_restarts():
             every = trainer.config.train.checkpoint_every
             none = f"no checkpoint is complete yet (train.checkpoint_every={every}: fewer steps lose less)"
@@ -137,7 +145,7 @@ class Start:
                 if first is not None and world.is_first:
                     sys.stderr.write(f"warning: {first}. Going on from an older one: {path}\n")
                 return
-            if not _of_all(world, world.is_first and _is_damaged(path))[0]:
+            if not broadcast_json(world, world.is_first and _is_damaged(path)):
                 raise error
             first = first or error
             if not self.fall_back:
@@ -162,14 +170,15 @@ class Start:
 
 def _try(trainer: "Trainer", path: Path, world: "World") -> InputError | None:
     """Resume from ``path``; the error that any rank met, the same on all of them."""
-    error = None
+    from lengthwise.runtime.comm.objects import gather_json
+
+    message = None
     try:
         trainer.resume(path)
-    except InputError as met:
-        error = met
-    met_by = _of_all(world, None if error is None else str(error))
-    told = next((words for words in met_by if words is not None), None)
-    return None if told is None else InputError(told)
+    except InputError as error:
+        message = str(error)
+    first = next((words for words in gather_json(world, message) if words is not None), None)
+    return None if first is None else InputError(first)
 
 
 def _is_damaged(path: Path) -> bool:
@@ -180,11 +189,3 @@ def _is_damaged(path: Path) -> bool:
     except InputError:
         return True
     return False
-
-
-def _of_all(world: "World", value: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    values = [value] * world.size
-    dist.all_gather_object(values, value)
-    return values

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lengthwise.cli.assemble import (
     make_cost,
@@ -28,14 +28,16 @@ from lengthwise.cli.restart import (
     Start,
     end_with_parent,
     is_first,
+    reason_of,
     settings_of,
     tell,
     write_status,
 )
+from lengthwise.cli.same_start import run_to_compare, settings_to_compare
 from lengthwise.cli.sampling import sampling_report, unused_settings
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
@@ -58,6 +60,7 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
 
     Started again, or with the same settings in the same folder, it goes on from the newest checkpoint.
     """
+    from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.comm.world import start_world, stop_world
 
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -66,24 +69,38 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
     end_with_parent()
     try:
         config = settings_of(config, folder, resume=resume)
-        world = start_world(config.train.device)
+        world = start_world(config.train.device, timeout_s=config.train.timeout_s)
+        require_equal(world, settings_to_compare(config, resume=resume, fall_back=fall_back))
         if world.is_first:
             write_status(folder, RUNNING)
         _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back))
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
         stop_world(world)
-    except LengthwiseError as error:
-        tell(folder, error)
-        os._exit(error.exit_code)  # peers may be in a collective this rank will never join
     except Exception as error:
-        if tell(folder, error):
-            traceback.print_exc()
-            sys.stderr.flush()
-        os._exit(1)  # at once: threads that write a checkpoint may wait for ranks that are gone
+        _end(folder, error)
+
+
+def _end(folder: RunFolder, error: Exception) -> NoReturn:
+    """Say to other ranks and to the user why this rank ends, and end it.
+
+    At once: peers may be in a collective this rank will never join, and threads that write a checkpoint may wait for
+    ranks that are gone.
+    """
+    from lengthwise.runtime.comm.activity import ACTIVITY, explained, is_lost
+
+    if is_lost(error):
+        error = explained("a collective of torch", error)
+    if ACTIVITY.peers is not None and not isinstance(error, CommunicationError):
+        ACTIVITY.peers.say_failed(reason_of(error))
+    if tell(folder, error) and not isinstance(error, LengthwiseError):
+        traceback.print_exception(error)
+        sys.stderr.flush()
+    os._exit(error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code)
 
 
 def _train(config: Config, world: "World", start: Start) -> None:
+    from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import Trainer
 
     corpus = open_corpus(config.data)
@@ -91,6 +108,8 @@ def _train(config: Config, world: "World", start: Start) -> None:
     spec = resolve_model(config, corpus)
     cluster = find_cluster(config, world)
     is_gpu = world.device.type == "cuda"
+    model = build(config, spec, world)
+    require_equal(world, run_to_compare(config, corpus, spec=spec, cluster=cluster, model=model))
     stream, planner, sizes = _plans(config, corpus, spec, cluster, world)
     try:
         callbacks = _callbacks(config, start.folder, cluster) if world.is_first else []
@@ -98,7 +117,7 @@ def _train(config: Config, world: "World", start: Start) -> None:
         trainer = Trainer(
             config=config,
             spec=spec,
-            model=build(config, spec, world),
+            model=model,
             source=corpus,
             stream=stream,
             planner=planner,
@@ -111,6 +130,7 @@ def _train(config: Config, world: "World", start: Start) -> None:
             ledger=RunLedger(corpus, partial(make_sampler, config, corpus), seed=config.seed),
         )
         start.restore(trainer, world)
+        require_equal(world, {"start": {"step": trainer.next_step, "sampler": stream.state_dict()}})
         if isinstance(planner, PlanFile):
             check_plans_fit(planner, config, spec, cluster)
             check_plans_of_run(config, planner, corpus, first_step=trainer.next_step)

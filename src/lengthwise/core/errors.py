@@ -25,6 +25,10 @@ class CheckError(LengthwiseError):
     exit_code = 4
 
 
+class CommunicationError(LengthwiseError):
+    """A rank did not come to a collective within the time limit, or is gone; another try may go well."""
+
+
 INTERRUPTED = 130
 """The exit code after Ctrl-C."""
 

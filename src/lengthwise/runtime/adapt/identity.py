@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import Identity, LayerTable
 from lengthwise.runtime.adapt.memory import autocast_dtype
 from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.profile.measure import device_name
 
 _log = logging.getLogger("lengthwise")
@@ -54,15 +54,12 @@ def find_table(
         InputError: there is a file at ``path`` and it is no profile: it is not written over.
     """
     identity = identity_of(run)
-    found: list[LayerTable | str | None] = [None]
-    if run.world.is_first:
-        found = [_read(path, identity, longest, degrees)]
-    dist.broadcast_object_list(found)
-    (table,) = found
-    if isinstance(table, str):
-        raise InputError(table)
-    if table is not None:
-        return table, True
+    saved = _read(path, identity, longest, degrees) if run.world.is_first else None
+    document = broadcast_json(run.world, saved.document if isinstance(saved, LayerTable) else saved)
+    if isinstance(document, str):
+        raise InputError(document)
+    if document is not None:
+        return LayerTable.of_document(document), True
     table = make()
     if run.world.is_first:
         table.save(path)

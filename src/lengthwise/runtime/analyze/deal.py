@@ -8,6 +8,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.comm.objects import broadcast_json, gather_json
 from lengthwise.runtime.comm.world import World
 
 T = TypeVar("T")
@@ -55,11 +56,9 @@ def from_first(world: World, step: Callable[[], T]) -> T:
     Raises:
         LengthwiseError: on all ranks, what it raised.
     """
-    box: list[tuple[T | None, tuple[str, int] | None]] = [_try(step) if world.is_first else (None, None)]
-    dist.broadcast_object_list(box, src=0)
-    value, failure = box[0]
+    value, failure = broadcast_json(world, _try(step) if world.is_first else None)
     _raise(failure)
-    return value  # type: ignore[return-value]
+    return value
 
 
 def on_all(world: World, step: Callable[[], T]) -> T:
@@ -69,9 +68,8 @@ def on_all(world: World, step: Callable[[], T]) -> T:
         LengthwiseError: on all ranks, what the first one that failed raised.
     """
     value, failure = _try(step)
-    failures: list[tuple[str, int] | None] = [None] * world.size
-    dist.all_gather_object(failures, failure)
-    _raise(next((one for one in failures if one is not None), None))
+    failures = gather_json(world, failure)
+    _raise(next((failed for failed in failures if failed is not None), None))
     return value  # type: ignore[return-value]
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.runtime.comm.collectives import all_gather, reduce_scatter
+from lengthwise.runtime.comm.activity import Waiting
+from lengthwise.runtime.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
 @dataclass
@@ -37,14 +38,30 @@ class Traffic:
 class Pending:
     """A tensor on its way; what it is made from stays alive until it has come."""
 
-    def __init__(self, make: Callable[[], Tensor], works: Sequence[dist.Work] = ()) -> None:
-        """``make``, called once ``works`` are done, holds everything that must not go away before."""
+    def __init__(
+        self,
+        make: Callable[[], Tensor],
+        works: Sequence[dist.Work] = (),
+        operation: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:
+        """``make``, called once ``works`` are done, holds everything that must not go away before.
+
+        ``operation`` among ``ranks`` (none: all) is named where a rank does not come to it.
+        """
         self._make, self._works = make, works
+        self._operation, self._ranks = operation, ranks
 
     def wait(self) -> Tensor:
-        """The tensor, when it is there."""
-        for work in self._works:
-            work.wait()
+        """The tensor, when it is there.
+
+        Raises:
+            CommunicationError: some rank did not come to it within the limit, or is gone.
+        """
+        if self._works:
+            with Waiting(self._operation, self._ranks):
+                for work in self._works:
+                    work.wait()
         return self._make()
 
     @property
@@ -88,7 +105,8 @@ class Group:
             parts = whole.unflatten(0, (self.size, longest)).unbind()
             return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
-        return Pending(make, [all_gather(whole, padded, group=self.handle, async_op=True)])
+        work = all_gather(whole, padded, group=self.handle, async_op=True)
+        return Pending(make, [work], "all-gather", self.ranks)
 
     def scatter_sum(self, x: Tensor, sizes: Sequence[int]) -> Pending:
         """This rank's rows of the sum over ranks of ``x`` ``[sum(sizes), ...]``. One reduce-scatter."""
@@ -105,7 +123,7 @@ class Group:
         def make(keep: Tensor = x) -> Tensor:
             return own[: sizes[self.rank]]
 
-        return Pending(make, [work])
+        return Pending(make, [work], "reduce-scatter", self.ranks)
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """All-to-all of rows: the first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r."""
@@ -114,7 +132,7 @@ class Group:
         out = x.new_empty(sum(receive), *x.shape[1:])
         row_bytes = out[:1].numel() * out.element_size() if len(out) else x[:1].numel() * x.element_size()
         self.sent.add("all_to_all", (sum(send) - send[self.rank]) * row_bytes)
-        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=self.handle)
+        all_to_all(out, x.contiguous(), receive=receive, send=send, group=self.handle)
         return out
 
     def pass_on(self, x: Tensor, shape: Sequence[int], *, tag: int = 0) -> Pending:
@@ -130,48 +148,53 @@ class Group:
         sends = [dist.P2POp(dist.isend, x, to, self.handle, tag)] if x.numel() else []
         receives = [dist.P2POp(dist.irecv, received, source, self.handle, tag)] if received.numel() else []
         self.sent.add("ring", _bytes(x))
-        works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
+        with Waiting("ring exchange", self.ranks):
+            works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
 
         def make(keep: Tensor = x) -> Tensor:
             return received
 
-        return Pending(make, works)
+        return Pending(make, works, "ring exchange", self.ranks)
 
     def broadcast(self, x: Tensor, owner: int) -> Pending:
         """``x`` of rank ``owner`` on every rank, in place."""
         if self.size == 1:
             return Pending(lambda: x)
         self.sent.add("broadcast", _bytes(x) * (self.size - 1) / self.size)
-        work = dist.broadcast(x, self.ranks[owner], group=self.handle, async_op=True)
+        with Waiting("broadcast", self.ranks):
+            work = dist.broadcast(x, self.ranks[owner], group=self.handle, async_op=True)
         assert work is not None
-        return Pending(lambda: x, [work])
+        return Pending(lambda: x, [work], "broadcast", self.ranks)
 
     def reduce(self, x: Tensor, owner: int) -> Pending:
         """The sum over ranks of ``x`` on rank ``owner``, in place; elsewhere nothing that means anything."""
         if self.size == 1:
             return Pending(lambda: x)
         self.sent.add("reduce", _bytes(x) * (self.size - 1) / self.size)
-        work = dist.reduce(x, self.ranks[owner], group=self.handle, async_op=True)
+        with Waiting("reduce", self.ranks):
+            work = dist.reduce(x, self.ranks[owner], group=self.handle, async_op=True)
         assert work is not None
-        return Pending(lambda: x, [work])
+        return Pending(lambda: x, [work], "reduce", self.ranks)
 
     def send(self, x: Tensor, to: int, *, tag: int = 0) -> Pending:
         """``x`` to the rank at place ``to``."""
         x = x.contiguous()
         self.sent.add("message", _bytes(x))
-        work = dist.isend(x, self.ranks[to], group=self.handle, tag=tag) if x.numel() else None
-        return Pending(lambda: x, [work] if work else [])
+        with Waiting("send", self.ranks):
+            work = dist.isend(x, self.ranks[to], group=self.handle, tag=tag) if x.numel() else None
+        return Pending(lambda: x, [work] if work else [], f"send to rank {self.ranks[to]}", self.ranks)
 
     def receive(self, x: Tensor, source: int, *, tag: int = 0) -> Pending:
         """What the rank at place ``source`` sends, in ``x``."""
-        work = dist.irecv(x, self.ranks[source], group=self.handle, tag=tag) if x.numel() else None
-        return Pending(lambda: x, [work] if work else [])
+        with Waiting("receive", self.ranks):
+            work = dist.irecv(x, self.ranks[source], group=self.handle, tag=tag) if x.numel() else None
+        return Pending(lambda: x, [work] if work else [], f"receive from rank {self.ranks[source]}", self.ranks)
 
     def combine(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Sum or maximum over ranks, in place. One all-reduce."""
         if self.size > 1:
             self.sent.add("all_reduce", 2 * _bytes(x) * (self.size - 1) / self.size)
-            dist.all_reduce(x, operation, group=self.handle)
+            all_reduce(x, operation, group=self.handle)
         return x
 
 

@@ -1,21 +1,28 @@
 """The ranks of a run: started once, handed to whoever needs them; nothing else reads torchrun's environment."""
 
+import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from threading import Event, Thread
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lengthwise.core.errors import InputError
+from lengthwise import __version__
+from lengthwise.core.errors import CommunicationError, InputError
+from lengthwise.runtime.comm.activity import ACTIVITY, Waiting, first_line
+from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
 from lengthwise.runtime.comm.group import Groups
+from lengthwise.runtime.comm.liveness import Liveness
 
-TIMEOUT = timedelta(minutes=30)
-"""A collective that some rank never joins fails after this long instead of hanging."""
+TIMEOUT_S = 1800.0
+"""Unless said otherwise, a collective that some rank never joins fails after this long instead of hanging."""
+_LOOK_EVERY_S = (0.02, 1.0)
+"""How often a rank that starts looks for the others: at first, and at last."""
 LEAVING_S = 2.0
 """Threads of Gloo that have nothing to do are gone within milliseconds."""
 
@@ -27,11 +34,18 @@ class World:
     rank: int
     size: int
     device: torch.device
+    timeout_s: float = TIMEOUT_S
+    """Most seconds that a collective waits for a rank."""
 
     @cached_property
     def groups(self) -> Groups:
         """Groups of some of the ranks."""
-        return Groups(self.rank, TIMEOUT)
+        return Groups(self.rank, self.timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """``timeout_s`` as torch takes it."""
+        return timedelta(seconds=self.timeout_s)
 
     @property
     def is_first(self) -> bool:
@@ -49,11 +63,16 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_world(device: str = "auto") -> World:
+def start_world(device: str = "auto", *, timeout_s: float | None = None) -> World:
     """Join the other ranks: Gloo on CPU, NCCL on GPUs. Without torchrun this process is the only rank.
 
+    ``timeout_s``: most seconds that a rank waits for another, here and in every collective later on; None: 30 minutes,
+    or for collectives over all ranks what whoever started torch.distributed before has set.
+
     Raises:
-        InputError: CUDA is asked for and not there, or there are more local ranks than GPUs.
+        InputError: CUDA is asked for and not there, there are more local ranks than GPUs, or ranks were started
+            differently: on other devices, or with other versions of torch or this library.
+        CommunicationError: some rank did not come within the limit.
     """
     kind = _device_kind(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -63,36 +82,82 @@ def start_world(device: str = "auto") -> World:
                 f"local rank {local_rank} has no GPU: the node has {torch.cuda.device_count()}; lower --nproc"
             )
         torch.cuda.set_device(local_rank)
+    timeout = timedelta(seconds=timeout_s or TIMEOUT_S)
     if not dist.is_initialized():
-        backend = "nccl" if kind == "cuda" else "gloo"
-        if under_torchrun():
-            dist.init_process_group(backend, timeout=TIMEOUT, **_meeting_place())
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        _join(kind, timeout)
+    elif timeout_s is not None:
+        dist.distributed_c10d._set_pg_timeout(timeout)
+    if ACTIVITY.peers is None and dist.get_world_size() > 1:
+        ACTIVITY.peers = Liveness(
+            dist.distributed_c10d._get_default_store(),
+            rank=dist.get_rank(),
+            size=dist.get_world_size(),
+            timeout_s=timeout.total_seconds(),
+        )
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu"),
+        timeout_s=timeout.total_seconds(),
     )
 
 
-def _meeting_place() -> dict[str, Any]:
-    """Where ranks find each other: by default in a store that torchrun keeps when it starts them again.
+def _join(kind: str, timeout: timedelta) -> None:
+    """Start torch.distributed."""
+    backend = "nccl" if kind == "cuda" else "gloo"
+    if not under_torchrun():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _meeting_place(timeout)
+    started = {"device": kind, "torch": torch.__version__, "lengthwise": __version__, "number of ranks": size}
+    with Waiting("meeting of the ranks"):
+        meet(store, started, rank=rank, size=size, timeout_s=timeout.total_seconds())
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def meet(store: dist.Store, started: dict[str, object], *, rank: int, size: int, timeout_s: float) -> None:
+    """Wait in ``store`` until all ranks have come, before any of them connects to another.
+
+    Raises:
+        InputError: ranks do not agree on ``started``.
+        CommunicationError: some did not come within ``timeout_s``.
+    """
+    keys = [f"lengthwise/start/{other}" for other in range(size)]
+    store.set(keys[rank], json.dumps(started))
+    end_s, (look_s, longest_s) = time.monotonic() + timeout_s, _LOOK_EVERY_S
+    while not store.check(keys) and time.monotonic() < end_s:
+        time.sleep(look_s)
+        look_s = min(2 * look_s, longest_s)
+    come = {other: json.loads(store.get(key)) for other, key in enumerate(keys) if store.check([key])}
+    if found := differences(come):
+        raise InputError(message_of(found))
+    if missing := [other for other in range(size) if other not in come]:
+        raise CommunicationError(
+            f"{ranks_text(missing)} of {size} did not start within {timeout_s:g} s; look at what they say, or raise "
+            "train.timeout_s (timeout_s= of prepare) if they are only slow to start"
+        )
+
+
+def _meeting_place(timeout: timedelta) -> dist.Store:
+    """The store by which ranks find each other: torchrun keeps it when it starts them again.
 
     Then the addresses in it are those of dead ranks, and so this start writes to a part of its own. Every machine
     counts its restarts, so that this holds for one of them; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 does it.
     """
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise CommunicationError(
+            f"the store of the ranks at {place} cannot be reached within {timeout.total_seconds():g} s "
+            f"({first_line(error)}); is the first machine up, and MASTER_ADDR right?"
+        ) from error
     is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if restart == "0" or not is_kept or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
-        return {}
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=TIMEOUT)
-    return {
-        "store": dist.PrefixStore(f"restart_{restart}", store),
-        "rank": int(os.environ["RANK"]),
-        "world_size": int(os.environ["WORLD_SIZE"]),
-    }
+        return store
+    return dist.PrefixStore(f"restart_{restart}", store)
 
 
 def stop_world(world: World | None = None) -> None:
@@ -101,6 +166,9 @@ def stop_world(world: World | None = None) -> None:
     Threads of Gloo free tensors, which aborts a process whose interpreter is ending, and they live as long as anything
     refers to their group. So all groups are let go.
     """
+    if ACTIVITY.peers is not None:
+        ACTIVITY.peers.close()
+        ACTIVITY.peers = None
     if world is not None:
         world.groups.close()
     if dist.is_initialized():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.comm.collectives import Handle, all_gather, all_to_all
+from lengthwise.runtime.comm.collectives import Handle, all_gather, all_reduce, all_to_all
 from lengthwise.runtime.sort.codes import DTYPES
 
 MESSAGE_BYTES = 512
@@ -36,7 +36,7 @@ class Peers:
     def largest(self, values: Tensor) -> Tensor:
         """The largest of all ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+            all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
     def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:

@@ -10,10 +10,9 @@ did, and so the number of rounds is known beforehand: 4 for 10 million rows a ra
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.runtime.comm.collectives import Handle, all_gather
+from lengthwise.runtime.comm.collectives import Handle, all_gather, all_reduce
 
 WordsAt = Callable[[Tensor], Tensor]
 """The words [k, W] of this rank's sorted rows at places [k]."""
@@ -44,7 +43,7 @@ def find_cuts(words_at: WordsAt, targets: Tensor, *, counts: Sequence[int], rank
         before = _rows_before(words_at, words, rank=rank, low=low, high=high, widest=widest)
         before[rank] = places
         in_all = torch.where(is_shown, before, 0)
-        dist.all_reduce(in_all, group=group)
+        all_reduce(in_all, group=group)
         is_left = in_all < targets[:, None]
         includes = before.clone()
         includes[rank] += 1  # a row left of the cut is itself before the cut

@@ -57,7 +57,7 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
     Raises:
         InputError: the checkpoint is incomplete or damaged, of another model or of another optimizer.
     """
-    group = HostGroup()
+    group = HostGroup(state.world.timeout)
     try:
         document = _checked_by_all(checkpoint, state, group)
         with _readable(checkpoint):

@@ -49,7 +49,7 @@ class UnitRoute:
             own = own if len(own) == self.shard else torch.cat([own, own.new_zeros(self.shard - len(own))])
             self.sent.add("pull", (len(self.to) - 1) * self.shard * own.element_size())
             work = all_gather(region, own, async_op=True)
-            return Pending(lambda keep=own: region, [work])  # type: ignore[misc]
+            return Pending(lambda keep=own: region, [work], "pull of weights")  # type: ignore[misc]
         outgoing, send, receive = _joined(own, self.to), _sizes(self.to), _sizes(self.come)
         self.sent.add("pull", (sum(send) - send[self.rank]) * own.element_size())
         direct = _is_in_order(self.come)
@@ -62,7 +62,7 @@ class UnitRoute:
                     region[at] = piece
             return region
 
-        return Pending(make, [work])
+        return Pending(make, [work], "pull of weights")
 
     def push(self, gradients: Tensor, pushed: Tensor) -> Pending:
         """Add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
@@ -71,7 +71,7 @@ class UnitRoute:
             incoming = region.new_empty(self.shard)
             self.sent.add("push", (len(self.to) - 1) * self.shard * region.element_size())
             work = reduce_scatter(incoming, region, async_op=True)
-            return Pending(lambda: target.add_(incoming[: len(target)]), [work])
+            return Pending(lambda: target.add_(incoming[: len(target)]), [work], "push of gradients")
         outgoing = region if _is_in_order(self.come) else _joined(region, self.come)
         send, receive = _sizes(self.come), _sizes(self.to)
         self.sent.add("push", (sum(send) - send[self.rank]) * region.element_size())
@@ -83,7 +83,7 @@ class UnitRoute:
                 target[at] += piece
             return target
 
-        return Pending(make, [work])
+        return Pending(make, [work], "push of gradients")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

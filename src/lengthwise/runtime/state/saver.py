@@ -7,6 +7,7 @@ first rank's gives the checkpoint its name when all have finished.
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lengthwise import __version__
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.runtime.comm.world import TIMEOUT, World
+from lengthwise.runtime.comm.activity import Activity, Waiting
+from lengthwise.runtime.comm.objects import broadcast_value, gather_values
+from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.state import checkpoint_files as files
 from lengthwise.runtime.state.contents import Content, contents
 from lengthwise.runtime.state.sharded import ShardedState
@@ -30,15 +33,21 @@ _log = logging.getLogger(__name__)
 class HostGroup:
     """All ranks, to speak of checkpoints through host memory whatever they compute on. Made by all at once."""
 
-    def __init__(self) -> None:
-        self.handle = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    def __init__(self, timeout: timedelta) -> None:
+        self._activity = Activity(name="checkpoint")  # the threads' own: the step loop has another
+        with Waiting("making the group of checkpoints"):
+            self.handle = dist.new_group(backend="gloo", timeout=timeout)
         self.mesh = DeviceMesh.from_group(self.handle, "cpu")
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, by rank."""
-        found: list[Any] = [None] * self.handle.size()
-        dist.all_gather_object(found, value, group=self.handle)
-        return found
+        """What every rank gives, by rank: plain values."""
+        size, device = self.handle.size(), torch.device("cpu")
+        return gather_values(value, size=size, device=device, group=self.handle, activity=self._activity)
+
+    def broadcast(self, value: Any, *, is_source: bool) -> Any:
+        """The first rank's ``value``, on every rank."""
+        device = torch.device("cpu")
+        return broadcast_value(value, is_source=is_source, device=device, group=self.handle, activity=self._activity)
 
     def close(self) -> None:
         """End it; no rank may use it any more."""
@@ -69,7 +78,7 @@ class Saver:
             LengthwiseError: as :meth:`wait`.
         """
         self.wait()
-        self._group = self._group or HostGroup()
+        self._group = self._group or HostGroup(self._state.world.timeout)
         self.step = extra["step"]
         found, document = contents(self._state), {**_description(self._state), **extra}
         self._thread = Thread(target=self._run, args=(self._group, found, document), name="checkpoint", daemon=True)
@@ -144,10 +153,9 @@ def _joined(outcomes: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
 
 def _first_does(act: Callable[[], object], group: HostGroup, world: World) -> None:
     """The first rank alone acts; all go on when it has, and its error is raised on all."""
-    outcome = [_tried(act)[1] if world.is_first else None]
-    dist.broadcast_object_list(outcome, src=0, group=group.handle, device=torch.device("cpu"))
-    if outcome[0]:
-        raise OSError(f"rank 0: {outcome[0]}")
+    error = group.broadcast(_tried(act)[1] if world.is_first else "", is_source=world.is_first)
+    if error:
+        raise OSError(f"rank 0: {error}")
 
 
 def _tried(act: Callable[[], Any]) -> tuple[Any, str]:

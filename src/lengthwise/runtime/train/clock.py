@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
+from lengthwise.runtime.comm.activity import ACTIVITY
 from lengthwise.runtime.comm.world import World
 
 _STATM = Path("/proc/self/statm")
@@ -30,6 +31,7 @@ class StepClock:
         """Time what happens inside. On a GPU what is computed finishes first, so that spans hold what they name."""
         self._finish()
         self._open = (time.perf_counter(), kind, name)
+        ACTIVITY.begin(name)
         yield
         self._finish()
         self._close_span()
@@ -42,6 +44,7 @@ class StepClock:
         with self.span(kind, name):
             yield
         self._open = (time.perf_counter(), outer, outer_name)
+        ACTIVITY.begin(outer_name)
 
     def _finish(self) -> None:
         """Wait for what this rank computes, and not for what is on its way from or to other ranks.

@@ -15,6 +15,7 @@ from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_
 from lengthwise.core.scheme import Schedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import SpanKind
+from lengthwise.runtime.comm.activity import ACTIVITY
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.compile.layers import CompiledLayers
 from lengthwise.runtime.model.base import Transformer
@@ -179,6 +180,7 @@ class Trainer:
     def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> bool:
         """Run the next step and record it; true if the ranks agreed to stop before it instead."""
         clock = StepClock(self.world)
+        ACTIVITY.begin("plan", step=self.next_step)
         with clock.span(SpanKind.PLAN, "plan"):
             batch = next(self.stream)
             plan = self.planner(batch)

@@ -1,0 +1,117 @@
+"""What this process is doing, for the message of whoever waits for it in vain; and errors that name who is missing.
+
+One activity per process, as torch has one default process group per process. Noting one takes a few assignments.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from lengthwise.core.errors import CommunicationError
+from lengthwise.runtime.comm.differences import ranks_text
+
+_TIMEOUT_WORDS = ("timed out", "timeout")
+_LOST_WORDS = ("gloo", "connection", "closed by peer", "reset by peer", "broken pipe", "pair closure", "nccl", "socket")
+
+
+class Peers(Protocol):
+    """The other ranks, as one that fails sees them; :class:`lengthwise.runtime.comm.liveness.Liveness` is one."""
+
+    def explain(self, operation: str, error: BaseException) -> CommunicationError:
+        """The error to raise where ``operation`` failed with ``error``."""
+        ...
+
+    def say_failed(self, reason: str) -> None:
+        """Say to ranks that ask why this one ends."""
+        ...
+
+    def close(self) -> None:
+        """Answer no more."""
+        ...
+
+
+@dataclass
+class Activity:
+    """The step, the operation within it, and since when; written by one thread, read by any."""
+
+    step: int | None = None
+    name: str = "start-up"
+    since_s: float = field(default_factory=time.monotonic)
+    waits_for: str = ""
+    """The collective that the thread is in; empty while it computes."""
+    peers: Peers | None = None
+    """Whom to ask why a collective failed; None where there is nobody."""
+
+    def begin(self, name: str, *, step: int | None = None) -> None:
+        """Note that something else begins; ``step`` stays as it is where none is given."""
+        self.name, self.since_s = name, time.monotonic()
+        if step is not None:
+            self.step = step
+
+    @property
+    def place(self) -> str:
+        """Where the thread is, such as ``step 5, forward 0``."""
+        return ", ".join(part for part in ("" if self.step is None else f"step {self.step}", self.name) if part)
+
+    def to_json(self) -> dict[str, Any]:
+        """What other ranks are answered."""
+        return {"place": self.place, "since_s": time.monotonic() - self.since_s, "waits_for": self.waits_for}
+
+
+ACTIVITY = Activity()
+"""That of this process' main thread."""
+
+
+class Waiting:
+    """Around a wait for other ranks: an error of the transport becomes one that names the operation and the missing.
+
+    Raises:
+        CommunicationError: instead of what Gloo or NCCL raise where a rank is too late or gone.
+    """
+
+    __slots__ = ("_activity", "_operation", "_ranks")
+
+    def __init__(self, operation: str, ranks: Sequence[int] = (), *, activity: Activity = ACTIVITY) -> None:
+        """``ranks``: those of the group, if it is not the world."""
+        self._operation, self._ranks, self._activity = operation, ranks, activity
+
+    def __enter__(self) -> None:
+        self._activity.waits_for = self._operation
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and is_lost(error):
+            among = f" of {ranks_text(self._ranks)}" if self._ranks else ""
+            raise explained(self._operation + among, error, self._activity) from error
+        self._activity.waits_for = ""
+
+
+def explained(operation: str, error: BaseException, activity: Activity = ACTIVITY) -> CommunicationError:
+    """The error to raise where ``operation`` failed with one for which :func:`is_lost` is true."""
+    if ACTIVITY.peers is not None:
+        return ACTIVITY.peers.explain(operation, error)
+    reason = "was not over within its time limit" if is_timeout(error) else f"failed: {first_line(error)}"
+    return CommunicationError(f"{activity.place}: {operation} {reason}")
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether this is what torch raises where a rank is too late or gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    words = str(error).lower()
+    return type(error) is RuntimeError and any(word in words for word in (*_TIMEOUT_WORDS, *_LOST_WORDS))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether a time limit ran out, rather than that a rank is gone."""
+    return any(word in str(error).lower() for word in _TIMEOUT_WORDS)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,121 @@
+"""Why a collective failed: which ranks did not come to it, and what they do instead.
+
+While all goes well, a thread of each rank looks once a second whether somebody asks, and that is all this costs. A rank
+whose collective fails asks. Every rank that can answers from that thread, even if its main thread is in an endless
+loop; one that is stopped or dead does not, which is the answer. A rank that ends with an error of its own says so
+before. Questions go through the store by which the ranks met.
+"""
+
+import atexit
+import json
+import time
+from collections.abc import Mapping
+from threading import Event, Thread
+from typing import Any
+
+import torch.distributed as dist
+
+from lengthwise.core.errors import CommunicationError
+from lengthwise.runtime.comm.activity import ACTIVITY, first_line, is_timeout
+from lengthwise.runtime.comm.differences import ranks_text
+
+LOOK_EVERY_S = 1.0
+ANSWER_S = 4.0
+"""How long a rank that lives may take to answer."""
+POLL_S = 0.05
+MOST_TOLD = 8
+"""Ranks whose place a message tells."""
+_ASKED = "asked"
+
+Answers = Mapping[int, Mapping[str, Any]]
+
+
+class Liveness:
+    """This rank's part in asking and answering."""
+
+    def __init__(self, store: dist.Store, *, rank: int, size: int, timeout_s: float) -> None:
+        """``store``: where all ranks meet; this takes a connection of its own. ``timeout_s``: to be told."""
+        clone = getattr(store, "clone", None)
+        self._store = dist.PrefixStore("lengthwise/liveness", clone() if clone else store)
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._is_over = Event()
+        self._thread = Thread(target=self._answer_when_asked, name="liveness", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread inside the store while the interpreter ends aborts the process
+
+    def close(self) -> None:
+        """Answer no more."""
+        atexit.unregister(self.close)
+        self._is_over.set()
+        self._thread.join()
+
+    def say_failed(self, reason: str) -> None:
+        """Say to ranks that ask, now or later, why this one ends."""
+        try:
+            self._write({"failed": reason})
+        except RuntimeError:  # the store is gone, and with it everybody who could ask
+            return
+
+    def explain(self, operation: str, error: BaseException) -> CommunicationError:
+        """The error to raise where ``operation`` failed with ``error``; asks all ranks, for a few seconds."""
+        try:
+            answers = self._ask(operation)
+        except RuntimeError as gone:
+            return CommunicationError(
+                f"{ACTIVITY.place}: {operation} failed, and the other ranks cannot be asked why, for the process that "
+                f"keeps their store is gone ({first_line(gone)})"
+            )
+        failed = {rank: str(answer["failed"]) for rank, answer in answers.items() if "failed" in answer}
+        if failed:
+            return CommunicationError(f"rank {min(failed)} failed: {failed[min(failed)]}")
+        why = "; ".join(_reasons(answers, rank=self._rank, size=self._size)) or first_line(error)
+        if not is_timeout(error):
+            return CommunicationError(f"{ACTIVITY.place}: {operation} lost a rank: {why}")
+        return CommunicationError(
+            f"{ACTIVITY.place}: {operation} was not over within {self._timeout_s:g} s: {why}. If ranks are only slow, "
+            "raise train.timeout_s (timeout_s= of prepare)"
+        )
+
+    def _ask(self, operation: str) -> dict[int, dict[str, Any]]:
+        self._write({**ACTIVITY.to_json(), "waits_for": operation})
+        self._store.set(_ASKED, "1")
+        answers: dict[int, dict[str, Any]] = {}
+        end_s = time.monotonic() + ANSWER_S
+        while True:
+            for rank in range(self._size):
+                if rank not in answers and self._store.check([_key(rank)]):
+                    answers[rank] = json.loads(self._store.get(_key(rank)))
+            has_cause = any("failed" in answer for answer in answers.values())
+            if has_cause or len(answers) == self._size or time.monotonic() > end_s:
+                return answers
+            time.sleep(POLL_S)
+
+    def _write(self, answer: Mapping[str, Any]) -> None:
+        self._store.set(_key(self._rank), json.dumps(answer))
+
+    def _answer_when_asked(self) -> None:
+        try:
+            while not self._is_over.wait(LOOK_EVERY_S):
+                if self._store.check([_ASKED]):
+                    if not self._store.check([_key(self._rank)]):  # else the main thread has answered
+                        self._write(ACTIVITY.to_json())
+                    return
+        except RuntimeError:  # the store is gone, and with it everybody who could ask
+            return
+
+
+def _reasons(answers: Answers, *, rank: int, size: int) -> list[str]:
+    """Why ranks other than this did not come, as far as ``answers`` say."""
+    silent = [other for other in range(size) if other not in answers]
+    reasons = [f"no answer from {ranks_text(silent)} (killed, stopped, or cut off)"] if silent else []
+    for other, answer in sorted(answers.items()):
+        if other != rank and not answer["waits_for"]:
+            reasons.append(f"rank {other} did not come, it is at {answer['place']} for {answer['since_s']:.0f} s")
+    if not reasons:
+        waiting = ((other, answer) for other, answer in sorted(answers.items()) if other != rank)
+        reasons = [f"rank {other} waits at {answer['place']}: {answer['waits_for']}" for other, answer in waiting]
+    return reasons[:MOST_TOLD]
+
+
+def _key(rank: int) -> str:
+    return f"rank_{rank}"

@@ -1,0 +1,71 @@
+"""Plain values between ranks as JSON, not as pickles: what comes over the network is data and never code."""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lengthwise.runtime.comm.activity import ACTIVITY, Activity, Waiting
+from lengthwise.runtime.comm.collectives import Handle, all_gather
+from lengthwise.runtime.comm.world import World
+
+_DIGEST_WORDS = 2
+"""64-bit words of a digest of 32 hex digits."""
+
+
+def gather_same(world: World, digest: str) -> bool:
+    """Whether all ranks gave the same 32 hex digits; every rank calls this."""
+    words = [int(digest[start : start + 16], 16) - (1 << 63) for start in range(0, 16 * _DIGEST_WORDS, 16)]
+    own = torch.tensor(words, dtype=torch.int64, device=world.device)
+    rows = own.new_empty(world.size * _DIGEST_WORDS)
+    all_gather(rows, own)
+    return bool((rows.view(-1, _DIGEST_WORDS) == own).all())
+
+
+def gather_json(world: World, value: Any) -> list[Any]:
+    """The values of all ranks, by rank; every rank calls this. Two all-gathers."""
+    return gather_values(value, size=world.size, device=world.device)
+
+
+def broadcast_json(world: World, value: Any) -> Any:
+    """The value of the first rank; every rank calls this. Two broadcasts."""
+    return broadcast_value(value, is_source=world.is_first, device=world.device)
+
+
+def gather_values(
+    value: Any, *, size: int, device: torch.device, group: Handle = None, activity: Activity = ACTIVITY
+) -> list[Any]:
+    """:func:`gather_json` over the ``size`` ranks of ``group``."""
+    own = _to_bytes(value).to(device)
+    sizes = torch.empty(size, dtype=torch.int64, device=device)
+    all_gather(sizes, torch.tensor([len(own)], device=device), group=group, activity=activity)
+    longest = int(sizes.max())
+    padded = own.new_zeros(longest)
+    padded[: len(own)] = own
+    whole = own.new_empty(size * longest)
+    all_gather(whole, padded, group=group, activity=activity)
+    return [_from_bytes(row[:length]) for row, length in zip(whole.view(size, longest), sizes.tolist())]
+
+
+def broadcast_value(
+    value: Any, *, is_source: bool, device: torch.device, group: Handle = None, activity: Activity = ACTIVITY
+) -> Any:
+    """:func:`broadcast_json` over the ranks of ``group``, which the first rank is in."""
+    own = _to_bytes(value if is_source else None).to(device)
+    size = torch.tensor([len(own)], device=device)
+    with Waiting("broadcast", activity=activity):
+        dist.broadcast(size, 0, group=group)
+    content = own if is_source else own.new_empty(int(size))
+    with Waiting("broadcast", activity=activity):
+        dist.broadcast(content, 0, group=group)
+    return _from_bytes(content)
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _from_bytes(content: Tensor) -> Any:
+    return json.loads(bytes(content.cpu().numpy()))

@@ -1,0 +1,105 @@
+"""A collective that fails says which ranks did not come, and what they do instead."""
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from lengthwise.core.errors import CommunicationError, InputError
+from lengthwise.runtime.comm import liveness
+from lengthwise.runtime.comm.activity import ACTIVITY, Activity, Waiting
+from lengthwise.runtime.comm.liveness import Liveness
+from lengthwise.runtime.comm.world import meet
+
+TIMED_OUT = RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
+CLOSED = RuntimeError("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9391.")
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """``rank(r)``: what rank r of three has of liveness, all of them in this process."""
+    monkeypatch.setattr(liveness, "ANSWER_S", 0.3)
+    monkeypatch.setattr(liveness, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(ACTIVITY, "name", "forward 1")
+    monkeypatch.setattr(ACTIVITY, "step", 7)
+    monkeypatch.setattr(ACTIVITY, "waits_for", "")
+    monkeypatch.setattr(ACTIVITY, "peers", None)
+    store, made = dist.HashStore(), []
+
+    def make(number):
+        made.append(Liveness(store, rank=number, size=3, timeout_s=5.0))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_a_rank_that_computes_instead_of_coming_answers_where_it_is(rank):
+    first, _, _ = rank(0), rank(1), rank(2)
+    message = str(first.explain("pull of weights", TIMED_OUT))
+    assert "step 7, forward 1: pull of weights was not over within 5 s" in message
+    assert "rank 1 did not come, it is at step 7, forward 1 for" in message and "rank 0 did not" not in message
+    assert "train.timeout_s" in message
+
+
+def test_a_rank_that_does_not_answer_is_named(rank):
+    first, _ = rank(0), rank(2)
+    message = str(first.explain("all-gather", CLOSED))
+    assert "all-gather lost a rank: no answer from rank 1 (killed, stopped, or cut off)" in message
+
+
+def test_the_error_of_the_rank_that_failed_first_is_told_instead(rank):
+    first, second = rank(0), rank(1)
+    second.say_failed("sequence 7 cannot be read")
+    assert str(first.explain("all-gather", CLOSED)) == "rank 1 failed: sequence 7 cannot be read"
+
+
+def test_ranks_that_wait_for_different_things_are_told(rank):
+    first, _, _ = rank(0), rank(1), rank(2)
+    ACTIVITY.waits_for = "broadcast"
+    assert "rank 1 waits at step 7, forward 1: broadcast; rank 2 waits at" in str(
+        first.explain("all-gather", TIMED_OUT)
+    )
+
+
+@pytest.mark.parametrize("error", [TIMED_OUT, CLOSED, dist.DistBackendError("NCCL communicator was aborted")])
+def test_errors_of_the_transport_name_the_operation(rank, error):
+    activity = Activity(step=3, name="push")
+    waiting = Waiting("reduce-scatter", (0, 2), activity=activity)
+    with pytest.raises(CommunicationError, match=r"step 3, push: reduce-scatter of ranks 0 and 2"), waiting:
+        raise error
+
+
+@pytest.mark.parametrize("error", [RuntimeError("expected scalar type Float"), InputError("no"), KeyError("socket")])
+def test_other_errors_pass_as_they_are(error):
+    activity = Activity()
+    with pytest.raises(type(error)) as raised, Waiting("all-gather", activity=activity):
+        raise error
+    assert raised.value is error
+
+
+def started(**others):
+    return {"device": "cpu", "torch": "2.13.0", "lengthwise": "1.0", "number of ranks": 3, **others}
+
+
+def come(store, others):
+    for rank, values in others.items():
+        store.set(f"lengthwise/start/{rank}", json.dumps(values))
+
+
+def test_ranks_that_do_not_start_are_named():
+    store = dist.HashStore()
+    come(store, {2: started()})
+    with pytest.raises(CommunicationError, match=r"rank 1 of 3 did not start within 0.1 s"):
+        meet(store, started(), rank=0, size=3, timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("device", "cuda"), ("torch", "2.12.1"), ("lengthwise", "0.9"), ("number of ranks", 2)]
+)
+def test_ranks_on_other_devices_or_versions_are_refused_before_they_connect(key, value):
+    store = dist.HashStore()
+    come(store, {1: started(**{key: value}), 2: started()})
+    with pytest.raises(InputError, match=rf"{key} is .* on ranks 0 and 2, .* on rank 1"):
+        meet(store, started(), rank=0, size=3, timeout_s=5)
