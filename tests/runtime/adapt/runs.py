@@ -103,17 +103,24 @@ def in_double() -> Iterator[None]:
     Transformers computes norms and rotations in float32 whatever a model's dtype: a difference of 1e-16 that crosses a
     rounding of float32 would become one of 1e-8.
     """
-    to = Tensor.to
+    to, softmax = Tensor.to, F.softmax
 
     def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         return to(self, *(torch.float64 if each is torch.float32 else each for each in args), **kwargs)
 
+    def softmax_in_double(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = x.dtype
+        return softmax(x, *args, **kwargs)
+
     Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign]
+    F.softmax = softmax_in_double
     try:
         yield
     finally:
         del Tensor.to, Tensor.float
+        F.softmax = softmax
 
 
 def cross_entropy(output: Any, micro_batch: MicroBatch) -> Tensor:

@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from lengthwise.core.batch import EVERY_TOKEN, Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt.adapted import Adapted
-from lengthwise.runtime.adapt.hugging_face import Seen, attention
+from lengthwise.runtime.adapt.hugging_face import attention
 from lengthwise.runtime.adapt.kernels import ends_note, read_call
+from lengthwise.runtime.adapt.masks import Seen
 from lengthwise.runtime.adapt.micro_batch import Feeding, laid_out
 from lengthwise.runtime.adapt.shard import active
 from tests.runtime.adapt.modules import GPT, HEADS, VOCAB, WIDTH, Llama, flash_attn_varlen_func
 from tests.runtime.adapt.runs import Source, learned, packed, shard_of
-from tests.runtime.adapt.test_families import HEADS as KV_HEADS
-from tests.runtime.adapt.test_families import SIZES, llama
+from tests.runtime.adapt.test_families import llama
 from tests.runtime.adapt.test_plain_modules import built
 
 
@@ -121,9 +121,7 @@ def test_a_sequence_longer_than_the_table_of_positions_is_refused():
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"softcap": 30.0}, "soft-capped logits"),
-        ({"s_aux": torch.zeros(4)}, "attention sinks"),
-        ({"sinks": torch.zeros(4)}, "attention sinks"),
+        ({"s_aux": torch.zeros(4, 8)}, "attention sinks of shape"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, "a bias by position"),
         ({"head_mask": torch.ones(4)}, "a mask of heads"),
         ({"attention_mask": torch.ones(1, 1, 5, 5)}, "a mask of its own"),
@@ -155,36 +153,6 @@ def test_a_mask_and_an_attention_that_contradict_each_other_are_refused():
             attention(module, q, q, q, Seen.of(True, None, q.device), sliding_window=4)
         attention(module, q, q, q, Seen.of(True, (3, 0), q.device), sliding_window=4)
         attention(module, q, q, q, Seen.of(True, (3, 0), q.device))  # told to the mask alone
-
-
-def test_masks_of_transformers_that_are_not_known_are_refused():
-    from transformers import masking_utils as masks
-
-    from lengthwise.runtime.adapt.hugging_face import _mask as mask
-
-    window = masks.sliding_window_causal_mask_function(4)
-    assert mask(mask_function=masks.causal_mask_function).causal
-    assert (mask(mask_function=window).causal, mask(mask_function=window).window) == (True, (3, 0))
-    both = mask(mask_function=masks.sliding_window_bidirectional_mask_function(4))
-    assert (both.causal, both.window) == (False, (4, 4))
-    for function in (
-        masks.chunked_causal_mask_function(4, torch.zeros(1)),
-        masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(2)),
-        masks.and_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.zeros(1, 5))),
-        lambda batch, head, q, k: q >= k,
-    ):
-        with pytest.raises(InputError, match="neither causal nor open nor a sliding window"):
-            mask(mask_function=function)
-    with pytest.raises(InputError, match="attention_mask hides tokens"):
-        mask(mask_function=masks.causal_mask_function, attention_mask=torch.tensor([[True, False]]))
-
-
-def test_models_with_soft_capped_logits_are_refused_as_they_are():
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    model = Gemma2ForCausalLM(Gemma2Config(**SIZES, **KV_HEADS, head_dim=8))
-    with pytest.raises(InputError, match="Gemma2Attention asks for soft-capped logits"):
-        learned(model)
 
 
 def test_models_whose_attention_is_not_in_the_registry_are_refused():

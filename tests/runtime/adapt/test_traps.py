@@ -86,7 +86,7 @@ def test_positions_with_gaps_are_not_taken_for_ends_of_sequences():
     positions = shard.positions[None]
     zigzag = torch.tensor([[0, 1, 2, 17, 18, 19]])
     assert find_packed_sequence_indices(zigzag) is not None, "transformers takes the jump for a new sequence"
-    from lengthwise.runtime.adapt.hugging_face import Seen
+    from lengthwise.runtime.adapt.masks import Seen
 
     model = llama()
     adapted = learned(model)

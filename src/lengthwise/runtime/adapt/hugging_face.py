@@ -2,11 +2,10 @@
 
 What a layer may see is said by the mask that the model asks transformers for, not by the arguments of its attention:
 some models give their sliding window to the mask alone. A registered attention has masks of its own kind, so ours are
-:class:`Seen`: no numbers, only what was asked for. A mask that is not causal, open or a sliding window is refused.
+:class:`~lengthwise.runtime.adapt.masks.Seen`: no numbers, only what was asked for.
 """
 
 import copy
-from inspect import getclosurevars
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.attention import Kind, attend_shard
+from lengthwise.runtime.adapt.masks import Seen, make_mask, sequence_mask
 
 NAME = "lengthwise"
 _REFUSED = {
-    "softcap": "soft-capped logits",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a bias by position",
     "head_mask": "a mask of heads",
     "indices": "a choice of keys",
@@ -28,27 +25,6 @@ _REFUSED = {
     "cache": "a cache",
 }
 """Arguments of attentions that change what is computed, and what they ask for."""
-_MASKS = "transformers.masking_utils"
-
-
-class Seen(Tensor):
-    """A mask without numbers: which slots of its own sequence each slot sees. One element, for who asks its shape."""
-
-    causal: bool
-    window: tuple[int, int] | None
-
-    @staticmethod
-    def of(causal: bool, window: tuple[int, int] | None, device: torch.device) -> "Seen":
-        """The mask."""
-        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(Seen)
-        seen.causal, seen.window = causal, window
-        return seen
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """What is computed from it is another mask: a tensor like any other, which is refused."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
 
 def attention(
@@ -69,9 +45,14 @@ def attention(
         InputError: it asks for what is not known to be right on shards of packs.
     """
     name = type(module).__name__
-    refused = [words for each, words in _REFUSED.items() if others.get(each) is not None]
+    refused = [words for option, words in _REFUSED.items() if others.get(option) is not None]
     if attention_mask is not None and not isinstance(attention_mask, Seen):
-        refused.append("a mask of its own")
+        if not _hides_nothing(attention_mask):
+            refused.append("a mask of its own")
+        is_causal = False  # as transformers has it, where a mask is given
+    sinks = others.get("s_aux") if others.get("sinks") is None else others["sinks"]
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        refused.append(f"attention sinks of shape {tuple(sinks.shape)}")
     if refused:
         raise InputError(
             f"{name} asks for {' and '.join(dict.fromkeys(refused))}, which cannot be honoured on packs; train this "
@@ -82,13 +63,21 @@ def attention(
     shard = shards.current()
     mask = attention_mask if isinstance(attention_mask, Seen) else None
     causal, window = _seen(module, mask, is_causal, sliding_window)
-    call = shard.counts.registered
-    kind = Kind(causal=causal, scale=scaling, window=window, dropout=dropout, call=REGISTERED + call)
+    kind = Kind(
+        causal=causal, scale=scaling, window=window, dropout=dropout, call=REGISTERED + shard.counts.registered,
+        mask=None if mask is None or mask.function is None else sequence_mask(mask.function, shard),
+        softcap=others.get("softcap"), sinks=sinks,
+    )  # fmt: skip
     shard.counts.registered += 1
     with torch._C.DisableTorchFunction():
         q_tNH, k_tKH, v_tKH = (x[0].transpose(0, 1) for x in (query, key, value))
         out_tNH = attend_shard(q_tNH, k_tKH, v_tKH, kind, shard)
     return out_tNH[None], None
+
+
+def _hides_nothing(mask: Tensor) -> bool:
+    """Whether every query sees each of this rank's keys: all ranks say so of their own."""
+    return mask.shape[-2] == 1 and bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
 
 REGISTERED = 1 << 20
@@ -102,6 +91,8 @@ def _seen(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if mask is None:
         return causal, _window(sliding_window, causal=causal)
+    if mask.function is not None:
+        return False, None
     if mask.causal and not causal and sliding_window is None:
         return True, mask.window  # the mask says all that it needs
     asked = _window(sliding_window, causal=causal)
@@ -125,56 +116,13 @@ def _window(size: int | None, *, causal: bool) -> tuple[int, int] | None:
     return (size - 1, 0) if causal else (size - 1, size - 1)
 
 
-def _mask(*, mask_function: Any, attention_mask: Tensor | None = None, device: Any = "cpu", **options: Any) -> Seen:
-    """What transformers calls instead of making a mask."""
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise InputError("attention_mask hides tokens; a pack has no padding to hide: leave attention_mask out")
-    causal, windows = _asked(mask_function)
-    window = None
-    if windows:
-        window = min(before for before, _ in windows), 0 if causal else min(after for _, after in windows)
-    return Seen.of(causal, window, torch.device(device))
-
-
-_ANY = 1 << 62
-"""A window's side that is open."""
-
-
-def _asked(function: Any) -> tuple[bool, list[tuple[int, int]]]:
-    """Whether a mask function is causal, and its windows.
-
-    Raises:
-        InputError: it is none of those that are known.
-    """
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
-    known = name.removeprefix(f"{_MASKS}.").split(".<locals>")[0]
-    if known == "causal_mask_function":
-        return True, []
-    if known in ("bidirectional_mask_function", "packed_sequence_mask_function"):
-        return False, []  # ends of sequences are known better here
-    bound = getclosurevars(function).nonlocals if hasattr(function, "__closure__") else {}
-    if known == "sliding_window_overlay":
-        return False, [(bound["sliding_window"] - 1, _ANY)]
-    if known == "sliding_window_bidirectional_overlay":
-        return False, [(bound["sliding_window"],) * 2]
-    if known == "remap_positions_for_packed_sequence":
-        return _asked(bound["mask_function"])
-    if known == "and_masks":
-        parts = [_asked(each) for each in bound["mask_functions"]]
-        return any(causal for causal, _ in parts), [window for _, windows in parts for window in windows]
-    raise InputError(
-        f"the model asks for a mask by {name}, which is neither causal nor open nor a sliding window; it cannot be "
-        "honoured on packs"
-    )
-
-
 def register() -> None:
     """Make the name known to transformers."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionMaskInterface.register(NAME, make_mask)
 
 
 class Switch:
