@@ -1,5 +1,7 @@
 """A small model that runs out of memory where it is told to, and steps of it on every rank."""
 
+import re
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -133,7 +135,21 @@ def plan_on(num_ranks: int, degree: int, recomputed: int):  # type: ignore[no-un
     return plan
 
 
-def train(degree: int, recomputed: int, fails: dict[int, tuple[str, ...]]) -> tuple[list[float], list[str], Tensor]:
+TRAINED = {
+    "all": "",
+    "behind the attention": "(down|out)",
+    "the upper layers": "layers.2",
+    "one in the midst": "layers.1.down",
+    "an output bias": "layers.0.down.bias",
+    "the first attention": "layers.0.qkv",
+    "no layer": "places",
+}
+"""Parameters that are trained, others frozen, as with adapters or frozen low layers."""
+
+
+def train(
+    degree: int, recomputed: int, fails: dict[int, tuple[str, ...]], trained: str = "all"
+) -> tuple[list[float], list[str], Tensor]:
     """Two steps in which ranks run out of memory at some places in the first attempt of the first step.
 
     Returns losses, who failed where, and the weights.
@@ -141,6 +157,8 @@ def train(degree: int, recomputed: int, fails: dict[int, tuple[str, ...]]) -> tu
     world = start_world("cpu")
     torch.manual_seed(0)
     model = Model().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(TRAINED[trained], name) is not None)
     run = Run(
         Adapted(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
         feeding=Feeding(source=Source(), objective=NEXT_TOKEN), optimizer=OptimizerSettings(name="sgd", momentum=0.0),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lengthwise.runtime.adapt.memory import NotComputed, Outputs, is_out_of_memory
-from tests.runtime.adapt.memory_runs import LAYERS, train
+from tests.runtime.adapt.memory_runs import LAYERS, TRAINED, train
 
 PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]
 
@@ -26,6 +26,22 @@ def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weigh
         found = ranks(num_ranks).run(train, degree, recomputed, {1: (place,)})
         for losses, told, weights in found:
             assert told == ["rank 1 in micro-batch 0"]
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "degree", "recomputed"),
+    [(2, 2, 0), (2, 2, 2), *(pytest.param(3, 3, recomputed, marks=pytest.mark.deep) for recomputed in (0, 3))],
+)
+@pytest.mark.parametrize("trained", [name for name in TRAINED if name != "all"])
+def test_a_rank_of_a_model_with_frozen_parts_stands_in_for_what_its_backward_really_sends(
+    ranks, trained, num_ranks, degree, recomputed
+):
+    expected = ranks(1).run(train, 1, 0, {}, trained)[0]
+    for place in PLACES:
+        for losses, told, weights in ranks(num_ranks).run(train, degree, recomputed, {1: (place,)}, trained):
+            assert told in (["rank 1 in micro-batch 0"], []), "a backward that has no such place does not fail there"
             assert losses == pytest.approx(expected[0], abs=1e-10)
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 

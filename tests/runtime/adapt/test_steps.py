@@ -111,6 +111,9 @@ def check_forgotten():
         next(micro_batches)
     with pytest.raises(CheckError, match="iterated before"):
         next(iter(step))
+    again = next(steps)
+    assert (again.number, again.attempt) == (0, 1), "what was left in its midst comes again"
+    compute(run, again)
     with pytest.raises(CheckError, match=r"step 0 got no step.update\(\)"):
         next(steps)
     run.close()

@@ -16,10 +16,13 @@ from lengthwise.runtime.adapt.hugging_face import Switch
 from lengthwise.runtime.adapt.intercept import Intercept
 from lengthwise.runtime.adapt.kernels import Imported
 from lengthwise.runtime.adapt.layers import Layers, intercepted
+from lengthwise.runtime.adapt.losses import roots_of
 from lengthwise.runtime.adapt.memory import Outputs, autocast_dtype, is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
 from lengthwise.runtime.adapt.positions import StockPositions
 from lengthwise.runtime.adapt.rotary import LengthwiseRotary
+from lengthwise.runtime.adapt.script import Script
+from lengthwise.runtime.adapt.stand_in import finish_forward
 
 TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
 TARGETS = ("labels", "targets", "target", "y")
@@ -55,6 +58,8 @@ class Adapted:
         self._loss, self._inputs = loss, inputs
         self._plain = 0
         self._outputs = Outputs()
+        self.script = Script(calls={})
+        """Exchanges of a forward and its backward; known when it was watched."""
         self._forward = model.forward
         self._constants = list(self.anatomy.constants())
         self._imported = Imported(model)
@@ -165,14 +170,18 @@ class Adapted:
         shard = shards.current()
         _check_mask(kwargs.get("attention_mask"))
         shard.counts, shard.dtype = shards.Counts(), autocast_dtype(shard.device)
+        forward = shards.Pass(script=shard.script or self.script, begun=shard.num_exchanges)
+        shard.passes.append(forward)
         try:
-            output = self._compute(shard, args, kwargs)
+            output = None if shard.has_failed else self._compute(shard, args, kwargs)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             shard.has_failed = True
         if shard.has_failed:  # and not before: the error holds on to what was computed
+            finish_forward(shard, forward)
             return self._outputs.not_computed()
+        forward.ended, forward.roots = shard.num_exchanges, roots_of(output, self.layers.last_output)
         self._outputs.note(output)
         return output
 

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.noise import attention_keep
-from lengthwise.runtime.adapt.shard import Attended, Shard
+from lengthwise.runtime.adapt.script import Attended
+from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.model.attention import attend
 from lengthwise.runtime.parallel.exchange import exchange_attention
 
@@ -90,6 +91,7 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard:
     else:
         core = partial(_attend_whole, kind=kind, shard=shard)
         out_tNH = exchange_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
+    shard.note_attention(out_tNH)
     return out_tNH[..., :value_size]
 
 

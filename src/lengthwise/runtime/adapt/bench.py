@@ -17,10 +17,12 @@ from lengthwise.core.batch import Pack
 from lengthwise.runtime.adapt.gauge import Keeping, Silent, Stopwatch, storages
 from lengthwise.runtime.adapt.layers import LayerWatch
 from lengthwise.runtime.adapt.learn import synthetic
-from lengthwise.runtime.adapt.memory import StandIn, is_out_of_memory, num_exchanges
+from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
 from lengthwise.runtime.adapt.run import Run
-from lengthwise.runtime.adapt.shard import Attended, Shard, active
+from lengthwise.runtime.adapt.script import Attended, Script
+from lengthwise.runtime.adapt.shard import Shard, active
+from lengthwise.runtime.adapt.stand_in import finish
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
@@ -118,7 +120,7 @@ def clock(run: Run, trial: Trial | None) -> Took | None:
         _micro_batch(run, trial, trial.group) as micro_batch,
         watched(run, Stopwatch(world.synchronize)) as watch,
     ):
-        shard, done_before, has_failed = micro_batch.shard, num_exchanges(trial.group), False
+        shard, has_failed = micro_batch.shard, False
         try:
             _backward(_loss(run, micro_batch), micro_batch)
         except Exception as error:
@@ -126,7 +128,7 @@ def clock(run: Run, trial: Trial | None) -> Took | None:
                 raise
             has_failed = True
         if has_failed:  # and not before: the error holds on to what was computed
-            StandIn(trial.attended).finish(shard, num_exchanges(trial.group) - done_before, shard.dtype)
+            finish(shard, [Script.complete(trial.attended)])
             return None
     world.synchronize()
     time_s = time.perf_counter() - start_s
@@ -156,7 +158,7 @@ def _micro_batch(run: Run, trial: Trial, group: Group) -> Iterator[MicroBatch]:
     with synthetic(run, slots):
         shard = Shard(
             step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=group,
-            device=run.world.device, recompute=trial.recompute,
+            device=run.world.device, recompute=trial.recompute, script=Script.complete(trial.attended),
         )  # fmt: skip
         with active(shard):
             yield run.make(shard, pack)
@@ -170,4 +172,5 @@ def _loss(run: Run, micro_batch: MicroBatch) -> Tensor:
 
 
 def _backward(loss: Tensor, micro_batch: MicroBatch) -> None:
+    micro_batch.shard.backward_begun = micro_batch.shard.num_exchanges
     loss.backward(torch.full_like(loss, micro_batch.num_targets / max(1, micro_batch.pack.num_tokens)))

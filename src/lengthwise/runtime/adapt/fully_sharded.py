@@ -79,10 +79,14 @@ class FullySharded:
         self.hold_everything()
         return gradient
 
+    def detached_gradient(self) -> str | None:
+        """None: FSDP2 keeps gradients itself."""
+        return None
+
     @property
-    def is_attached(self) -> bool:
-        """FSDP2 keeps gradients itself."""
-        return True
+    def gradient_version(self) -> int:
+        """Always the same: FSDP2 keeps gradients itself."""
+        return 0
 
     def finish_push(self) -> None:
         """Reduce what all micro-batches added, through a backward that adds nothing."""

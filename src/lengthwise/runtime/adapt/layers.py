@@ -76,7 +76,7 @@ class Layers:
             if self.intercept is not None:
                 self.intercept.skip(number)
             return _passed_on(self._last, args, kwargs)
-        is_recomputed = shards.current().is_recomputed(number) and torch.is_grad_enabled()
+        is_recomputed = torch.is_grad_enabled() and shards.current().is_recomputed(number)
         compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
         shard = shards.current()
         before, shard.layer = shard.counts.all_attention, number
@@ -87,6 +87,11 @@ class Layers:
             self.intercept.layer = None
         shard.layer = None
         self._attends[number] = shard.counts.all_attention > before
+        return self._last
+
+    @property
+    def last_output(self) -> Any:
+        """What the layer that was computed last returned."""
         return self._last
 
     def check_attends(self, model: str) -> None:

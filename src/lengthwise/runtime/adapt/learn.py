@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.runtime.adapt.memory import StandIn
-from lengthwise.runtime.adapt.shard import Attended, Shard, active
+from lengthwise.runtime.adapt.observe import observed
+from lengthwise.runtime.adapt.shard import Shard, active
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def learn(run: "Run") -> None:
     """
     with synthetic(run, LENGTHS), _rows_named(run):
         run.adapted.learn([lambda: _loss(run, (0,)), lambda: _loss(run, (1,))], LENGTHS)
-        run.stand_in = StandIn(tuple(_attended(run)))
+        run.adapted.script = observed(run, LENGTHS[0])
 
 
 @contextmanager
@@ -123,15 +123,6 @@ def _loss(run: "Run", sequences: tuple[int, ...], *, plain: bool = False) -> Ten
     if loss.dim():
         raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
     return loss * micro_batch.num_targets
-
-
-def _attended(run: "Run") -> list[Attended]:
-    """Every call of attention in a forward."""
-    pack = Pack(ids=(0,), lengths=(LENGTHS[0] * run.feeding.slot_tokens,))
-    shard = _shard(run, pack)
-    with active(shard):
-        run.model(**run.make(shard, pack).inputs)
-    return shard.attended
 
 
 def _shard(run: "Run", pack: Pack) -> Shard:

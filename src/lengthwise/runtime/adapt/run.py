@@ -4,11 +4,9 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from lengthwise.core.batch import GlobalBatch, Pack
@@ -19,27 +17,29 @@ from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.adapted import Adapted
 from lengthwise.runtime.adapt.fully_sharded import FullySharded, wrapped_modules
 from lengthwise.runtime.adapt.learn import nothing_to_learn
-from lengthwise.runtime.adapt.memory import StandIn
+from lengthwise.runtime.adapt.meeting import Meeting, Operation, meet, ranks_text
 from lengthwise.runtime.adapt.meter import Meter
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 from lengthwise.runtime.adapt.readers import Readers
+from lengthwise.runtime.adapt.script import Script
 from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.adapt.step import Step, check_executable
-from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.adapt.watched_parameters import WatchedParameters
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.step import agree
 from lengthwise.runtime.train.trainer import BatchStream
 
 Planner = Callable[[GlobalBatch], StepPlan]
 
 
+_log = logging.getLogger("lengthwise")
+
 MOST_ATTEMPTS = 10
-"""Plans of one step that may run out of memory."""
+"""How often one step may be given up and come again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,17 @@ class Run:
         self.state = self._make_state(optimizer)
         self.state.hold_everything()
         self.alone = Group(rank=0)
-        self.stand_in = StandIn(())
+        self.parameters = WatchedParameters(adapted.model)
+        self.seen_scripts: tuple[Script, ...] = ()
+        """Exchanges of the forwards of a micro-batch, as the loop last called them."""
+        self.skipped: list[int] = []
+        """Numbers of steps that ``step.skip()`` left out."""
+        self._step: Step | None = None
+        self._batch: GlobalBatch | None = None
+        """Of a step that is not done."""
+        self._stream_state: dict[str, Any] = {}
+        """Of the stream before that."""
+        self._attempt, self._last_failure = 0, ""
         self.readers: Readers | None = None
         self.on_void: Callable[[Step, tuple[Failure, ...]], None] | None = None
         """Told on every rank which micro-batches did not fit, before the step is planned again."""
@@ -93,6 +103,11 @@ class Run:
         return sum(parameter.numel() for parameter in self.adapted.anatomy.parameters.values())
 
     @property
+    def usual_scripts(self) -> tuple[Script, ...]:
+        """Exchanges of the forwards that a micro-batch of this loop usually has."""
+        return self.seen_scripts or (self.adapted.script,)
+
+    @property
     def group(self) -> Group:
         """The ranks that share the micro-batch of the moment, for collectives of one's own."""
         return shards.current().group
@@ -102,82 +117,202 @@ class Run:
         return self.adapted.plain()
 
     def steps(self) -> Iterator[Step]:
-        """Steps up to ``num_steps``; one that was given up for lack of memory comes again, planned anew.
+        """Steps up to ``num_steps``; one that was given up comes again, planned anew.
+
+        A step is given up where a rank ran out of memory, where its update raised, and where a loop left it, by an
+        error that it caught or a ``break``. Called again, the steps go on where they were.
 
         Raises:
-            CheckError: a step was left without its update, or ranks plan differently.
+            CheckError: a step got no update, was given up too often, or ranks plan differently.
         """
-        while self.next_step < self.num_steps:
-            batch = next(self.stream)
-            for attempt in count():
-                clock = StepClock(self.world)
-                with clock.span(SpanKind.PLAN, "plan"):
-                    plan = self.planner(batch)
-                plan.check_covers(batch)
-                check_executable(plan, self.adapted.anatomy.num_layers, self.world.size)
-                agree(plan, self.world, clock, stop=False)
-                self._make_groups(plan)
-                self.state.clear_gradient()
-                step = Step(self, plan, clock, attempt=attempt)
-                yield step
-                if not step.is_over:
-                    raise CheckError(f"step {step.number} got no step.update()")
-                if step.result is not None:
-                    break
+        while True:
+            self._leave_unfinished()
+            if self.next_step >= self.num_steps:
+                return
+            self._step = self._begin()
+            yield self._step
+
+    def _leave_unfinished(self) -> None:
+        """Have all ranks forget what this rank's loop left unfinished."""
+        step, self._step = self._step, None
+        if step is None or step.is_over:
+            return
+        step.leave()
+        if step.is_iterated:
+            raise CheckError(f"step {step.number} got no step.update()")
+        _log.warning("%s; it comes again", self._last_failure)
+
+    def _begin(self) -> Step:
+        """The next step, or once more the one that was given up."""
+        if self._batch is None:
+            self._stream_state = self.stream.state_dict()
+            self._batch, self._attempt = next(self.stream), 0
+        elif self._attempt >= MOST_ATTEMPTS:
+            raise CheckError(
+                f"step {self.next_step} was given up {self._attempt + 1} times, the last time because of this: "
+                f"{self._last_failure}. Leave it out with step.skip() on every rank, or mend the cause"
+            )
+        else:
+            self._attempt += 1
+        clock = StepClock(self.world)
+        with clock.span(SpanKind.PLAN, "plan"):
+            plan = self.planner(self._batch)
+        plan.check_covers(self._batch)
+        check_executable(plan, self.adapted.anatomy.num_layers, self.world.size)
+        self._agree_to_begin(plan, clock)
+        self._make_groups(plan)
+        self.state.clear_gradient()
+        return Step(self, plan, clock, attempt=self._attempt)
+
+    def _agree_to_begin(self, plan: StepPlan, clock: StepClock) -> None:
+        """Check that all ranks hold the same plan and a model as it was prepared, and set the clock's zero."""
+        values = [int(plan.digest, 16) - (1 << 63), int(clock.since_start_s() * 1e9)]
+        met = meet(self.world, Operation.BEGIN, plan.step, values=values, note=self.parameters.problem())
+        met.check_same()
+        clock.align(max(met.column(1)) / 1e9)
+        if any(met.notes):
+            raise CheckError(f"step {plan.step}: {met.notes_text()}")
+        digests = met.column(0)
+        if len(set(digests)) > 1:
+            other = next(rank for rank, value in enumerate(digests) if value != digests[0])
+            raise CheckError(
+                f"step {plan.step}: rank {other} plans {digests[other] + (1 << 63):016x}, rank 0 plans "
+                f"{digests[0] + (1 << 63):016x}; the ranks see different data, profiles or versions"
+            )
 
     def make(self, shard: Shard, pack: Pack) -> MicroBatch:
         """The micro-batch of a shard."""
         return MicroBatch(shard, pack, self.feeding, make_inputs=self.adapted.inputs_of)
 
-    def check_gradients(self) -> None:
-        """Raise ``CheckError`` if gradients no longer land where they are summed."""
-        if not self.state.is_attached:
-            name = next(iter(self.adapted.anatomy.parameters))
-            raise CheckError(
-                f"the gradient of {name} was taken away, by optimizer.zero_grad() or model.zero_grad(); leave both "
-                "out, step.update() begins anew"
+    @property
+    def gradient_version(self) -> int:
+        """Grows with whatever is done to gradients."""
+        return self.state.gradient_version
+
+    def gradient_problem(self, version: int) -> str:
+        """What a loop did to gradients since they had ``version``, if it did anything."""
+        if (name := self.state.detached_gradient()) is not None:
+            return (
+                f"the gradient of {name} was taken away, by optimizer.zero_grad(), model.zero_grad() or "
+                f"{name}.grad = ...; leave that out, step.update() begins anew"
             )
+        if version != self.gradient_version:
+            return (
+                "gradients were changed between step.backward(loss) calls, by loss.backward(), clip_grad_norm_, "
+                "scaler.unscale_, zero_grad() or by hand; leave that out: step.backward(loss) is the backward, and "
+                "step.update() sums over ranks, clips by clip_norm= of prepare, and begins anew"
+            )
+        return ""
+
+    def check_gradients(self, version: int) -> None:
+        """Raise ``CheckError`` if gradients no longer land where they are summed, or were changed by hand."""
+        if problem := self.gradient_problem(version):
+            raise CheckError(problem)
 
     def discard(self) -> None:
         """Forget gradients that belong to no step."""
         self.state.discard_gradient()
 
-    def give_up(self, step: Step) -> None:
+    def inspect(self) -> tuple[str, int, bool]:
+        """What is wrong with the model, the fingerprint of this rank's weights, and whether a loop changed them."""
+        problem = self.parameters.problem()
+        if problem or isinstance(self.state, FullySharded):
+            return problem, 0, False
+        local = self.state.local_weights()
+        problem = local.bring_back()
+        return problem, 0 if self.world.size == 1 else local.fingerprint(), local.is_changed
+
+    def take_over_changes(self, met: Meeting, where: str, *, columns: tuple[int, int]) -> None:
+        """Keep what loops did to weights between updates, if every rank's did the same.
+
+        ``columns``: of the meeting, where the fingerprint and the flag are that :meth:`inspect` gave.
+
+        Raises:
+            CheckError: copies of the model differ between ranks.
+        """
+        fingerprints = met.column(columns[0])
+        other = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+        if other:
+            self.discard()
+            message = (
+                f"{where}: the weights on {ranks_text(other)} are not those on rank 0, so a loop changed them in some "
+                "ranks alone; change weights in the same way on every rank, or on none"
+            )
+            self.note_failure(message)
+            raise CheckError(message)
+        if any(met.column(columns[1])) and not isinstance(self.state, FullySharded):
+            self.state.local_weights().adopt()
+            self._tell("%s: weights were changed by hand since the last update; the change is kept", where)
+
+    def give_up(self, step: Step, met: Meeting) -> None:
         """Forget all of a step in which a rank ran out of memory, and learn from it. Every rank calls this.
 
         Raises:
             InfeasibleError: it was planned anew as often as is worth while.
         """
         self.discard()
-        pipeline, index = step.failure or (-1, -1)
-        rows = gather_rows(torch.tensor([pipeline, index], device=self.world.device)).tolist()
         failures = tuple(
             Failure(rank=rank, pipeline=pipeline, micro_batch=index)
-            for rank, (pipeline, index) in enumerate(rows)
+            for rank, (pipeline, index) in enumerate(zip(met.column(2), met.column(3)))
             if pipeline >= 0
         )
+        failed = failures[0]
+        pack = step.plan.pipelines[failed.pipeline].micro_batches[failed.micro_batch].pack
+        reason = (
+            f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens"
+        )
+        self.note_failure(reason)
         if self.on_void is None or step.attempt >= MOST_ATTEMPTS:
-            failed = failures[0]
-            pack = step.plan.pipelines[failed.pipeline].micro_batches[failed.micro_batch].pack
             raise InfeasibleError(
-                f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} "
-                f"tokens, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
+                f"{reason}, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
             )
         self.on_void(step, failures)
+
+    def note_failure(self, reason: str) -> None:
+        """Remember why the step comes again."""
+        self._last_failure = reason
+
+    def note_skipped(self, step: Step) -> None:
+        """A step is left out; every rank calls this."""
+        self.skipped.append(step.number)
+        self._tell("step %d is skipped: %s", step.number, self._last_failure or "asked for by step.skip()")
+        self.finish(step)
 
     def finish(self, step: Step) -> None:
         """A step is done; every rank calls this."""
         self.next_step += 1
+        self._batch, self._step, self._last_failure = None, None, ""
         if self.on_finish is not None:
             self.on_finish(step)
 
     def save(self, folder: Path | str, *, keep: int = 3) -> Path:
-        """Write a checkpoint of weights, optimizer, stream and step, and return its path; every rank calls this."""
-        extra = {"step": self.next_step, "sampler": self.stream.state_dict()}
-        checkpoint.save(Path(folder), self._saved_state(), extra, keep=keep)
+        """Write a checkpoint of weights, optimizer, stream and step, and return its path; every rank calls this.
+
+        Raises:
+            CheckError: ranks call different things, or a step is being computed.
+        """
+        state = self._saved_state()
+        self._come_between_steps("run.save()")
+        problem, fingerprint, is_changed = self.inspect()
+        values = [fingerprint, int(is_changed)]
+        met = meet(self.world, Operation.SAVE, self.next_step, values=values, note=problem)
+        met.check_same()
+        if any(met.notes):
+            raise CheckError(f"run.save(): {met.notes_text()}")
+        self.take_over_changes(met, "run.save()", columns=(0, 1))
+        sampler = self.stream.state_dict() if self._batch is None else self._stream_state
+        extra = {"step": self.next_step, "sampler": sampler, "skipped": self.skipped}
+        checkpoint.save(Path(folder), state, extra, keep=keep)
         path = checkpoint.latest(Path(folder))
         self._tell("saved step %d: %s", self.next_step, path)
         return path
+
+    def _come_between_steps(self, call: str) -> None:
+        """Leave a step that an error ended; raise ``CheckError`` if one is being computed."""
+        step = self._step
+        if step is not None and not step.is_over and (step.is_being_computed or step.is_computed):
+            raise CheckError(f"{call} in the midst of step {step.number}; call it after step.update()")
+        self._leave_unfinished()
 
     def resume(self, path: Path | str) -> int:
         """Go on from a checkpoint, by any number of ranks; a folder of checkpoints stands for its newest.
@@ -186,20 +321,24 @@ class Run:
 
         Raises:
             InputError: it is damaged, of another model or optimizer, or its data is not this run's.
+            CheckError: ranks call different things, or a step is being computed.
         """
+        state = self._saved_state()
+        self._come_between_steps("run.resume()")
+        meet(self.world, Operation.RESUME, 0).check_same()
         path = Path(path)
         if not (path / checkpoint.STATE_FILE).is_file():
             path = checkpoint.latest(path)
-        extra: dict[str, Any] = checkpoint.load(path, self._saved_state())
+        extra: dict[str, Any] = checkpoint.load(path, state)
         self.stream.load_state_dict(extra["sampler"])
-        self.next_step = extra["step"]
+        self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
         self.state.hold_everything()
         self._tell("going on with step %d: %s", self.next_step, path)
         return self.next_step
 
     def _tell(self, words: str, *values: object) -> None:
         if self.world.is_first:
-            logging.getLogger("lengthwise").info(words, *values)
+            _log.info(words, *values)
 
     def read_with(self, num_workers: int) -> None:
         """Have so many processes read the sequences of each step from its start."""

@@ -14,8 +14,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.script import Attended, Event, Script
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.model.view import in_order
 from lengthwise.runtime.parallel.stage import StageView
@@ -44,15 +46,17 @@ class Counts:
         return replace(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attended:
-    """Sizes of one call of attention, and the layer that made it."""
+@dataclass(kw_only=True)
+class Pass:
+    """One forward of a prepared model in a micro-batch."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    layer: int | None
+    script: Script
+    begun: int
+    """Exchanges of the group when it began."""
+    ended: int | None = None
+    """The same when it ended; None: it has not, or by an error."""
+    roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
+    """Its outputs, where a backward without a loss begins, and zeros of their shapes."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -76,6 +80,16 @@ class Shard:
     """That is computed at the moment; None: what is before, between or after them."""
     attended: list[Attended] = field(default_factory=list)
     """Each attention over slots so far."""
+    events: list[Event] | None = None
+    """Each half of an attention as it comes, where that is to be known."""
+    script: Script | None = None
+    """That forwards follow, where it is not the one of the whole model."""
+    passes: list[Pass] = field(default_factory=list)
+    """Forwards of prepared models so far."""
+    backward_begun: int | None = None
+    """Exchanges of the group when the backward began."""
+    is_finished: bool = False
+    """Nobody of the group waits for anything any more."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
 
@@ -105,6 +119,11 @@ class Shard:
         """[t] how many slots of its sequence are before each slot of this rank."""
         return torch.from_numpy(self.stage.view.offsets[self.places]).to(self.device)
 
+    @property
+    def num_exchanges(self) -> int:
+        """All exchanges of the group that this rank has taken part in."""
+        return self.group.sent.calls["all_to_all"]
+
     @cached_property
     def longest(self) -> int:
         """Slots of the longest sequence."""
@@ -116,6 +135,14 @@ class Shard:
         ids = [*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids))]
         of_slot = np.repeat(ids, [end - start for start, end in pairwise(self.cu_seqlens)])
         return torch.from_numpy(of_slot[self.places]).to(self.device)
+
+    def note_attention(self, out: Tensor) -> None:
+        """An attention over slots gave ``out``: note it, and its backward when that comes, where it is to be known."""
+        events, number = self.events, self.counts.all_attention - 1
+        if events is not None:
+            events.append(("forward", number))
+            if out.requires_grad:
+                out.register_hook(lambda gradient: events.append(("backward", number)))
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether a layer keeps its input alone."""

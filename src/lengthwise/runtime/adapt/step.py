@@ -1,5 +1,6 @@
 """One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,10 +12,12 @@ from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.plan import MicroBatch as Planned
 from lengthwise.core.plan import Pipeline, StepPlan
 from lengthwise.core.timeline import SpanKind
-from lengthwise.runtime.adapt.memory import is_out_of_memory, num_exchanges
+from lengthwise.runtime.adapt.losses import Term, backward
+from lengthwise.runtime.adapt.meeting import Meeting, Operation, bits_of, float_of, meet
+from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch, laid_out
 from lengthwise.runtime.adapt.shard import Shard, active
-from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.adapt.stand_in import finish, finish_backward
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.step import StepResult
 
@@ -40,25 +43,41 @@ class Step:
     def __init__(self, run: "Run", plan: StepPlan, clock: StepClock, *, attempt: int) -> None:
         self.run, self.plan, self.clock = run, plan, clock
         self.attempt = attempt
-        """0, or how often the step was given up before for lack of memory."""
+        """0, or how often the step was given up before."""
         self.result: StepResult | None = None
         self.is_over = False
+        self.is_skipped = False
         self.measured: list[Measured] = []
         self.failure: tuple[int, int] | None = None
         """Pipeline and micro-batch in which this rank ran out of memory."""
         self._loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
         self._num_targets = 0
+        self._own = self._planned_for_this_rank()
+        self._shards: dict[int, Shard] = {}
         self._current: MicroBatch | None = None
-        self._is_iterated = False
-        self._done_before = 0
+        self._gradient_version = run.gradient_version
+        self.is_iterated = False
+        """Whether a loop went through its micro-batches to their end."""
+        self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
+        self._position = -1
         self._dtype: torch.dtype | None = None
         if run.readers is not None:
-            run.readers.start([planned.pack for *_, planned in self._own()])
+            run.readers.start([planned.pack for *_, planned in self._own])
 
     @property
     def number(self) -> int:
         """Of the step, from 0."""
         return self.plan.step
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all micro-batches of this rank have had their backward."""
+        return len(self._shards) == len(self._own) and all(shard.is_finished for shard in self._shards.values())
+
+    @property
+    def is_being_computed(self) -> bool:
+        """Whether a loop goes through its micro-batches."""
+        return self._iterator is not None and self._iterator() is not None and not self.is_computed
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """This rank's micro-batches, in the order that every rank of their groups has.
@@ -66,18 +85,23 @@ class Step:
         Raises:
             CheckError: a micro-batch got no backward, or the step is iterated again.
         """
-        if self._is_iterated:
+        if self._iterator is not None:
             raise CheckError(f"step {self.number} was iterated before; each micro-batch is computed once")
-        self._is_iterated = True
-        for number, index, pipeline, planned in self._own():
-            shard = self._shard(pipeline, planned)
+        iterator = self._micro_batches()
+        self._iterator = weakref.ref(iterator)  # a loop that is left by an error closes it, if nobody holds on to it
+        return iterator
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        for position, (number, index, _, planned) in enumerate(self._own):
+            self._position, shard = position, self._shard(position)
             if self.failure is not None:
-                self.run.stand_in.finish(shard, 0, self._dtype)
+                shard.dtype = self._dtype
+                finish(shard, self.run.usual_scripts)
                 continue
             with active(shard), self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}"):
                 meter = self.run.meter.start()
                 pack = laid_out(planned.pack, shard.group.size, self.run.feeding)
-                self._current, self._done_before = self.run.make(shard, pack), num_exchanges(shard.group)
+                self._current = self.run.make(shard, pack)
                 yield self._current
                 if self._current is not None:
                     raise CheckError(
@@ -86,33 +110,41 @@ class Step:
                     )
                 time_s, peak = meter.stop()
                 self.measured.append(Measured(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak))
-            if shard.has_failed:
-                self.failure, self._dtype = (number, index), shard.dtype
+        self.is_iterated = True
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, the mean over this rank's targets, with the weight that it has in the step.
 
         Raises:
-            CheckError: there is no micro-batch that waits for it.
+            CheckError: there is no micro-batch that waits for it, or gradients were changed by hand.
         """
-        if self._current is None:
+        if self._current is None or self.is_over:
             raise CheckError(f"step {self.number}: backward without a micro-batch; call it once for each")
-        micro_batch, self._current = self._current, None
+        micro_batch = self._current
         shard, count = micro_batch.shard, micro_batch.num_targets
         if not shard.has_failed:
+            self.run.check_gradients(self._gradient_version)
             if count:
                 self._loss += loss.detach().double() * count
             self._num_targets += count
-            self.run.check_gradients()
+            shard.backward_begun = shard.num_exchanges
             try:
-                # Where this rank has no target the mean is 0 / 0, but other ranks need their part of the backward.
-                loss.backward(torch.full_like(loss, count / self.plan.loss_normaliser))
+                if count:
+                    backward([Term(value=loss, weight=count / self.plan.loss_normaliser)])
+                else:  # the mean is 0 / 0, but other ranks need this rank's part of the backward
+                    backward([], shard)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 shard.has_failed = True
         if shard.has_failed:  # and not before: the error holds on to what was computed
-            self.run.stand_in.finish(shard, num_exchanges(shard.group) - self._done_before, shard.dtype)
+            self.failure, self._dtype = self._own[self._position][:2], shard.dtype
+            finish_backward(shard)
+        else:
+            self.run.seen_scripts = tuple(forward.script for forward in shard.passes)
+        shard.is_finished = True
+        shard.passes.clear()
+        self._current, self._gradient_version = None, self.run.gradient_version
 
     def update(self) -> StepResult | None:
         """Sum gradients over ranks, clip by their norm, step the optimizer; what every rank gets back is equal.
@@ -120,38 +152,44 @@ class Step:
         None: some rank ran out of memory, so nothing of the step is kept; it comes again, planned anew.
 
         Raises:
-            CheckError: micro-batches are left.
-            LengthwiseError: loss or gradient is not finite; weights are as they were.
+            CheckError: micro-batches are left, another rank left the step, or ranks have come apart; nothing of the
+                step is kept, and it comes again.
+            LengthwiseError: loss or gradient is not finite; weights are as they were, and the step comes again.
         """
         if self.is_over:
             raise CheckError(f"step {self.number} has been updated")
-        if self.failure is None and len(self.measured) < len(self._own()):
+        if not self.is_computed:
+            done = sum(shard.is_finished for shard in self._shards.values())
             raise CheckError(
-                f"step {self.number}: update after {len(self.measured)} of {len(self._own())} micro-batches; compute "
+                f"step {self.number}: update after {done} of {len(self._own)} micro-batches; compute "
                 "all that `for micro_batch in step` gives"
             )
         self.is_over = True
         run, state = self.run, self.run.state
-        totals = [float(self._loss), self._num_targets, float(self.failure is not None)]
-        summed = sum_over_ranks(torch.tensor(totals, dtype=torch.float64, device=run.world.device))
-        loss, num_targets, num_failed = summed.tolist()
-        if num_failed:
-            run.give_up(self)
+        lr, clip = run.lr(self.number) * self.plan.lr_factor, run.clip_norm
+        met = self._meet_for_update(lr)
+        if any(pipeline >= 0 for pipeline in met.column(2)):
+            run.give_up(self, met)
             return None
+        run.take_over_changes(met, f"step {self.number}", columns=(4, 5))
         with self.clock.span(SpanKind.UPDATE, "push"):
             state.finish_push()
+        loss, num_targets = sum(map(float_of, met.column(0))), sum(met.column(1))
         if not num_targets:
-            raise LengthwiseError(f"step {self.number}: no token of it has a loss; look at the labels of its sequences")
+            raise self._fail(
+                f"step {self.number}: no token of it has a loss; look at the labels of its sequences", LengthwiseError
+            )
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
         factor = self.plan.loss_normaliser / num_targets
         norm = state.global_norm(self._loss.new_zeros(()))[0] * factor
         mean = loss / num_targets
         if not torch.isfinite(torch.tensor([norm, mean])).all():
-            raise LengthwiseError(
-                f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged"
-                "since the step before. Lower lr, set clip_norm, or look at the step's sequences"
+            raise self._fail(
+                f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged "
+                "since the step before. Lower lr, set clip_norm, or look at the step's sequences; a loop that goes on "
+                "gets the step again, unless it calls step.skip()",
+                LengthwiseError,
             )
-        lr, clip = run.lr(self.number) * self.plan.lr_factor, run.clip_norm
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
             state.step(lr=lr, clip=factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
             state.hold_everything()
@@ -159,8 +197,82 @@ class Step:
         run.finish(self)
         return self.result
 
-    def _own(self) -> list[tuple[int, int, Pipeline, Planned]]:
-        """What this rank computes: number of the pipeline, number of the micro-batch, and both."""
+    def skip(self) -> None:
+        """Leave the step out on all ranks: weights stay as they are, its sequences count as computed.
+
+        For a step whose update raised, or in place of its update; every rank calls it. ``run.skipped`` has its number.
+
+        Raises:
+            CheckError: it was updated, or other ranks do something else.
+        """
+        if self.result is not None or self.is_skipped:
+            raise CheckError(f"step {self.number} was {'skipped' if self.is_skipped else 'updated'}; nothing to skip")
+        self.finish_exchanges()
+        meet(self.run.world, Operation.SKIP, self.number).check_same()
+        self.is_over = self.is_skipped = True
+        self.run.discard()
+        self.run.note_skipped(self)
+
+    def leave(self) -> None:
+        """Tell all ranks that this one goes on without an update, by an error or a ``break``; nothing of it is kept."""
+        place = self._place()
+        self.finish_exchanges()
+        self.is_over = True
+        met = meet(self.run.world, Operation.LEAVE, self.number, note=f"left it {place}")
+        met.check_same(Operation.LEAVE, Operation.UPDATE)
+        self.run.discard()
+        self.run.note_failure(f"step {self.number}: {met.notes_text()}")
+
+    def finish_exchanges(self) -> None:
+        """Stand in for what is left of this rank's micro-batches, so that no other rank waits for them."""
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None:
+            iterator.close()  # type: ignore[attr-defined]
+        self._current = None
+        for position in range(len(self._own)):
+            finish(self._shard(position), self.run.usual_scripts)
+
+    def _meet_for_update(self, lr: float) -> Meeting:
+        """What all ranks bring to the update.
+
+        Raises:
+            CheckError: a rank left the step, or what they bring does not agree.
+        """
+        run = self.run
+        problem, fingerprint, is_changed = run.inspect()
+        problem = problem or run.gradient_problem(self._gradient_version)
+        pipeline, index = self.failure or (-1, -1)
+        values = [
+            bits_of(float(self._loss)), self._num_targets, pipeline, index, fingerprint, int(is_changed), bits_of(lr)
+        ]  # fmt: skip
+        met = meet(run.world, Operation.UPDATE, self.number, values=values, note=problem)
+        met.check_same(Operation.LEAVE, Operation.UPDATE)
+        if Operation.LEAVE in met.operations:
+            raise self._fail(f"step {self.number}: {met.notes_text()}; so no rank updates, and the step comes again")
+        if any(met.notes):
+            raise self._fail(f"step {self.number}: {met.notes_text()}")
+        if len(set(met.column(6))) > 1:
+            raise self._fail(
+                f"step {self.number}: lr is {', '.join(f'{float_of(bits):g}' for bits in met.column(6))} on ranks 0 to "
+                f"{run.world.size - 1}; it has to be the same on every rank"
+            )
+        return met
+
+    def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
+        """Forget the step on every rank; the error to raise."""
+        self.run.discard()
+        self.run.note_failure(message)
+        return kind(message)
+
+    def _place(self) -> str:
+        """Where in the step this rank is."""
+        if self.is_iterated:
+            return "without step.update()"
+        done = sum(shard.is_finished for shard in self._shards.values())
+        return f"after {done} of its {len(self._own)} micro-batches, by an error, a break or a continue"
+
+    def _planned_for_this_rank(self) -> list[tuple[int, int, Pipeline, Planned]]:
+        """Number of the pipeline, number of the micro-batch, and both, in the order of computing."""
         rank = self.run.world.rank
         return [
             (number, index, pipeline, planned)
@@ -170,23 +282,31 @@ class Step:
             for index, planned in enumerate(pipeline.micro_batches)
         ]
 
-    def _shard(self, pipeline: Pipeline, planned: Planned) -> Shard:
-        world, feeding = self.run.world, self.run.feeding
-        group = world.groups.of(tuple(sorted(pipeline.ranks)))
-        assert group is not None, "a rank computes in pipelines that it is in"
-        ids = []
-        pack = laid_out(planned.pack, group.size, feeding)
-        for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
-            ids += [sequence] if length == computed else [sequence, -1]
-        return Shard(
-            step=self.number,
-            seed=self.run.seed,
-            ids=tuple(ids),
-            cu_seqlens=feeding.cu_seqlens(pack),
-            group=group,
-            device=world.device,
-            recompute=pipeline.recompute_of(planned),
-        )
+    def _shard(self, position: int) -> Shard:
+        if position not in self._shards:
+            _, _, pipeline, planned = self._own[position]
+            self._shards[position] = make_shard(self.run, self.number, pipeline, planned)
+        return self._shards[position]
+
+
+def make_shard(run: "Run", step: int, pipeline: Pipeline, planned: Planned) -> Shard:
+    """This rank's slots of a planned micro-batch."""
+    world, feeding = run.world, run.feeding
+    group = world.groups.of(tuple(sorted(pipeline.ranks)))
+    assert group is not None, "a rank computes in pipelines that it is in"
+    ids = []
+    pack = laid_out(planned.pack, group.size, feeding)
+    for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
+        ids += [sequence] if length == computed else [sequence, -1]
+    return Shard(
+        step=step,
+        seed=run.seed,
+        ids=tuple(ids),
+        cu_seqlens=feeding.cu_seqlens(pack),
+        group=group,
+        device=world.device,
+        recompute=pipeline.recompute_of(planned),
+    )
 
 
 def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:

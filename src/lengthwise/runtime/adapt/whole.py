@@ -9,7 +9,7 @@ import torch
 from lengthwise.core.scheme import spread
 from lengthwise.runtime.adapt.bench import Trial, clock, group_of, hold
 from lengthwise.runtime.adapt.run import Run
-from lengthwise.runtime.adapt.shard import Attended
+from lengthwise.runtime.adapt.script import Attended
 from lengthwise.runtime.comm.collectives import gather_rows
 
 Predict = Callable[[Sequence[int], int, int], tuple[float, float]]

@@ -16,6 +16,7 @@ are the master weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.group import Pending, Traffic
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.propagation import Routes, routes
 from lengthwise.runtime.state.table import ParameterTable
@@ -66,6 +68,7 @@ class ShardedState:
         """Bytes that pulls and pushes sent."""
         self._is_alone = world.size == 1
         self._grad_views: dict[str, Tensor] = {}
+        self._weight_views: dict[str, Tensor] = {}
         self._routes: dict[tuple[Holding | None, ...], Routes] = {}
         self.master = self._owned_values()
         self._pushed = torch.zeros_like(self.master)
@@ -177,8 +180,9 @@ class ShardedState:
             parameter.data = parameter.data.clone()
 
     def discard_gradient(self) -> None:
-        """Forget what backwards added since the last push."""
+        """Forget what backwards added since the last push, and a push that no update followed."""
         self.gradients.zero_()
+        self._next_push = self.table.num_units - 1
 
     def take_gradient(self) -> Tensor:
         """What backwards added on this rank since the last push, in float64; and forget it."""
@@ -186,11 +190,17 @@ class ShardedState:
         self.discard_gradient()
         return gradient
 
+    def detached_gradient(self) -> str | None:
+        """A parameter whose gradient would not land in ``gradients``, if there is one."""
+        if self.compute_dtype != self.master_dtype:
+            return None
+        views = self._grad_views
+        return next((name for name, p in self._named.items() if p.grad is not views[name]), None)
+
     @property
-    def is_attached(self) -> bool:
-        """Whether gradients of the model's parameters still land in ``gradients``."""
-        first = next(iter(self._named.values()))
-        return self.compute_dtype != self.master_dtype or first.grad is not None
+    def gradient_version(self) -> int:
+        """Grows with whatever is done to gradients."""
+        return self.gradients._version
 
     def clear_gradient(self) -> None:
         """Begin a step: nothing is pushed yet."""
@@ -215,6 +225,18 @@ class ShardedState:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+
+    def local_weights(self) -> LocalWeights:
+        """What this rank computes with, where every rank computes with the whole model."""
+        places = [
+            self.routes.place((max(start, first), min(end, last)))
+            for start, end in self.owned_layout.intervals[self.world.rank]
+            for first, last in pairwise(self.table.bounds)
+            if max(start, first) < min(end, last)
+        ]
+        return LocalWeights(
+            parameters=self._named, views=self._weight_views, weights=self.weights, master=self.master, places=places
+        )
 
     def forget_weights(self) -> None:
         """Master weights were changed: what was pulled is out of date."""
@@ -285,7 +307,7 @@ class ShardedState:
     def _release(self) -> None:
         """Leave no parameter a view of anything."""
         self.holdings = None
-        self._grad_views = {}
+        self._grad_views, self._weight_views = {}, {}
         for name, parameter in self._named.items():
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0, *self.table.slots[name].shape[1:])
@@ -294,10 +316,10 @@ class ShardedState:
         """Make a parameter a view of ``weights`` whose gradient lands in ``gradients``."""
         parameter = self._named[name]
         parameter.data = self.weights[at].view(shape)
+        self._weight_views[name] = parameter.data
+        self._grad_views[name] = self.gradients[at].view(shape)
         if self.compute_dtype == self.master_dtype:
-            parameter.grad = self.gradients[at].view(shape)  # autograd adds to an existing gradient in place
-        else:
-            self._grad_views[name] = self.gradients[at].view(shape)
+            parameter.grad = self._grad_views[name]  # autograd adds to an existing gradient in place
 
     def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]
         """A hook that moves a parameter's finished gradient into the buffer of higher precision."""

@@ -1,0 +1,37 @@
+"""Watch a forward and its backward on one rank, to know which exchanges they issue where ranks share a sequence."""
+
+from typing import TYPE_CHECKING
+
+from lengthwise.core.batch import Pack
+from lengthwise.runtime.adapt.losses import Term, backward
+from lengthwise.runtime.adapt.script import Attended, Event, Script
+from lengthwise.runtime.adapt.shard import Shard, active
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.adapt.run import Run
+
+
+def observed(run: "Run", num_slots: int) -> Script:
+    """The script of the run's model, from sequence 0 of ``num_slots`` on this rank alone; leaves no gradient."""
+    num_layers = run.adapted.anatomy.num_layers
+    calls, kept = _watched(run, num_slots, ())
+    _, recomputed = _watched(run, num_slots, (True,) * num_layers)
+    run.discard()
+    return Script(calls=calls, kept=kept, recomputed=recomputed)
+
+
+def _watched(run: "Run", num_slots: int, recompute: tuple[bool, ...]) -> tuple[dict[int, Attended], tuple[Event, ...]]:
+    """The attention calls of a forward by number, and the events of its backward."""
+    pack = Pack(ids=(0,), lengths=(num_slots * run.feeding.slot_tokens,))
+    events: list[Event] = []
+    shard = Shard(
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
+        device=run.world.device, recompute=recompute, events=events,
+    )  # fmt: skip
+    with active(shard):
+        micro_batch = run.make(shard, pack)
+        loss = run.adapted.loss_of(run.model(**micro_batch.inputs), micro_batch)
+        calls = {number: call for (_, number), call in zip(events, shard.attended, strict=True)}
+        num_forward = len(events)
+        backward([Term(value=loss, weight=0.0)])
+    return calls, tuple(events[num_forward:])

@@ -1,0 +1,83 @@
+"""A rank that cannot go on with a micro-batch stands in for itself: it sends zeros for what its group still waits for.
+
+A rank that ran out of memory, or whose loop left a step by an error or a ``break``, may not just stop: the others of
+its group wait for it in the exchanges of attention. Which exchanges are left is known (:mod:`script`). So it sends
+zeros in their place, for what is left of this micro-batch and for all of the next ones. No rank hangs, and all learn at
+the update that the step is void.
+"""
+
+from collections.abc import Iterable
+from itertools import islice, pairwise
+
+import torch
+
+from lengthwise.core.scheme import head_bounds
+from lengthwise.runtime.adapt.script import Attended, Event, Script
+from lengthwise.runtime.adapt.shard import Pass, Shard
+
+Exchanged = tuple[list[int], list[int]]
+"""Numbers that a rank sends to each of its group, and receives from each."""
+
+
+def exchanges(call: Attended, sizes: tuple[int, ...], rank: int) -> tuple[Exchanged, Exchanged]:
+    """Of queries, keys and values; of outputs. Backwards go the other way.
+
+    As :func:`~lengthwise.runtime.parallel.exchange.exchange_attention` issues them for slots of ``sizes``.
+    """
+    bounds = head_bounds(call.num_heads, call.num_kv_heads, degree=len(sizes))
+    group_size = call.num_heads // call.num_kv_heads
+    queries = [end - start for start, end in pairwise(bounds)]
+    keys = [-(-end // group_size) - start // group_size if end > start else 0 for start, end in pairwise(bounds)]
+    widths = [(q + 2 * k) * call.head_size for q, k in zip(queries, keys)]
+    mine, size = sizes[rank], call.head_size
+    there = ([mine * width for width in widths], [each * widths[rank] for each in sizes])
+    back = ([each * queries[rank] * size for each in sizes], [mine * q * size for q in queries])
+    return there, back
+
+
+def finish_forward(shard: Shard, forward: Pass) -> None:
+    """Send zeros for the exchanges of a forward that this rank did not come to."""
+    if forward.ended is None:
+        _send(shard, forward.script, forward.script.forward(), shard.num_exchanges - forward.begun)
+        forward.ended = shard.num_exchanges
+
+
+def finish_backward(shard: Shard) -> None:
+    """The same of the backward of all forwards of a micro-batch, the last one first."""
+    if shard.backward_begun is None:
+        shard.backward_begun = shard.num_exchanges
+    done = shard.num_exchanges - shard.backward_begun
+    for forward in reversed(shard.passes):
+        events = list(forward.script.backward(shard.is_recomputed))
+        _send(shard, forward.script, events, done)
+        done = max(0, done - 2 * len(events))
+    shard.is_finished = True
+
+
+def finish(shard: Shard, scripts: Iterable[Script]) -> None:
+    """The same of all that is left of a micro-batch in which models with these scripts are called, in order."""
+    if shard.is_finished:
+        return
+    for forward in shard.passes:
+        finish_forward(shard, forward)
+    if shard.backward_begun is None:
+        for script in islice(scripts, len(shard.passes), None):
+            shard.passes.append(Pass(script=script, begun=shard.num_exchanges))
+            finish_forward(shard, shard.passes[-1])
+    finish_backward(shard)
+
+
+def _send(shard: Shard, script: Script, events: Iterable[Event], num_done: int) -> None:
+    """Zeros for all exchanges of ``events`` but the first ``num_done``."""
+    if shard.group.size == 1:
+        return
+    sizes, rank, number = shard.stage.shards.sizes, shard.group.rank, 0
+    for kind, call_number in events:
+        call = script.calls[call_number]
+        there, back = exchanges(call, sizes, rank)
+        pair = (there, back) if kind == "forward" else (back[::-1], there[::-1])
+        for send, receive in pair:
+            if number >= num_done:
+                zeros = torch.zeros(sum(send), dtype=shard.dtype or call.dtype, device=shard.device)
+                shard.group.exchange(zeros, send, receive)
+            number += 1

@@ -1,0 +1,88 @@
+"""Weights that a training loop changed by hand between updates: noticed, and taken over into the master weights.
+
+Every rank computes with a copy of the whole model, and the next pull from the owners' master weights would undo what a
+loop does to that copy: ``load_state_dict``, clamping, pruning. What each rank has of the copy is therefore compared
+with its master weights, bit for bit, and the copies of all ranks with one another. Version counters of tensors would
+not do: changes through ``parameter.data`` do not move them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+ROW = 1024
+"""Numbers that are summed up at once for a fingerprint."""
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWeights:
+    """One rank's copy of the whole model, and the master weights that it owns."""
+
+    parameters: Mapping[str, nn.Parameter]
+    views: Mapping[str, Tensor]
+    """Where in ``weights`` each parameter belongs."""
+    weights: Tensor
+    master: Tensor
+    places: Sequence[slice]
+    """Where in ``weights`` the master weights are, in their order."""
+
+    def bring_back(self) -> str:
+        """Put parameters whose data were replaced back where they belong, with their new values.
+
+        Returns what is wrong with one that cannot be: it has another shape, dtype or device.
+        """
+        for name, parameter in self.parameters.items():
+            view, data = self.views[name], parameter.data
+            if data.data_ptr() == view.data_ptr() and data.dtype == view.dtype and data.shape == view.shape:
+                continue
+            if (data.dtype, data.shape, data.device) != (view.dtype, view.shape, view.device):
+                return (
+                    f"{name} was {_described(view)} when the model was prepared and is {_described(data)} now; cast, "
+                    "move or resize a model before lengthwise.prepare, or after run.close()"
+                )
+            view.copy_(data)
+            parameter.data = view
+        return ""
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether this rank's copy differs from the master weights that this rank owns."""
+        if self.weights is self.master:
+            return False
+        at, is_changed = 0, torch.zeros((), dtype=torch.bool, device=self.weights.device)
+        for place in self.places:
+            size = place.stop - place.start
+            is_changed |= (self.weights[place] != self.master[at : at + size].to(self.weights.dtype)).any()
+            at += size
+        return bool(is_changed)
+
+    def adopt(self) -> None:
+        """Set the master weights that differ from this rank's copy to what the copy has."""
+        at = 0
+        for place in self.places:
+            copy, master = self.weights[place], self.master[at : at + place.stop - place.start]
+            master.copy_(torch.where(copy != master.to(copy.dtype), copy.to(master.dtype), master))
+            at += len(copy)
+
+    def fingerprint(self) -> int:
+        """An int64 that differs wherever copies of two ranks differ, but for odds of about one in 10^19."""
+        bits = self.weights.view(_INTEGERS[self.weights.element_size()])
+        whole = len(bits) // ROW * ROW
+        rows, rest = bits[:whole].view(-1, ROW), bits[whole:].to(torch.int64)
+        sums = [rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), rest]
+        mixed = [(part * (torch.arange(len(part), device=part.device) * 2 + 1) * _ODD).sum() for part in sums]
+        first, second, third = torch.stack(mixed).tolist()
+        return _signed(first ^ (second * 3) ^ (third * 5))
+
+
+def _signed(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _described(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"

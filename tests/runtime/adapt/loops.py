@@ -1,0 +1,192 @@
+"""Loops of users who do what a loop may do: catch errors, leave steps, change weights; on every rank of a pool."""
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.learn import learn
+from lengthwise.runtime.adapt.micro_batch import Feeding
+from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.comm.world import start_world
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from tests.runtime.adapt.memory_runs import LENGTHS, Model, Source, Stream, plan_on
+
+LR, STEPS = 0.02, 3
+
+
+def model_of(dtype=torch.float64):
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR):
+    world = start_world("cpu")
+    run = Run(
+        Adapted(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
+        feeding=Feeding(source=Source(), objective=NEXT_TOKEN, labels=labels),
+        optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: lr, clip_norm=0.0,
+        num_steps=num_steps,
+    )  # fmt: skip
+    learn(run)
+    return run
+
+
+def weights_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def plain_loop(*, num_steps=STEPS, change=None, dtype=torch.float64):
+    """Losses and weights of the loop that a user has on one device; ``change(model, step)`` after each update."""
+    model, losses = model_of(dtype), []
+    for step in range(num_steps):
+        total, count = torch.zeros((), dtype=dtype), 0
+        for sequence in range(len(LENGTHS)):
+            tokens = torch.from_numpy(Source().tokens(sequence))
+            logits = model(tokens[None], tokens[None])[0][0, :-1]
+            total, count = total + F.cross_entropy(logits, tokens[1:], reduction="sum"), count + len(tokens) - 1
+        (total / count).backward()
+        losses.append(float(total.detach()) / count)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+        if change is not None:
+            change(model, step)
+    return losses, weights_of(model)
+
+
+class TroubleError(Exception):
+    """What a loop runs into."""
+
+
+def train_through_trouble(degree, recomputed, place, troubled):
+    """A loop that catches its errors and goes on; in its first step, ranks of ``troubled`` run into one at a place.
+
+    Returns losses, weights, and what each update that raised said.
+    """
+    model, losses, said = model_of(), [], []
+    run = make_run(model, degree=degree, recomputed=recomputed)
+    has_trouble = run.world.rank in troubled
+    for step in run.steps():
+        try:
+            for number, micro_batch in enumerate(step):
+                wants = has_trouble and step.attempt == 0 and step.number == 1
+                if wants and place == "before the forward" and number == 0:
+                    raise TroubleError
+                loss = model(**micro_batch.inputs)[1]
+                if wants and place == "before the backward" and number == 0:
+                    raise TroubleError
+                if wants and place == "the loss":
+                    loss = loss * float("nan")
+                step.backward(loss)
+                if wants and place == "after the backward":
+                    raise TroubleError
+            if wants and place == "the update":
+                continue
+            losses.append(step.update().loss)
+        except TroubleError:
+            continue
+        except LengthwiseError as error:
+            said.append(str(error))
+    run.close()
+    return losses, weights_of(model), said
+
+
+def labels_of_some(sequence):
+    """The targets of the first sequence are in its first half, so that not every rank has some."""
+    tokens = Source().tokens(sequence).astype(np.int64)
+    return np.where((sequence == 0) & (np.arange(len(tokens)) > 5), -100, tokens)
+
+
+def clamp(model, step):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.15, 0.15)
+
+
+def clamp_data(model, step):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.15, 0.15)
+
+
+def load(model, step):
+    if step == 1:
+        torch.manual_seed(1)
+        model.load_state_dict(Model().to(next(model.parameters()).dtype).state_dict())
+
+
+def replace_data(model, step):
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(0.9 * vector, model.parameters())
+
+
+CHANGES = {"clamp": clamp, "data": clamp_data, "load_state_dict": load, "vector_to_parameters": replace_data}
+
+
+def train_with_changes(degree, names, dtype, folder):
+    """By name: losses and weights of a loop that changes weights by hand; its last step is of a resumed run."""
+    found = {}
+    for name in names:
+        model, losses = model_of(dtype), []
+        run = make_run(model, degree=degree)
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)[1])
+            losses.append(step.update().loss)
+            CHANGES[name](model, step.number)
+            if step.number == STEPS - 2:
+                run.save(folder / name)
+                break
+        run.close()
+        model = model_of(dtype)
+        run = make_run(model, degree=degree)
+        run.resume(folder / name)
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(model(**micro_batch.inputs)[1])
+            losses.append(step.update().loss)
+            CHANGES[name](model, step.number)
+        run.close()
+        found[name] = losses, weights_of(model)
+    return found
+
+
+def masked_mean(logits, targets):
+    """A mean over targets that is 0 / 0 without any, and so is its gradient."""
+    mask = targets != -100
+    losses = F.cross_entropy(logits[0], targets.clamp(min=0), reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def train_with_masked_mean(degree, recomputed):
+    """One step with a loss that is NaN on ranks whose tokens have no target; how many of those there were."""
+    model = model_of()
+    run = make_run(model, degree=degree, recomputed=recomputed, labels=labels_of_some, num_steps=1)
+    run.adapted._loss = lambda output, micro_batch: masked_mean(output[0], micro_batch.targets)
+    num_without = 0
+    for step in run.steps():
+        for micro_batch in step:
+            loss = masked_mean(model(**micro_batch.inputs)[0], micro_batch.targets)
+            num_without += bool(loss.isnan())
+            step.backward(loss)
+        result = step.update()
+    run.close()
+    return result.loss, weights_of(model), num_without
+
+
+def masked_mean_alone():
+    model = model_of()
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for sequence in range(len(LENGTHS)):
+        tokens, labels = torch.from_numpy(Source().tokens(sequence)), torch.from_numpy(labels_of_some(sequence))
+        logits = model(tokens[None], tokens[None])[0][0, :-1]
+        total = total + F.cross_entropy(logits, labels[1:], reduction="sum")
+        count += int((labels[1:] != -100).sum())
+    (total / count).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= LR * parameter.grad
+    return float(total.detach()) / count, weights_of(model)
