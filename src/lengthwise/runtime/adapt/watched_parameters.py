@@ -1,7 +1,8 @@
 """Notice parameters that came, went, were frozen or unfrozen after the model was prepared: none of them would train."""
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from lengthwise.runtime.adapt.fully_sharded import wrapped_modules
 
 _WAY_OUT = "change a model before lengthwise.prepare; or run.save(), run.close(), change it and prepare it again"
 
@@ -11,7 +12,7 @@ class WatchedParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._is_wrapped = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._is_wrapped = bool(wrapped_modules(model))
         self._parameters = dict(model.named_parameters())
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
 
