@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.sort import rows as sorting
+from lengthwise.runtime.sort.deal import deal
 from lengthwise.runtime.sort.rows import sort_rows
 from tests.runtime.harness import RankPool
 from tests.runtime.sort.cases import (
@@ -22,6 +23,7 @@ from tests.runtime.sort.cases import (
     in_order,
     make_rows,
     own_part,
+    share_of,
 )
 
 MEMORY_LIMIT = 3.0
@@ -69,6 +71,31 @@ def test_every_dtype_is_sorted_by_row_and_as_a_key(ranks, num_ranks):
     drawn = [(7, sizes, 2, name, kind, None) for name in NAMES for kind in ("whole", "special")]
     drawn += [(8, sizes, 1, "int32", kind, name) for name in NAMES for kind in ("whole", "special")]
     ranks(num_ranks).run(check_drawn, drawn)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_rows_that_come_from_numpy_are_sorted_on_ranks_without_any_and_with_one_column_of_many(ranks, num_ranks):
+    """Arrays without rows have strides of 0, and those of one row or column any; torch calls both contiguous."""
+    ranks(num_ranks).run(_check_from_numpy)
+
+
+def _check_from_numpy():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for name in (name for name in NAMES if name != "bfloat16"):
+        for empty, width in ((0, 2), (size - 1, 1), (size - 1, 3)):
+            sizes = [0 if other == empty else 5 + other for other in range(size)]
+            whole = make_rows(3, sum(sizes), width, name, kind="whole")
+            keys = make_rows(4, sum(sizes), 1, name, kind="whole")
+            dtype = whole[:0].numpy().dtype
+            if rank == empty:
+                rows, key = torch.from_numpy(np.zeros((0, width), dtype)), torch.from_numpy(np.zeros(0, dtype))
+            else:
+                wide = np.zeros((sizes[rank], 7), dtype)
+                wide[:, :width] = own_part(whole, sizes).numpy()
+                rows, key = torch.from_numpy(wide)[:, :width], own_part(keys, sizes)[:, 0]
+            assert torch.equal(as_bits(sort_rows(rows)), as_bits(share_of(in_order(whole))))
+            assert torch.equal(as_bits(sort_rows(rows, key=key)), as_bits(share_of(in_order(whole, keys[:, 0]))))
+            assert torch.equal(as_bits(deal(rows)), as_bits(whole[rank::size].clone()))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -14,6 +14,7 @@ from torch import Tensor
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.collectives import Handle
 from lengthwise.runtime.sort.agree import agree_on_rows, peers_of
+from lengthwise.runtime.sort.local import with_plain_strides
 
 WRITTEN_BYTES = 1 << 26
 """At a time: what is on a GPU comes to the CPU in such pieces."""
@@ -33,6 +34,7 @@ def deal(block: Tensor, *, group: Handle = None) -> Tensor:
         InputError: on every rank, as ``sort_rows`` does.
     """
     peers = peers_of(block, group)
+    block = with_plain_strides(block)
     counts = agree_on_rows(peers, block)
     if peers.size == 1:
         return block.clone()

@@ -56,6 +56,16 @@ def take(rows: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def with_plain_strides(x: Tensor) -> Tensor:
+    """``x``, or a copy where torch calls it contiguous and yet cannot view its bytes as another dtype.
+
+    Arrays of NumPy without rows have strides of 0, and a dimension of one row or column may have any stride.
+    """
+    if not x.is_contiguous() or list(x.stride()) == [x.shape[dim + 1 :].numel() for dim in range(x.ndim)]:
+        return x
+    return x.new_empty(x.shape).copy_(x)
+
+
 def _stable_order(keys: Tensor) -> Tensor:
     if keys.device.type == "cpu":
         return torch.from_numpy(keys.numpy().argsort(kind="stable"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from lengthwise.runtime.comm.collectives import Handle
 from lengthwise.runtime.sort.agree import Peers, agree_on_rows, peers_of
 from lengthwise.runtime.sort.codes import shares_a_code, to_codes
-from lengthwise.runtime.sort.local import order_of, sort_integers, take
+from lengthwise.runtime.sort.local import order_of, sort_integers, take, with_plain_strides
 from lengthwise.runtime.sort.select import WordsAt, find_cuts
 from lengthwise.runtime.sort.words import Word, blocks, layout
 
@@ -42,7 +42,7 @@ def sort_rows(rows: Tensor, *, key: Tensor | None = None, group: Handle = None) 
         InputError: on every rank, if a rank's rows or key are none, or of another dtype or width than another's.
     """
     peers = peers_of(rows, group)
-    rows, key = rows.detach(), None if key is None else key.detach()
+    rows, key = with_plain_strides(rows.detach()), None if key is None else with_plain_strides(key.detach())
     counts = agree_on_rows(peers, rows, key)
     if sum(counts) == 0:
         return rows.clone()
