@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.comm.group import Group, Groups
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.groups import Groups
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.parallel.execution import StageExecution

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lengthwise.core.layout import row_bounds
 from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.comm.group import Group, Groups
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.groups import Groups
 from lengthwise.runtime.model.build import build_model
 from lengthwise.runtime.model.operators import Dense
 from lengthwise.runtime.model.targets import IGNORE

@@ -370,5 +370,4 @@ class Run:
 
     def _make_groups(self, plan: StepPlan) -> None:
         """Every rank makes all groups of the step, in one order."""
-        for pipeline in plan.pipelines:
-            self.world.groups.of(tuple(sorted(pipeline.ranks)))
+        self.world.groups.prepare((tuple(sorted(pipeline.ranks)), "") for pipeline in plan.pipelines)

@@ -7,7 +7,6 @@ p ranks in the group. Every call is counted: bytes that this rank sends, as a ri
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -196,36 +195,6 @@ class Group:
             self.sent.add("all_reduce", 2 * _bytes(x) * (self.size - 1) / self.size)
             all_reduce(x, operation, group=self.handle)
         return x
-
-
-class Groups:
-    """The groups of a world, made when they are first asked for.
-
-    Making one is collective: every rank asks for the same groups in the same order, whether it is in them or not.
-    """
-
-    def __init__(self, rank: int, timeout: timedelta | None = None) -> None:
-        self._rank, self._timeout = rank, timeout
-        self._made: dict[tuple[tuple[int, ...], str], Group] = {}
-
-    def of(self, ranks: tuple[int, ...], purpose: str = "") -> Group | None:
-        """The group of ``ranks``, which ascend; None on a rank outside of it.
-
-        Groups of different ``purpose`` do not wait for each other's messages.
-        """
-        assert list(ranks) == sorted(set(ranks)), f"torch sorts the ranks of a group, so {ranks} must ascend"
-        key = (ranks, purpose)
-        if key not in self._made:
-            handle = dist.new_group(list(ranks), timeout=self._timeout) if len(ranks) > 1 else None
-            place = ranks.index(self._rank) if self._rank in ranks else -1
-            self._made[key] = Group(rank=place, ranks=ranks, handle=handle)
-        group = self._made[key]
-        return group if group.rank >= 0 else None
-
-    def close(self) -> None:
-        """Let all groups go; none can be used any more."""
-        for group in self._made.values():
-            group.handle = None
 
 
 def _padded(x: Tensor, num_rows: int) -> Tensor:

@@ -16,7 +16,7 @@ from lengthwise import __version__
 from lengthwise.core.errors import CommunicationError, InputError
 from lengthwise.runtime.comm.activity import ACTIVITY, Waiting, first_line
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
-from lengthwise.runtime.comm.group import Groups
+from lengthwise.runtime.comm.groups import Groups
 from lengthwise.runtime.comm.liveness import Liveness
 
 TIMEOUT_S = 1800.0
@@ -40,7 +40,7 @@ class World:
     @cached_property
     def groups(self) -> Groups:
         """Groups of some of the ranks."""
-        return Groups(self.rank, self.timeout)
+        return Groups(self.rank, self.timeout, device=self.device)
 
     @property
     def timeout(self) -> timedelta:

@@ -13,6 +13,7 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
 from lengthwise.core.timeline import PUSH, SpanKind
 from lengthwise.runtime.comm.group import Group, Pending
+from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.execution import Execution, OneDevice, Watch
 from lengthwise.runtime.parallel.execution import StageExecution
@@ -195,11 +196,10 @@ class StretchRun:
 
 def make_groups(plan: StepPlan, state: ShardedState) -> None:
     """The groups of all stages and pipelines; every rank makes all of them, in the same order."""
-    groups = state.world.groups
+    keys: list[Key] = []
     for pipeline in plan.pipelines:
         scheme = pipeline.scheme
-        for stage in range(scheme.num_stages if scheme.degree > 1 else 0):
-            groups.of(pipeline.ranks_of(stage))
+        keys += [(pipeline.ranks_of(stage), "") for stage in range(scheme.num_stages if scheme.degree > 1 else 0)]
         if scheme.num_stages > 1:
-            for purpose in (OUTPUTS, GRADIENTS):
-                groups.of(tuple(sorted(pipeline.ranks)), purpose)
+            keys += [(tuple(sorted(pipeline.ranks)), purpose) for purpose in (OUTPUTS, GRADIENTS)]
+    state.world.groups.prepare(keys)
