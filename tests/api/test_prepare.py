@@ -154,7 +154,10 @@ def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_
             r"has 17 tokens, GPT2LMHeadModel was made for 16 .* max_length=16",
         ),
         ([[1, 2], [3, 50]], r"token id 50, GPT2LMHeadModel embeds ids up to 49"),
-        ([{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}], r"item 0 has an attention_mask with zeros"),
+        (
+            [{"input_ids": [1, 2, 0, 3], "attention_mask": [1, 1, 0, 1]}],
+            r"item 0 has an attention_mask that hides token 2",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             lw.prepare(gpt2, corpus, cost=models.mixed_cost(), **OPTIONS)

@@ -74,13 +74,13 @@ def test_corpora_with_other_tokens_have_other_digests():
     [
         (iter(ROWS), {}, r"list_iterator has not"),
         (["some words"], {}, r"item 0 is text; a corpus holds token ids: tokenise it first"),
-        ([{"text": "words"}], {}, r"an item has text, and none of input_ids, tokens, ids"),
+        ([{"text": "words"}], {}, r"item 0 has text, and none of input_ids, tokens, ids"),
         ([[0.5, 1.5]], {}, r"item 0 is float64 of shape \(2,\), not a row of token ids"),
         ([[[1, 2]]], {}, r"item 0 is int64 of shape \(1, 2\)"),
         (ROWS, {"max_length": 4}, r"sequence 0 has 5 tokens, over .*max_length 4"),
         ([[1], []], {}, r"item 1 is empty"),
         ([{"input_ids": [1, 2, 3], "labels": [1, 2]}], {}, r"item 0 has 3 tokens and 2 labels"),
-        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], {}, r"item 1 has 1 tokens and 0 labels"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], {}, r"item 0 has labels .* and item 1 has none"),
         ([], {}, r"the corpus is empty"),
     ],
 )

@@ -173,9 +173,12 @@ def test_batches_that_packs_do_not_know_are_refused(tmp_path):
     plain = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
     with pytest.raises(InputError, match=r"default_data_collator gives no labels for item 0"):
         train(tmp_path, {}, train_dataset=plain)
-    typed = [{**item, "labels": item["input_ids"], "token_type_ids": [0, 1, 1]} for item in plain[:1]]
-    with pytest.raises(InputError, match=r"gives token_type_ids for item 0"):
-        train(tmp_path, {}, train_dataset=typed)
+    masked = [{**item, "labels": item["input_ids"], "completion_mask": [0, 1, 1]} for item in plain[:1]]
+    with pytest.raises(InputError, match=r"completion_mask of item 0 .* set remove_unused_columns=False"):
+        train(tmp_path, {}, train_dataset=masked)
+    packed = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "position_ids": [0, 0, 1]}]
+    with pytest.raises(InputError, match=r"item 0 holds 2 sequences packed into one row"):
+        train(tmp_path, {}, train_dataset=packed)
     with pytest.raises(InputError, match=r"GPT2ForSequenceClassification does not predict next tokens"):
         config = transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
         train(tmp_path, {}, model=transformers.GPT2ForSequenceClassification(config))

@@ -1,27 +1,32 @@
 """Sequences as a collate function of transformers makes them: called with one item at a time, so nothing is padded."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from lengthwise.api.columns import LOSS_MASKS, PROMPT_MASK, as_array
 from lengthwise.core.errors import InputError
 
-_KNOWN = ("input_ids", "labels", "attention_mask", "position_ids")
+_ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Of the sequences of a row, as kernels of flash attention take them."""
+_DRAWING = ("DataCollatorForWholeWordMask", "DataCollatorForPermutationLanguageModeling")
+"""Collators of transformers that draw at random."""
+CALLED_TWICE = 8
+"""Items that are collated a second time, to see whether they come out the same."""
 
 
 class Collated:
-    """Items of ``dataset`` with ``input_ids`` and ``labels``, as ``collate`` gives them."""
+    """Items of ``dataset`` with their columns as ``collate`` gives them."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], *, needs_labels: bool) -> None:
         self._dataset, self._collate, self._needs_labels = dataset, collate, needs_labels
-        self._item = lru_cache(maxsize=64)(self._make)
-        if len(dataset) and any(
-            not np.array_equal(once[key], again[key])
-            for once, again in [(self._make(0), self._make(0))]
-            for key in once
-        ):
+        inner = getattr(collate, "data_collator", collate)
+        draws = bool(getattr(inner, "mlm", False)) or any(kind.__name__ in _DRAWING for kind in type(inner).__mro__)
+        for number in range(min(len(dataset), CALLED_TWICE)):
+            once, again = self[number], self[number]
+            draws |= once.keys() != again.keys() or any(not np.array_equal(once[key], again[key]) for key in once)
+        if draws:
             raise InputError(
                 f"{_name(collate)} makes another batch of the same item every time; hide tokens with "
                 "lengthwise={'objective': 'masked', 'mask_token_id': ...} and collate without"
@@ -30,41 +35,59 @@ class Collated:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        return self._item(int(number))
-
-    def _make(self, number: int) -> dict[str, np.ndarray]:
-        batch = {key: np.asarray(value) for key, value in self._collate([self._dataset[number]]).items()}
+    def __getitem__(self, number: int) -> dict[str, Any]:
         where = f"item {number} of train_dataset"
-        others = [key for key in batch if key not in _KNOWN and _says_something(batch[key])]
-        if others:
+        item = self._dataset[number]
+        self._check_masks_are_seen(item, where)
+        try:
+            batch = self._collate([item])
+        except Exception as error:
             raise InputError(
-                f"{_name(self._collate)} gives {', '.join(others)} for {where}; packs know input_ids and labels. Leave "
-                "them out of the dataset, or make the forward's arguments with lengthwise={'inputs': ...}"
+                f"{_name(self._collate)} cannot collate {where}, {type(item).__name__}, by itself "
+                f"({type(error).__name__}: {error}); items are dictionaries with input_ids and labels"
+            ) from error
+        if not hasattr(batch, "items"):
+            raise InputError(
+                f"{_name(self._collate)} gives {type(batch).__name__} for {where}; a batch is a dictionary with "
+                "input_ids and labels"
             )
         wanted = ("input_ids", "labels") if self._needs_labels else ("input_ids",)
-        missing = [key for key in wanted if key not in batch]
+        missing = [key for key in wanted if batch.get(key) is None]
         if missing:
             raise InputError(
                 f"{_name(self._collate)} gives no {' and no '.join(missing)} for {where}; for next tokens use "
                 "DataCollatorForLanguageModeling(tokenizer, mlm=False), or items with labels"
             )
-        for key in wanted:
-            if batch[key].ndim != 2 or len(batch[key]) != 1:
-                raise InputError(f"{key} of {where} has shape {batch[key].shape} as a batch of one; one row is needed")
-        keep = np.ones(batch["input_ids"].shape[1], dtype=bool)
-        if "attention_mask" in batch:
-            keep = batch["attention_mask"][0].astype(bool)
-        positions = batch.get("position_ids")
-        if positions is not None and not np.array_equal(positions[0][keep], np.arange(keep.sum())):
+        return {key: value for key, value in self._row(batch, where).items() if value is not None}
+
+    def _row(self, batch: Any, where: str) -> dict[str, Any]:
+        """The columns of a batch of one, without its first axis."""
+        length = np.shape(batch["input_ids"])[-1]
+        row = {}
+        for key, value in batch.items():
+            if value is None or isinstance(value, str):
+                continue
+            array = as_array(f"{key} of {where}", value)
+            if key in _ENDS:
+                if array.tolist() not in ([0, length], length):
+                    raise InputError(f"{key} of {where} are the ends of several sequences; give each as its own item")
+                continue
+            if array.ndim and (len(array) != 1 or (key in ("input_ids", "labels") and array.ndim != 2)):
+                raise InputError(f"{key} of {where} has shape {array.shape} as a batch of one; one row is needed")
+            row[key] = array[0] if array.ndim else array
+        return row
+
+    def _check_masks_are_seen(self, item: Any, where: str) -> None:
+        """Raise ``InputError`` if a mask of tokens that have a loss is removed before items are collated."""
+        kept = getattr(self._collate, "signature_columns", None)
+        if kept is None or not hasattr(item, "keys"):
+            return
+        removed = [name for name in (*LOSS_MASKS, PROMPT_MASK) if name in item and name not in kept]
+        if removed:
             raise InputError(
-                f"position_ids of {where} do not count from 0; several sequences in one item are not known"
+                f"{', '.join(removed)} of {where} says which tokens have a loss, and transformers removes it before "
+                "items are collated; set remove_unused_columns=False in TrainingArguments"
             )
-        return {key: batch[key][0][keep] for key in wanted}
-
-
-def _says_something(values: np.ndarray) -> bool:
-    return bool(np.asarray(values != values.flat[0]).any()) if values.size else False
 
 
 def _name(collate: Any) -> str:

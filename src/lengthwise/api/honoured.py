@@ -209,8 +209,6 @@ def _of_trainer(trainer: Any, ours: type) -> list[str]:
     ):
         if getattr(trainer, name, None) is not None:
             problems.append(f"{name}: {reason}")
-    if hasattr(trainer.model, "peft_config"):
-        problems.append(f"{type(trainer.model).__name__}: adapters of peft have not been shown to be exact on shards")
     for callback in trainer.callback_handler.callbacks:
         for event, reason in _EVENTS.items():
             if getattr(type(callback), event) is not getattr(transformers.TrainerCallback, event):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lengthwise.api.sequences import LABELS, TOKENS
+from lengthwise.api.columns import Columns, Expected
 from lengthwise.core.errors import InputError
 
 IGNORED = -100
@@ -82,11 +82,8 @@ def _square(is_token: torch.Tensor, *, causal: bool, dtype: torch.dtype) -> torc
 
 def _of(number: int, row: Any) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and labels of a row."""
-    name = next((name for name in TOKENS if name in row), None) if hasattr(row, "keys") else None
-    tokens = np.asarray(row if name is None else row[name])
-    if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
-        raise InputError(f"row {number} is {tokens.dtype} of shape {tokens.shape}, not token ids, one at least")
-    labels = np.asarray(row[LABELS]) if name is not None and LABELS in row else tokens
-    if labels.shape != tokens.shape:
-        raise InputError(f"row {number} has {len(tokens):,} tokens and {labels.size:,} labels; give each token its own")
-    return tokens, labels
+    try:
+        values = Columns(Expected(ignore_index=IGNORED, splits_rows=False)).read(number, row)
+    except InputError as error:
+        raise InputError(str(error).replace(f"item {number}", f"row {number}")) from error
+    return values.tokens, values.tokens if values.labels is None else values.labels

@@ -8,7 +8,11 @@ from typing import Any, cast
 
 from torch import nn
 
+from lengthwise.api.collated import Collated
 from lengthwise.api.costs import find_cost, measure_again
+from lengthwise.api.lookups import Lookups
+from lengthwise.api.models import check_model
+from lengthwise.api.objectives import expected_columns
 from lengthwise.api.options import Options, named_as_options, read_options
 from lengthwise.api.planning import form, make_planner, make_sampler, steps_of, with_metric_of
 from lengthwise.api.refine import Refiner
@@ -56,11 +60,17 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
 
 def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     world = start_world(chosen.device)
+    check_model(model, makes_inputs=chosen.inputs is not None)
+    expected = replace(expected_columns(model, chosen), splits_rows=not isinstance(corpus, Collated))
     sequences = read_sequences(
-        corpus, max_length=chosen.max_length, over_length=chosen.over_length, slot_tokens=chosen.slot_tokens
+        corpus,
+        max_length=chosen.max_length,
+        over_length=chosen.over_length,
+        slot_tokens=chosen.slot_tokens,
+        expected=expected,
     )
     chosen = with_metric_of(chosen, sequences.view)
-    objective = chosen.objective or _objective_of(model)
+    objective = expected.objective
     _check_takes(model, sequences)
     atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
     model.to(world.device)
@@ -74,7 +84,11 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     )
     try:
         run = _make_run(adapted, chosen, world, sequences)
-        learn(run)
+        with Lookups(run) as lookups:
+            learn(run)
+        makes_loss = chosen.loss is not None or chosen.inputs is not None
+        is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
+        lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
         if chosen.check:
             check_exact(run)
         _plan(run, chosen, sequences.lengths)
@@ -97,10 +111,12 @@ def _make_run(adapted: Adapted, options: Options, world: World, sequences: Seque
         feeding=Feeding(
             source=sequences,
             objective=objective,
-            masking=_masking(adapted.model, options) if objective == MASKED else None,
+            masking=_masking(adapted.model, options) if objective == MASKED and sequences.labels is None else None,
             ignore_index=options.ignore_index,
             slot_tokens=options.slot_tokens,
             labels=sequences.labels,
+            passed=sequences.passed,
+            special=sequences.special,
         ),
         optimizer=options.optimizer_settings,
         lr=lr if callable(lr) else lambda step: lr,
@@ -141,9 +157,9 @@ def _check_takes(model: nn.Module, sequences: Sequences) -> None:
     config, name = getattr(model, "config", None), type(model).__name__
     table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     rows, largest = getattr(table, "num_embeddings", None), sequences.largest_token
-    if rows is not None and largest is not None and largest >= rows:
+    if rows is not None and largest is not None and largest[0] >= rows:
         raise InputError(
-            f"the corpus has token id {largest:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
+            f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
         )
     limit, longest = getattr(config, "max_position_embeddings", None), sequences.lengths.max_length
     if limit is None or longest <= limit:
@@ -155,16 +171,17 @@ def _check_takes(model: nn.Module, sequences: Sequences) -> None:
     raise InputError(f"{told}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
 
 
-def _objective_of(model: nn.Module) -> str:
-    return MASKED if type(model).__name__.endswith("ForMaskedLM") else NEXT_TOKEN
-
-
 def _masking(model: nn.Module, options: Options) -> Masking:
     vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
     if options.mask_token_id is None or vocab_size is None:
         raise InputError(
             f"{type(model).__name__} predicts hidden tokens: say which token hides them, mask_token_id=..., the id of "
-            "[MASK] in its tokenizer"
+            "[MASK] in its tokenizer, or give items with labels in which tokens are hidden already"
+        )
+    if not 0 <= options.mask_token_id < vocab_size:
+        raise InputError(
+            f"mask_token_id={options.mask_token_id}, and {type(model).__name__} has tokens 0 to {vocab_size - 1:,}; "
+            "give the id of [MASK] in its tokenizer"
         )
     return Masking(seed=options.seed, vocab_size=vocab_size, mask_token_id=options.mask_token_id)
 

@@ -19,6 +19,7 @@ import torch
 
 from lengthwise.api.collated import Collated
 from lengthwise.api.honoured import decay_problem, optimizer_name, refuse_what_cannot_be_honoured
+from lengthwise.api.objectives import base_model
 from lengthwise.api.prepare import prepare
 from lengthwise.api.watch import TrainerCallback
 from lengthwise.core.errors import InputError
@@ -106,10 +107,12 @@ class Trainer(transformers.Trainer):
     def _prepare(self) -> Run:
         """The run over this trainer's dataset; its ``num_steps`` are those of all epochs or ``max_steps``."""
         args, options, sampling = self.args, dict(self._options), self.args.train_sampling_strategy
-        masked = options.get("objective") == "masked" or type(self.model).__name__.endswith("ForMaskedLM")
-        if not masked and not self._predicts_next_tokens() and not {"loss", "inputs", "objective"} & set(options):
+        name = type(base_model(self.model)).__name__
+        masked = options.get("objective") == "masked" or name.endswith("ForMaskedLM")
+        is_known = masked or name.endswith("ForTokenClassification") or self._predicts_next_tokens()
+        if not is_known and not {"loss", "inputs", "objective"} & set(options):
             raise InputError(
-                f"{type(self.model).__name__} does not predict next tokens; say what has a loss and how it is made: "
+                f"{name} does not predict next tokens; say what has a loss and how it is made: "
                 "lengthwise={'objective': ..., 'loss': ...}"
             )
         if not {"tokens_per_step", "sequences_per_step"} & set(options):
@@ -148,9 +151,10 @@ class Trainer(transformers.Trainer):
         )
 
     def _predicts_next_tokens(self) -> bool:
-        if not isinstance(self.model, transformers.PreTrainedModel):
+        model = base_model(self.model)
+        if not isinstance(model, transformers.PreTrainedModel):
             return True
-        return self._loss_shifts_labels or type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return self._loss_shifts_labels or type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     def _optimizer(self, weight_decay: float) -> OptimizerSettings:
         args = self.args
@@ -213,13 +217,17 @@ class Trainer(transformers.Trainer):
     def _compute(self, step: Step) -> StepResult | None:
         self.model.train()
         assert self.run is not None, "it trains"
+        flos = 0.0
         for micro_batch in step:
             inputs = micro_batch.inputs
             with self.accelerator.autocast():
                 loss = self.run.adapted.loss_of(self.model(**inputs), micro_batch)
             step.backward(loss)
-            self.current_flos += float(self.floating_point_ops(inputs))
-        return step.update()
+            flos += float(self.floating_point_ops(inputs))
+        result = step.update()
+        if result is not None:  # a step that did not fit is computed again
+            self.current_flos += flos
+        return result
 
     def _end_step(self, result: StepResult, *, ignore_keys: Any, started_s: float) -> None:
         """Log, evaluate and save where a callback of any rank says so."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -12,12 +12,13 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.anatomy import find_anatomy
 from lengthwise.runtime.adapt.calls import Calls, Rules, compare
+from lengthwise.runtime.adapt.forwards import Memo, PreparedForward
 from lengthwise.runtime.adapt.hugging_face import Switch
 from lengthwise.runtime.adapt.intercept import Intercept
 from lengthwise.runtime.adapt.kernels import Imported
 from lengthwise.runtime.adapt.layers import Layers, intercepted
 from lengthwise.runtime.adapt.losses import roots_of
-from lengthwise.runtime.adapt.memory import Outputs, autocast_dtype, is_out_of_memory
+from lengthwise.runtime.adapt.memory import NotComputed, Outputs, autocast_dtype, is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
 from lengthwise.runtime.adapt.positions import StockPositions
 from lengthwise.runtime.adapt.rotary import LengthwiseRotary
@@ -61,6 +62,7 @@ class Adapted:
         self.script = Script(calls={})
         """Exchanges of a forward and its backward; known when it was watched."""
         self._forward = model.forward
+        self._prepared: PreparedForward | None = None
         self._constants = list(self.anatomy.constants())
         self._imported = Imported(model)
         self._intercept: Intercept | None = self._new_intercept(rules=Rules())
@@ -76,11 +78,17 @@ class Adapted:
         self._switches = [Switch(part) for part in self.anatomy.hugging_face_models()]
         for switch in self._switches:
             switch.on()
-        model.forward = self._forward_micro_batch
+        self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
+
+    def _copied(self, memo: Memo) -> None:
+        """The model is copied: the copy's attention is as it was before."""
+        for switch in self._switches:
+            switch.turn_off_copies(memo)
 
     def release(self) -> None:
         """The model as it was."""
-        del self.model.__dict__["forward"]
+        if self._prepared is not None:
+            self._prepared.release()
         self.layers.release()
         self._rotary.release()
         for switch in self._switches:
@@ -130,12 +138,15 @@ class Adapted:
             return self._inputs(micro_batch)
         tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
         if self.anatomy.is_hugging_face:
+            targets = micro_batch.labels[None]
             found: dict[str, Any] = {"input_ids": tokens, "labels": targets}
             if self._positions.is_argument:
                 found["position_ids"] = self._positions.of(micro_batch)[None]
             if self.objective == NEXT_TOKEN:  # transformers would shift labels by itself, across the ends of shards
                 found |= {"shift_labels": targets, "use_cache": False}
-            return found
+            elif "use_cache" in signature(self._forward).parameters:
+                found["use_cache"] = False
+            return found | self._passed(micro_batch)
         known = signature(self._forward).parameters
         found = {}
         for names, value in ((TOKENS, tokens), (TARGETS, targets), (POSITIONS, positions)):
@@ -146,7 +157,11 @@ class Adapted:
                 f"the forward of {type(self.model).__name__} takes {', '.join(known)}; say which is what: "
                 "prepare(..., inputs=lambda micro_batch: {'tokens': micro_batch.tokens[None], ...})"
             )
-        return found
+        return found | self._passed(micro_batch)
+
+    def _passed(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Further columns of the items, which the forward takes by their names."""
+        return {name: values[None] for name, values in micro_batch.passed.items()}
 
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
         """The loss in what the forward returned."""
@@ -154,6 +169,8 @@ class Adapted:
             return self._loss(output, micro_batch)
         parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
         found = getattr(output, "loss", None)
+        if any(isinstance(part, NotComputed) for part in (found, *parts)):
+            return cast(Tensor, NotComputed())  # stands for one; Step.backward does not look at it
         scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
         if isinstance(found, Tensor):
             return found

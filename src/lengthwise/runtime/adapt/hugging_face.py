@@ -169,6 +169,11 @@ class Switch:
         for config, before in zip(self._configs, self._before):
             setattr(config, _CHOICE, before)
 
+    def turn_off_copies(self, memo: dict[int, Any]) -> None:
+        """Attention of a deep copy of the model is as it was; ``memo`` is that of the copy."""
+        for config, before in zip(self._configs, self._before):
+            setattr(copy.deepcopy(config, memo), _CHOICE, before)
+
     def release(self) -> None:
         """The model with the configs it came with."""
         self.off()

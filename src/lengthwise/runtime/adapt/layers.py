@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
+from lengthwise.runtime.adapt.forwards import PreparedForward
 from lengthwise.runtime.adapt.intercept import Intercept
 from lengthwise.runtime.adapt.recompute import computed_twice
 
@@ -28,12 +29,6 @@ class LayerWatch:
         return forward(*args, **kwargs)
 
 
-class _Forward(partial[Any]):
-    """The forward of a layer of a prepared model."""
-
-    is_prepared = True
-
-
 class Layers:
     """The layers of a model, whose forwards go through here until :meth:`release`."""
 
@@ -48,15 +43,16 @@ class Layers:
         self.context = context
         self._modules = list(layers)
         self._forwards: list[Forward] = [layer.forward for layer in layers]
+        self._prepared: list[PreparedForward] = []
         self._last: Any = None
         self._attends: dict[int, bool] = {}
         for number, layer in enumerate(layers):
-            layer.forward = _Forward(self._forward, number)
+            self._prepared.append(PreparedForward(layer, partial(self._forward, number)))
 
     def release(self) -> None:
         """The layers as they were."""
-        for layer in self._modules:
-            del layer.__dict__["forward"]
+        for prepared in self._prepared:
+            prepared.release()
 
     @contextmanager
     def halted(self) -> Iterator[None]:

@@ -1,15 +1,16 @@
 """What a model is asked before the run: which calls are about slots, and whether packs change what it learns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.batch import Pack
+from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt.observe import observed
 from lengthwise.runtime.adapt.shard import Shard, active
@@ -37,7 +38,14 @@ class Stretched:
         num_slots = self.lengths[sequence] // self._slot_tokens
         return self._values[(np.arange(num_slots) + 3 * sequence) % len(self._values)]
 
-    labels = tokens
+    def labels(self, labels_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
+        """Labels as the first sequence has them, with a loss for every token."""
+        return np.maximum(self.column(labels_of, sequence), 0)
+
+    def column(self, values_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
+        """The same of a further column of the first sequence."""
+        values = values_of(0)
+        return values[(np.arange(self.lengths[sequence]) + 3 * sequence) % len(values)]
 
 
 @contextmanager
@@ -46,7 +54,11 @@ def synthetic(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
     before = run.feeding
     source = Stretched(np.asarray(before.source.tokens(0)), before.slot_tokens)
     source.lengths = {number: length * before.slot_tokens for number, length in enumerate(lengths)}
-    run.feeding = replace(before, source=source, labels=None if before.labels is None else source.labels)
+    passed = {name: partial(source.column, values_of) for name, values_of in before.passed.items()}
+    labels = before.labels and (
+        source.tokens if before.objective == NEXT_TOKEN else partial(source.labels, before.labels)
+    )
+    run.feeding = replace(before, source=source, labels=labels, passed=passed, special=None)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """What the user's loop is given: one micro-batch, this rank's share of it, ready for the model's forward."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.batch import EVERY_TOKEN, Pack
+from lengthwise.core.batch import EVERY_TOKEN, NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.noise import normal_slots, uniform_sequences
 from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.model.targets import IGNORE, Masking
+from lengthwise.runtime.model.targets import IGNORE, Masking, masked_targets
 from lengthwise.runtime.train.feed import feed
 
 
@@ -37,7 +37,17 @@ class Feeding:
     slot_tokens: int = 1
     """Tokens of a slot: of a frame, where sequences are videos."""
     labels: Callable[[int], np.ndarray] | None = None
-    """Labels of a sequence, each token's own; None: the tokens."""
+    """Labels of a sequence, each token's own; None: the tokens. Next tokens are predicted by the token before them;
+    with other objectives each token predicts its own label."""
+    passed: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
+    """Further arguments of the forward by name, one value for each token of a sequence."""
+    special: Callable[[int], np.ndarray] | None = None
+    """Which tokens of a sequence are never hidden; None: any may be."""
+
+    @property
+    def has_all_targets(self) -> bool:
+        """Whether each slot has a loss, whatever its sequence holds."""
+        return self.objective == EVERY_TOKEN and self.labels is None
 
     def cu_seqlens(self, pack: Pack) -> tuple[int, ...]:
         """Boundaries in slots. Padding is a sequence of its own: models may look both ways."""
@@ -54,7 +64,7 @@ def laid_out(pack: Pack, degree: int, feeding: Feeding) -> Pack:
     slots = feeding.slot_tokens
     if pack.num_tokens < degree * slots:
         pack = replace(pack, padded_to=degree * slots, rows=0)
-    if feeding.objective == EVERY_TOKEN and pack.num_tokens > sum(pack.lengths):
+    if feeding.has_all_targets and pack.num_tokens > sum(pack.lengths):
         raise InputError(
             f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
             f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every "
@@ -118,22 +128,36 @@ class MicroBatch:
 
     @cached_property
     def _fed(self) -> tuple[Tensor, Tensor]:
-        feeding = self._feeding
-        fed = feed(feeding.source, self.pack, torch.device("cpu"), masking=feeding.masking)
-        targets_T = fed.targets_T
+        feeding, pack = self._feeding, self.pack
+        fed = feed(feeding.source, pack, torch.device("cpu"))
+        tokens_T, targets_T = fed.tokens_T, fed.targets_T
         if feeding.labels is not None:
             targets_T = self._from_labels(targets_T, feeding.labels)
-        return self.own(fed.tokens_T), self.own(targets_T)
+        elif feeding.masking is not None:
+            tokens_T, targets_T = masked_targets(tokens_T, pack, feeding.masking, special=feeding.special)
+        targets_T = targets_T.masked_fill(targets_T == feeding.ignore_index, IGNORE)
+        return self.own(tokens_T), self.own(targets_T)
 
     def _from_labels(self, targets_T: Tensor, labels: Callable[[int], np.ndarray]) -> Tensor:
-        """Where the token before it is to predict a label of the corpus, that label."""
-        targets_T = targets_T.clone()
+        """The labels of the corpus: of the next token where that is predicted, else each token's own."""
+        shift = int(self._feeding.objective == NEXT_TOKEN)
+        targets_T = torch.full_like(targets_T, IGNORE)
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
-            following = torch.as_tensor(labels(sequence)[1:].astype(np.int64))
-            targets_T[start : start + length - 1] = following.masked_fill(
-                following == self._feeding.ignore_index, IGNORE
-            )
+            values = np.ascontiguousarray(labels(sequence)[shift:], dtype=np.int64)
+            targets_T[start : start + length - shift] = torch.from_numpy(values)
         return targets_T
+
+    @cached_property
+    def passed(self) -> dict[str, Tensor]:
+        """By name, further columns of the items: one value for each slot of this rank, [t, ...]."""
+        pack, columns = self.pack, {}
+        for name, values_of in self._feeding.passed.items():
+            values = [np.asarray(values_of(sequence)) for sequence in pack.ids]
+            whole_T = np.zeros((pack.num_tokens, *values[0].shape[1:]), dtype=np.int64)
+            for start, length, own_values in zip(pack.cu_seqlens, pack.lengths, values):
+                whole_T[start : start + length] = own_values
+            columns[name] = self.own(whole_T)
+        return columns
 
     @property
     def tokens(self) -> Tensor:
@@ -143,13 +167,17 @@ class MicroBatch:
     @cached_property
     def targets(self) -> Tensor:
         """[t] int64: what each token is to predict, ``ignore_index`` where nothing."""
-        targets = self._fed[1]
-        return targets.masked_fill(targets == IGNORE, self._feeding.ignore_index)
+        return self.labels.masked_fill(self.labels == IGNORE, self._feeding.ignore_index)
+
+    @property
+    def labels(self) -> Tensor:
+        """[t] int64: the same with -100 where nothing, as models of transformers take it."""
+        return self._fed[1]
 
     @cached_property
     def num_targets(self) -> int:
         """Tokens of this rank that have a loss."""
-        if self._feeding.objective == EVERY_TOKEN:
+        if self._feeding.has_all_targets:
             return int((self.shard.sequences >= 0).sum()) * self._feeding.slot_tokens
         return int((self._fed[1] != IGNORE).sum())
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
+from lengthwise.runtime.adapt.forwards import PreparedForward
 from lengthwise.runtime.adapt.shard import Shard
 
 _POSITIONS = "position_ids"
@@ -54,11 +55,11 @@ class _Rotary:
         self._attributes = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         self._buffers = {name: value.clone() for name, value in module._buffers.items() if value is not None}
         self._axes: dict[Any, list[int]] = {}
-        module.forward = self._of_pack
+        self._prepared = PreparedForward(module, self._of_pack)
 
     def release(self) -> None:
         """The module as it was."""
-        del self._module.__dict__["forward"]
+        self._prepared.release()
         self._restore()
 
     def _restore(self) -> None:

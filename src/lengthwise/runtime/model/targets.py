@@ -1,5 +1,6 @@
 """What each token of a pack should predict. T tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,10 +43,15 @@ class Masking:
     def __post_init__(self) -> None:
         assert 0 <= self.mask_token_id < self.vocab_size, f"mask token {self.mask_token_id} of {self.vocab_size}"
 
-    def draw(self, sequence: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens to predict, in order, and what stands in the place of each: a token id, or -1 for itself."""
+    def draw(self, sequence: int, length: int, special: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens to predict, in order, and what stands in the place of each: a token id, or -1 for itself.
+
+        Tokens that are ``special``, [length] booleans, are never drawn.
+        """
         stream = np.random.Philox(key=np.array([self.seed, sequence], dtype=np.uint64), counter=_COUNTER)
-        chosen = np.sort(np.argsort(stream.random_raw(length), kind="stable")[: num_masked(length)])
+        order = np.argsort(stream.random_raw(length), kind="stable")
+        candidates = order if special is None else order[~special[order]]
+        chosen = np.sort(candidates[: num_masked(len(candidates)) if len(candidates) else 0])
         dice = stream.random_raw(len(chosen)) % 10
         others = (stream.random_raw(len(chosen)) % max(1, self.vocab_size - 1)).astype(np.int64)
         others += others >= self.mask_token_id  # any id but the mask token's
@@ -53,11 +59,16 @@ class Masking:
         return chosen, put
 
 
-def masked_targets(tokens_T: Tensor, pack: Pack, masking: Masking) -> tuple[Tensor, Tensor]:
-    """Inputs with chosen tokens hidden, and those tokens as targets; ``IGNORE`` elsewhere and on padding."""
+def masked_targets(
+    tokens_T: Tensor, pack: Pack, masking: Masking, *, special: Callable[[int], np.ndarray] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Inputs with chosen tokens hidden, and those tokens as targets; ``IGNORE`` elsewhere and on padding.
+
+    ``special``: which tokens of a sequence are never hidden.
+    """
     inputs_T, targets_T = tokens_T.clone(), torch.full_like(tokens_T, IGNORE)
     for sequence, start, length in zip(pack.ids, pack.cu_seqlens, pack.lengths):
-        chosen, put = masking.draw(sequence, length)
+        chosen, put = masking.draw(sequence, length, None if special is None else special(sequence))
         places = torch.from_numpy(start + chosen).to(tokens_T.device)
         values = torch.from_numpy(put).to(tokens_T.device)
         targets_T[places] = tokens_T[places]

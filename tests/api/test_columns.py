@@ -1,0 +1,216 @@
+"""Columns of items mean here what they mean in TRL and transformers: used, harmless, or refused."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from lengthwise.api.sequences import read_sequences
+from lengthwise.core.errors import InputError
+from tests.api import models
+from tests.api.columns import assert_equal, bert, following, gpt2, gradient, learned, rows
+
+FLOAT32 = 1e-5
+"""Losses of transformers are computed in float32."""
+ROWS = rows()
+HALVES = [np.arange(len(row)) >= len(row) // 2 for row in ROWS]
+"""True for the second half of each row, its completion."""
+COMPLETIONS = [np.where(half, row, -100) for row, half in zip(ROWS, HALVES)]
+
+
+def items(**columns):
+    """One dictionary for each row, with lists as tokenizers make them."""
+    return [
+        {"input_ids": row.tolist(), **{name: np.asarray(values[number]).tolist() for name, values in columns.items()}}
+        for number, row in enumerate(ROWS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def completions_alone():
+    """What a loop learns from the second halves alone."""
+    return gradient(models.gpt(), ROWS, [following(labels) for labels in COMPLETIONS])
+
+
+def padded(values, fill, *, left=0, right=0):
+    return [np.pad(row, (left, right), constant_values=fill) for row in values]
+
+
+MASKED_PROMPTS = {
+    "labels": items(labels=COMPLETIONS),
+    "completion_mask": items(completion_mask=[half.astype(int) for half in HALVES]),
+    "assistant_masks": items(assistant_masks=[half.astype(int) for half in HALVES]),
+    "assistant_mask of booleans": items(assistant_mask=HALVES),
+    "loss_mask of 0.0 and 1.0": items(loss_mask=[half.astype(float) for half in HALVES]),
+    "prompt_mask": items(prompt_mask=[(~half).astype(int) for half in HALVES]),
+    "two masks": items(completion_mask=[half | True for half in HALVES], assistant_masks=HALVES),
+    "labels and a mask": items(labels=ROWS, completion_mask=HALVES),
+    "labels and ones": items(labels=COMPLETIONS, loss_mask=[half | True for half in HALVES]),
+    "padding at the end": [
+        {"input_ids": row, "labels": label, "attention_mask": mask}
+        for row, label, mask in zip(
+            padded(ROWS, 0, right=5),
+            padded(COMPLETIONS, -100, right=5),
+            padded([np.ones(len(row), dtype=int) for row in ROWS], 0, right=5),
+        )
+    ],
+    "padding before": [
+        {"input_ids": row, "completion_mask": half, "attention_mask": mask}
+        for row, half, mask in zip(
+            padded(ROWS, 0, left=3),
+            padded([half.astype(int) for half in HALVES], 0, left=3),
+            padded([np.ones(len(row), dtype=int) for row in ROWS], 0, left=3),
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MASKED_PROMPTS)
+def test_a_mask_of_prompts_is_honoured_whatever_it_is_called(name, completions_alone):
+    assert_equal(learned(models.gpt(), MASKED_PROMPTS[name]), completions_alone)
+
+
+def packed(name):
+    """Three rows end to end in one item, with a column that says where each begins."""
+    found = []
+    for first in range(0, len(ROWS), 3):
+        part = ROWS[first : first + 3]
+        columns = {
+            "position_ids": np.concatenate([np.arange(len(row)) for row in part]),
+            "seq_idx": np.repeat(np.arange(len(part)), [len(row) for row in part]),
+            "seq_lengths": np.array([len(row) for row in part]),
+        }
+        found.append({"input_ids": np.concatenate(part), name: columns[name]})
+    return found
+
+
+@pytest.mark.parametrize("name", ["position_ids", "seq_idx", "seq_lengths"])
+def test_rows_that_were_packed_before_are_split_into_their_sequences(name):
+    expected = gradient(models.gpt(), ROWS, [following(row) for row in ROWS])
+    assert_equal(learned(models.gpt(), packed(name)), expected)
+
+
+def test_packed_rows_with_padding_and_labels_are_split_as_well():
+    item = {
+        "input_ids": [1, 2, 3, 4, 5, 0],
+        "position_ids": [0, 1, 0, 1, 2, 0],
+        "labels": [-100, 2, -100, -100, 5, -100],
+        "attention_mask": [1, 1, 1, 1, 1, 0],
+    }
+    found = read_sequences([item])
+    assert [found.tokens(number).tolist() for number in range(2)] == [[1, 2], [3, 4, 5]]
+    assert [found.labels(number).tolist() for number in range(2)] == [[-100, 2], [-100, -100, 5]]
+
+
+def test_token_types_reach_a_forward_that_takes_them():
+    types = [np.where(half, 1, 0) for half in HALVES]
+    labels = [np.where(np.arange(len(row)) % 3 == 0, row, -100) for row in ROWS]
+    expected = gradient(bert(), ROWS, labels, token_type_ids=types)
+    assert_equal(learned(bert(), items(labels=labels, token_type_ids=types)), expected, FLOAT32)
+    targets = [following(row) for row in ROWS]
+    expected = gradient(gpt2(), ROWS, targets, token_type_ids=types)
+    assert_equal(learned(gpt2(), items(token_type_ids=types)), expected, FLOAT32)
+    zeros = [np.zeros_like(row) for row in ROWS]  # which GPT-2 adds the first token's embedding for
+    expected = gradient(gpt2(), ROWS, targets, token_type_ids=zeros)
+    assert_equal(learned(gpt2(), items(token_type_ids=zeros)), expected, FLOAT32)
+
+
+def test_items_whose_tokens_are_hidden_already_are_learned_as_they_are():
+    hidden = [np.where(np.arange(len(row)) % 3 == 0, 2, row) for row in ROWS]
+    labels = [np.where(np.arange(len(row)) % 3 == 0, row, -100) for row in ROWS]
+    given = [{"input_ids": row, "labels": label} for row, label in zip(hidden, labels)]
+    expected = gradient(bert(), hidden, labels)
+    assert_equal(learned(bert(), given), expected, FLOAT32)
+    assert_equal(learned(bert(), given, mask_token_id=2), expected, FLOAT32)
+
+
+@pytest.mark.parametrize("kind", ["BertForTokenClassification", "GPT2ForTokenClassification"])
+def test_a_model_that_classifies_tokens_learns_the_label_of_each_token(kind):
+    make = bert if kind.startswith("Bert") else gpt2
+    options = {"classifier_dropout": 0.0, "num_labels": 5}
+    labels = [np.where(half, row % 5, -100) for row, half in zip(ROWS, HALVES)]
+    expected = gradient(make(kind, **options), ROWS, labels)
+    assert_equal(learned(make(kind, **options), items(labels=labels)), expected, FLOAT32)
+    assert_equal(learned(make(kind, **options), items(label_ids=labels)), expected, FLOAT32)
+
+
+def test_a_label_at_one_token_of_each_sequence_classifies_sequences():
+    """What the refusal of ...ForSequenceClassification advises: each sequence weighs the same."""
+    last = [np.where(np.arange(len(row)) == len(row) - 1, row[0] % 2, -100) for row in ROWS]
+    options = {"classifier_dropout": 0.0, "num_labels": 2}
+    model = gpt2("GPT2ForTokenClassification", **options)
+    expected = gradient(gpt2("GPT2ForTokenClassification", **options), ROWS, last)
+    assert_equal(learned(model, items(labels=last)), expected, FLOAT32)
+    with pytest.raises(InputError, match=r"GPT2ForSequenceClassification has one label for each sequence"):
+        learned(gpt2("GPT2ForSequenceClassification"), items(label=[0] * len(ROWS)))
+
+
+def test_the_target_that_is_ignored_may_be_any_number():
+    labels = [np.where(half, row, 0) for row, half in zip(ROWS, HALVES)]
+    expected = gradient(gpt2(), ROWS, [following(label) for label in COMPLETIONS])
+    assert_equal(learned(gpt2(), items(labels=labels), ignore_index=0), expected, FLOAT32)
+
+
+def test_special_tokens_are_never_hidden():
+    from lengthwise.runtime.model.targets import Masking
+
+    masking, special = Masking(seed=3, vocab_size=50, mask_token_id=4), np.arange(40) % 2 == 0
+    chosen, put = masking.draw(7, 40, special)
+    assert len(chosen) == len(put) == 3 and not special[chosen].any()
+    assert [len(values) for values in masking.draw(7, 40, np.ones(40, dtype=bool))] == [0, 0]
+    everything, _ = masking.draw(7, 40)
+    np.testing.assert_array_equal(masking.draw(7, 40, np.zeros(40, dtype=bool))[0], everything)
+    given = items(special_tokens_mask=[np.arange(len(row)) > 0 for row in ROWS])
+    firsts = [np.where(np.arange(len(row)) == 0, row, -100) for row in ROWS]
+    # One token of each row is left to be predicted: its last layer learns from these alone.
+    found = learned(bert(), given, mask_token_id=1)["cls.predictions.bias"]
+    targets = {int(label[0]) for label in firsts}
+    assert {int(token) for token in (found < -1e-3).nonzero()} == targets
+
+
+HARMLESS = {
+    "text": "some words",
+    "id": 7,
+    "uuid": None,
+    "length": 9,
+    "score": 0.5,
+    "messages": [{"role": "user", "content": "words"}],
+    "tokens": ["so", "me"],
+    "label": 1,
+    "offset_mapping": [[0, 1]],
+    "empty": [],
+    "meta": {"url": "there"},
+}
+
+
+def test_columns_that_change_nothing_are_named_once(caplog):
+    given = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row), **HARMLESS} for row in ROWS]
+    given[3]["surprise"] = "in one item alone"
+    with caplog.at_level(logging.INFO, logger="lengthwise"):
+        found = read_sequences(given)
+    assert found.labels is None and not found.passed
+    told = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]
+    assert len(told) == 1
+    for name in (*HARMLESS.keys() - {"uuid"}, "attention_mask", "surprise"):
+        assert name in told[0]
+
+
+def test_what_random_items_hold_is_another_thing_at_every_read():
+    class Augmented:
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, number):
+            return np.random.default_rng().integers(0, 50, 30)
+
+    with pytest.raises(InputError, match=r"item 0 is another one each time that it is read.*default_rng"):
+        read_sequences(Augmented())
+
+
+def test_an_item_that_changes_later_is_noticed_when_it_is_computed():
+    given = [{"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]} for _ in range(3)]
+    found = read_sequences(given)
+    assert found.labels(1).tolist() == [-100, 2, 3]
+    given[2]["completion_mask"] = [0, 0, 1]
+    with pytest.raises(ValueError, match="item 2 is another one each time that it is read"):
+        found.tokens(2)
