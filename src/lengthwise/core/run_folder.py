@@ -7,6 +7,7 @@ timeline/       one file a rank, a step a line  checkpoints/     step_00000100/,
 tensorboard/    event files                     trace.json.gz, report.html
 compiler/       what train.compile compiled
 stop            asks the run to save and end
+launcher.lock, ranks.lock   who is training into it at the moment
 """
 
 import json
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.folder import reason, shown, write_text
+from lengthwise.core.lock import FolderLock
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, merge
@@ -77,29 +80,67 @@ class RunFolder:
         """What ``rank`` recorded, one step a line."""
         return self.path / "timeline" / f"rank_{rank:05d}.jsonl"
 
+    def lock(self, holder: str) -> FolderLock:
+        """The lock of ``holder``: "launcher", which starts ranks, or "ranks", of which the first takes it."""
+        return FolderLock(
+            self.path / f"{holder}.lock",
+            user="a run",
+            way_out="wait for it to end, stop it, or name another run_folder",
+        )
+
     def check(self) -> None:
         """Raise ``InputError`` unless this is the folder of a run."""
-        if not self.config.is_file():
-            raise InputError(f"{self.path} is not a run folder: it has no config.yaml; give the folder train printed")
+        try:
+            has_config = self.config.is_file()
+        except OSError as error:  # such as a name that is too long
+            raise InputError(f"{shown(self.path)} is not a run folder ({reason(error)})") from None
+        if not has_config:
+            raise InputError(
+                f"{shown(self.path)} is not a run folder: it has no config.yaml; give the folder train printed"
+            )
 
     def check_new(self) -> None:
         """Raise ``InputError`` if the folder holds a run already."""
-        if self.config.exists():
+        try:
+            has_config, contents = self.config.exists(), self._left_of_a_run()
+        except OSError as error:
+            raise InputError(f"run_folder={shown(self.path)} cannot be used ({reason(error)}); name another") from None
+        if has_config:
             raise InputError(
-                f"{self.path} already holds a run; go on with --resume {self.path} if it has a checkpoint, "
-                "else remove it or name another run_folder"
+                f"{shown(self.path)} already holds a run; go on with --resume {shown(self.path)} if it has a "
+                "checkpoint, else remove it or name another run_folder"
             )
+        if contents:
+            raise InputError(
+                f"{shown(self.path)} holds {contents} of a run whose config.yaml is gone, so its settings are unknown; "
+                "put config.yaml back, remove the folder, or name another run_folder"
+            )
+
+    def _left_of_a_run(self) -> str:
+        """A file that only a run writes, if there is one."""
+        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
+            return "checkpoints"
+        return next((path.name for path in (self.metrics, self.plans) if path.exists()), "")
 
     def write_json(self, name: str, document: dict[str, Any]) -> None:
         """Write ``name`` whole or not at all."""
-        partial = self.path / f"{name}.partial-{os.getpid()}"
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(self.path / name)
+        write_text(self.path / name, json.dumps(document, indent=1) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """The JSON object in ``name``; empty when there is none."""
+        """The JSON object in ``name``; empty when there is none.
+
+        Raises:
+            InputError: it is damaged, or cannot be read.
+        """
         path = self.path / name
-        return json.loads(path.read_text()) if path.is_file() else {}
+        try:
+            document = json.loads(path.read_text()) if path.is_file() else {}
+        except (OSError, ValueError) as error:
+            words = reason(error) if isinstance(error, OSError) else str(error)
+            raise InputError(f"{shown(path)} is damaged ({words}); restore it, or start the run anew") from None
+        if not isinstance(document, dict):
+            raise InputError(f"{shown(path)} is damaged (no JSON object); restore it, or start the run anew")
+        return document
 
     def read_spec(self) -> ModelSpec:
         """The sizes of the model that was trained.
@@ -111,7 +152,11 @@ class RunFolder:
         if not document:
             raise InputError(f"{self.path} has no model.json: this run never began to train")
         values = {name: document[name] for name in ModelSpec.__dataclass_fields__ if name in document}
-        return ModelSpec(**{**values, "rope_scaling": tuple(tuple(item) for item in document["rope_scaling"])})
+        try:
+            return ModelSpec(**{**values, "rope_scaling": tuple(tuple(item) for item in document["rope_scaling"])})
+        except (KeyError, TypeError, AttributeError) as error:
+            path = shown(self.path / "model.json")
+            raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); restore it") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Metrics of all steps, in order; a step trained again after a resume counts once, the last time."""

@@ -30,7 +30,7 @@ class Part:
     """Passes over it in an epoch."""
 
     def tokens(self, id: int) -> np.ndarray:
-        """[length] unsigned integers: a read-only view of the file."""
+        """[length] unsigned integers, read-only."""
         start = int(self.view.starts[id])
         return self.store.tokens(int(self.view.base_ids[id]))[start : start + int(self.view.lengths.lengths[id])]
 
@@ -101,7 +101,7 @@ class Corpus:
         return np.searchsorted(self.starts, ids, side="right") - 1
 
     def tokens(self, id: int) -> np.ndarray:
-        """[length] unsigned integers: a read-only view of the file."""
+        """[length] unsigned integers, read-only."""
         if not 0 <= id < len(self):
             raise InputError(f"no sequence {id} in this corpus: it has {len(self):,}, counted from 0")
         number = int(self.part_of(np.array(id))) if len(self.parts) > 1 else 0

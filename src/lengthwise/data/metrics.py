@@ -36,9 +36,9 @@ class Metric:
 
     name: str
     values: np.ndarray
-    """[num_sequences] int64, float32 or float64, all finite; memory-mapped and read-only."""
+    """[num_sequences] int64, float32 or float64, all finite; read-only."""
     order: np.ndarray | None
-    """[num_sequences] int64, the ids from the smallest to the largest value, equal ones by id; memory-mapped."""
+    """[num_sequences] int64, the ids from the smallest to the largest value, equal ones by id; read-only."""
     digest: str
     """Sixteen hex digits over the index and the values."""
     info: dict[str, Any]
@@ -246,8 +246,8 @@ def _digest(array: np.ndarray, mark: str) -> str:
 
 def _load(files: MetricFiles, path: Path) -> np.ndarray:
     try:
-        loaded = np.load(path, mmap_mode="r")
-    except ValueError:
+        array: np.ndarray = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError):
         raise files.damaged(f"{path.name} is no array") from None
-    array: np.ndarray = loaded.view(np.ndarray)
+    array.flags.writeable = False
     return array

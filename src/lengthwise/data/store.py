@@ -1,4 +1,4 @@
-"""Open a finished index: memory-mapped lengths and tokens, checked against what index.json says of them."""
+"""Open a finished index: its lengths in memory, its tokens read by sequence, checked against what index.json says."""
 
 import hashlib
 import json
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.folder import reason
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.array_file import ArrayFile, load_array
 from lengthwise.data.settings import FORMAT_VERSION
 
 INDEX_FILES = ("index.json", "tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "tokenizer.json")
@@ -22,14 +24,14 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStore:
-    """A corpus on disk. Nothing is loaded until it is asked for."""
+    """A corpus on disk. Tokens are read when they are asked for."""
 
     path: Path
     lengths: LengthIndex
     info: dict[str, Any]
     """What index.json holds."""
-    _offsets: np.ndarray
-    _tokens: np.ndarray | None
+    _offsets: ArrayFile
+    _tokens: ArrayFile | None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -57,11 +59,17 @@ class TokenStore:
         return eos_id
 
     def tokens(self, id: int) -> np.ndarray:
-        """[length] unsigned integers: a read-only view of the file."""
+        """[length] unsigned integers, read-only.
+
+        Raises:
+            InputError: there is no such sequence, or the index holds lengths alone.
+            LengthwiseError: a file of the index is not as it was when it was opened.
+        """
         all_tokens = self._require_tokens()
         if not 0 <= id < len(self.lengths):
             raise InputError(f"no sequence {id} in {self.path}: it has {len(self.lengths):,}, counted from 0")
-        return all_tokens[self._offsets[id] : self._offsets[id + 1]]
+        start, stop = self._offsets.read(id, id + 2).tolist()
+        return all_tokens.read(start, stop)
 
     def verify_tokens(self) -> None:
         """Read every token; raise ``CheckError`` unless they are the ones that were indexed."""
@@ -75,7 +83,7 @@ class TokenStore:
                 f"{self.info['corpus_digest']}; index again with --restart"
             )
 
-    def _require_tokens(self) -> np.ndarray:
+    def _require_tokens(self) -> ArrayFile:
         if self._tokens is None:
             raise InputError(f"{self.path} holds lengths alone, no tokens; index the texts themselves to train on them")
         return self._tokens
@@ -94,22 +102,33 @@ def open_index(path: str | Path) -> TokenStore:
         if found != size:
             state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
             raise InputError(f"the index at {path} is damaged: {name} {state}; index again with --restart")
-    lengths = LengthIndex(lengths=np.load(path / "lengths.npy", mmap_mode="r"), corpus_digest=info["corpus_digest"])
+    damaged = f"the index at {path} is damaged; index again with --restart"
+    values = load_array(path / "lengths.npy", way_out=damaged)
+    lengths = LengthIndex(lengths=values, corpus_digest=info["corpus_digest"])
     if lengths.digest != info["digest"]:
         raise InputError(
             f"the lengths in {path} are not the ones indexed: digest {lengths.digest}, index.json says "
             f"{info['digest']}; index again with --restart"
         )
-    offsets = np.load(path / "offsets.npy", mmap_mode="r")
+    offsets, tokens = _open_files(path, info)
     if not _agree(offsets, lengths):
         raise InputError(
             f"the index at {path} is damaged: offsets.npy and lengths.npy disagree; index again with --restart"
         )
-    tokens = None
-    if info["has_tokens"]:
-        dtype = np.dtype(info["dtype"]).newbyteorder("<")
-        tokens = np.memmap(path / "tokens.bin", dtype=dtype, mode="r", shape=(info["num_tokens"],)).view(np.ndarray)
     return TokenStore(path=path, lengths=lengths, info=info, _offsets=offsets, _tokens=tokens)
+
+
+def _open_files(path: Path, info: dict[str, Any]) -> tuple[ArrayFile, ArrayFile | None]:
+    """Where sequences begin, and the tokens if there are any."""
+    try:
+        offsets, tokens = ArrayFile.of_npy(path / "offsets.npy"), None
+        if info["has_tokens"]:
+            dtype = np.dtype(info["dtype"]).newbyteorder("<")
+            tokens = ArrayFile(path / "tokens.bin", dtype=dtype, count=info["num_tokens"])
+    except (OSError, ValueError) as error:
+        words = reason(error) if isinstance(error, OSError) else str(error)
+        raise InputError(f"the index at {path} is damaged: {words}; index again with --restart") from None
+    return offsets, tokens
 
 
 def read_info(path: Path) -> dict[str, Any]:
@@ -154,10 +173,13 @@ def token_blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
             yield block
 
 
-def _agree(offsets: np.ndarray, lengths: LengthIndex) -> bool:
-    if len(offsets) != len(lengths) + 1 or offsets[0] != 0:
+def _agree(offsets: ArrayFile, lengths: LengthIndex) -> bool:
+    if len(offsets) != len(lengths) + 1 or offsets.read(0, 1)[0] != 0:
         return False
+    count = len(lengths)
     return all(
-        np.array_equal(np.diff(offsets[start : start + _BLOCK + 1]), lengths.lengths[start : start + _BLOCK])
-        for start in range(0, len(lengths), _BLOCK)
+        np.array_equal(
+            np.diff(offsets.read(start, min(start + _BLOCK, count) + 1)), lengths.lengths[start : start + _BLOCK]
+        )
+        for start in range(0, count, _BLOCK)
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.state.checkpoint_files import begin, candidates, digest_of, latest, publish, read_state
+from lengthwise.runtime.state.checkpoint_files import Keep, begin, candidates, digest_of, latest, publish, read_state
 
 OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
 """Of ``os``: all that changes names, and the end of every write."""
@@ -46,7 +46,8 @@ def save(folder: Path, step: int, content: str, *, keep: int) -> None:
     for rank in range(2):
         (partial / f"__{rank}_0.distcp").write_text(content)
     document = {"schema_version": 2, "step": step, "content": content}
-    publish(partial, {**document, "files": {p.name: digest_of(p) for p in partial.iterdir()}}, keep=keep)
+    listed = {path.name: digest_of(path) for path in partial.iterdir()}
+    publish(partial, {**document, "files": listed}, keep=Keep(newest=keep))
 
 
 def content_of(checkpoint: Path) -> str:

@@ -27,16 +27,23 @@ from lengthwise.runtime.state.checkpoint_files import (
     damage,
     damaged,
     latest,
+    outlook,
     read_state,
+    step_back,
 )
 from lengthwise.runtime.state.contents import MASTER, restore, room_for
+from lengthwise.runtime.state.metadata_reader import METADATA_FILE, ForeignMetadataError, Reader
 from lengthwise.runtime.state.saver import HostGroup, Saver
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.table import ParameterTable
 
-__all__ = ["CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "load", "load_weights", "read_state", "save", "verify"]
+__all__ = [
+    "CHECKPOINT_SCHEMA_VERSION", "candidates", "latest", "load", "load_weights", "outlook", "read_state", "save",
+    "step_back", "verify",
+]  # fmt: skip
 
 _log = logging.getLogger(__name__)
+_MASTER_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 
 
 def save(folder: Path, state: ShardedState, extra: dict[str, Any], *, keep: int) -> None:
@@ -44,7 +51,7 @@ def save(folder: Path, state: ShardedState, extra: dict[str, Any], *, keep: int)
 
     A run writes its checkpoints with a :class:`Saver`, which does not make it wait.
     """
-    saver = Saver(folder, state, keep=keep)
+    saver = Saver(folder, state, keep=keep, makes_parents=True)
     try:
         saver.save(extra, wait=True)
     finally:
@@ -61,10 +68,11 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
     try:
         document = _checked_by_all(checkpoint, state, group)
         with _readable(checkpoint):
-            metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-            room = room_for(state, {name: tensor.size for name, tensor in metadata.items()})  # type: ignore[union-attr]
+            reader = Reader(checkpoint, document["files"])
+            saved = reader.metadata.state_dict_metadata
+            room = room_for(state, {name: tensor.size for name, tensor in saved.items()})  # type: ignore[union-attr]
             tensors = {name: content.on(group.mesh) for name, content in room.items()}
-            dcp.load(tensors, checkpoint_id=str(checkpoint), process_group=group.handle)
+            dcp.load(tensors, storage_reader=reader, process_group=group.handle)
     finally:
         group.close()
     if state.world.is_first:
@@ -81,19 +89,19 @@ def load_weights(checkpoint: Path, spec: ModelSpec) -> dict[str, Tensor]:
     """
     document = verify(checkpoint)
     _check_digest(checkpoint, document, spec.digest, spec.name)
-    bounds = document["unit_bounds"]
-    buffer = torch.empty(bounds[-1], dtype=getattr(torch, document["master_dtype"]))
-    found = {}
-    for name, slot in document["parameters"].items():
-        shape = torch.Size(slot["shape"])
-        found[name] = buffer[slot["start"] : slot["start"] + shape.numel()].view(shape)
-    units = {str(unit): buffer[start:end] for unit, (start, end) in enumerate(pairwise(bounds))}
-    parts = found if document["has_whole_parameters"] else units
     with _readable(checkpoint), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
+        bounds = document["unit_bounds"]
+        buffer = torch.empty(bounds[-1], dtype=_MASTER_DTYPES[document["master_dtype"]])
+        weights = {}
+        for name, slot in document["parameters"].items():
+            shape = torch.Size(slot["shape"])
+            weights[name] = buffer[slot["start"] : slot["start"] + shape.numel()].view(shape)
+        units = {str(unit): buffer[start:end] for unit, (start, end) in enumerate(pairwise(bounds))}
+        parts = weights if document["has_whole_parameters"] else units
         tensors = {f"{MASTER}/{name}": part for name, part in parts.items()}
-        dcp.load(tensors, checkpoint_id=str(checkpoint), no_dist=True)
-    return found
+        dcp.load(tensors, storage_reader=Reader(checkpoint, document["files"]), no_dist=True)
+    return weights
 
 
 def verify(checkpoint: Path) -> dict[str, Any]:
@@ -109,6 +117,8 @@ def verify(checkpoint: Path) -> dict[str, Any]:
 
 def _verify_files(checkpoint: Path, expected: dict[str, Any]) -> None:
     for name, digest in expected.items():
+        if Path(name).name != name:
+            raise damaged(checkpoint / STATE_FILE, f"lists {name!r}, which is no file of a checkpoint")
         if wrong := damage(checkpoint / name, digest):
             raise damaged(checkpoint / name, wrong)
 
@@ -184,9 +194,14 @@ def _warn_of_differences(checkpoint: Path, document: dict[str, Any], state: Shar
 
 @contextmanager
 def _readable(checkpoint: Path) -> Iterator[None]:
-    """What torch cannot read although the files are those that were written."""
+    """What torch cannot read although the files are those that were written, and what it must not read."""
     try:
         yield
+    except ForeignMetadataError as error:
+        raise InputError(
+            f"{checkpoint / METADATA_FILE} was not written by lengthwise: {error}; nothing of it was run. Do not use "
+            "this checkpoint: ask whoever made it for an export (safetensors), or go on from another one"
+        ) from None
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
         raise InputError(

@@ -14,10 +14,13 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.folder import reason
 
 CHECKPOINT_SCHEMA_VERSION = 2
 
@@ -66,9 +69,22 @@ def latest(folder: Path) -> Path:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints stay when there is a new one."""
+
+    newest: int
+    """So many, the new one included."""
+    good_step: int | None = None
+    """Besides, the newest of this step or an earlier one: with its weights the loss was finite. None: none is known."""
+
+
 def begin(folder: Path, name: str) -> Path:
-    """An empty folder to write the checkpoint ``name`` in; what crashes left behind is cleared away."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """An empty folder to write the checkpoint ``name`` in; what crashes left behind is cleared away.
+
+    The parent of ``folder`` is not made: where somebody removed the folder of a run, nothing is written in its place.
+    """
+    folder.mkdir(exist_ok=True)
     for replaced in folder.glob(f"step_*{_REPLACED}"):
         final = replaced.with_name(replaced.name.removesuffix(_REPLACED))
         if (replaced / STATE_FILE).is_file() and not (final / STATE_FILE).is_file():
@@ -84,27 +100,99 @@ def begin(folder: Path, name: str) -> Path:
     return partial
 
 
-def publish(partial: Path, document: dict[str, Any], *, keep: int) -> Path:
-    """Make a checkpoint that all ranks have written complete and ``latest``, then remove all but the ``keep`` newest.
+def publish(partial: Path, document: dict[str, Any], *, keep: Keep) -> Path:
+    """Make a checkpoint that all ranks have written complete and ``latest``, then remove what ``keep`` leaves out.
 
     Those of later steps, left by a run that was resumed from before them, are neither counted nor removed.
+
+    Raises:
+        OSError: a file that a rank has written is not here with its size, or the disk refuses something.
     """
     folder, name = partial.parent, partial.name.removesuffix(_PARTIAL)
     final, replaced = folder / name, folder / f"{name}{_REPLACED}"
+    _check_sizes(partial, document["files"])
     _write(partial / STATE_FILE, _encoded(document))
     if final.exists():  # the same step again, after a resume from an older checkpoint
         final.rename(replaced)
     partial.rename(final)
     _sync(folder)
+    point_to(folder, name)
+    _remove(replaced)
+    older = [path for path in candidates(folder) if _step_of(path.name) <= _step_of(name)]
+    good = next((path for path in older if keep.good_step is not None and _step_of(path.name) <= keep.good_step), None)
+    for path in older[keep.newest :]:
+        if path != good:
+            _remove(path)
+    return final
+
+
+def point_to(folder: Path, name: str) -> None:
+    """Make the checkpoint ``name`` the latest."""
     pointer = folder / f"{POINTER}{_PARTIAL}"
     _write(pointer, name + "\n")
     pointer.replace(folder / POINTER)
     _sync(folder)
-    _remove(replaced)
-    older = [path for path in candidates(folder) if _step_of(path.name) <= _step_of(name)]
-    for path in older[keep:]:
-        _remove(path)
-    return final
+
+
+def step_back(folder: Path, step: int) -> str:
+    """Make the newest checkpoint before ``step`` the latest, if that of ``step`` is; says what is safe, in words.
+
+    For a step whose loss is not finite: the weights that it began with may be to blame.
+    """
+    complete = candidates(folder)
+    before = [path for path in complete if _step_of(path.name) < step]
+    if not any(_step_of(path.name) == step for path in complete):
+        return outlook(folder)
+    if not before:
+        return f"the only checkpoint, {step_name(step)}, holds the weights of that loss: start anew"
+    try:
+        point_to(folder, before[0].name.removesuffix(_REPLACED))
+    except OSError as error:
+        return (
+            f"{step_name(step)} holds the weights of that loss, and {folder / POINTER} could not be changed "
+            f"({reason(error)}): write {before[0].name} into it before going on"
+        )
+    return (
+        f"{step_name(step)} holds the weights of that loss, so the latest checkpoint is now {before[0].name}; go on "
+        "from it with: lengthwise train --resume RUN"
+    )
+
+
+def discard(folder: Path, name: str) -> None:
+    """Remove what there is of a checkpoint that could not be written, as far as the disk allows."""
+    shutil.rmtree(folder / f"{name}{_PARTIAL}", ignore_errors=True)
+    with suppress(OSError):
+        (folder / f"{POINTER}{_PARTIAL}").unlink(missing_ok=True)
+
+
+def outlook(folder: Path) -> str:
+    """What is safe after a file could not be written, in words."""
+    if not folder.parent.is_dir():
+        return f"{folder.parent} is gone, and its checkpoints with it"
+    complete = candidates(folder)
+    if not complete:
+        return "no checkpoint is complete yet, so that there is nothing to go on from"
+    return (
+        f"complete ones are as they were, the newest is {complete[0].name}. Once the cause is gone, go on with: "
+        "lengthwise train --resume RUN"
+    )
+
+
+def check_files(partial: Path, expected: dict[str, Any]) -> None:
+    """Raise ``OSError`` unless the files of a checkpoint that is being written are as the rank that wrote them said."""
+    for name, digest in expected.items():
+        if wrong := damage(partial / name, digest):
+            raise OSError(f"{partial / name} {wrong}, though it has just been written")
+
+
+def _check_sizes(partial: Path, expected: dict[str, Any]) -> None:
+    for name, digest in expected.items():
+        try:
+            num_bytes = (partial / name).stat().st_size
+        except FileNotFoundError:
+            raise OSError(f"{partial / name} is missing, though a rank has just written it") from None
+        if num_bytes != digest["num_bytes"]:
+            raise OSError(f"{partial / name} has {num_bytes:,} bytes of {digest['num_bytes']:,}")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -20,12 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lengthwise import __version__
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.folder import shown
 from lengthwise.runtime.comm.activity import Activity, Waiting
 from lengthwise.runtime.comm.objects import broadcast_value, gather_values
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.state import checkpoint_files as files
-from lengthwise.runtime.state.contents import Content, contents
+from lengthwise.runtime.state.contents import MASTER, Content, contents
 from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.state.shared_folder import check_shared
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +59,14 @@ class HostGroup:
 class Saver:
     """Every rank of a run has one, and calls the same of it at the same step."""
 
-    def __init__(self, folder: Path, state: ShardedState, *, keep: int) -> None:
-        """``folder``: of all the run's checkpoints; the ``keep`` newest stay in it."""
-        self._folder, self._state, self._keep = folder, state, keep
+    def __init__(self, folder: Path, state: ShardedState, *, keep: int, makes_parents: bool = False) -> None:
+        """``folder``: of all the run's checkpoints; the ``keep`` newest stay in it.
+
+        Without ``makes_parents`` it is an error that its parent is not there: then somebody has removed the run.
+        """
+        self._folder, self._state, self._keep, self._makes_parents = folder, state, keep, makes_parents
+        self.good_step: int | None = None
+        """The loss was finite with the weights after so many steps; None: it is not known of any."""
         self._group: HostGroup | None = None
         self._thread: Thread | None = None
         self._error: BaseException | None = None
@@ -96,11 +103,14 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            (cause, reason), self._error = _reason(self._error), None
+        error, self._error = self._error, None
+        if isinstance(error, LengthwiseError):
+            raise error
+        if error is not None:
+            cause, why = _reason(error)
             raise LengthwiseError(
-                f"the checkpoint of step {self.step} could not be written to {self._folder} ({reason}); "
-                "complete ones are as they were. Once the cause is gone, go on with: lengthwise train --resume RUN"
+                f"the checkpoint of step {self.step} could not be written to {shown(self._folder)} ({why}); "
+                f"{files.outlook(self._folder)}"
             ) from cause
 
     def close(self) -> None:
@@ -115,25 +125,56 @@ class Saver:
             self._group = None
 
     def _run(self, group: HostGroup, found: dict[str, Content], document: dict[str, Any]) -> None:
+        world, step = self._state.world, document["step"]
         try:
-            _write(self._folder, found, document, group=group, world=self._state.world, keep=self._keep)
+            _check_finite(found, group, world, folder=self._folder, step=step)
+            keep = files.Keep(newest=self._keep, good_step=self.good_step)
+            if self._makes_parents:
+                _first_does(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True), group, world)
+            _write(self._folder, found, document, group=group, world=world, keep=keep)
         except BaseException as error:  # torch's CheckpointException is no Exception
+            if world.is_first:
+                files.discard(self._folder, files.step_name(step))
             self._error = error
 
 
 def _write(
-    folder: Path, found: dict[str, Content], document: dict[str, Any], *, group: HostGroup, world: World, keep: int
+    folder: Path,
+    found: dict[str, Content],
+    document: dict[str, Any],
+    *,
+    group: HostGroup,
+    world: World,
+    keep: files.Keep,
 ) -> None:
     """One checkpoint, from the empty folder to its name; on every rank. What fails on one rank fails on all."""
     name = files.step_name(document["step"])
     partial = folder / f"{name}.partial"
     _first_does(lambda: files.begin(folder, name), group, world)
+    check_shared(partial, group.gather, is_first=world.is_first)
     tensors = {key: content.on(group.mesh) for key, content in found.items()}
     writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)  # everything is in host memory already
     dcp.save(tensors, storage_writer=writer, process_group=group.handle)
     outcomes = group.gather(_tried(lambda: _digests(partial, world)))
     document = {**document, "files": _joined(outcomes)}
+    neighbour = outcomes[(world.rank + 1) % world.size][0] if world.size > 1 else {}
+    _joined(group.gather(_tried(lambda: files.check_files(partial, neighbour))))  # another machine sees them as well
     _first_does(lambda: files.publish(partial, document, keep=keep), group, world)
+
+
+def _check_finite(found: dict[str, Content], group: HostGroup, world: World, *, folder: Path, step: int) -> None:
+    """Raise ``LengthwiseError`` on all ranks if a weight on any rank is not a finite number."""
+    wrong = next((name for name, content in found.items() if _is_broken(name, content)), None)
+    for rank, name in enumerate(group.gather(wrong)):
+        if name is not None:
+            raise LengthwiseError(
+                f"the weights after step {step} are not finite ({name} on rank {rank}), so no checkpoint was made of "
+                f"them; {files.outlook(folder)}. Lower optim.lr or set optim.clip_norm before going on"
+            )
+
+
+def _is_broken(name: str, content: Content) -> bool:
+    return name.startswith(f"{MASTER}/") and not bool(torch.isfinite(content.local).all())
 
 
 def _digests(partial: Path, world: World) -> dict[str, Any]:
@@ -148,7 +189,7 @@ def _joined(outcomes: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
     for rank, (_, error) in enumerate(outcomes):
         if error:
             raise OSError(f"rank {rank}: {error}")
-    return {name: value for found, _ in outcomes for name, value in found.items()}
+    return {name: value for result, _ in outcomes for name, value in (result or {}).items()}
 
 
 def _first_does(act: Callable[[], object], group: HostGroup, world: World) -> None:

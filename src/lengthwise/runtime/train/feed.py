@@ -13,6 +13,10 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.targets import Masking, masked_targets, next_token_targets
 
 
+class SourceError(LengthwiseError):
+    """A sequence cannot be read, or is another than the one that was planned."""
+
+
 class TokenSource(Protocol):
     """Where token values come from; :class:`lengthwise.data.corpus.Corpus` is one."""
 
@@ -79,13 +83,15 @@ def feed(source: TokenSource, pack: Pack, device: torch.device, *, masking: Mask
 def _read(source: TokenSource, sequence: int, length: int) -> np.ndarray:
     try:
         tokens = source.tokens(sequence)
+    except LengthwiseError as error:
+        raise SourceError(f"sequence {sequence} ({length:,} tokens) could not be read: {error}") from None
     except Exception as error:
-        raise LengthwiseError(
+        raise SourceError(
             f"sequence {sequence} ({length:,} tokens) could not be read: {type(error).__name__}: {error}; mend its "
-            "source, then go on from the last checkpoint"
+            "source before going on"
         ) from error
     if len(tokens) != length:
-        raise LengthwiseError(
+        raise SourceError(
             f"sequence {sequence} has {len(tokens):,} tokens, its plan says {length:,}; the data has changed since it "
             "was indexed: index it again"
         )

@@ -1,6 +1,8 @@
 """One row per step: to JSON lines, to TensorBoard, and as the log line."""
 
+import errno
 import json
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -136,12 +138,24 @@ class JsonLines:
     """Appends rows to a file, each whole or not at all to a reader."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
 
     def on_step(self, row: Row) -> None:
-        """Write the row and flush it."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        """Write the row.
+
+        Raises:
+            OSError: the disk refuses it, or the file was removed or replaced.
+        """
+        content = json.dumps(row).encode() + b"\n"
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+            while is_there and content:  # nearly full, a disk takes a part
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        if not is_there:
+            raise OSError(errno.ESTALE, "another file took the place of the one that the run writes", str(self._path))
 
     def close(self) -> None:
         """Close the file."""

@@ -24,6 +24,10 @@ from lengthwise.runtime.train.pipeline import StretchRun, make_groups
 from lengthwise.runtime.train.schedule import check_matching, operations
 
 
+class DivergedError(LengthwiseError):
+    """The loss or the gradient of a step is not finite; weights are as they were before it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What a step computed; equal on every rank."""
@@ -91,13 +95,13 @@ def run_step(
     Raises:
         InputError: the plan is for other ranks or another model.
         CheckError: its operations do not match.
-        LengthwiseError: the loss or the gradient is not finite; weights are left as they were.
+        DivergedError: the loss or the gradient is not finite; weights are left as they were.
     """
     loss = run_micro_batches(plan, model, state, source, clock=clock, masking=masking, feeds=feeds, schedule=schedule)
     with clock.span(SpanKind.UPDATE, "clip"):
         norm, total = state.global_norm(loss)
     if not (torch.isfinite(torch.tensor([norm, total])).all()):
-        raise LengthwiseError(
+        raise DivergedError(
             f"step {plan.step}: loss {total} and gradient norm {norm} are not both finite; weights are unchanged since "
             f"the step before. Lower optim.lr (now {lr:.2e}), set optim.clip_norm, or look at the step's sequences in "
             "plans.jsonl"

@@ -7,9 +7,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.errors import Preempted
+from lengthwise.core.errors import LengthwiseError, Preempted
+from lengthwise.core.folder import is_of_disk, reason
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
 from lengthwise.core.scheme import Schedule
@@ -25,12 +28,12 @@ from lengthwise.runtime.state.saver import Saver
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_compiled
-from lengthwise.runtime.train.feed import TokenSource, masking_of
+from lengthwise.runtime.train.feed import SourceError, TokenSource, masking_of
 from lengthwise.runtime.train.lr import learning_rate
 from lengthwise.runtime.train.metrics import Callback, JsonLines, measure, step_row
 from lengthwise.runtime.train.prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.schedule import shares_of
-from lengthwise.runtime.train.step import agree, run_step
+from lengthwise.runtime.train.step import DivergedError, agree, run_step
 
 
 class BatchStream(Protocol):
@@ -142,8 +145,23 @@ class Trainer:
 
         Raises:
             Preempted: SIGTERM came; a checkpoint was written after the last finished step.
-            LengthwiseError: the loss is not finite, ranks disagree, or a checkpoint could not be written.
+            LengthwiseError: the loss is not finite, ranks disagree, or a file could not be written.
         """
+        try:
+            self._fit()
+        except DivergedError as error:
+            words = [checkpoint.step_back(self.folder.checkpoints, self.next_step) if self.world.is_first else ""]
+            dist.broadcast_object_list(words, src=0)  # all ranks are here
+            raise LengthwiseError(f"{error}; {words[0]}") from None
+        except SourceError as error:
+            raise LengthwiseError(f"{error}; {checkpoint.outlook(self.folder.checkpoints)}") from error.__cause__
+        except OSError as error:
+            if not is_of_disk(error):
+                raise
+            safe = checkpoint.outlook(self.folder.checkpoints)
+            raise LengthwiseError(f"the run ends after step {self.next_step} ({reason(error)}); {safe}") from error
+
+    def _fit(self) -> None:
         stop = StopRequest(self.folder.stop)
         if self.compiled is not None:
             self.compiled.warm_up(self.model)
@@ -211,6 +229,7 @@ class Trainer:
         timeline = clock.timeline(plan.step)
         recompiles = 0 if self.compiled is None else self.compiled.recompiles()
         measured = measure(timeline, self.world, recompiles=recompiles)
+        self._saver.good_step = plan.step
         self.next_step = plan.step + 1
         if self.ledger is not None:
             self.ledger.count(plan)

@@ -1,0 +1,128 @@
+"""Folders and files that are written whole or not at all, and the words for what the file system refuses."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lengthwise.core.errors import InputError
+
+_DISK = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR,
+    errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.EEXIST,
+    errno.ENODEV, errno.ENXIO, errno.ENOTEMPTY, errno.EBUSY, errno.ENOTSUP,
+}  # fmt: skip
+
+
+def shown(path: Path | str) -> str:
+    """A path for a message, on one line whatever characters it has."""
+    return str(path) if str(path).isprintable() else repr(str(path))
+
+
+def reason(error: OSError) -> str:
+    """What the file system refused, in words: the system's, and the file if it names one."""
+    words = error.strerror or str(error) or type(error).__name__
+    return f"{words}: {shown(error.filename)}" if isinstance(error.filename, str) else words
+
+
+def is_of_disk(error: BaseException | None) -> bool:
+    """Whether a file or a disk is to blame, and not a connection."""
+    return isinstance(error, OSError) and error.errno in _DISK
+
+
+def make_folder(path: Path, *, setting: str) -> list[Path]:
+    """Make a folder with its parents, in which files can be written; returns the new ones, the outermost first.
+
+    Raises:
+        InputError: it cannot be made or written; ``setting`` is what names it. Nothing is left behind.
+    """
+    made: list[Path] = []
+    try:
+        missing: list[Path] = []
+        parent = path
+        while not os.path.lexists(parent):
+            missing.append(parent)
+            parent = parent.parent
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            made.append(folder)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as probe:
+            probe.write(b"?")
+            probe.flush()
+    except (OSError, ValueError) as error:  # the latter for a null character
+        remove_empty(made)
+        words = reason(error) if isinstance(error, OSError) else str(error)
+        raise InputError(f"{setting} {shown(path)} cannot be written ({words}); name another folder") from None
+    return made
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove what :func:`make_folder` made as far as nothing was put in it."""
+    for folder in reversed(folders):
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, also if the power goes."""
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    try:
+        with partial.open("w") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def new_folder(path: Path, *, setting: str) -> Iterator[Path]:
+    """A folder to fill, which gets the name ``path`` when all went well and is removed if not.
+
+    Raises:
+        InputError: ``path`` is there already and not an empty folder, or cannot be written.
+    """
+    check_free(path, setting=setting)
+    made = make_folder(path, setting=setting)
+    partial = path.with_name(f".{path.name[:100]}.partial-{os.getpid()}")
+    try:
+        partial.mkdir()
+    except OSError as error:
+        remove_empty(made)
+        raise InputError(f"{setting} {shown(path)} cannot be written ({reason(error)}); name another folder") from None
+    try:
+        yield partial
+        if made:
+            partial.replace(path)
+        else:  # it may be the working folder, or where a disk is mounted
+            for item in partial.iterdir():
+                item.replace(path / item.name)
+            partial.rmdir()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        remove_empty(made)
+        raise
+
+
+def check_free(path: Path, *, setting: str) -> None:
+    """Raise ``InputError`` unless ``path`` is not there or is an empty folder."""
+    try:
+        if path.is_symlink():
+            raise InputError(f"{setting} {shown(path)} is a symbolic link; name a new folder, or the one it points to")
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{setting} {shown(path)} is a file; name a new folder")
+        if path.is_dir() and any(path.iterdir()):
+            raise InputError(f"{setting} {shown(path)} is not empty; name a new folder")
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        words = reason(error) if isinstance(error, OSError) else str(error)
+        raise InputError(f"{setting} {shown(path)} cannot be used ({words}); name another folder") from None

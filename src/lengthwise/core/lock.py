@@ -1,0 +1,233 @@
+"""Exclusive use of a folder by one process, on any file system that several machines may share.
+
+The lock is a file created exclusively, which holds who made it; its time of change is moved forward while that process
+lives. flock is not used, since network file systems often lack it. A lock whose process is gone is taken over: on the
+same machine the process id and its start time tell, on others a lock that has not changed for ``STALE_S``.
+"""
+
+import json
+import os
+import platform
+import shlex
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from lengthwise.core.errors import InputError
+
+BEAT_S = 5.0
+"""How often the holder of a lock shows that it lives."""
+STALE_S = 60.0
+"""A lock of another machine that has not changed for so long is taken over."""
+_ATTEMPTS = 20
+
+
+class InUseError(InputError):
+    """Another process holds the folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who holds a lock."""
+
+    token: str
+    host: str
+    machine: str
+    """Tells machines, their boots and their containers apart, in which process ids mean something."""
+    pid: int
+    started: str
+    """When the process began, as the kernel counts; empty: unknown."""
+    command: str
+    since: str
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        """The process that asks."""
+        return cls(
+            token=uuid.uuid4().hex,
+            host=platform.node(),
+            machine=_machine(),
+            pid=os.getpid(),
+            started=_start_time(os.getpid()),
+            command=shlex.join(sys.argv)[:200],
+            since=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        )
+
+    @classmethod
+    def parse(cls, content: bytes) -> "Holder | None":
+        """Who wrote ``content``; None: it is not written yet, or by something else."""
+        try:
+            document = json.loads(content)
+            return cls(**{name: document[name] for name in cls.__dataclass_fields__})
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def is_alive(self) -> bool | None:
+        """Whether the process runs; None: it is, or was, on another machine."""
+        if self.machine != _machine():
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # another user's
+            return True
+        started = _start_time(self.pid)
+        return started != "dead" and (not started or not self.started or started == self.started)
+
+
+class FolderLock:
+    """A lock file in a folder. ``user`` says what holds it, such as "a run"."""
+
+    def __init__(self, file: Path, *, user: str, way_out: str) -> None:
+        self.file, self._user, self._way_out = file, user, way_out
+        self._descriptor: int | None = None
+        self._stop = threading.Event()
+        self.token = ""
+
+    def acquire(self, *, wait_s: float = 0.0, on_lost: Callable[[], None] | None = None) -> None:
+        """Take the lock, or one that a process left behind. ``on_lost`` is called if it is taken away afterwards.
+
+        Raises:
+            InUseError: another process holds it, also after ``wait_s``.
+            OSError: the folder cannot be written.
+        """
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                self._acquire_now()
+                break
+            except InUseError:
+                if time.monotonic() >= until:
+                    raise
+                time.sleep(min(1.0, wait_s))
+        self._stop = threading.Event()
+        threading.Thread(target=self._beat, args=(self._stop, on_lost), name="lock", daemon=True).start()
+
+    def check_free(self) -> None:
+        """Raise ``InUseError`` if a living process holds the lock; one left behind is removed."""
+        self._remove_stale()
+
+    def release(self) -> None:
+        """Let the folder go, if this process holds it."""
+        self._stop.set()
+        if self._descriptor is None:
+            return
+        with suppress(OSError):
+            if self.is_held():
+                self.file.unlink()
+        with suppress(OSError):
+            os.close(self._descriptor)
+        self._descriptor = None
+
+    @contextmanager
+    def held(self, *, on_lost: Callable[[], None] | None = None) -> Iterator[None]:
+        """Hold the lock meanwhile."""
+        self.acquire(on_lost=on_lost)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def is_held(self) -> bool:
+        """Whether the file is still the one that this process made."""
+        if self._descriptor is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.file))
+        except OSError:
+            return False
+
+    def _acquire_now(self) -> None:
+        for _ in range(_ATTEMPTS):
+            holder = Holder.this_process()
+            try:
+                descriptor = os.open(self.file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            except FileExistsError:
+                self._remove_stale()
+                continue
+            try:
+                os.write(descriptor, json.dumps(asdict(holder)).encode())
+                os.fsync(descriptor)
+            except OSError:
+                os.close(descriptor)
+                self.file.unlink(missing_ok=True)
+                raise
+            self._descriptor, self.token = descriptor, holder.token
+            return
+        raise InUseError(f"{self.file.parent} is in use: other processes take and leave {self.file.name} all the time")
+
+    def _remove_stale(self) -> None:
+        """Remove the lock if its process is gone; raise ``InUseError`` if not."""
+        try:
+            content, changed_s = self.file.read_bytes(), self.file.stat().st_mtime
+        except FileNotFoundError:
+            return
+        holder, age_s = Holder.parse(content), self._now_s() - changed_s
+        is_alive = holder.is_alive() if holder else None
+        if is_alive or (is_alive is None and age_s < STALE_S):
+            raise InUseError(self._refusal(holder, age_s, is_here=bool(is_alive)))
+        aside = self.file.with_name(f"{self.file.name}.stale-{uuid.uuid4().hex}")
+        with suppress(FileNotFoundError):  # another process was faster
+            self.file.rename(aside)
+            if aside.read_bytes() != content:  # it was, and this is its new lock
+                with suppress(OSError):
+                    os.link(aside, self.file)
+            aside.unlink()
+
+    def _refusal(self, holder: Holder | None, age_s: float, *, is_here: bool) -> str:
+        if holder is None:
+            return f"{self.file.parent} is in use by {self._user} that has just begun; {self._way_out}"
+        who = f"process {holder.pid} on {holder.host} ({holder.command}), since {holder.since}"
+        expiry = "" if is_here else (
+            f" (its last sign of life is {max(0.0, age_s):.0f} s old; after {STALE_S:.0f} s the lock may be taken over)"
+        )  # fmt: skip
+        return f"{self.file.parent} is in use by {self._user}: {who}{expiry}; {self._way_out}"
+
+    def _now_s(self) -> float:
+        """The time of the file system, whose clock may differ from this machine's."""
+        probe = self.file.with_name(f"{self.file.name}.probe-{uuid.uuid4().hex}")
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        except OSError:
+            return time.time()
+        finally:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
+
+    def _beat(self, stop: threading.Event, on_lost: Callable[[], None] | None) -> None:
+        num_missed = 0
+        while not stop.wait(BEAT_S if not num_missed else 1.0):
+            num_missed = 0 if self.is_held() else num_missed + 1  # another process may look at it for a moment
+            if num_missed > 1:
+                if on_lost is not None and not stop.is_set():
+                    on_lost()
+                return
+            if not num_missed:
+                with suppress(OSError, TypeError):
+                    os.utime(self.file)
+
+
+def _machine() -> str:
+    """Boot and process namespace, where the system says so; else the name of the machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
+
+
+def _start_time(pid: int) -> str:
+    """When a process began, in the kernel's ticks; "dead": it has ended and waits to be buried; empty: unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "dead" if fields[0] in "ZX" else fields[19]
