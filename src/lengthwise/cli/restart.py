@@ -1,5 +1,6 @@
 """What a rank finds that torchrun started again: how the run ended before, and the checkpoint to go on from."""
 
+import json
 import os
 import signal
 import sys
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING
 from lengthwise.cli.launch import LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.config import Config, load
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
+from lengthwise.core.folder import is_of_disk, reason, write_text
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.runtime.state.checkpoint_files import candidates, outlook, step_of
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import World
@@ -23,6 +26,8 @@ RUNNING, DONE, PREEMPTED, FAILED, CRASHED = "running", "done", "preempted", "fai
 """States of a run. What crashed may go well if it is tried again; what failed would fail again."""
 OVER = (DONE, PREEMPTED, FAILED)
 PARENT_EVERY_S = 0.5
+STATUS_BYTES = 2048
+"""Of status.json while a run goes on, so that its end can be written over it."""
 
 
 def is_first() -> bool:
@@ -41,27 +46,63 @@ def earlier_end(folder: RunFolder) -> int | None:
     torchrun knows only that a rank failed, not that it would fail again, and starts all of them up to --max-restarts
     times. It also stops and starts them, without counting, when a machine joins: then they go on.
     """
-    status = folder.read_json(STATUS)
+    status = read_status(folder)
     is_earlier = status.get("attempt", num_restarts()) < num_restarts()
     return int(status["exit_code"]) if is_earlier and status.get("state") in OVER else None
 
 
 def write_status(folder: RunFolder, state: str, *, exit_code: int | None = None, error: str = "") -> None:
-    """Record how the run goes."""
-    folder.write_json(STATUS, {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()})
+    """Record how the run goes, and the step of the newest checkpoint once it has ended.
+
+    Where the disk is full, the file is written over in place: it has been given room for that from the start.
+    """
+    document: dict[str, Any] = {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()}
+    if state != RUNNING:
+        document["safe_step"] = next(iter(map(step_of, candidates(folder.checkpoints))), None)
+    text = (json.dumps(document, indent=1) + "\n").ljust(STATUS_BYTES if state == RUNNING else 0)
+    try:
+        write_text(folder.path / STATUS, text)
+    except OSError as refused:
+        try:
+            _write_over(folder.path / STATUS, document)
+        except OSError:
+            raise refused from None
+
+
+def _write_over(file: Path, document: dict[str, Any]) -> None:
+    """Write a JSON object over a file that is there, in as many bytes as it has."""
+    with file.open("rb+") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        content = json.dumps(document).encode()
+        if len(content) > size:  # the error is what is long
+            spare = max(0, len(document["error"]) - (len(content) - size) - 1)
+            content = json.dumps({**document, "error": document["error"][:spare]}).encode()
+        stream.seek(0)
+        stream.write(content.ljust(size))
+
+
+def read_status(folder: RunFolder) -> dict[str, Any]:
+    """What status.json says; empty if nobody can tell."""
+    try:
+        return folder.read_json(STATUS)
+    except InputError:
+        return {}
 
 
 def tell(folder: RunFolder, error: Exception) -> bool:
     """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
     if not is_first():
         time.sleep(1.0)  # what all ranks meet at once, the first tells
-    state = _state_after(error)
-    told = reason_of(error)
+    state, told = _state_after(error), reason_of(error)
     exit_code = error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code
-    if folder.read_json(STATUS).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):
+    if read_status(folder).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):
         return False
-    write_status(folder, state, exit_code=exit_code, error=told)
-    if RUN_FOLDER_VARIABLE not in os.environ:  # else the process that started the ranks reads the file and tells
+    is_read = RUN_FOLDER_VARIABLE in os.environ  # the process that started the ranks reads the file and tells
+    try:
+        write_status(folder, state, exit_code=exit_code, error=told)
+    except OSError:
+        is_read = False
+    if not is_read:
         sys.stderr.write(f"error: {told}\n")
         sys.stderr.flush()
     return True
@@ -70,6 +111,16 @@ def tell(folder: RunFolder, error: Exception) -> bool:
 def reason_of(error: Exception) -> str:
     """The error in words."""
     return str(error) if isinstance(error, LengthwiseError) else f"{type(error).__name__}: {error}"
+
+
+def of_disk_in_words(error: Exception, folder: RunFolder) -> Exception:
+    """An error of files or disks as a sentence that says what is safe; others as they are."""
+    if not is_of_disk(error):
+        return error
+    assert isinstance(error, OSError)
+    told = LengthwiseError(f"the run cannot go on ({reason(error)}); {outlook(folder.checkpoints)}")
+    told.__cause__ = error
+    return told
 
 
 def _state_after(error: Exception) -> str:
@@ -89,7 +140,11 @@ def settings_of(config: Config, folder: RunFolder, *, resume: bool) -> Config:
     Raises:
         InputError: the folder holds another run.
     """
-    if resume or not folder.config.is_file():
+    if resume:
+        return config
+    if not folder.config.is_file():
+        if is_first():
+            folder.check_new()  # a run that lost its config.yaml is not one
         return config
     begun = load(folder.config, [])
     if num_restarts():

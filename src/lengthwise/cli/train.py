@@ -2,16 +2,21 @@
 
 import os
 import sys
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lengthwise.cli.claim import claimed
 from lengthwise.cli.console import emit_json, stderr
+from lengthwise.cli.ending import error_of
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, is_rank, split_arguments, torchrun
-from lengthwise.core.errors import INTERRUPTED, InputError, LengthwiseError, Preempted
+from lengthwise.cli.restart import read_status
+from lengthwise.core.errors import INTERRUPTED, InputError, Preempted
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.runtime.state.checkpoint_files import latest
 
 if TYPE_CHECKING:
     from lengthwise.config import Config
@@ -56,9 +61,12 @@ def run(
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
         RunFolder(folder).check_new()
+    elif not fall_back:
+        latest(RunFolder(folder).checkpoints)
     arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
     arguments += ["--fall-back"] if fall_back else []
-    launch(RunFolder(folder), arguments, nproc=nproc, max_restarts=max_restarts)
+    with claimed(RunFolder(folder), is_new=resume is None):
+        launch(RunFolder(folder), arguments, nproc=nproc, max_restarts=max_restarts)
     if as_json:
         emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
 
@@ -115,27 +123,25 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
             ["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop, max_restarts=max_restarts
         )
     except KeyboardInterrupt:
-        status = folder.read_json("status.json")
+        status = read_status(folder)
         if status.get("exit_code") == Preempted.exit_code:
-            folder.write_json("status.json", {**status, "exit_code": INTERRUPTED})
+            with suppress(OSError):
+                folder.write_json("status.json", {**status, "exit_code": INTERRUPTED})
         log.print(status.get("error", ""), soft_wrap=True)
         raise
     finally:
-        folder.stop.unlink(missing_ok=True)
-    status = folder.read_json("status.json")
+        with suppress(OSError):
+            folder.stop.unlink(missing_ok=True)
+    status = read_status(folder)
     if ended and status.get("state") == "done":
         log.print(f"done; next: lengthwise report {folder.path}", soft_wrap=True)
         return
-    if status.get("state") in ("failed", "preempted"):
-        error = LengthwiseError(status["error"])
-    else:
-        died = ended.killed or status.get("error") or "a rank died"
-        error = LengthwiseError(f"{died}. Go on with: lengthwise train --resume {folder.path}")
-    error.exit_code = status.get("exit_code") or 1
-    raise error
+    raise error_of(folder, ended.killed)
 
 
 def _new_folder(config: "Config") -> Path:
+    if config.name in (".", ".."):
+        raise InputError(f"name={config.name} is not the name of a folder in {config.output}; give the run a name")
     base = Path(config.output) / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder, number = base, 1
     while folder.exists():

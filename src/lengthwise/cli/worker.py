@@ -18,6 +18,7 @@ from lengthwise.cli.assemble import (
     resolve_model,
     with_draws,
 )
+from lengthwise.cli.claim import RanksClaim, check_seen_by_all
 from lengthwise.cli.compiled import compiled_layers, sizes_of, tell_sizes
 from lengthwise.cli.console import stderr
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
@@ -28,6 +29,8 @@ from lengthwise.cli.restart import (
     Start,
     end_with_parent,
     is_first,
+    num_restarts,
+    of_disk_in_words,
     reason_of,
     settings_of,
     tell,
@@ -38,6 +41,8 @@ from lengthwise.cli.sampling import sampling_report, unused_settings
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError
+from lengthwise.core.folder import make_folder
+from lengthwise.core.lock import InUseError
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
@@ -63,25 +68,33 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.comm.world import start_world, stop_world
 
-    folder.path.mkdir(parents=True, exist_ok=True)
-    if is_first():
-        (folder.path / STATUS).unlink(missing_ok=True)  # of an earlier attempt
+    claim = RanksClaim(folder)
     end_with_parent()
     try:
+        if is_first():
+            make_folder(folder.path, setting="run_folder")
+            claim.take(is_restarted=num_restarts() > 0)
+            (folder.path / STATUS).unlink(missing_ok=True)  # of an earlier attempt
         config = settings_of(config, folder, resume=resume)
         world = start_world(config.train.device, timeout_s=config.train.timeout_s)
         require_equal(world, settings_to_compare(config, resume=resume, fall_back=fall_back))
+        check_seen_by_all(folder, world)
         if world.is_first:
             write_status(folder, RUNNING)
         _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back))
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
         stop_world(world)
+        claim.release()
+    except InUseError as error:
+        sys.stderr.write(f"error: {error}\n")  # its files, and so status.json, are another run's
+        sys.stderr.flush()
+        os._exit(error.exit_code)
     except Exception as error:
-        _end(folder, error)
+        _end(folder, claim, error)
 
 
-def _end(folder: RunFolder, error: Exception) -> NoReturn:
+def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
     """Say to other ranks and to the user why this rank ends, and end it.
 
     At once: peers may be in a collective this rank will never join, and threads that write a checkpoint may wait for
@@ -91,11 +104,13 @@ def _end(folder: RunFolder, error: Exception) -> NoReturn:
 
     if is_lost(error):
         error = explained("a collective of torch", error)
+    error = of_disk_in_words(error, folder)
     if ACTIVITY.peers is not None and not isinstance(error, CommunicationError):
         ACTIVITY.peers.say_failed(reason_of(error))
     if tell(folder, error) and not isinstance(error, LengthwiseError):
         traceback.print_exception(error)
         sys.stderr.flush()
+    claim.release()
     os._exit(error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code)
 
 

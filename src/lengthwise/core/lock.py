@@ -114,6 +114,14 @@ class FolderLock:
         """Raise ``InUseError`` if a living process holds the lock; one left behind is removed."""
         self._remove_stale()
 
+    def is_of(self, token: str) -> bool:
+        """Whether the file is the lock that was taken with ``token``."""
+        try:
+            holder = Holder.parse(self.file.read_bytes())
+        except OSError:
+            return False
+        return holder is not None and holder.token == token
+
     def release(self) -> None:
         """Let the folder go, if this process holds it."""
         self._stop.set()

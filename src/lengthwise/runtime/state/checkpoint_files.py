@@ -249,6 +249,11 @@ def damaged(file: Path, what: str) -> InputError:
     return InputError(f"{file} {what}; go on from a checkpoint beside it: {others}")
 
 
+def step_of(checkpoint: Path) -> int:
+    """After how many steps it was made."""
+    return _step_of(checkpoint.name)
+
+
 def _step_of(name: str) -> int:
     return int(name.removeprefix("step_").removesuffix(_REPLACED))
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import torch.distributed as dist
-
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import LengthwiseError, Preempted
@@ -19,6 +17,7 @@ from lengthwise.core.scheme import Schedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.compile.layers import CompiledLayers
 from lengthwise.runtime.model.base import Transformer
@@ -150,9 +149,8 @@ class Trainer:
         try:
             self._fit()
         except DivergedError as error:
-            words = [checkpoint.step_back(self.folder.checkpoints, self.next_step) if self.world.is_first else ""]
-            dist.broadcast_object_list(words, src=0)  # all ranks are here
-            raise LengthwiseError(f"{error}; {words[0]}") from None
+            safe = checkpoint.step_back(self.folder.checkpoints, self.next_step) if self.world.is_first else ""
+            raise LengthwiseError(f"{error}; {broadcast_json(self.world, safe)}") from None  # all ranks are here
         except SourceError as error:
             raise LengthwiseError(f"{error}; {checkpoint.outlook(self.folder.checkpoints)}") from error.__cause__
         except OSError as error:

@@ -1,0 +1,48 @@
+"""What is left of a run whose ranks ended before its last step, in words, and as status.json says it."""
+
+from contextlib import suppress
+
+from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
+from lengthwise.config import load
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.folder import shown
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.runtime.state.checkpoint_files import candidates
+
+
+def error_of(folder: RunFolder, killed: str) -> LengthwiseError:
+    """Why a run ended, with its exit code; ``killed``: which rank a signal killed, if one did.
+
+    A rank that was killed cannot write status.json; then this does.
+    """
+    status = read_status(folder)
+    state = status.get("state")
+    if state in (FAILED, PREEMPTED):
+        error = LengthwiseError(status["error"])
+        error.exit_code = status.get("exit_code") or LengthwiseError.exit_code
+        return error
+    if not folder.path.is_dir():
+        return LengthwiseError(
+            f"{shown(folder.path)} was removed while the run wrote to it; nothing is left of the run"
+        )
+    words = f"{killed or status.get('error') or 'a rank died'}. {way_on(folder)}"
+    with suppress(OSError):
+        if state in (RUNNING, CRASHED, None):
+            write_status(folder, CRASHED, exit_code=LengthwiseError.exit_code, error=words)
+    return LengthwiseError(words)
+
+
+def way_on(folder: RunFolder) -> str:
+    """How to go on, or what is lost because there was no checkpoint yet."""
+    if candidates(folder.checkpoints):
+        return f"Go on with: lengthwise train --resume {shown(folder.path)}"
+    try:
+        num_steps = len(folder.read_metrics())
+        every = load(folder.config, []).train.checkpoint_every
+    except InputError:
+        return f"No checkpoint was complete yet: remove {shown(folder.path)} and start anew"
+    setting = f"train.checkpoint_every={every}" + ("" if every else ", only at the end")
+    return (
+        f"No checkpoint was complete yet ({setting}), so the {num_steps:,} steps done are lost: remove "
+        f"{shown(folder.path)} and start anew, with a train.checkpoint_every that is as many steps as may be lost"
+    )
