@@ -6,9 +6,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lengthwise.cli.launch import LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.config import Config, load
@@ -58,7 +59,8 @@ def write_status(folder: RunFolder, state: str, *, exit_code: int | None = None,
     """
     document: dict[str, Any] = {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()}
     if state != RUNNING:
-        document["safe_step"] = next(iter(map(step_of, candidates(folder.checkpoints))), None)
+        with suppress(OSError):
+            document["safe_step"] = next(iter(map(step_of, candidates(folder.checkpoints))), None)
     text = (json.dumps(document, indent=1) + "\n").ljust(STATUS_BYTES if state == RUNNING else 0)
     try:
         write_text(folder.path / STATUS, text)

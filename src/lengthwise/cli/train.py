@@ -57,12 +57,12 @@ def run(
     if is_rank():
         _train_as_rank(resolved, resume, fall_back=fall_back)
         return
-    _check(resolved, is_resumed=resume is not None)
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
         RunFolder(folder).check_new()
     elif not fall_back:
         latest(RunFolder(folder).checkpoints)
+    _check(resolved, is_resumed=resume is not None)
     arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
     arguments += ["--fall-back"] if fall_back else []
     with claimed(RunFolder(folder), is_new=resume is None):

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.folder import write_text
 from lengthwise.core.scheme import Scheme, Strategy
 
 PROFILE_SCHEMA_VERSION = 1
@@ -101,9 +102,7 @@ class ProfileTable:
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
         document = {"schema_version": PROFILE_SCHEMA_VERSION, **asdict(self)}
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(document, indent=1) + "\n")
-        partial.replace(path)
+        write_text(path, json.dumps(document, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "ProfileTable":

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.folder import write_text
 
 LAYER_PROFILE_SCHEMA_VERSION = 1
 _KIND = "layers"
@@ -132,9 +133,7 @@ class LayerTable:
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.document, indent=1) + "\n")
-        partial.replace(path)
+        write_text(path, json.dumps(self.document, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "LayerTable":

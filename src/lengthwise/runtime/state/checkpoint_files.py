@@ -167,9 +167,12 @@ def discard(folder: Path, name: str) -> None:
 
 def outlook(folder: Path) -> str:
     """What is safe after a file could not be written, in words."""
-    if not folder.parent.is_dir():
+    try:
+        is_there, complete = folder.parent.is_dir(), candidates(folder)
+    except OSError as error:
+        return f"which checkpoints are safe cannot be told ({reason(error)})"
+    if not is_there:
         return f"{folder.parent} is gone, and its checkpoints with it"
-    complete = candidates(folder)
     if not complete:
         return "no checkpoint is complete yet, so that there is nothing to go on from"
     return (
