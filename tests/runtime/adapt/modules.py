@@ -10,6 +10,47 @@ VOCAB = 37
 WIDTH, HEADS = 32, 4
 
 
+def distances(t):
+    return torch.arange(t)[:, None] - torch.arange(t)
+
+
+def sinks_and_window(t, x):
+    seen = torch.ones(t, t, dtype=torch.bool).tril().triu(-3)
+    seen[:, :2] = True
+    return seen.tril()
+
+
+def strides(t, x):
+    rows = torch.ones(t, t).cumsum(0) - torch.ones(t, t).cumsum(1)
+    return (rows >= 0) & (rows % 3 == 0)
+
+
+def sinks_by_arange(t, x):
+    key = torch.arange(t)
+    return (distances(t) >= 0) & ((key < 2) | (distances(t) < 4))
+
+
+def slopes(t, x):
+    slopes = 2.0 ** -torch.arange(1, HEADS + 1, dtype=x.dtype)[:, None, None]
+    bias = -slopes * (torch.ones(t, t).cumsum(0) - torch.ones(t, t).cumsum(1)).to(x.dtype)
+    return bias.masked_fill(torch.ones(t, t, dtype=torch.bool).triu(1), -1e30)
+
+
+def both_ways(t, x):
+    return torch.ones(1, 1, t, t, dtype=torch.bool).tril(2).triu(-4)
+
+
+def longer_is_narrower(t, x):
+    return torch.ones(t, t, dtype=torch.bool).tril().triu(-4 if t > 12 else -40)
+
+
+MASKS = {
+    "sinks": sinks_and_window, "strides": strides, "sinks by arange": sinks_by_arange, "slopes": slopes,
+    "both ways": both_ways, "longer is narrower": longer_is_narrower,
+}  # fmt: skip
+"""Of t slots."""
+
+
 class Attention(nn.Module):
     """nanoGPT's."""
 
@@ -45,6 +86,9 @@ class Attention(nn.Module):
         elif self.mask == "narrow window":
             seen = torch.ones(t, t, dtype=torch.bool).tril().triu(-3)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        elif self.mask in MASKS:
+            mask = MASKS[self.mask](t, x)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
         elif self.mask == "cross":
             y = F.scaled_dot_product_attention(q, k[:, :, ::2], v[:, :, ::2])
         elif self.mask == "by hand":

@@ -256,7 +256,9 @@ def shard_of(lengths: tuple[int, ...], *, rank: int = 0, degree: int = 1, **opti
 def micro_batch_of(lengths: tuple[int, ...], **options: Any) -> MicroBatch:
     """The micro-batch of :func:`shard_of`, with tokens of the corpus."""
     shard = shard_of(lengths, **options)
-    feeding = Feeding(source=Source(lengths), objective=NEXT_TOKEN)
+    by_id = dict(zip(shard.ids, lengths))
+    source = Source(tuple(by_id.get(sequence, 0) for sequence in range(max(by_id) + 1)))
+    feeding = Feeding(source=source, objective=NEXT_TOKEN)
     return MicroBatch(shard, Pack(ids=shard.ids, lengths=lengths), feeding, make_inputs=lambda micro_batch: {})
 
 

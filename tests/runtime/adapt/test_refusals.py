@@ -1,8 +1,5 @@
 """What cannot be right on shards of packs is refused before it trains, with the reason; nothing is ignored."""
 
-import math
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -25,8 +22,6 @@ from tests.runtime.adapt.test_plain_modules import built
 @pytest.mark.parametrize(
     ("mask", "reason"),
     [
-        ("alibi", "attention call 0 of GPT is refused: its mask adds a bias"),
-        ("narrow window", "its mask is neither causal nor open to all"),
         ("cross", "it has 11 queries and 6 keys"),
         ("by hand", r"layers 0, 1, 2 of GPT \(Block\) make no call of attention that is known"),
     ],
@@ -41,14 +36,6 @@ def test_one_layer_that_attends_by_hand_is_named():
     model.transformer.h[1].attn.mask = "by hand"
     with pytest.raises(InputError, match="layers 1 of GPT"):
         learned(model)
-
-
-def test_a_window_that_looked_causal_is_refused_when_a_sequence_outgrows_it():
-    model = built(GPT, mask="window")
-    learned(model)
-    packed(model, shard_of((12, 3)))
-    with pytest.raises(InputError, match="hides the first of 30 slots from the last"):
-        packed(model, shard_of((30,)))
 
 
 class WithNoise(GPT):
@@ -212,13 +199,3 @@ def test_packs_with_fewer_slots_than_ranks_are_padded_or_refused():
     assert laid_out(Pack(ids=(1,), lengths=(8,)), 4, video).padded_to == 0
     with pytest.raises(InputError, match="of 3 slots would be padded to 4 for 4 ranks"):
         laid_out(Pack(ids=(1,), lengths=(6,)), 4, video)
-
-
-def test_a_causal_mask_of_minus_infinity_is_not_a_bias():
-    from lengthwise.runtime.adapt.calls import mask_note
-
-    mask, note = torch.full((5, 5), -math.inf).triu(1), partial(mask_note, is_causal=False, shape=(1, 4, 5, 8))
-    assert note(mask) == note(mask.clamp(torch.finfo(mask.dtype).min)) == note(mask == 0) == "causal"
-    assert note(torch.zeros(5, 5)) == note(torch.ones(4, 1, 5, dtype=torch.bool)) == ""
-    assert note(mask.triu(2)) == note(torch.ones(5, 5, dtype=torch.bool).triu()) != ""
-    assert note(mask - 1.0) == "refused: its mask adds a bias"

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from lengthwise.core.batch import NEXT_TOKEN
@@ -14,12 +15,13 @@ from lengthwise.runtime.adapt.anatomy import find_anatomy
 from lengthwise.runtime.adapt.calls import Calls, Rules, compare
 from lengthwise.runtime.adapt.forwards import Memo, PreparedForward
 from lengthwise.runtime.adapt.hugging_face import Switch
-from lengthwise.runtime.adapt.intercept import Intercept
+from lengthwise.runtime.adapt.intercept import AllAttendedError, Intercept
 from lengthwise.runtime.adapt.kernels import Imported
 from lengthwise.runtime.adapt.layers import Layers, intercepted
 from lengthwise.runtime.adapt.losses import roots_of
 from lengthwise.runtime.adapt.memory import NotComputed, Outputs, autocast_dtype, is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
+from lengthwise.runtime.adapt.own_masks import MaskTables
 from lengthwise.runtime.adapt.positions import StockPositions
 from lengthwise.runtime.adapt.rotary import LengthwiseRotary
 from lengthwise.runtime.adapt.script import Script
@@ -65,6 +67,7 @@ class Adapted:
         self._prepared: PreparedForward | None = None
         self._constants = list(self.anatomy.constants())
         self._imported = Imported(model)
+        self._masks = MaskTables(type(model).__name__)
         self._intercept: Intercept | None = self._new_intercept(rules=Rules())
         self.rules = Rules()
         for part in (model, *self.anatomy.hugging_face_models()):
@@ -124,13 +127,39 @@ class Adapted:
         for number, rule in enumerate(self.rules.attention):
             if rule.note.startswith("refused") and rule.is_over_slots:
                 raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
+            for call in (calls.attention[number] for calls in seen):
+                if call.mask is not None and rule.is_over_slots:
+                    self._masks.note(number, call.mask, call.shape)
         needed = bool(self.rules.attention or self.rules.noise)
         needed = needed or any(rule.dim is not None for rule in self.rules.positions)
         self._intercept = self._new_intercept(rules=self.rules) if needed else None
         self.layers.intercept = self._intercept
 
     def _new_intercept(self, *, calls: Calls | None = None, rules: Rules | None = None) -> Intercept:
-        return Intercept(self._constants, imported=self._imported, calls=calls, rules=rules)
+        return Intercept(self._constants, imported=self._imported, calls=calls, rules=rules, masks=self._masks)
+
+    def _learn_masks(self, shard: shards.Shard) -> None:
+        """See the masks of sequences as long as those of this micro-batch: the model computes some of them alone."""
+        make_alone = shard.alone
+        if not self._masks or make_alone is None:
+            return
+        for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
+            if self._masks.is_known(length):
+                continue
+            micro_batch = make_alone(number)
+            intercept = self._new_intercept(calls=Calls(), rules=self.rules)
+            intercept.shard, before = micro_batch.shard, self.layers.intercept
+            self.layers.intercept = intercept
+            devices = [shard.device] if shard.device.type == "cuda" else []
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices), shards.active(micro_batch.shard):
+                    inputs = self.inputs_of(micro_batch)
+                    with intercepted(intercept):
+                        self._forward(**inputs)
+            except AllAttendedError:
+                pass
+            finally:
+                self.layers.intercept = before
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Arguments of the forward."""
@@ -190,6 +219,8 @@ class Adapted:
         forward = shards.Pass(script=shard.script or self.script, begun=shard.num_exchanges)
         shard.passes.append(forward)
         try:
+            if not shard.has_failed:
+                self._learn_masks(shard)
             output = None if shard.has_failed else self._compute(shard, args, kwargs)
         except Exception as error:
             if not is_out_of_memory(error):

@@ -6,7 +6,6 @@ model computes two sequences of different length on one device; where a size fol
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
@@ -21,6 +20,8 @@ class Call:
     note: str = ""
     """What else must be known of it: how it masks, why it cannot be sharded."""
     layer: int | None = None
+    mask: Tensor | None = field(default=None, repr=False)
+    """That it was given."""
 
 
 @dataclass
@@ -92,24 +93,3 @@ def _rule(name: str, number: int, first: Call, second: Call, lengths: tuple[int,
         raise InputError(f"{where} is {one} for {lengths[0]} slots, {other} for {lengths[1]}")
     dim = changed[0] if changed else None
     return Rule(dim=dim, note=first.note, shape=first.shape, layer=first.layer, kind=first.kind)
-
-
-def mask_note(mask: Tensor | None, *, is_causal: bool, shape: torch.Size) -> str:
-    """``causal``, nothing for an attention that sees all, or the reason why the mask cannot be sharded."""
-    if mask is None:
-        return "causal" if is_causal else ""
-    seen = mask if mask.dtype == torch.bool else mask == 0
-    if mask.dtype != torch.bool and not bool((seen | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-        return "refused: its mask adds a bias"
-    flat = seen.expand(*shape[:-2], *seen.shape[-2:]).reshape(-1, *seen.shape[-2:])
-    if bool(flat.all()):
-        return ""
-    if bool((flat == torch.ones_like(flat[0]).tril()).all()):
-        return "causal"
-    return "refused: its mask is neither causal nor open to all"
-
-
-def hides_first(mask: Tensor) -> bool:
-    """Whether the last of its slots does not see the first."""
-    corner = mask.reshape(-1, *mask.shape[-2:])[:, -1, 0]
-    return not bool((corner if mask.dtype == torch.bool else corner == 0).all())

@@ -148,6 +148,8 @@ class Switch:
         for module, config in zip(self._with, own):
             module.config = config
         used = list({id(config): config for config in own if hasattr(config, _CHOICE)}.values())
+        of_models = {id(module.config) for module in self._with if hasattr(module, "set_attn_implementation")}
+        self._copies = [config for config in used if id(config) not in of_models]  # of rotary embeddings, say
         self._configs = used + [each for config in used for each in _sub_configs(config)]
         self._before = [getattr(config, _CHOICE) for config in self._configs]
         self.on()
@@ -163,6 +165,8 @@ class Switch:
     def on(self) -> None:
         """Ours."""
         self._model.set_attn_implementation(NAME)
+        for config in self._copies:
+            setattr(config, _CHOICE, NAME)
 
     def off(self) -> None:
         """As it was, even where nothing was chosen."""

@@ -17,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt import kernels
 from lengthwise.runtime.adapt.attention import Kind, attend_shard
-from lengthwise.runtime.adapt.calls import Call, Calls, Rule, Rules, hides_first, mask_note
+from lengthwise.runtime.adapt.calls import Call, Calls, Rule, Rules
 from lengthwise.runtime.adapt.noise import attend_rows_dropping, keep_like, normal_like, uniform_like
+from lengthwise.runtime.adapt.own_masks import MaskTables
 from lengthwise.runtime.adapt.shard import Shard
 
 _OTHER_NOISE = (
@@ -31,8 +32,15 @@ LOCAL = 1 << 21
 """Added to the numbers of calls of attention within a slot, when they draw."""
 
 
+class AllAttendedError(Exception):
+    """A forward that is to stop after its last call of attention has got there."""
+
+
 class Intercept(TorchFunctionMode):
-    """While it is entered, calls are noted in ``calls`` or, where there are ``rules``, answered by them."""
+    """While it is entered, calls are noted in ``calls`` or, where there are ``rules``, answered by them.
+
+    With ``calls``, ``rules`` and ``masks``, the masks of one whole sequence are noted, and nothing attends.
+    """
 
     def __init__(
         self,
@@ -41,11 +49,12 @@ class Intercept(TorchFunctionMode):
         imported: kernels.Imported | None = None,
         calls: Calls | None = None,
         rules: Rules | None = None,
+        masks: MaskTables | None = None,
     ) -> None:
         super().__init__()
         self._tables = {id(each): each for each in constants}
         self._calls, self._rules, self._imported = calls, rules, imported
-        self._probed: dict[int, int] = {}
+        self._masks = masks
         self.shard: Shard | None = None
         self.layer: int | None = None
         """That is computed at the moment."""
@@ -121,10 +130,13 @@ class Intercept(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        note = "" if self._calls is None else mask_note(attn_mask, is_causal=is_causal, shape=query.shape)
+        note = "masked" if attn_mask is not None else "causal" if is_causal else ""
         if self._calls is not None and key.shape[-2] != query.shape[-2]:
             note = f"refused: it has {query.shape[-2]} queries and {key.shape[-2]} keys"
-        rule = self._rule("attention", Call(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer))
+        call = Call(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer, mask=attn_mask)
+        rule = self._rule("attention", call)
+        if self._is_dry(query):
+            return self._note_mask(query, value, attn_mask)
         if rule is None:
             return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         assert self.shard is not None, "rules come with a micro-batch"
@@ -137,25 +149,34 @@ class Intercept(TorchFunctionMode):
             return attend_rows_dropping(
                 query, key, value, attn_mask, dropout_p, is_causal, scale, rule.dim, LOCAL + number, self.shard
             )
-        if attn_mask is not None and rule.note == "causal":
-            self._probe(number, attn_mask)
-        kind = Kind(causal=rule.note == "causal", scale=scale, dropout=dropout_p, call=number)
+        sees: dict[str, Any] = {"causal": rule.note == "causal"}
+        if rule.note == "masked":
+            assert self._masks is not None, "masks come with rules"
+            sees = self._masks.kind(number, attn_mask, self.shard)
+        elif attn_mask is not None:
+            raise InputError(f"attention call {number} was given a mask where it had none when it was prepared")
+        kind = Kind(scale=scale, dropout=dropout_p, call=number, **sees)
         q, k, v = (_slots_first(x) for x in (query, key, value))
         out = attend_shard(q, k, v, kind, self.shard)
         num_heads = query.shape[-3] if query.dim() > 2 else 1
         return out.unflatten(1, (-1, num_heads)).permute(1, 2, 0, 3).reshape(*query.shape[:-1], value.shape[-1])
 
-    def _probe(self, number: int, mask: Tensor) -> None:
-        """A mask that was causal for two short sequences may be a window: look at its far corner when it grows."""
-        if mask.shape[-2] <= self._probed.get(number, 0):
-            return
-        self._probed[number] = mask.shape[-2]
-        if hides_first(mask):
-            raise InputError(
-                f"attention call {number} was given a causal mask when it was prepared, but one that hides the first "
-                f"of {mask.shape[-2]} slots from the last now, and how far it sees cannot be known from it: set "
-                f"max_length={mask.shape[-2] - 1} at most, or attend by varlen_attn or flash_attn, which take a window"
-            )
+    def _is_dry(self, query: Tensor) -> bool:
+        """Whether the masks of a whole sequence are noted, and this call is about its slots."""
+        if self._calls is None or self._rules is None or self.shard is None:
+            return False
+        number = self.shard.counts.attention - 1
+        return number < len(self._rules.attention) and self._rules.attention[number].is_over_slots
+
+    def _note_mask(self, query: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Zeros, which masks do not follow from."""
+        assert self.shard is not None and self._rules is not None and self._masks is not None
+        number = self.shard.counts.attention - 1
+        if self._rules.attention[number].note == "masked" and mask is not None:
+            self._masks.note(number, mask, tuple(query.shape))
+        if number == len(self._rules.attention) - 1:
+            raise AllAttendedError
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
     def _kernel(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Flash attention by a kernel's own function."""
@@ -164,6 +185,8 @@ class Intercept(TorchFunctionMode):
         if self._calls is not None:
             note = note or kernels.ends_note(call) or ("causal" if call.causal else "")
         rule = self._rule("attention", Call(kind="flash", shape=tuple(query.shape), note=note, layer=self.layer))
+        if self._is_dry(query):
+            return self._note_mask(query, call.value, None)
         if rule is None or not rule.is_over_slots:
             if rule is not None and call.dropout:
                 raise InputError(f"{func.__name__} drops weights within slots; draw with dropout outside of attention")

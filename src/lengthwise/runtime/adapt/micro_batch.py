@@ -81,6 +81,7 @@ class MicroBatch:
     ) -> None:
         self.shard, self.pack = shard, pack
         self._feeding, self._make_inputs = feeding, make_inputs
+        shard.alone = self._alone
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
@@ -89,8 +90,14 @@ class MicroBatch:
 
     def whole(self) -> "MicroBatch":
         """The same pack with all of its slots on this rank."""
-        alone = replace(self.shard, group=Group(rank=0), attended=[])
+        alone = self.shard.alone_with(self.shard.ids, self.shard.cu_seqlens)
         return MicroBatch(alone, self.pack, self._feeding, make_inputs=self._make_inputs)
+
+    def _alone(self, number: int) -> "MicroBatch":
+        """The sequence with this number in the pack, with all of its slots on this rank."""
+        pack = Pack(ids=(self.pack.ids[number],), lengths=(self.pack.lengths[number],))
+        shard = self.shard.alone_with(pack.ids, self._feeding.cu_seqlens(pack))
+        return MicroBatch(shard, pack, self._feeding, make_inputs=self._make_inputs)
 
     @property
     def group(self) -> Group:

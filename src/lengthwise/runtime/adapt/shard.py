@@ -5,11 +5,12 @@ one at a time in a process. *Slots* are what a pack is made of along the axis th
 a video. T slots of the pack, t of this rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.model.view import in_order
 from lengthwise.runtime.parallel.stage import StageView
 from lengthwise.runtime.parallel.tokens import shard_tokens
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.adapt.micro_batch import MicroBatch
 
 
 @dataclass
@@ -92,6 +96,15 @@ class Shard:
     """Nobody of the group waits for anything any more."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
+    alone: "Callable[[int], MicroBatch] | None" = None
+    """Makes a micro-batch of the sequence with this number in the pack, all of it on this rank."""
+
+    def alone_with(self, ids: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> "Shard":
+        """Sequences of this micro-batch that this rank has whole, computed apart from it."""
+        return Shard(
+            step=self.step, seed=self.seed, ids=ids, cu_seqlens=cu_seqlens, group=Group(rank=0), device=self.device,
+            dtype=self.dtype,
+        )  # fmt: skip
 
     @cached_property
     def stage(self) -> StageView:
@@ -123,6 +136,11 @@ class Shard:
     def num_exchanges(self) -> int:
         """All exchanges of the group that this rank has taken part in."""
         return self.group.sent.calls["all_to_all"]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Slots of each sequence that is one: not of padding."""
+        return [end - start for start, end in pairwise(self.cu_seqlens)][: len(self.ids)]
 
     @cached_property
     def longest(self) -> int:
