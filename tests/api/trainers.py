@@ -69,7 +69,7 @@ def planned(**options):
     return {"cost": models.SimpleCost(capacity=32, loss=0.4, c_s=0.05), "memory_gib": 32} | options
 
 
-def train(folder, options, *, stock=False, resume=None, model=None, callbacks=(), **others):
+def train(folder, options, *, stock=False, resume=None, model=None, callbacks=(), trainer_class=None, **others):
     """The log, the weights and the trainer's state after a run."""
     import transformers
 
@@ -82,7 +82,7 @@ def train(folder, options, *, stock=False, resume=None, model=None, callbacks=()
         trainer = transformers.Trainer(callbacks=[make() for make in callbacks], **common)
     else:
         common.setdefault("lengthwise", planned())
-        trainer = lw.Trainer(callbacks=[make() for make in callbacks], **common)
+        trainer = (trainer_class or lw.Trainer)(callbacks=[make() for make in callbacks], **common)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -145,3 +145,73 @@ def watched_by_the_callback(folder):
     options = {"gradient_accumulation_steps": 1, "max_steps": 1}
     watch = [lambda: lw.TrainerCallback(equal_at=100)]
     return train(folder, options, stock=True, train_dataset=rows, callbacks=watch).state.log_history[0]
+
+
+def adapter(kind, seed=0):
+    """A small GPT-2 in float64 with an adapter of peft that is not zero at the beginning."""
+    import peft
+
+    model = gpt2()
+    torch.manual_seed(seed)
+    common = {"task_type": "CAUSAL_LM"}
+    if kind == "prompt":
+        return peft.get_peft_model(model, peft.PromptTuningConfig(num_virtual_tokens=3, **common))
+    options = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(use_dora=kind == "dora", **options, **common)).double()
+
+
+def survive(folder, place):
+    """The last rank runs out of memory once, in the second step: log, weights, failures, and what was noted."""
+    import transformers
+
+    from lengthwise.core.specs import cluster_preset
+    from tests.api.memory_limit import Lying
+
+    failures, events, armed = [], [], []
+
+    def fail():
+        if armed:
+            failures.append(armed.pop())
+            raise torch.OutOfMemoryError("no memory is left")
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            fail()
+            return grad
+
+    class Arm(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **others):
+            if state.global_step == 1 and not failures and args.process_index == args.world_size - 1:
+                armed.append(place)
+
+        def on_train_begin(self, args, state, control, **others):
+            events.append(refiner_of())
+
+    model = gpt2()
+    model.transformer.h[1].mlp.register_forward_hook(
+        lambda module, args, output: fail() if place == "forward" else Fails.apply(output)
+    )
+    lying = {"cost": Lying(cluster_preset("2xcpu", memory_gib=1 / 1024)), "memory_gib": 1 / 1024}
+    options = {"optim": "sgd", "gradient_accumulation_steps": 2}
+    found = []
+    refiner_of = lambda: found[0].run.on_void.__self__  # noqa: E731
+
+    class Watched(_trainer()):
+        def __init__(self, *args, **others):
+            super().__init__(*args, **others)
+            found.append(self)
+
+    trainer = train(folder, options, model=model, callbacks=[Arm], lengthwise=lying, trainer_class=Watched)
+    noted = [event["event"] for event in events[0].events]
+    return trainer.state.log_history, weights_of(trainer.model), len(failures), noted
+
+
+def _trainer():
+    import lengthwise as lw
+
+    return lw.Trainer
