@@ -79,3 +79,12 @@ def assert_equal(found, expected, tolerance: float = 1e-10):
     assert size > 1e-3, "there is something to learn"
     for name, value in expected.items():
         assert float((found[name] - value).abs().max()) <= tolerance * size, name
+
+
+def learned_on_ranks(make, items):
+    """The same on every rank, where two ranks share what is longer than 16 tokens."""
+    from tests.api.loops import as_started_by_torchrun
+
+    as_started_by_torchrun()
+    cost = models.SimpleCost(capacity=16, loss=0.4, c_s=0.05)
+    return learned(make(), items, cost=cost, memory_gib=16, recompute="none")

@@ -8,7 +8,7 @@ import pytest
 from lengthwise.api.sequences import read_sequences
 from lengthwise.core.errors import InputError
 from tests.api import models
-from tests.api.columns import assert_equal, bert, following, gpt2, gradient, learned, rows
+from tests.api.columns import assert_equal, bert, following, gpt2, gradient, learned, learned_on_ranks, rows
 
 FLOAT32 = 1e-5
 """Losses of transformers are computed in float32."""
@@ -113,6 +113,28 @@ def test_token_types_reach_a_forward_that_takes_them():
     zeros = [np.zeros_like(row) for row in ROWS]  # which GPT-2 adds the first token's embedding for
     expected = gradient(gpt2(), ROWS, targets, token_type_ids=zeros)
     assert_equal(learned(gpt2(), items(token_type_ids=zeros)), expected, FLOAT32)
+
+
+def test_columns_of_sequences_that_ranks_share_are_shared_as_well(ranks):
+    types = [np.where(half, 1, 0) for half in HALVES]
+    labels = [np.where(np.arange(len(row)) % 3 == 0, row, -100) for row in ROWS]
+    expected = gradient(bert(), ROWS, labels, token_type_ids=types)
+    assert max(map(len, ROWS)) > 16, "what one rank holds"
+    given = items(labels=labels, token_type_ids=types)
+    assert_equal(learned(bert(), given, workers=1), expected, FLOAT32)
+    for found in ranks(2).run(learned_on_ranks, bert, given):
+        assert_equal(found, expected, FLOAT32)
+
+
+def test_labels_and_token_types_are_cut_as_their_tokens_are():
+    types = [np.where(half, 1, 0) for half in HALVES]
+    given = items(completion_mask=HALVES, token_type_ids=types)
+    rows_cut, labels_cut, types_cut = (
+        [part for row in values for part in np.array_split(row, -(-len(row) // 7))]
+        for values in (ROWS, COMPLETIONS, types)
+    )
+    expected = gradient(gpt2(), rows_cut, [following(label) for label in labels_cut], token_type_ids=types_cut)
+    assert_equal(learned(gpt2(), given, max_length=7, over_length="split"), expected, FLOAT32)
 
 
 def test_items_whose_tokens_are_hidden_already_are_learned_as_they_are():
