@@ -1,5 +1,6 @@
 """An index is whole or it is not there: killed, resumed, parallel or restarted, the bytes are the same."""
 
+import errno
 import json
 import os
 import signal
@@ -127,7 +128,7 @@ def test_bad_input_leaves_nothing_begun_so_that_mending_it_is_enough(corpus, tmp
     write_jsonl(corpus, [*TEXTS, ""])
     with pytest.raises(InputError, match=r"a\.jsonl:401 is empty"):
         build(corpus, out)
-    assert list(out.iterdir()) == []
+    assert not out.exists()
     write_jsonl(corpus, TEXTS)
     assert len(build(corpus, out)) == len(TEXTS)
 
@@ -185,12 +186,25 @@ def test_an_error_in_a_worker_reaches_the_user(corpus, tmp_path):
         build(corpus, tmp_path / "out", unit_bytes=2048, workers=2)
 
 
-def test_a_place_that_cannot_be_written_to_is_an_error_with_the_way_out(corpus, tmp_path):
+def test_a_place_that_cannot_be_a_folder_is_refused(corpus, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(LengthwiseError, match="run the same command again"):
-        build(corpus, tmp_path / "file" / "out")
-    with pytest.raises(InputError, match="--workers 0"):
-        build(corpus, tmp_path / "out", workers=0)
+    for out in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / ("x" * 300)):
+        with pytest.raises(InputError, match="cannot be made a folder.*name another"):
+            build(corpus, out)
+    for workers in (-1, 0, 100_000):
+        with pytest.raises(InputError, match=f"--workers {workers}"):
+            build(corpus, tmp_path / "out", workers=workers)
+
+
+def test_a_full_disk_is_an_error_that_keeps_what_is_finished(corpus, tmp_path, monkeypatch):
+    def full(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LengthwiseError, match="No space left on device; finished parts are kept.*same command"):
+            build(corpus, tmp_path / "out")
+    assert len(build(corpus, tmp_path / "out")) == len(TEXTS)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_a_folder_of_shards_plain_and_compressed_is_read_in_order(tmp_path):
 def test_members_that_are_no_samples_are_passed_over(tmp_path):
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w") as archive:
-        for name, kind in (("folder", tarfile.DIRTYPE), ("link.txt", tarfile.SYMTYPE), ("README", tarfile.REGTYPE)):
+        for name, kind in (("folder", tarfile.DIRTYPE), ("link.md", tarfile.SYMTYPE), ("README", tarfile.REGTYPE)):
             info = tarfile.TarInfo(name)
             info.type = kind
             archive.addfile(info, io.BytesIO())

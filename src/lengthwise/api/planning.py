@@ -1,10 +1,7 @@
 """From lengths and costs to the stream of batches and the planner of a prepared run."""
 
 from functools import partial
-from itertools import islice
 from typing import Any
-
-import numpy as np
 
 from lengthwise.api.options import Options
 from lengthwise.core.batch import GlobalBatch
@@ -20,7 +17,7 @@ from lengthwise.data.rules import View
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.form import FormedBatches
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.pool import NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
+from lengthwise.plan.pool import SAMPLES_SEED, Pool, Recompute, lengths_of, make_problem
 from lengthwise.plan.problem import Problem
 
 
@@ -127,7 +124,7 @@ def make_planner(
         num_layers=num_layers,
         max_length=lengths.max_length,
         pool=pool,
-        samples=[np.array(batch.lengths, dtype=np.int64) for batch in islice(typical, NUM_SAMPLES)],
+        samples=lengths_of(typical),
     )
     problem.check_fits(lengths.lengths)
     return Planner(policy=options.policy, problem=problem, lr_scaling=_lr_scaling(options, lengths, objective))

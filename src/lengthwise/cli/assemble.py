@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from lengthwise.data.order import Order, OrderSettings, Selection, Shuffled, mak
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.from_file import PlanFile
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.pool import DEFAULT_METHODS, NUM_SAMPLES, SAMPLES_SEED, Pool, Recompute, make_problem
+from lengthwise.plan.pool import DEFAULT_METHODS, SAMPLES_SEED, Pool, Recompute, lengths_of, make_problem
 from lengthwise.plan.random_methods import RandomMethods, random_strategies
 from lengthwise.plan.shapes import with_shapes
 from lengthwise.plan.solve.shop import Objective
@@ -311,4 +310,4 @@ def _samples(config: Config, corpus: Corpus) -> list[np.ndarray]:
         stream = make_sampler(other, corpus)
     else:
         stream = sampler_of(other, corpus.lengths, Shuffled(), corpus.selection(other.seed))
-    return [np.array(batch.lengths, dtype=np.int64) for batch in islice(stream, NUM_SAMPLES)]
+    return list(lengths_of(stream))

@@ -10,9 +10,12 @@ import typer
 from lengthwise.cli.console import emit_json, progress, stderr
 from lengthwise.core.errors import InputError
 from lengthwise.data.build import BuiltIndex, build_index
+from lengthwise.data.intake import REASONS
+from lengthwise.data.limits import MAX_DOCUMENT, MAX_RATIO
 from lengthwise.data.settings import IndexSettings
 from lengthwise.data.source import Format
 from lengthwise.data.store import TokenStore, open_index
+from lengthwise.data.train_bpe import check_vocabulary
 
 
 class OnEmpty(StrEnum):
@@ -23,7 +26,7 @@ class OnEmpty(StrEnum):
 
 
 class OnBinary(StrEnum):
-    """Choices of --on-binary."""
+    """Choices of --on-binary and --on-large."""
 
     ERROR = "error"
     SKIP = "skip"
@@ -57,13 +60,23 @@ TokenizerName = Annotated[
         help="bytes (default), a Hugging Face tokenizer.json, or for FASTA k-mers: 6mer, 6mer/3 with stride 3.",
     ),
 ]
-TrainBpe = Annotated[int, typer.Option(metavar="VOCAB", help="Train a byte-level BPE of this many entries on SRC.")]
+TrainBpe = Annotated[
+    int | None, typer.Option(metavar="VOCAB", help="Train a byte-level BPE of this many entries on SRC.")
+]
 Eos = Annotated[bool, typer.Option("--eos/--no-eos", help="End every document with the end-of-sequence token.")]
 Empty = Annotated[
     OnEmpty | None, typer.Option(help="Documents without a token; default: drop in folders of text files, else error.")
 ]
 Binary = Annotated[
     OnBinary | None, typer.Option(help="Files that are no UTF-8 text; default: error, but skip with --python-stdlib.")
+]
+MaxDocument = Annotated[
+    int, typer.Option(metavar="BYTES", help="Most bytes of a document, as it is in its file; larger ones are refused.")
+]
+OnLarge = Annotated[OnBinary | None, typer.Option("--on-large", help="Documents over --max-document; default: error.")]
+MaxRatio = Annotated[
+    int,
+    typer.Option(metavar="N", help="A .tar.gz may unpack to N times its size, or 1 GiB if that is more."),
 ]
 Workers = Annotated[
     int | None, typer.Option(help="Processes; default: one per core. The result does not depend on it.")
@@ -82,10 +95,13 @@ def run(
     field: Field = "",
     split: Split = "",
     tokenizer: TokenizerName = "",
-    train_bpe: TrainBpe = 0,
+    train_bpe: TrainBpe = None,
     eos: Eos = True,
     on_empty: Empty = None,
     on_binary: Binary = None,
+    max_document: MaxDocument = MAX_DOCUMENT,
+    on_large: OnLarge = None,
+    max_ratio: MaxRatio = MAX_RATIO,
     workers: Workers = None,
     restart: Restart = False,
     verify: Verify = False,
@@ -99,6 +115,8 @@ def run(
         raise InputError("give either SRC, the folder or file to index, or --python-stdlib")
     if out is None:
         raise InputError("give the folder of the index with --out DIR")
+    if train_bpe is not None:
+        check_vocabulary(train_bpe)
     settings = IndexSettings(
         source=source,
         globs=tuple(glob or ()),
@@ -106,10 +124,13 @@ def run(
         field=field,
         split=split,
         tokenizer=tokenizer,
-        train_bpe=train_bpe,
+        train_bpe=train_bpe or 0,
         append_eos=eos,
         on_empty=on_empty.value if on_empty else "",
         on_binary=on_binary.value if on_binary else "",
+        max_document=max_document,
+        on_large=on_large.value if on_large else "",
+        max_ratio=max_ratio,
     )
     built = _build(settings, out, workers=_num_cores() if workers is None else workers, restart=restart)
     store = open_index(out)
@@ -165,8 +186,8 @@ def _tell(store: TokenStore, built: BuiltIndex) -> None:
         f"{info['num_sequences']:,} sequences, {info['num_tokens']:,} tokens, longest {info['max_length']:,}"
         f"{vocabulary} (digest {store.digest})"
     )
-    for reason in ("empty", "binary", "undecodable", "unreadable"):
-        if count := info["ledger"][reason]:
+    for reason in REASONS:
+        if count := info["ledger"].get(reason):
             lines.append(f"  left out: {count:,} {reason}, such as {info['ledger']['examples'][reason][0]}")
     lines.append(f"next: lengthwise stats {store.path}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)

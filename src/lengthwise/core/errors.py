@@ -37,3 +37,8 @@ class Preempted(LengthwiseError):  # noqa: N818 - an outcome, not a fault
     """The run was asked to stop (SIGTERM), saved itself and can be resumed."""
 
     exit_code = 75
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another package says, for a message of one sentence."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

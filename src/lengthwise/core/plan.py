@@ -163,7 +163,7 @@ class StepPlan:
             for item in zip(m.pack.ids, m.pack.lengths)
         )
         wanted = Counter(zip(batch.ids, batch.lengths))
-        if planned != wanted:
+        if not dict.__eq__(planned, wanted):  # no count is 0; Counter compares one by one in Python
             lost, extra = sorted((wanted - planned).elements()), sorted((planned - wanted).elements())
             raise CheckError(f"plan for step {self.step} loses {lost[:5]} and adds {extra[:5]} (id, length)")
         if self.loss_normaliser != max(1, batch.num_targets):

@@ -8,8 +8,8 @@ never taken for an index.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from lengthwise.data.train_bpe import check_vocabulary, train_bpe
 from lengthwise.data.units import Unit, split_units
 
 _NOTE = "build.json"
+MOST_WORKERS = 512
+"""Processes of a build."""
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, units done and units in all."""
@@ -54,11 +56,10 @@ def build_index(
     Raises:
         InputError: the source or a setting cannot be used, or ``out`` holds something else.
     """
-    if workers < 1:
-        raise InputError(f"--workers {workers}: at least 1 is needed")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise InputError(f"--workers {workers}: 1 to {MOST_WORKERS} processes can be asked for; one per core is usual")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        with _only_builder(out):
+        with _folder(out), _only_builder(out):
             return _build(settings, out, workers=workers, restart=restart, on_progress=on_progress or _silent)
     except OSError as error:
         hint = "finished parts are kept: run the same command again to go on"
@@ -66,7 +67,7 @@ def build_index(
 
 
 def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, on_progress: Progress) -> BuiltIndex:
-    sources = settings.find(out)
+    sources = _find(settings, out)
     tokenizer_file, tokenizer_digest, eos_token = _choose_tokenizer(settings)
     request = settings.to_json(sources, tokenizer_digest=tokenizer_digest)
     mark = fingerprint(request)
@@ -84,6 +85,8 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
         field=field,
         drop_empty=settings.drops_empty(sources),
         skip_binary=settings.skips_binary(),
+        skip_large=settings.on_large == "skip",
+        limits=settings.limits,
     )
     pending = [unit for unit in units if not part_path(job, unit.number).exists()]
     try:
@@ -93,7 +96,8 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
             else:
                 on_progress("training the tokenizer", 0, len(units))
                 size, num_bytes = settings.train_bpe, sources.num_bytes
-                train_bpe(units, field=field, vocab_size=size, num_bytes=num_bytes, path=Path(spec.path))
+                target, limits = Path(spec.path), settings.limits
+                train_bpe(units, field=field, vocab_size=size, num_bytes=num_bytes, path=target, limits=limits)
         counting = _counting(on_progress, len(units) - len(pending), len(units))
         build_parts(job, pending, workers=workers, on_done=counting)
         on_progress("joining the parts", len(units), len(units))
@@ -103,6 +107,13 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
         raise
     shutil.rmtree(parts)
     return BuiltIndex(info=info, was_up_to_date=False, num_resumed_units=len(units) - len(pending))
+
+
+def _find(settings: IndexSettings, out: Path) -> Sources:
+    try:
+        return settings.find(out)
+    except OSError as error:
+        raise InputError(f"{settings.source} cannot be read: {error.strerror or error}; give another SRC") from None
 
 
 def _silent(stage: str, num_done: int, num_units: int) -> None:
@@ -130,7 +141,7 @@ def _tokenizer_spec(
 ) -> TokenizerSpec:
     chosen = settings.tokenizer or ("--train-bpe" if settings.train_bpe else "")
     field = settings.field_of(sources)
-    if sources.format is Format.NPY or (units and holds_tokens(units[0], field=field)):
+    if sources.format is Format.NPY or (units and holds_tokens(units[0], field=field, limits=settings.limits)):
         told = f" (field {field!r})" if field else ""
         holding = "lengths alone" if sources.format is Format.NPY else f"tokens already{told}"
         if chosen:
@@ -169,10 +180,12 @@ def _claim(out: Path, request: dict[str, Any], mark: str) -> Path:
             )
         _write_note(parts, {"fingerprint": mark, "request": request})
         return parts
-    begun = json.loads((parts / _NOTE).read_text())
-    if begun["fingerprint"] != mark:
+    begun = _any_json(parts / _NOTE)
+    if begun.get("fingerprint") != mark:
+        before = begun.get("request")
+        other = differences(before, request) if isinstance(before, dict) else f"{_NOTE} is damaged"
         raise InputError(
-            f"{out} holds a half-written index of another request ({differences(begun['request'], request)}); "
+            f"{out} holds a half-written index of another request ({other}); "
             "run the same command as before, or start over with --restart"
         )
     for stray in parts.glob("*.partial-*"):
@@ -204,17 +217,46 @@ def _clear(out: Path) -> None:
     shutil.rmtree(parts)
 
 
-def _any_json(path: Path) -> Any:
+def _any_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        document = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return document if isinstance(document, dict) else {}
 
 
 def _copy_whole(source: Path, target: Path) -> None:
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     shutil.copyfile(source, partial)
     partial.replace(target)
+
+
+@contextmanager
+def _folder(out: Path) -> Iterator[None]:
+    """The folder ``out``, made if it is not there; folders that were made go again if they stay empty.
+
+    Raises:
+        InputError: it cannot be a folder.
+    """
+    made: list[Path] = []
+    try:
+        made = [path for path in (out, *out.parents) if not path.exists()]
+        out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        _remove_empty(made)
+        why = "it is a file" if isinstance(error, FileExistsError) else getattr(error, "strerror", None) or str(error)
+        raise InputError(f"--out {out} cannot be made a folder: {why}; name another") from None
+    try:
+        yield
+    finally:
+        _remove_empty(made)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    with suppress(OSError):  # the first that holds something
+        for folder in folders:
+            folder.rmdir()
 
 
 @contextmanager

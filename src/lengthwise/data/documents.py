@@ -1,14 +1,15 @@
 """One document of a source: its text or why there is none, and its place in words."""
 
+import sys
 from itertools import islice
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.data.arrow import arrow_rows_before
-from lengthwise.data.source import Format, SourceFile
+from lengthwise.data.limits import Limits
+from lengthwise.data.source import Format, SourceFile, open_source
 from lengthwise.data.tar import tar_samples
 from lengthwise.data.units import Unit, open_parquet
 
@@ -22,22 +23,33 @@ class Document(NamedTuple):
     """Line, row or record, counted from 0 where the unit starts."""
     data: bytes
     problem: str = ""
-    """Empty, or ``binary``, ``undecodable``, ``unreadable``; ``blank`` for a line that is no document."""
+    """Empty, or ``binary``, ``undecodable``, ``unreadable``, ``large``; ``blank`` for a line that is no document."""
+    size: int = 0
+    """Bytes of a document that is ``large``."""
 
 
 _BINARY_PROBE_BYTES = 8 << 10
+_BLOCK_BYTES = 1 << 20
 
 BLANK = object()
 """Stands for the value of a blank line."""
 
 
+class Large(NamedTuple):
+    """Stands for the value of a line or member that is larger than a document may be."""
+
+    size: int
+
+
 class TokenRows(NamedTuple):
-    """Consecutive rows that hold tokens already; a blank line is a row without a length."""
+    """Consecutive rows that hold tokens already; a blank line or one that is too large is a row without a length."""
 
     first_row: int
     num_rows: int
     flat: np.ndarray
     lengths: np.ndarray
+    large: int = 0
+    """Bytes of a row that is too large; 0: it is not."""
 
 
 def from_text(row: int, value: Any, unit: Unit) -> Document:
@@ -46,6 +58,8 @@ def from_text(row: int, value: Any, unit: Unit) -> Document:
         return Document(0, row, b"")
     if value is BLANK:
         return Document(0, row, b"", "blank")
+    if isinstance(value, Large):
+        return Document(0, row, b"", "large", value.size)
     if not isinstance(value, str):
         raise InputError(f"{where(unit, row)}: expected text, found {type(value).__name__}; choose with --field")
     try:
@@ -84,21 +98,13 @@ def row_of(lengths: np.ndarray, at: int) -> int:
     return int(np.searchsorted(np.cumsum(lengths), at, side="right"))
 
 
-def open_source(file: SourceFile) -> BinaryIO:
-    """The file, opened for reading."""
-    try:
-        return Path(file.path).open("rb")
-    except OSError as error:
-        raise InputError(f"{file.name} cannot be read: {error.strerror}; mend it or choose files with --glob") from None
-
-
 def where(unit: Unit, row: int, *, file: int = 0) -> str:
     """The place of a document in words, such as ``shard.jsonl:17``; slow: it counts from the start of the file."""
     source = unit.files[file]
     if unit.format is Format.TEXT:
         return source.name
     if unit.format is Format.JSONL:
-        return f"{source.name}:{1 + row + _count_lines(source, unit.start, marker=b'')}"
+        return f"{source.name}:{1 + row + _count_lines(source, unit.start)}"
     if unit.format is Format.FASTA:
         return f"{source.name}, record {row + _count_lines(source, unit.start, marker=b'>')}"
     if unit.format is Format.PARQUET:
@@ -109,15 +115,24 @@ def where(unit: Unit, row: int, *, file: int = 0) -> str:
     if unit.format is Format.MEGATRON:
         return f"{source.name}, document {unit.start + row}"
     if unit.format is Format.TAR:
-        before = sum(1 for _ in tar_samples(source, stop=unit.start)) if unit.start else 0
-        key = next(islice(tar_samples(source, start=unit.start), row, None)).key
+        limits = Limits(ratio=sys.maxsize)  # it was read to here before
+        before = sum(1 for _ in tar_samples(source, stop=unit.start, limits=limits)) if unit.start else 0
+        key = next(islice(tar_samples(source, start=unit.start, limits=limits), row, None)).key
         return f"{source.name}, sample {before + row} ({key})"
     return f"{source.name}, row {unit.start + row}"
 
 
-def _count_lines(file: SourceFile, stop: int, *, marker: bytes) -> int:
-    with open_source(file) as lines:
-        count = 0
-        while lines.tell() < stop:
-            count += lines.readline().startswith(marker)
+def _count_lines(file: SourceFile, stop: int, *, marker: bytes = b"") -> int:
+    """Lines that begin before byte ``stop``, and with ``marker``; in bounded memory, however long they are."""
+    if not stop:
+        return 0
+    count, last = 0, b""
+    with open_source(file) as data:
+        left, block = stop - 1 + len(marker), b"\n"  # the first line begins as if after another
+        while block:
+            joined = last + block
+            count += joined.count(b"\n" + marker)
+            last = joined[-1:] if marker else b""
+            block = data.read(min(_BLOCK_BYTES, left))
+            left -= len(block)
     return count

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-REASONS = ("empty", "binary", "undecodable", "unreadable")
+REASONS = ("empty", "binary", "undecodable", "unreadable", "large")
 _MAX_EXAMPLES = 5
 
 
@@ -24,7 +24,7 @@ class Intake:
         """Add what another tally's :meth:`to_json` holds."""
         self.documents += document["documents"]
         for reason in REASONS:
-            self.left_out[reason] += document[reason]
+            self.left_out[reason] += document.get(reason, 0)  # parts of an earlier version know fewer reasons
         for reason, names in document["examples"].items():
             self._remember(reason, names)
 

@@ -103,7 +103,7 @@ def _check(opened: Megatron) -> np.ndarray:
             "one of the two is damaged or of another data set"
         )
     last = int(bounds[-1]) if len(bounds) else 0
-    if not len(bounds) or bounds[0] != 0 or last != len(sizes) or (np.diff(bounds) < 0).any():
+    if not len(bounds) or bounds[0] != 0 or last != len(sizes) or (bounds[1:] < bounds[:-1]).any():
         raise InputError(
             f"{name}: its documents should go from stored sequence 0 to {len(sizes):,} in ascending order, not "
             f"{'nowhere' if not len(bounds) else f'from {int(bounds[0]):,} to {last:,}'}; the index is damaged"

@@ -11,14 +11,18 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.data.documents import Document, where
 from lengthwise.data.intake import Intake
+from lengthwise.data.limits import DEFAULT_LIMITS, Limits
 from lengthwise.data.read import read_documents, read_token_rows
+from lengthwise.data.source import Format, check_unchanged
 from lengthwise.data.tokenizer import TokenizerSpec, append_eos, dtype_for, load_tokenizer
 from lengthwise.data.units import Unit, open_lengths
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z")
 READY_DTYPE = np.dtype("<u4")
 """Type of tokens in the parts when the vocabulary is only known once all are read."""
 
@@ -32,6 +36,8 @@ class Job:
     field: str
     drop_empty: bool
     skip_binary: bool
+    skip_large: bool = False
+    limits: Limits = DEFAULT_LIMITS
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
@@ -139,8 +145,12 @@ def _batches(job: Job, unit: Unit, tally: _Tally) -> Iterator[_Batch]:
         yield _length_batch(unit, tally)
         return
     if job.tokenizer.kind == "tokens":
-        for rows in read_token_rows(unit, field=job.field):
+        for rows in read_token_rows(unit, field=job.field, limits=job.limits):
             tally.num_rows = rows.first_row + rows.num_rows
+            if rows.large:
+                tally.intake.documents += 1
+                _pass_over(job, unit, Document(0, rows.first_row, b"", "large", rows.large), tally)
+                continue
             tally.intake.documents += len(rows.lengths)
             numbers = rows.first_row + np.arange(len(rows.lengths))
             yield _Batch(rows.flat, rows.lengths, np.stack([np.zeros_like(numbers), numbers], axis=1))
@@ -155,7 +165,7 @@ def _batches(job: Job, unit: Unit, tally: _Tally) -> Iterator[_Batch]:
 def _document_batches(job: Job, unit: Unit, tally: _Tally) -> Iterator[list[Document]]:
     batch: list[Document] = []
     num_bytes = 0
-    for document in read_documents(unit, field=job.field):
+    for document in read_documents(unit, field=job.field, limits=job.limits):
         tally.num_rows = document.row + 1
         if document.problem == "blank":
             continue
@@ -173,22 +183,40 @@ def _document_batches(job: Job, unit: Unit, tally: _Tally) -> Iterator[list[Docu
 
 
 def _pass_over(job: Job, unit: Unit, document: Document, tally: _Tally) -> None:
-    if not job.skip_binary:
-        reason = {
-            "binary": "is a binary file (it holds a NUL byte)",
-            "undecodable": "is not text in UTF-8",
-            "unreadable": "cannot be read",
-        }[document.problem]
-        place = where(unit, document.row, file=document.file)
-        raise InputError(f"{place} {reason}; skip such files with --on-binary skip, or choose files with --glob")
+    """Count a document that is left out, or refuse it."""
+    if not (job.skip_large if document.problem == "large" else job.skip_binary):
+        raise InputError(f"{where(unit, document.row, file=document.file)} {_why(document, job.limits, unit)}")
     tally.intake.add(document.problem, unit.files[document.file].name)
 
 
+def _why(document: Document, limits: Limits, unit: Unit) -> str:
+    """Why a document is refused, and the way out."""
+    if document.problem == "large":
+        return (
+            f"has {document.size:,} bytes, and a document may have {limits.document:,}; raise --max-document, or skip "
+            "such documents with --on-large skip"
+        )
+    is_packed = unit.format is Format.TEXT and unit.files[document.file].name.lower().endswith(_PACKED)
+    reason = {
+        "binary": "is compressed: unpack it first; or" if is_packed else "is a binary file (it holds a NUL byte);",
+        "undecodable": "is compressed: unpack it first; or" if is_packed else "is not text in UTF-8;",
+        "unreadable": "cannot be read;",
+    }[document.problem]
+    return f"{reason} skip such files with --on-binary skip, or choose files with --glob"
+
+
 def _length_batch(unit: Unit, tally: _Tally) -> _Batch:
-    lengths = open_lengths(unit.files[0])[unit.start : unit.stop].astype(np.int64)
+    check_unchanged(unit.files[0])
+    lengths = np.array(open_lengths(unit.files[0])[unit.start : unit.stop])
+    if lengths.dtype == np.uint64:
+        lengths = np.minimum(lengths, np.uint64(2 * MOST_TOKENS))  # what is above is no length either
+    lengths = lengths.astype(np.int64)
     if len(lengths) and (shortest := int(lengths.min())) < 0:
         place = where(unit, int(np.argmin(lengths)))
         raise InputError(f"{place} is {shortest}; a length is a number of tokens, 0 or more")
+    if len(lengths) and (longest := int(lengths.max())) > MOST_TOKENS:
+        place = where(unit, int(np.argmax(lengths)))
+        raise InputError(f"{place} is {longest:,}; more than {MOST_TOKENS:,} tokens are no sequence")
     tally.num_rows = len(lengths)
     tally.intake.documents += len(lengths)
     rows = np.arange(len(lengths))

@@ -8,7 +8,8 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.data.arrow import arrow_batches, arrow_schema
 from lengthwise.data.documents import Document, TokenRows, from_utf8, row_of, token_rows, where
-from lengthwise.data.source import Format, check_unchanged
+from lengthwise.data.limits import MAX_DOCUMENT
+from lengthwise.data.source import Format, SourceFile, check_unchanged
 from lengthwise.data.units import Unit, open_parquet
 
 _BATCH_BYTES = 16 << 20
@@ -61,10 +62,12 @@ def _columns(unit: Unit, field: str, expected: str) -> Iterator[tuple[int, Any]]
     row = 0
     try:
         for batch in batches:
-            column = batch.column(batch.schema.get_field_index(field))
+            column = batch.column(_place_of(file, batch.schema.names, field))
+            column.validate(full=pa.types.is_dictionary(column.type))  # before anything follows its offsets
             if pa.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
-            column.cast(pa.large_binary()).validate(full=True) if expected == "text" else column.validate()
+            if expected == "text":
+                column.cast(pa.large_binary()).validate(full=True)
             step = min(max(_BATCH_BYTES * len(column) // max(column.nbytes, 1), 1), _MAX_ROWS)
             for start in range(0, len(column), step):
                 piece = column.slice(start, step)
@@ -72,6 +75,13 @@ def _columns(unit: Unit, field: str, expected: str) -> Iterator[tuple[int, Any]]
                 row += len(piece)
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{where(unit, row)} or one after it is damaged: {error}; write the file again") from None
+
+
+def _place_of(file: SourceFile, names: list[str], field: str) -> int:
+    """Number of the column among those read."""
+    if field in names:
+        return names.index(field)
+    raise InputError(f"{file.name}: column {field!r} is not what its name leads to; rename columns that have a dot")
 
 
 def _parquet_batches(unit: Unit, field: str) -> Iterator[Any]:
@@ -84,13 +94,14 @@ def _parquet_batches(unit: Unit, field: str) -> Iterator[Any]:
     yield from parquet.iter_batches(batch_size, row_groups=list(range(unit.start, unit.stop)), columns=[field])
 
 
-def read_text_column(unit: Unit, *, field: str) -> Iterator[Document]:
-    """Rows of a text column."""
+def read_text_column(unit: Unit, *, field: str, most_bytes: int = MAX_DOCUMENT) -> Iterator[Document]:
+    """Rows of a text column; those of more than ``most_bytes`` come without their text."""
     import pyarrow as pa
 
     for first, column in _columns(unit, field, "text"):
         for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first):
-            yield from_utf8(0, row, value)
+            is_large = value is not None and len(value) > most_bytes
+            yield Document(0, row, b"", "large", len(value)) if is_large else from_utf8(0, row, value)
 
 
 def read_token_column(unit: Unit, *, field: str) -> Iterator[TokenRows]:

@@ -60,7 +60,7 @@ def data_files(dataset: Path) -> list[Path]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read: {error}; save the dataset again") from None
     if not isinstance(document, dict):
         raise InputError(f"{path} holds no JSON object; save the dataset again")

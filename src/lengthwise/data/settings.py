@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lengthwise.core.errors import InputError
+from lengthwise.data.limits import MAX_DOCUMENT, MAX_RATIO, Limits
 from lengthwise.data.source import Format, Sources, find_sources, find_standard_library
 
 FORMAT_VERSION = 1
@@ -40,6 +41,12 @@ class IndexSettings:
     """What happens to documents without a token; empty: drop in folders of text files, error elsewhere."""
     on_binary: Literal["", "error", "skip"] = ""
     """What happens to files that are no text; empty: skip in the standard library, error elsewhere."""
+    max_document: int = MAX_DOCUMENT
+    """Most bytes of a document."""
+    on_large: Literal["", "error", "skip"] = ""
+    """What happens to larger documents; empty: error."""
+    max_ratio: int = MAX_RATIO
+    """Most unpacked bytes per byte of a compressed archive."""
     unit_bytes: int = 0
     """Source bytes of a work unit, which a kill loses at most of each worker; 0: by the size of the source."""
 
@@ -48,6 +55,14 @@ class IndexSettings:
             raise InputError("--tokenizer and --train-bpe exclude each other; leave one out")
         if self.source is None and (self.globs or self.format or self.split):
             raise InputError("--python-stdlib chooses its own files; leave --glob, --format and --split out")
+        for name, value in (("--max-document", self.max_document), ("--max-ratio", self.max_ratio)):
+            if value < 1:
+                raise InputError(f"{name} {value}: at least 1 is needed")
+
+    @property
+    def limits(self) -> Limits:
+        """What a document and an archive may hold."""
+        return Limits(document=self.max_document, ratio=self.max_ratio)
 
     def find(self, out: Path) -> Sources:
         """The files this request is about."""
@@ -89,7 +104,14 @@ class IndexSettings:
             "on_binary": "skip" if self.skips_binary() else "error",
             "unit_bytes": self.unit_bytes_of(sources),
             "files": files_digest(sources),
+            **self._unusual(),
         }
+
+    def _unusual(self) -> dict[str, Any]:
+        """Limits other than the usual ones; those are left out, as indexes of earlier versions know none."""
+        usual = {"max_document": MAX_DOCUMENT, "on_large": "error", "max_ratio": MAX_RATIO}
+        asked = {"max_document": self.max_document, "on_large": self.on_large or "error", "max_ratio": self.max_ratio}
+        return {name: value for name, value in asked.items() if value != usual[name]}
 
 
 def files_digest(sources: Sources) -> str:
@@ -112,11 +134,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What two requests disagree on, in words."""
     keys = [
         key
-        for key in now
-        if before.get(key) != now[key] and not (key == "source" and before.get("files") == now["files"])
+        for key in dict.fromkeys((*now, *before))
+        if before.get(key) != now.get(key) and not (key == "source" and before.get("files") == now["files"])
     ]
     words = [
-        "the source files changed" if key == "files" else f"{key}: {before.get(key)!r} then, {now[key]!r} now"
+        "the source files changed" if key == "files" else f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
         for key in keys
         if key != "tokenizer_digest" or "tokenizer" not in keys
     ]

@@ -1,5 +1,6 @@
 """What is to be indexed: the files under a folder in a fixed order, one file, or Python's own standard library."""
 
+import errno
 import os
 import stat
 import sysconfig
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from lengthwise.core.errors import InputError
 from lengthwise.data.saved import choose_split, data_files, is_saved
@@ -169,7 +170,7 @@ def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
 def _walk(
     root: Path, *, globs: tuple[str, ...], skip: frozenset[str] = frozenset(), out: Path | None = None
 ) -> Iterator[SourceFile]:
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_refuse_folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         if out is not None:
             folders[:] = [name for name in folders if (Path(folder) / name).resolve() != out]
@@ -180,6 +181,12 @@ def _walk(
                 file = _source_file(path, relative)
                 if file.mtime_ns >= 0:
                     yield file
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise InputError(
+        f"the folder {error.filename} cannot be read: {error.strerror}; mend its permissions, or index other folders"
+    )
 
 
 def _matches(relative: str, name: str, globs: tuple[str, ...]) -> bool:
@@ -201,13 +208,34 @@ def _name(file: SourceFile) -> str:
     return file.name
 
 
+def open_regular(path: str) -> BinaryIO:
+    """The file at ``path``, opened for reading without ever waiting: a pipe or device is an ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return os.fdopen(descriptor, "rb")
+
+
+def open_source(file: SourceFile) -> BinaryIO:
+    """The file, opened for reading; ``InputError`` if it cannot be."""
+    try:
+        return open_regular(file.path)
+    except OSError as error:
+        raise InputError(f"{file.name} cannot be read: {error.strerror}; mend it or choose files with --glob") from None
+
+
 def check_unchanged(file: SourceFile) -> None:
-    """Raise ``InputError`` if the file is gone or has another size than when it was listed."""
+    """Raise ``InputError`` if the file is gone, has another size, or was written to since it was listed."""
     if file.size < 0:
         raise InputError(f"{file.name} cannot be read: {file.path} leads nowhere; mend the link or choose with --glob")
-    size = _source_file(Path(file.path), file.name).size
-    if size != file.size:
+    now = _source_file(Path(file.path), file.name)
+    if now.size != file.size:
         raise InputError(
-            f"{file.name} changed while it was indexed: {file.size:,} bytes before, {max(size, 0):,} now; "
+            f"{file.name} changed while it was indexed: {file.size:,} bytes before, {max(now.size, 0):,} now; "
             "index again with --restart once nothing writes to it"
+        )
+    if now.mtime_ns != file.mtime_ns:
+        raise InputError(
+            f"{file.name} was written to while it was indexed; index again with --restart once nothing writes to it"
         )

@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, first_line
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens of all documents end to end, and the number of tokens of each."""
 
+_LARGEST_FILE = 1 << 29
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 EOS_OF_TRAINED = "<|endoftext|>"
 """The end-of-sequence token of a tokenizer trained here."""
@@ -163,13 +164,21 @@ class HuggingFace:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" written in a document does not end it
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._path = path
         self.eos_id = self._tokenizer.token_to_id(eos_token) if eos_token else None
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def encode(self, documents: list[bytes]) -> Encoded:
         """Tokens by the file's own rules, without special tokens."""
         texts = [document.decode() for document in documents]
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the package raises bare Exception, or panics
+            raise InputError(
+                f"the tokenizer {self._path.name} cannot encode a text: {first_line(error)}; use a complete one"
+            ) from None
         ids = [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
         return np.concatenate(ids) if ids else np.empty(0, dtype=self._dtype), lengths
@@ -203,6 +212,8 @@ def find_tokenizer(path: Path) -> tuple[Path, str]:
             f"no tokenizer at {path}; give bytes, a k-mer such as 3mer, or the path of a Hugging Face tokenizer.json"
         )
     vocabulary = _open_tokenizer(file).get_vocab(with_added_tokens=True)
+    if not vocabulary:
+        raise InputError(f"{file} has no token at all; give a tokenizer that was trained")
     beside = file.parent / "tokenizer_config.json"
     declared = _declared_eos(beside) if beside.is_file() else ""
     if declared and declared not in vocabulary:
@@ -215,17 +226,21 @@ def find_tokenizer(path: Path) -> tuple[Path, str]:
 def _declared_eos(path: Path) -> str:
     try:
         token = json.loads(path.read_text()).get("eos_token")
-    except (ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is not a tokenizer configuration: {error}") from None
     return str(token.get("content", "") if isinstance(token, dict) else token or "")
 
 
 def _open_tokenizer(path: Path) -> Any:
     tokenizers = import_tokenizers()
+    if (size := path.stat().st_size) > _LARGEST_FILE:
+        raise InputError(f"{path} has {size:,} bytes, more than a tokenizer.json has ({_LARGEST_FILE:,})")
     try:
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception
-        raise InputError(f"{path} is not a Hugging Face tokenizer.json: {error}") from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the package raises bare Exception, or panics
+        raise InputError(f"{path} is not a Hugging Face tokenizer.json: {first_line(error)}") from None
 
 
 def import_tokenizers() -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lengthwise.core.errors import InputError
+from lengthwise.data.limits import DEFAULT_LIMITS, Limits
 from lengthwise.data.read import read_documents
 from lengthwise.data.source import Format
 from lengthwise.data.tokenizer import EOS_OF_TRAINED, import_tokenizers
@@ -25,7 +26,9 @@ def check_vocabulary(vocab_size: int) -> None:
         )
 
 
-def train_bpe(units: list[Unit], *, field: str, vocab_size: int, num_bytes: int, path: Path) -> None:
+def train_bpe(
+    units: list[Unit], *, field: str, vocab_size: int, num_bytes: int, path: Path, limits: Limits = DEFAULT_LIMITS
+) -> None:
     """Write a tokenizer.json trained on an even sample of the corpus of ``num_bytes`` bytes.
 
     Deterministic: every k-th file (or work unit, in files of many documents), k chosen to read about ``SAMPLE_BYTES``.
@@ -41,19 +44,19 @@ def train_bpe(units: list[Unit], *, field: str, vocab_size: int, num_bytes: int,
         show_progress=False,
     )
     stride = max(1, round(num_bytes / SAMPLE_BYTES))
-    model.train_from_iterator(_sample(units, field=field, stride=stride), trainer)
+    model.train_from_iterator(_sample(units, field=field, stride=stride, limits=limits), trainer)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     model.save(str(partial))
     partial.replace(path)
 
 
-def _sample(units: list[Unit], *, field: str, stride: int) -> Iterator[str]:
+def _sample(units: list[Unit], *, field: str, stride: int, limits: Limits) -> Iterator[str]:
     if units and units[0].format is Format.TEXT:
         files = tuple(file for unit in units for file in unit.files)[::stride]
         units = [Unit(number=0, format=Format.TEXT, files=files)]
     else:
         units = units[::stride]
     for unit in units:
-        for document in read_documents(unit, field=field):
+        for document in read_documents(unit, field=field, limits=limits):
             if not document.problem:
                 yield document.data.decode()

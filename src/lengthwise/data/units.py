@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, first_line
 from lengthwise.data.arrow import arrow_slices
 from lengthwise.data.megatron import megatron_slices
 from lengthwise.data.source import Format, SourceFile, Sources, check_unchanged
@@ -98,10 +98,10 @@ def open_lengths(file: SourceFile) -> np.ndarray:
     """The memory-mapped row of integers in a .npy file."""
     try:
         lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        why = "it holds objects, or is no array at all" if "pickled" in str(error) else error
+    except Exception as error:  # NumPy parses headers as Python and unpacks .npz: nearly anything can come of that
+        why = "it holds objects, or is no array at all" if "pickled" in str(error) else first_line(error)
         raise InputError(f"{file.name} is not a .npy array of numbers: {why}") from None
-    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         found = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
         raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {found}")
     return lengths

@@ -201,7 +201,7 @@ def _micro_batches(priced: PricedBatch, lane: Lane, times_s: list[float], policy
         _check_fits(priced.problem, kind, [pack for pack, is_mine in zip(packs, mine) if is_mine], policy)
         peaks[mine] = kind.peak_bytes(tokens[mine])
         held = [pack.computed_lengths for pack, is_mine in zip(packs, mine) if is_mine]
-        flat = kind.cost.comm_times_s(np.concatenate(held), kind.scheme)
+        flat = kind.cost.comm_times_s(np.fromiter(chain.from_iterable(held), dtype=np.int64), kind.scheme)
         comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, held)])[:-1])
     own = lane.kind.scheme
     micro_batches = [

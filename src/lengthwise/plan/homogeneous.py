@@ -115,13 +115,23 @@ def longest(priced: PricedBatch, pack: Pack) -> int:
     return max(priced.batch.lengths[at] for at in pack)
 
 
-@lru_cache(maxsize=64)
+FEW_SEQUENCES = 100_000
+"""Sequences of a batch up to which packs are remembered for many capacities, beyond for few."""
+
+
 def fill(lengths: tuple[int, ...], capacity: int) -> tuple[Pack, ...]:
     """Packs of at most ``capacity`` tokens by first fit decreasing; a longer sequence has a pack of its own.
 
     Remembered: while schemes are compared, most of them fill the same packs.
     """
-    return tuple(tuple(pack) for pack in first_fit_decreasing(lengths, max(capacity, max(lengths))))
+    return (_fill_small if len(lengths) <= FEW_SEQUENCES else _fill_large)(lengths, max(capacity, max(lengths)))
+
+
+def _fill(lengths: tuple[int, ...], capacity: int) -> tuple[Pack, ...]:
+    return tuple(tuple(pack) for pack in first_fit_decreasing(lengths, capacity))
+
+
+_fill_small, _fill_large = lru_cache(maxsize=64)(_fill), lru_cache(maxsize=2)(_fill)
 
 
 def in_turn(packs: Sequence[Pack], num_pipelines: int) -> list[Sequence[Pack]]:

@@ -22,6 +22,8 @@ from lengthwise.plan.problem import Problem
 DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
 NUM_SAMPLES = 32
 """Batches that proposals and tuning look at: fewer overfit heavy tails."""
+FEWEST_SAMPLES, SAMPLED_SEQUENCES = 8, 1 << 20
+"""Fewer batches, but these at least, where all of them together hold more than so many sequences."""
 SAMPLES_SEED = 1 << 63
 """Added to the run's seed: typical batches, but not the ones that are then planned."""
 RECOMPUTE_STEPS = 8
@@ -141,8 +143,17 @@ def make_sampler(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Sa
 def sample_lengths(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Iterator[np.ndarray]:
     """Lengths of typical batches that are not those of ``seed``."""
     other = (seed + SAMPLES_SEED) % (1 << 64)
-    batches = islice(make_sampler(lengths, tokens_per_step=tokens_per_step, seed=other), NUM_SAMPLES)
-    return (np.array(batch.lengths, dtype=np.int64) for batch in batches)
+    return lengths_of(make_sampler(lengths, tokens_per_step=tokens_per_step, seed=other))
+
+
+def lengths_of(batches: Iterable[GlobalBatch]) -> Iterator[np.ndarray]:
+    """Lengths of the first ``NUM_SAMPLES`` batches; of fewer where they are large, for which a few are typical."""
+    num_sequences = 0
+    for number, batch in enumerate(islice(batches, NUM_SAMPLES)):
+        if number >= FEWEST_SAMPLES and num_sequences >= SAMPLED_SEQUENCES:
+            return
+        num_sequences += len(batch.lengths)
+        yield np.array(batch.lengths, dtype=np.int64)
 
 
 def first_batches(lengths: LengthIndex, *, tokens_per_step: int, seed: int, steps: int) -> list[GlobalBatch]:

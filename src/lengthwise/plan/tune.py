@@ -18,7 +18,9 @@ from lengthwise.plan.problem import PricedBatch, Problem
 
 MAX_BATCHES = 8
 MAX_SEQUENCES = 6_000
-"""Of all batches looked at together; one batch is looked at however many it holds."""
+"""Of all batches looked at together; one batch is looked at however many it holds,"""
+MOST_SEQUENCES = 1 << 20
+"""up to this many: of a larger one, every so many sequences stand for all, the longest among them."""
 OCTAVES = 6
 """Lengths of the made-up batch, where there is no sample: each half of the one before."""
 
@@ -69,11 +71,17 @@ def _tuning_batches(problem: Problem) -> list[PricedBatch]:
     samples = problem.samples or (_octaves(problem),)
     mean = sum(map(len, samples)) / len(samples)
     count = int(np.clip(MAX_SEQUENCES // max(1.0, mean), 1, min(MAX_BATCHES, len(samples))))
-    chosen = [samples[at * len(samples) // count] for at in range(count)]
+    chosen = [_thinned(samples[at * len(samples) // count]) for at in range(count)]
     return [
         PricedBatch(problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist())))
         for step, lengths in enumerate(chosen)
     ]
+
+
+def _thinned(lengths: np.ndarray) -> np.ndarray:
+    """The lengths of a batch, or about ``MOST_SEQUENCES`` of them in the same order."""
+    stride = -(-len(lengths) // MOST_SEQUENCES)
+    return lengths if stride == 1 else lengths[int(lengths.argmax()) % stride :: stride]
 
 
 def _octaves(problem: Problem) -> np.ndarray:

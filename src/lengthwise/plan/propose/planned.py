@@ -10,6 +10,9 @@ from lengthwise.plan.flexible import FlexibleKind
 from lengthwise.plan.kind import Kind
 from lengthwise.plan.problem import PricedBatch, Problem
 
+MOST_PLANNED = 50_000
+"""Sequences of a step beyond which its bound stands for its plan: with so many, plans come within some permil of it."""
+
 
 def tile_of(kind: Kind, count: int) -> Tile:
     """``count`` pipelines of ``kind`` as the planner sees them."""
@@ -58,4 +61,6 @@ class PlannedStrategy:
         priced = self._priced[step]
         if priced.lengths.max() > self._placed.max_length:
             return np.inf
+        if len(priced.lengths) > MOST_PLANNED:
+            return self.bound_s(step)
         return self._placed.assign(priced)[1].makespan + self.update_s

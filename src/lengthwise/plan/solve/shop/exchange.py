@@ -1,5 +1,6 @@
 """Between machines: take time off the machine that ends last, by moving a job away or swapping it."""
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,11 @@ PROPOSALS = 16
 """Exchanges, the most promising first, that are estimated until one helps."""
 TRIES = 8
 """Of these, how many are packed if their estimates say that they help."""
+
+MOST_JOBS = 10_000
+"""Jobs of a problem up to which every pair of jobs of two machines may be exchanged;"""
+MOST_PAIRS = 1 << 20
+"""beyond, this many pairs are looked at: of jobs of different size, at even distances."""
 
 EVEN = 1e-3
 """Relative distance of the last end from the mean at which there is nothing left to even out."""
@@ -175,16 +181,40 @@ def _improve(assignment: Assignment, evaluate: Evaluate, worst: int, budget: int
     return used, -1
 
 
+def _few_jobs(assignment: Assignment, worst: int, partners: list[int]) -> dict[int, list[int]]:
+    """The jobs of a machine and its partners, in a large problem so few of each that their pairs are not too many.
+
+    The largest two stay: the span depends on them apart.
+    """
+    jobs = {machine: assignment.jobs[machine] for machine in (worst, *partners)}
+    sizes = assignment.problem.sizes
+    if len(sizes) <= MOST_JOBS:
+        return jobs
+    most = math.isqrt(MOST_PAIRS // len(partners))
+    return {machine: _thinned(held, sizes, most) for machine, held in jobs.items()}
+
+
+def _thinned(jobs: list[int], sizes: np.ndarray, most: int) -> list[int]:
+    """At most about ``most`` of some jobs, of different size and at even distances, the largest two among them."""
+    array = np.array(jobs)
+    if len(array) <= 2:
+        return jobs
+    firsts = array[np.concatenate([[True, True], np.diff(sizes[array[1:]]) != 0])]
+    places = np.unique(np.linspace(1, len(firsts) - 1, min(most, len(firsts))).round().astype(np.int64))
+    return [jobs[0], *firsts[places].tolist()]
+
+
 def _proposals(assignment: Assignment, worst: int) -> Iterator[tuple[int, int, int]]:
     """Partner, job given to it and job taken from it (-1: none), by the larger of both spans to first order.
 
     To first order a span changes by the work that comes and goes, and by (stages - 1) times the change of the longest.
     """
-    problem, spans, jobs, work = assignment.problem, assignment.spans, assignment.jobs, assignment.work
+    problem, spans, work = assignment.problem, assignment.spans, assignment.work
     kind, later = problem.kinds[worst], problem.later
     partners = [machine for machine in assignment.lightest() if machine != worst]
     if not partners:
         return
+    jobs = _few_jobs(assignment, worst, partners)
     mine, lengths = np.array(jobs[worst]), [len(jobs[machine]) + 1 for machine in partners]
     theirs = np.array([job for machine in partners for job in (*jobs[machine], -1)])
     kinds = np.array([problem.kinds[machine] for machine in partners])

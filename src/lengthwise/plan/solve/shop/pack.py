@@ -2,8 +2,10 @@
 
 import heapq
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from lengthwise.plan.solve.binpack import first_fit_decreasing
 from lengthwise.plan.solve.shop.model import Machines, Objective, balanced_span, ideal_count, span
@@ -15,6 +17,10 @@ IMPROVED = 3
 """Numbers of batches for which moves and swaps are tried, the best first."""
 PARTNERS = 4
 """Batches, the shortest first, that the longest one exchanges jobs with."""
+SHARES = range(1, 9)
+"""Jobs per batch for which it is counted how many batches they need."""
+MOST_PLACED = 1 << 20
+"""Jobs placed for numbers of batches that turn out to be too few, before only those are tried that first fit needs."""
 CLOSE = 1e-4
 """Relative distance to what could be reached at best at which packing is content."""
 
@@ -44,14 +50,20 @@ def pack(
     total_size = sum(sizes)
     most = max(-(-total_size // machines.capacity), min(len(work), total_size // machines.min_fill))
     found: list[tuple[float, float, int, Batches]] = []
-    best = math.inf
+    best, needed, placed = math.inf, fewest_conceivable(sizes, machines.capacity), 0
     for ideal, count in _counts(work, sizes, machines, objective):
         if found and (best <= enough or ideal * (1 + CLOSE) >= best or count > most or len(found) >= COUNTS):
             break
+        if count < needed:
+            continue
         batches = spread(work, sizes, count, machines.capacity)
         if batches:
             found.append((_value(work, batches, machines, objective), ideal, count, batches))
             best = min(best, found[-1][0])
+            continue
+        placed += len(work)
+        if placed > MOST_PLACED:  # every next number could fail as this one did
+            needed, placed = max(needed, len(first_fit_decreasing(sizes, machines.capacity))), 0
     found.sort(key=lambda each: each[0])
     for value, ideal, _, batches in found[:IMPROVED] if swaps else []:
         if best > enough and ideal * (1 + CLOSE) < best and value > ideal * (1 + CLOSE):
@@ -67,6 +79,13 @@ def _value(work: Sequence[float], batches: Batches, machines: Machines, objectiv
         return math.inf
     times = [sum([work[job] for job in batch]) + machines.setup for batch in batches]
     return span(times, machines.stages, objective)
+
+
+def fewest_conceivable(sizes: Sequence[int], capacity: int) -> int:
+    """Batches below which there is no room: of jobs larger than capacity / (k + 1), a batch holds k at most."""
+    larger = np.sort(np.asarray(sizes))[::-1]
+    counts = [len(larger) - int(np.searchsorted(larger[::-1], capacity // (k + 1), side="right")) for k in SHARES]
+    return max(-(-sum(sizes) // capacity), *(-(-count // k) for k, count in zip(SHARES, counts)))
 
 
 def fewest_batches(sizes: Sequence[int], capacity: int) -> Batches:
@@ -122,39 +141,45 @@ def spread(work: Sequence[float], sizes: Sequence[int], count: int, capacity: in
 
 
 def _least_work(work: Sequence[float], sizes: Sequence[int], count: int, capacity: int) -> list[int]:
-    """Batch of each job: the one of least work that has room. Empty: no room."""
+    """Batch of each job: the one of least work that has room. Empty: no room.
+
+    A batch without room for a job is set aside until a job is small enough for it: with sizes that do not increase,
+    that is once per job at most, O((jobs + count) log count) in all.
+    """
     heap = [(0.0, batch) for batch in range(count)]
     room = [capacity] * count
+    aside: list[tuple[int, float, int]] = []
     placed = []
     for value, size in zip(work, sizes):
+        while aside and -aside[0][0] >= size:
+            _, load, batch = heapq.heappop(aside)
+            heapq.heappush(heap, (load, batch))
+        while heap and room[heap[0][1]] < size:
+            load, batch = heapq.heappop(heap)
+            heapq.heappush(aside, (-room[batch], load, batch))
+        if not heap:
+            return []
         load, batch = heap[0]
-        if size <= room[batch]:
-            heapq.heapreplace(heap, (load + value, batch))
-        else:
-            skipped = []
-            while heap and room[heap[0][1]] < size:
-                skipped.append(heapq.heappop(heap))
-            if not heap:
-                return []
-            load, batch = heap[0]
-            heapq.heapreplace(heap, (load + value, batch))
-            for entry in skipped:
-                heapq.heappush(heap, entry)
+        heapq.heapreplace(heap, (load + value, batch))
         room[batch] -= size
         placed.append(batch)
     return placed
 
 
 def _most_size(sizes: Sequence[int], count: int, capacity: int) -> list[int]:
-    """Batch of each job: the fullest that has room. Empty: no room."""
-    room = [capacity] * count
-    placed = []
-    for size in sizes:
-        batch = min((batch for batch in range(count) if room[batch] >= size), key=room.__getitem__, default=-1)
-        if batch < 0:
+    """Batch of each job: the fullest that has room. Empty: no room. Jobs of one size fill a batch at once."""
+    by_room = [(capacity, batch) for batch in range(count)]
+    placed: list[int] = []
+    while len(placed) < len(sizes):
+        size = sizes[len(placed)]
+        at = bisect_left(by_room, (size, -1))
+        if at == len(by_room):
             return []
-        room[batch] -= size
-        placed.append(batch)
+        room, batch = by_room.pop(at)
+        while len(placed) < len(sizes) and sizes[len(placed)] == size <= room:
+            placed.append(batch)
+            room -= size
+        insort(by_room, (room, batch))
     return placed
 
 
@@ -163,24 +188,24 @@ def improve(work: Sequence[float], sizes: Sequence[int], batches: Batches, *, ca
     loads = [sum([work[job] for job in batch]) for batch in batches]
     space = [capacity - sum([sizes[job] for job in batch]) for batch in batches]
     target = max(sum(loads) / len(batches), work[0]) * (1 + CLOSE)
+    work_of, size_of = np.array([*work, 0.0]), np.array([*sizes, 0])  # the last is no job, at -1
     for _ in range(swaps):
         longest = max(range(len(loads)), key=loads.__getitem__)
         load = loads[longest]
         if load <= target:
             return
         best, found = load * (1 - CLOSE / 10), None
+        givers = _distinct(work, sizes, batches[longest])
         for partner in heapq.nsmallest(PARTNERS, range(len(loads)), key=loads.__getitem__):
-            other = loads[partner]
-            for mine in batches[longest]:
-                for theirs in (-1, *batches[partner]):
-                    relief = work[mine] - (work[theirs] if theirs >= 0 else 0.0)
-                    if relief <= 0:
-                        continue
-                    after = max(load - relief, other + relief)
-                    if after < best:
-                        grown = sizes[mine] - (sizes[theirs] if theirs >= 0 else 0)
-                        if grown <= space[partner] and -grown <= space[longest]:
-                            best, found = after, (partner, mine, theirs, relief, grown)
+            takers = [-1, *_distinct(work, sizes, batches[partner])]
+            relief = work_of[givers][:, None] - work_of[takers]
+            grown = size_of[givers][:, None] - size_of[takers]
+            after = np.maximum(load - relief, loads[partner] + relief)
+            after[(relief <= 0) | (grown > space[partner]) | (-grown > space[longest])] = math.inf
+            row, column = divmod(int(after.argmin()), len(takers))
+            if after[row, column] < best:
+                best = float(after[row, column])
+                found = partner, givers[row], takers[column], float(relief[row, column]), int(grown[row, column])
         if found is None:
             return
         partner, mine, theirs, relief, grown = found
@@ -193,3 +218,11 @@ def improve(work: Sequence[float], sizes: Sequence[int], batches: Batches, *, ca
         loads[partner] += relief
         space[longest] += grown
         space[partner] -= grown
+
+
+def _distinct(work: Sequence[float], sizes: Sequence[int], batch: list[int]) -> list[int]:
+    """The first of the jobs of a batch that are alike."""
+    firsts: dict[tuple[float, int], int] = {}
+    for job in batch:
+        firsts.setdefault((work[job], sizes[job]), job)
+    return list(firsts.values())
