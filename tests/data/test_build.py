@@ -189,7 +189,7 @@ def test_an_error_in_a_worker_reaches_the_user(corpus, tmp_path):
 def test_a_place_that_cannot_be_a_folder_is_refused(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / ("x" * 300)):
-        with pytest.raises(InputError, match="cannot be made a folder.*name another"):
+        with pytest.raises(InputError, match=r"cannot be made a folder.*name another"):
             build(corpus, out)
     for workers in (-1, 0, 100_000):
         with pytest.raises(InputError, match=f"--workers {workers}"):
@@ -202,7 +202,7 @@ def test_a_full_disk_is_an_error_that_keeps_what_is_finished(corpus, tmp_path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(LengthwiseError, match="No space left on device; finished parts are kept.*same command"):
+        with pytest.raises(LengthwiseError, match=r"No space left on device; finished parts are kept.*same command"):
             build(corpus, tmp_path / "out")
     assert len(build(corpus, tmp_path / "out")) == len(TEXTS)
 
