@@ -1,5 +1,6 @@
 """Work units: slices of the source that are read, encoded and kept independently of one another and of the workers."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,9 @@ def _row_group_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, 
 def open_lengths(file: SourceFile) -> np.ndarray:
     """The memory-mapped row of integers in a .npy file."""
     try:
-        lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sizes that overflow, which are refused
+            lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # NumPy parses headers as Python and unpacks .npz: nearly anything can come of that
         why = "it holds objects, or is no array at all" if "pickled" in str(error) else first_line(error)
         raise InputError(f"{file.name} is not a .npy array of numbers: {why}") from None
