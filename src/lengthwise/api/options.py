@@ -114,6 +114,9 @@ class Options(BaseModel):
     workers: int = Field(default=0, ge=0)
     """Processes of each rank that read the corpus' items ahead of computing, for datasets that are slow to read; 0: an
     item is read when it is needed."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Most seconds that a rank waits for others before the run ends with an error that names them; None: 30 minutes,
+    or what torch.distributed was started with."""
     verbose: bool = True
     """Say on the first rank what was found and measured."""
 

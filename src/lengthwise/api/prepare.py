@@ -16,6 +16,7 @@ from lengthwise.api.objectives import expected_columns
 from lengthwise.api.options import Options, named_as_options, read_options
 from lengthwise.api.planning import form, make_planner, make_sampler, steps_of, with_metric_of
 from lengthwise.api.refine import Refiner
+from lengthwise.api.same_ranks import to_compare
 from lengthwise.api.sequences import Sequences, read_sequences
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
@@ -26,9 +27,12 @@ from lengthwise.cost.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.runtime.adapt.adapted import Adapted
 from lengthwise.runtime.adapt.learn import check_exact, learn
+from lengthwise.runtime.adapt.meeting import together
 from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.recompute import selective_contexts
 from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.adapt.untouched import untouched
+from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device, local_size
 from lengthwise.runtime.comm.world import World, leaving, start_world
 from lengthwise.runtime.model.targets import Masking
@@ -54,24 +58,14 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
         CheckError: packs change what the model learns.
     """
     chosen = read_options(options)
-    with named_as_options():
+    with named_as_options(), untouched(model):
         return _prepare(model, corpus, chosen)
 
 
 def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
-    world = start_world(chosen.device)
-    check_model(model, makes_inputs=chosen.inputs is not None)
-    expected = replace(expected_columns(model, chosen), splits_rows=not isinstance(corpus, Collated))
-    sequences = read_sequences(
-        corpus,
-        max_length=chosen.max_length,
-        over_length=chosen.over_length,
-        slot_tokens=chosen.slot_tokens,
-        expected=expected,
-    )
-    chosen = with_metric_of(chosen, sequences.view)
-    objective = expected.objective
-    _check_takes(model, sequences)
+    world = start_world(chosen.device, timeout_s=chosen.timeout_s)
+    chosen, objective, sequences, compared = together(world, partial(_read, model, corpus, chosen))
+    require_equal(world, compared)
     atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
     model.to(world.device)
     adapted = Adapted(
@@ -98,6 +92,22 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         adapted.release()
         raise
     return run
+
+
+def _read(model: nn.Module, corpus: Any, chosen: Options) -> tuple[Options, str, Sequences, dict[str, Any]]:
+    """The options and the objective, the corpus, and what of it all must be the same on every rank."""
+    check_model(model, makes_inputs=chosen.inputs is not None)
+    expected = replace(expected_columns(model, chosen), splits_rows=not isinstance(corpus, Collated))
+    sequences = read_sequences(
+        corpus,
+        max_length=chosen.max_length,
+        over_length=chosen.over_length,
+        slot_tokens=chosen.slot_tokens,
+        expected=expected,
+    )
+    chosen = with_metric_of(chosen, sequences.view)
+    _check_takes(model, sequences)
+    return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 
 def _make_run(adapted: Adapted, options: Options, world: World, sequences: Sequences) -> Run:

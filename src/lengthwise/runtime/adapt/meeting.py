@@ -6,19 +6,22 @@ begins with one all-gather of rows of one size, whichever it is: where the opera
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from lengthwise.core.errors import CheckError, LengthwiseError
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.runtime.comm.activity import ACTIVITY
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.differences import ranks_text
+from lengthwise.runtime.comm.objects import gather_json
 from lengthwise.runtime.comm.world import World
 
-NUM_VALUES = 8
+Result = TypeVar("Result")
+NUM_VALUES = 12
 """Integers that a rank sends beside the operation, the step and the length of its note."""
 
 
@@ -91,20 +94,13 @@ def meet(world: World, operation: Operation, step: int, *, values: Sequence[int]
     """Say which operation this rank has come to, and hear the same of all others. One all-gather; a second with notes.
 
     Raises:
-        LengthwiseError: some rank does not come within the time limit, or is gone.
+        CommunicationError: some rank does not come within the time limit, or is gone.
     """
     assert len(values) <= NUM_VALUES, "rows of all operations have one size"
+    ACTIVITY.begin(operation.at(step))
     said = [int(operation), step, len(note), *values, *[0] * (NUM_VALUES - len(values))]
-    try:
-        rows = gather_rows(torch.tensor(said, dtype=torch.int64, device=world.device)).tolist()
-        notes = [""] * len(rows)
-        if any(row[2] for row in rows):
-            dist.all_gather_object(notes, note)
-    except RuntimeError as error:
-        raise LengthwiseError(
-            f"rank {world.rank} {operation.at(step)}, and not every other rank came to it: "
-            f"{str(error).strip().splitlines()[0]}"
-        ) from error
+    rows = gather_rows(torch.tensor(said, dtype=torch.int64, device=world.device)).tolist()
+    notes = gather_json(world, note) if any(row[2] for row in rows) else [""] * len(rows)
     return Meeting(
         operations=tuple(Operation(row[0]) for row in rows),
         steps=tuple(row[1] for row in rows),
@@ -123,10 +119,21 @@ def float_of(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Such as ``rank 3`` or ``ranks 0-2, 5``."""
-    runs = []
-    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        numbers = [rank for _, rank in run]
-        runs.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else f"{numbers[0]}")
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs)}"
+def together(world: World, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns, which needs no other rank; where it fails on any rank, no rank goes on without it.
+
+    Raises:
+        InputError: it failed on another rank; where it failed here, its own error.
+    """
+    result, own = None, None
+    try:
+        result = work()
+    except LengthwiseError as error:
+        own = error
+    errors = gather_json(world, str(own) if own is not None else None)
+    if own is not None:
+        raise own
+    failed = [rank for rank, error in enumerate(errors) if error is not None]
+    if failed:
+        raise InputError(f"{ranks_text(failed)} cannot go on: {errors[failed[0]]}")
+    return result  # type: ignore[return-value]

@@ -17,14 +17,18 @@ from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.adapted import Adapted
 from lengthwise.runtime.adapt.fully_sharded import FullySharded, wrapped_modules
 from lengthwise.runtime.adapt.learn import nothing_to_learn
-from lengthwise.runtime.adapt.meeting import Meeting, Operation, meet, ranks_text
+from lengthwise.runtime.adapt.meeting import Meeting, Operation, meet
 from lengthwise.runtime.adapt.meter import Meter
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
+from lengthwise.runtime.adapt.read_digest import digested
 from lengthwise.runtime.adapt.readers import Readers
+from lengthwise.runtime.adapt.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.adapt.script import Script
 from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.adapt.step import Step, check_executable
 from lengthwise.runtime.adapt.watched_parameters import WatchedParameters
+from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
 from lengthwise.runtime.state import checkpoint
@@ -154,6 +158,7 @@ class Run:
             )
         else:
             self._attempt += 1
+        ACTIVITY.begin("plan", step=self.next_step)
         clock = StepClock(self.world)
         with clock.span(SpanKind.PLAN, "plan"):
             plan = self.planner(self._batch)
@@ -182,7 +187,8 @@ class Run:
 
     def make(self, shard: Shard, pack: Pack) -> MicroBatch:
         """The micro-batch of a shard."""
-        return MicroBatch(shard, pack, self.feeding, make_inputs=self.adapted.inputs_of)
+        feeding = self.feeding if shard.group.size == 1 else digested(self.feeding, shard)
+        return MicroBatch(shard, pack, feeding, make_inputs=self.adapted.inputs_of)
 
     @property
     def gradient_version(self) -> int:
@@ -301,7 +307,12 @@ class Run:
             raise CheckError(f"run.save(): {met.notes_text()}")
         self.take_over_changes(met, "run.save()", columns=(0, 1))
         sampler = self.stream.state_dict() if self._batch is None else self._stream_state
-        extra = {"step": self.next_step, "sampler": sampler, "skipped": self.skipped}
+        extra = {
+            "step": self.next_step,
+            "sampler": sampler,
+            "skipped": self.skipped,
+            "buffers": buffers_to_save(self.model),
+        }
         checkpoint.save(Path(folder), state, extra, keep=keep)
         path = checkpoint.latest(Path(folder))
         self._tell("saved step %d: %s", self.next_step, path)
@@ -330,6 +341,7 @@ class Run:
         if not (path / checkpoint.STATE_FILE).is_file():
             path = checkpoint.latest(path)
         extra: dict[str, Any] = checkpoint.load(path, state)
+        restore_buffers(self.model, extra.get("buffers", {}), path)
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
         self.state.hold_everything()

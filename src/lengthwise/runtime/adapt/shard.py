@@ -92,6 +92,8 @@ class Shard:
     """Forwards of prepared models so far."""
     backward_begun: int | None = None
     """Exchanges of the group when the backward began."""
+    read_digest: int = 0
+    """Of what was read of the sequences that ranks share."""
     is_finished: bool = False
     """Nobody of the group waits for anything any more."""
     has_failed: bool = False

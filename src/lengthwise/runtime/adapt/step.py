@@ -18,11 +18,16 @@ from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch, laid_out
 from lengthwise.runtime.adapt.shard import Shard, active
 from lengthwise.runtime.adapt.stand_in import finish, finish_backward
+from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.step import StepResult
 
 if TYPE_CHECKING:
     from lengthwise.runtime.adapt.run import Run
+
+
+NUM_DIGESTS = 4
+"""Phases whose sequences are compared between the ranks that share them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +248,8 @@ class Step:
         problem = problem or run.gradient_problem(self._gradient_version)
         pipeline, index = self.failure or (-1, -1)
         values = [
-            bits_of(float(self._loss)), self._num_targets, pipeline, index, fingerprint, int(is_changed), bits_of(lr)
+            bits_of(float(self._loss)), self._num_targets, pipeline, index, fingerprint, int(is_changed), bits_of(lr),
+            *self._read_digests(),
         ]  # fmt: skip
         met = meet(run.world, Operation.UPDATE, self.number, values=values, note=problem)
         met.check_same(Operation.LEAVE, Operation.UPDATE)
@@ -256,7 +262,29 @@ class Step:
                 f"step {self.number}: lr is {', '.join(f'{float_of(bits):g}' for bits in met.column(6))} on ranks 0 to "
                 f"{run.world.size - 1}; it has to be the same on every rank"
             )
+        if differing := self._read_differently(met):
+            raise self._fail(
+                f"step {self.number}: {ranks_text(differing)} share sequences, but read other tokens or labels for "
+                "them; give every rank the same corpus, whose items are the same whenever they are read"
+            )
         return met
+
+    def _read_digests(self) -> list[int]:
+        """Of what this rank read of the sequences that it shares, for each phase (beyond the last one, together)."""
+        digests = [0] * NUM_DIGESTS
+        for position, shard in self._shards.items():
+            digests[min(self._own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
+        return digests
+
+    def _read_differently(self, met: Meeting) -> list[int]:
+        """Ranks of a pipeline that read different things for the same sequences."""
+        if self.plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in met.column(2)):
+            return []  # ranks of several pipelines cannot be compared; one that failed has not read all
+        for pipeline in self.plan.pipelines:
+            digests = met.column(7 + pipeline.phase)
+            if len({digests[rank] for rank in pipeline.ranks}) > 1:
+                return sorted(pipeline.ranks)
+        return []
 
     def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
         """Forget the step on every rank; the error to raise."""

@@ -1,0 +1,29 @@
+"""Preparing computes with the model; afterwards its buffers and all random numbers are what they were."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Put back, whatever happens inside: values of buffers, and states of the generators of torch, NumPy and Python."""
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    python, numpy, on_host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(on_host)
+        if on_gpus is not None:
+            torch.cuda.set_rng_state_all(on_gpus)
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
