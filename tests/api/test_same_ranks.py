@@ -10,6 +10,7 @@ import torch
 
 import lengthwise as lw
 from lengthwise.core.errors import CheckError, CommunicationError, InputError
+from lengthwise.core.lengths import LengthIndex
 from tests.api import models
 from tests.api.loops import as_started_by_torchrun, step_through
 
@@ -58,8 +59,8 @@ DIFFERENT = {
     ),
     "steps": (lambda rank: (models.gpt(), models.rows(), {"steps": 2 + rank}), "options.steps is"),
     "policy": (lambda rank: (models.gpt(), models.rows(), {"policy": ("auto", "static")[rank]}), "options.policy is"),
-    "tokens": (lambda rank: (models.gpt(), other_tokens() if rank else models.rows(), {}), "corpus.tokens is"),
-    "labels": (lambda rank: (models.gpt(), other_labels(rank), {}), "corpus.labels is"),
+    "tokens": (lambda rank: (models.gpt(), other_tokens() if rank else models.rows(), {}), "corpus.content is"),
+    "labels": (lambda rank: (models.gpt(), other_labels(rank), {}), "corpus.content is"),
     "lengths": (lambda rank: (models.gpt(), models.rows(seed=rank), {}), "corpus.lengths is"),
     "number": (lambda rank: (models.gpt(), models.rows(40 - rank), {}), "corpus.num_sequences is 40 on rank 0, 39"),
     "an empty item": (lambda rank: (models.gpt(), models.rows() + [[]] * rank, {}), "item 40"),
@@ -87,20 +88,18 @@ def check_different():
 
 
 class Restless:
-    """Rows that are others whenever they are read, on one rank."""
+    """An index whose rows are others whenever they are read, on one rank."""
 
     def __init__(self, rank):
         self.rows, self.rank, self.is_restless = models.rows(), rank, False
+        self.lengths = LengthIndex(lengths=np.array([len(row) for row in self.rows]))
 
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, number):
+    def tokens(self, number):
         row = self.rows[number]
         return (row + 1) % models.VOCAB if self.is_restless and self.rank else row
 
 
-def test_items_that_change_are_refused_where_ranks_share_them(ranks):
+def test_sequences_that_change_are_refused_where_ranks_share_them(ranks):
     ranks(2).run(check_restless)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from lengthwise import __version__
 from lengthwise.api.options import Options
-from lengthwise.api.sequences import Sequences
+from lengthwise.api.sequences import Items, Sequences
 from lengthwise.runtime.adapt.fully_sharded import wrapped_modules
 from lengthwise.runtime.model.checksum import checksum
 
@@ -58,18 +58,17 @@ def _tensors(model: nn.Module) -> dict[str, Any]:
 def _corpus(sequences: Sequences) -> dict[str, Any]:
     """Number and lengths of the sequences, and digests of what is in them."""
     lengths = np.asarray(sequences.lengths.lengths)
-    tokens, labels = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-    ids = _probed(lengths, sequences)
-    for id in ids:
-        _add(tokens, sequences.tokens(id))
-        if sequences.labels is not None:
-            _add(labels, sequences.labels(id))
+    state = hashlib.blake2b(digest_size=8)
+    if isinstance(sequences.store, Items):
+        _add(state, sequences.store.checksums)  # of every item with all its columns
+    else:
+        for id in _probed(lengths, sequences):
+            _add(state, sequences.tokens(id))
     return {
         "num_sequences": len(lengths),
         "num_tokens": int(lengths.sum()),
         "lengths": hashlib.blake2b(lengths.astype(np.int64).tobytes(), digest_size=8).hexdigest(),
-        "tokens": tokens.hexdigest(),
-        "labels": labels.hexdigest() if sequences.labels is not None else "the tokens",
+        "content": state.hexdigest(),
     }
 
 

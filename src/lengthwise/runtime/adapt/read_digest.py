@@ -13,10 +13,18 @@ _SHIFT = 0x9E3779B1
 
 
 def digested(feeding: Feeding, shard: Shard) -> Feeding:
-    """The same feeding, which adds a digest of every sequence to ``shard`` when it is first read."""
-    labels = feeding.labels
-    source = _Digested(feeding.source, _noting(shard, 1))
-    return replace(feeding, source=source, labels=None if labels is None else _Labels(labels, _noting(shard, 2)))
+    """The same feeding, which adds a digest of whatever is first read of a sequence to ``shard``."""
+    labels, special = feeding.labels, feeding.special
+    return replace(
+        feeding,
+        source=_Digested(feeding.source, _noting(shard, 1)),
+        labels=None if labels is None else _Column(labels, _noting(shard, 2)),
+        special=None if special is None else _Column(special, _noting(shard, 3)),
+        passed={
+            name: _Column(column, _noting(shard, 4 + number))
+            for number, (name, column) in enumerate(sorted(feeding.passed.items()))
+        },
+    )
 
 
 Note = Callable[[int, np.ndarray], np.ndarray]
@@ -46,9 +54,9 @@ class _Digested:
         return self._note(sequence, self._source.tokens(sequence))
 
 
-class _Labels:
-    def __init__(self, labels: Callable[[int], np.ndarray], note: Note) -> None:
-        self._labels, self._note = labels, note
+class _Column:
+    def __init__(self, column: Callable[[int], np.ndarray], note: Note) -> None:
+        self._column, self._note = column, note
 
     def __call__(self, sequence: int) -> np.ndarray:
-        return self._note(sequence, self._labels(sequence))
+        return self._note(sequence, self._column(sequence))

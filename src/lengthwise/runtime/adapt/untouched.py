@@ -12,7 +12,8 @@ from torch import nn
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put back, whatever happens inside: values of buffers, and states of the generators of torch, NumPy and Python."""
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    is_model = isinstance(model, nn.Module)  # whatever else was given is refused inside
+    buffers = {name: buffer.detach().clone() for name, buffer in (model.named_buffers() if is_model else ())}
     python, numpy, on_host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
@@ -24,6 +25,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if on_gpus is not None:
             torch.cuda.set_rng_state_all(on_gpus)
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
+            for name, buffer in model.named_buffers() if is_model else ():
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
