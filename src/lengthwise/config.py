@@ -104,6 +104,9 @@ class DataConfig(_Section):
     curriculum_epochs: int | None = Field(
         default=None, ge=1, le=1_000_000, description="epochs with the curriculum, shuffled afterwards; none: all"
     )
+    verify: bool = Field(
+        default=True, description="read every token before training, to refuse an index whose files were changed"
+    )
     prefetch: int = Field(default=2, ge=0, le=1024, description="micro-batches read ahead of computing; 0: none")
 
 
@@ -276,7 +279,10 @@ def load(path: Path | None, overrides: list[str]) -> Config:
     mistakes = [mistake for override in overrides if (mistake := _apply(tree, override))]
     if mistakes:
         raise InputError(_headline(mistakes) + "\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
-    return check(tree)
+    try:
+        return check(tree)
+    except InputError as error:
+        raise InputError(f"{path}: {error}" if path is not None else str(error)) from None
 
 
 def check(tree: dict[str, Any]) -> Config:

@@ -36,8 +36,8 @@ def test_stats_shows_tables(cli, lengths):
     [
         (["{tmp}/none.npy"], "no file at"),
         (["{tmp}"], "no index at"),
-        (["{npy}", "--max-length", "0"], "--max-length 0"),
-        (["{npy}", "--ranks", "0"], "--ranks 0"),
+        (["{npy}", "--max-length", "0"], "'--max-length'"),
+        (["{npy}", "--ranks", "0"], "'--ranks'"),
         (["{npy}", "seed=-1"], "seed: input should be"),
         (["{tmp}/text.npy"], "not a .npy array"),
     ],

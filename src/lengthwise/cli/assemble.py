@@ -14,6 +14,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.read_file import brief
 from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
@@ -139,6 +140,7 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
     if not config.plan.profile:
         return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
     table = ProfileTable.load(Path(config.plan.profile))
+    _check_device(config, table, cluster)
     if table.dtype != config.train.dtype:
         raise InputError(
             f"{config.plan.profile} was measured in {table.dtype}, the run computes in {config.train.dtype}; "
@@ -154,6 +156,16 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
 
         return HybridCost(table, model=spec, cluster=cluster)
     return FittedCost(table, model=spec, cluster=cluster)
+
+
+def _check_device(config: Config, table: ProfileTable, cluster: ClusterSpec) -> None:
+    """Raise ``InputError`` if the profile was taken on another kind of device than the cluster's."""
+    family = cluster.device.name.partition("-")[0]
+    if family.lower() not in table.device.lower():
+        raise InputError(
+            f"{config.plan.profile} was measured on {brief(table.device)}, the run is on {cluster.device.name}; "
+            "profile again on its devices, or set plan.profile= (empty) for analytic costs"
+        )
 
 
 RANDOM = "random"

@@ -9,6 +9,8 @@ import typer
 
 from lengthwise.cli.console import emit_json, progress, stdout
 from lengthwise.cli.options import (
+    MAX_SEED,
+    MAX_TOKENS,
     DeviceName,
     DevicesPerNode,
     Dtype,
@@ -52,14 +54,17 @@ def run(
     device: DeviceName,
     gpus: Annotated[str, typer.Option(metavar="N[,N...]", help="Devices; several sizes show how policies scale.")],
     max_length: Annotated[
-        int | None, typer.Option(min=1, metavar="TOKENS", help="Longest sequence trained; default: no limit.")
+        int | None,
+        typer.Option(min=1, max=MAX_TOKENS, metavar="TOKENS", help="Longest sequence trained; default: no limit."),
     ] = None,
     over_length: Annotated[OverLength, typer.Option(help="What becomes of sequences over it.")] = OverLength.SPLIT,
     tokens_per_step: Annotated[
         int | None,
-        typer.Option(min=1, metavar="TOKENS", help="Of a global batch; default: 3125 a device, or the longest."),
+        typer.Option(
+            min=1, max=MAX_TOKENS, metavar="TOKENS", help="Of a global batch; default: 3125 a device, or the longest."
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Global batches that every policy plans.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, max=10_000, help="Global batches that every policy plans.")] = 8,
     policies: Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")] = None,
     hbm: MemoryGib = None,
     devices_per_node: DevicesPerNode = 8,
@@ -68,7 +73,7 @@ def run(
     methods: Methods = None,
     recompute: Annotated[Recompute, typer.Option(help="Layers that schemes recompute.")] = Recompute.AUTO,
     dtype: DtypeOption = Dtype.BFLOAT16,
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of the sequences.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the order of the sequences.")] = 0,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")] = None,
     json: Json = False,
 ) -> None:

@@ -48,7 +48,7 @@ def explain(error: BaseException) -> VerbFailed:
 
 def _explain_os_error(error: OSError) -> VerbFailed:
     reason = error.strerror or str(error) or type(error).__name__
-    names = " and ".join(str(name) for name in (error.filename, error.filename2) if name is not None)
+    names = " and ".join(str(name)[:300] for name in (error.filename, error.filename2) if name is not None)
     is_of_machine = error.errno in _MACHINE_ERRNOS or not names
     where = f"cannot use {names}: " if names else "reading or writing failed: "
     return VerbFailed(f"{where}{reason}", LengthwiseError.exit_code if is_of_machine else InputError.exit_code)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lengthwise.cli.console import emit_json, progress, stderr
+from lengthwise.cli.verify import verify_store
 from lengthwise.core.errors import InputError
 from lengthwise.data.build import BuiltIndex, build_index
 from lengthwise.data.intake import REASONS
@@ -154,7 +155,7 @@ def _verify(path: Path | None, *, json: bool) -> None:
     if path is None:
         raise InputError("give the folder of the index to verify: lengthwise index --verify DIR")
     store = open_index(path)
-    store.verify_tokens()
+    verify_store(store, name=str(path))
     if json:
         emit_json({**_document(store), "verified": True})
     else:

@@ -9,6 +9,8 @@ import typer
 
 from lengthwise.cli.console import emit_json, stdout
 from lengthwise.cli.options import (
+    MAX_DEVICES,
+    MAX_TOKENS,
     DeviceName,
     DevicesPerNode,
     Dtype,
@@ -47,8 +49,10 @@ class Fit:
 def run(
     model: ModelName,
     device: DeviceName,
-    gpus: Annotated[int, typer.Option(min=1, metavar="N", help="Devices of the cluster.")] = 8,
-    length: Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help="What fits this long a sequence?")] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, metavar="N", help="Devices of the cluster.")] = 8,
+    length: Annotated[
+        int | None, typer.Option(min=1, max=MAX_TOKENS, metavar="TOKENS", help="What fits this long a sequence?")
+    ] = None,
     hbm: MemoryGib = None,
     devices_per_node: DevicesPerNode = 8,
     max_degree: MaxDegree = None,

@@ -5,6 +5,11 @@ from typing import Annotated
 
 import typer
 
+MAX_DEVICES = 1 << 16
+"""That of ``core.specs``, spelt here so that the options of a verb need no NumPy."""
+MAX_TOKENS = 1 << 40
+MAX_SEED = (1 << 64) - 1
+
 
 class Dtype(StrEnum):
     """What forward and backward compute in."""
@@ -17,15 +22,20 @@ ModelName = Annotated[
     str, typer.Option("--model", metavar="NAME", help="A model preset; list them with: lengthwise config --presets")
 ]
 DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="A device preset, such as H100-80GB.")]
-DevicesPerNode = Annotated[int, typer.Option(metavar="N", help="Devices that share a fast link.")]
+DevicesPerNode = Annotated[
+    int, typer.Option(min=1, max=MAX_DEVICES, metavar="N", help="Devices that share a fast link.")
+]
 MemoryGib = Annotated[
     float | None,
     typer.Option("--hbm", metavar="GIB", help="Memory of a device; default: all it has, without any margin."),
 ]
 MaxDegree = Annotated[
-    int | None, typer.Option(metavar="N", help="Most devices that share a layer; default: any number.")
+    int | None,
+    typer.Option(min=1, max=MAX_DEVICES, metavar="N", help="Most devices that share a layer; default: any number."),
 ]
-MaxStages = Annotated[int | None, typer.Option(metavar="N", help="Most pipeline stages; default: 8.")]
+MaxStages = Annotated[
+    int | None, typer.Option(min=1, max=MAX_DEVICES, metavar="N", help="Most pipeline stages; default: 8.")
+]
 Methods = Annotated[
     str | None, typer.Option(metavar="A,B", help="How devices share a layer; default: ulysses,ring,megatron_ts.")
 ]

@@ -10,7 +10,7 @@ import typer
 from lengthwise.cli.assemble import make_cost, make_planner, make_sampler, resolve_cluster, resolve_model, with_draws
 from lengthwise.cli.console import emit_json, progress, stderr, stdout
 from lengthwise.cli.launch import split_arguments
-from lengthwise.config import Config, load
+from lengthwise.config import MAX_STEPS, Config, load
 from lengthwise.core.plan import StepPlan
 from lengthwise.data.corpus import open_corpus
 
@@ -21,7 +21,7 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="steps to plan; default: 10, with --out all of train.steps")
+        int | None, typer.Option(min=1, max=MAX_STEPS, help="steps to plan; default: 10, with --out all of train.steps")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write the plans here, one JSON object a line")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,

@@ -24,10 +24,14 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     out: Annotated[Path, typer.Option(help="file to write")] = Path("profile.json"),
-    nproc: Annotated[int, typer.Option(min=1, help="ranks that measure at once; as many as will train")] = 1,
-    max_length: Annotated[int | None, typer.Option(min=32, help="longest sequence; default: the data's")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=32, help="most tokens of a pack; default: max length")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="measurements of each pack")] = 5,
+    nproc: Annotated[int, typer.Option(min=1, max=1024, help="ranks that measure at once; as many as will train")] = 1,
+    max_length: Annotated[
+        int | None, typer.Option(min=32, max=1 << 32, help="longest sequence; default: the data's")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=32, max=1 << 32, help="most tokens of a pack; default: max length")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, max=10_000, help="measurements of each pack")] = 5,
     leave_out: Annotated[
         bool, typer.Option("--leave-out", help="how well each cost model predicts unseen rows")
     ] = False,

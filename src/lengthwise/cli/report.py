@@ -31,6 +31,8 @@ def run(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Write one HTML page and a trace of a run."""
+    for path in runs:
+        RunFolder(path).check()
     page_path, trace_path = _places(runs, out)
     summaries = write(runs, page_path, trace_path, warmup=warmup)
     if json:
@@ -58,14 +60,15 @@ def write(runs: list[Path], page_path: Path, trace_path: Path, *, warmup: int = 
 
 def _places(runs: list[Path], out: Path | None) -> tuple[Path, Path]:
     """Where the page and the trace go."""
+    from lengthwise.report.whole_file import check_place
+
     if out is not None:
         page, trace = out, out.with_name(f"{out.stem}.trace.json.gz")
     elif len(runs) == 1:
         page, trace = RunFolder(runs[0]).report, RunFolder(runs[0]).trace
     else:
         page, trace = Path("report.html"), Path("report.trace.json.gz")
-    if not page.parent.is_dir():
-        raise InputError(f"cannot write {page}: there is no folder {page.parent}; make it first")
+    check_place(page, "--out")
     return page, trace
 
 

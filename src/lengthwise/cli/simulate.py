@@ -13,11 +13,12 @@ from lengthwise.cli.console import emit_json, stderr, stdout
 from lengthwise.cli.launch import split_arguments
 from lengthwise.cli.plan import DEFAULT_STEPS, plan_steps
 from lengthwise.cli.report import MOST_SPANS
-from lengthwise.config import load
-from lengthwise.core.errors import InputError
+from lengthwise.config import MAX_STEPS, load
+from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import read_jsonl
-from lengthwise.core.specs import GIB
+from lengthwise.core.specs import GIB, whole_number
 
 if TYPE_CHECKING:
     from lengthwise.core.timeline import Timeline
@@ -30,7 +31,8 @@ def run(
     source: Annotated[Path | None, typer.Argument(help="plans.jsonl of `plan` or of a run, or a YAML config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="steps to plan; default: 10, or all that a file of plans holds")
+        int | None,
+        typer.Option(min=1, max=MAX_STEPS, help="steps to plan; default: 10, or all that a file of plans holds"),
     ] = None,
     jitter: Annotated[
         float, typer.Option(metavar="SIGMA", help="lognormal noise on every micro-batch, such as 0.1")
@@ -73,12 +75,15 @@ def parse_straggler(text: str) -> tuple[int, float]:
     Raises:
         InputError: the text has another form.
     """
-    rank, _, factor = text.partition(":")
+    words, _, factor = text.partition(":")
+    rank = whole_number(words)
     try:
-        return int(rank), float(factor)
+        if rank is None:
+            raise ValueError
+        return rank, float(factor)
     except ValueError:
         raise InputError(
-            f"--straggler {text} is not RANK:FACTOR, such as 3:1.5 for rank 3 half as fast again"
+            f"--straggler {brief(text)[1:-1]} is not RANK:FACTOR, such as 3:1.5 for rank 3 half as fast again"
         ) from None
 
 
@@ -111,12 +116,19 @@ def _plans(source: Path | None, overrides: list[str] | None, steps: int | None) 
         return list(plan_steps(load(path, changes), steps or DEFAULT_STEPS))
     if changes:
         raise InputError(f"{changes[0]} does not apply to {path}, whose plans are made; plan again with it")
-    plans = [StepPlan.from_json(row) for row in islice(read_jsonl(path), steps)]
+    plans = [_plan(row, path) for row in islice(read_jsonl(path), steps)]
     if not plans:
         raise InputError(f"no plans in {path}; make some with: lengthwise plan --out {path}")
     if len(plans) != steps and not path.read_bytes().endswith(b"\n"):
         stderr().print(f"{path} ends within a line, which is left out: {len(plans):,} plans are whole", soft_wrap=True)
     return plans
+
+
+def _plan(row: dict[str, Any], path: Path) -> StepPlan:
+    try:
+        return StepPlan.from_json(row)
+    except LengthwiseError as error:
+        raise type(error)(f"{path}, step {brief(row.get('step'))}: {error}") from None
 
 
 def _traced(plans: Sequence[StepPlan], options: "SimOptions") -> Iterator["Timeline"]:

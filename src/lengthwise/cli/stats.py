@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lengthwise.cli.console import emit_json, stdout
+from lengthwise.cli.options import MAX_DEVICES, MAX_TOKENS
 from lengthwise.cli.sampling import safety_of_lengths, sampling_report
 from lengthwise.config import Config, load
 from lengthwise.core.errors import InputError
@@ -36,9 +37,12 @@ Sampling = Annotated[
     bool, typer.Option("--sampling", help="Instead: what data.order does to sampling under the budget of a step.")
 ]
 MaxLength = Annotated[
-    list[int] | None, typer.Option(metavar="TOKENS", help="A limit to try; may be repeated. Default: 1K to 128K.")
+    list[int] | None,
+    typer.Option(min=1, max=MAX_TOKENS, metavar="TOKENS", help="A limit to try; may be repeated. Default: 1K to 128K."),
 ]
-Ranks = Annotated[int | None, typer.Option(help="Ranks the attention work is dealt to. Default: 8.")]
+Ranks = Annotated[
+    int | None, typer.Option(min=1, max=MAX_DEVICES, help="Ranks the attention work is dealt to. Default: 8.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 
 _CONFIGS = (".yaml", ".yml")
@@ -61,10 +65,6 @@ def run(
         _sampling(source, config, json=json)
         return
     limits, num_ranks = tuple(max_length or MAX_LENGTHS), _NUM_RANKS if ranks is None else ranks
-    if min(limits) < 1:
-        raise InputError(f"--max-length {min(limits)}: at least 1 token is needed")
-    if num_ranks < 1:
-        raise InputError(f"--ranks {num_ranks}: at least 1 is needed")
     stats = length_stats(_lengths(source, config), max_lengths=limits, num_ranks=num_ranks, seed=config.seed)
     if json:
         emit_json({"path": str(source), **stats.to_json()})

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def run(
     config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="ranks on this machine")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, max=1024, help="ranks on this machine")] = 1,
     method: Annotated[
         str | None, typer.Option("--method", "--methods", help="how ranks share a layer, or random; plan.method")
     ] = None,
@@ -38,7 +38,7 @@ def run(
         bool, typer.Option("--fall-back", help="where the latest checkpoint is damaged, go on from the one before")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="times that all ranks are started again after one has died")
+        int, typer.Option(min=0, max=1_000_000, help="times that all ranks are started again after one has died")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
@@ -75,11 +75,13 @@ def _check(config: "Config", *, is_resumed: bool) -> None:
     """Refuse here, before ranks are started and a folder is made, what can be without them."""
     from lengthwise.cli.assemble import make_sampler, open_plans
     from lengthwise.cli.plan_checks import check_plans_of_run
+    from lengthwise.cli.verify import verify_corpus
     from lengthwise.data.corpus import open_corpus
 
     corpus = open_corpus(config.data)
     corpus.check_tokens()
     make_sampler(config, corpus)
+    verify_corpus(config, corpus)
     if config.plan.file:
         plans = open_plans(config, show_progress=True)
         if not is_resumed:
@@ -95,8 +97,10 @@ def _train_as_rank(config: "Config", resume: Path | None, *, fall_back: bool) ->
     folder = RunFolder(Path(named))
     if (exit_code := earlier_end(folder)) is not None:
         sys.exit(exit_code)  # what failed for good is not tried again
+    from lengthwise.cli.verify import verify_as_rank
     from lengthwise.cli.worker import run_worker
 
+    verify_as_rank(config)
     run_worker(config, folder, resume=resume is not None, fall_back=fall_back)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.read_file import brief
 from lengthwise.core.scheme import Method
-from lengthwise.core.specs import DEVICES, ClusterSpec, cluster_preset, nearest
+from lengthwise.core.specs import DEVICES, ClusterSpec, cluster_preset, nearest, whole_number
 from lengthwise.data.source import SourceFile
 from lengthwise.data.store import open_index
 from lengthwise.data.synthetic import NAMES, synthetic_lengths
@@ -17,6 +18,8 @@ from lengthwise.plan.pool import DEFAULT_METHODS
 from lengthwise.plan.problem import Problem
 
 SYNTHETIC_SEQUENCES = 100_000
+MAX_SIZES = 16
+"""Sizes of a cluster that one table compares."""
 
 
 def check_longest(problem: Problem, lengths: LengthIndex) -> None:
@@ -41,16 +44,24 @@ def open_source(source: str, *, seed: int) -> LengthIndex:
     if source in NAMES:
         return LengthIndex(lengths=synthetic_lengths(source, SYNTHETIC_SEQUENCES, seed))
     path = Path(source)
-    if path.is_dir():
-        return open_index(path).lengths
-    if path.is_file():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"--lengths {brief(source)[1:-1]}: {reason}") from None
+    if is_folder and source:
+        try:
+            return open_index(path).lengths
+        except InputError as error:
+            raise InputError(f"--lengths {source}: {error}") from None
+    if is_file:
         file = SourceFile(path=source, name=source, size=path.stat().st_size, mtime_ns=0)
         try:
             return LengthIndex(lengths=open_lengths(file))
         except InputError as error:
             raise InputError(f"--lengths {source}: {error}") from None
     raise InputError(
-        f"--lengths {source}: no .npy file, no index folder and no synthetic distribution of that name; "
+        f"--lengths {brief(source)[1:-1]}: no .npy file, no index folder and no synthetic distribution of that name; "
         f"{nearest(source, NAMES)}"
     )
 
@@ -62,7 +73,7 @@ def make_cluster(device: str, num_devices: int, *, devices_per_node: int, memory
         InputError: no such device, or the devices do not fill whole nodes.
     """
     if device not in DEVICES:
-        raise InputError(f"--device {device}: no such device; {nearest(device, DEVICES)}")
+        raise InputError(f"--device {brief(device)[1:-1]}: no such device; {nearest(device, DEVICES)}")
     if devices_per_node < 1 or num_devices < 1:
         raise InputError(f"--gpus {num_devices} in nodes of {devices_per_node}: at least 1 of each is needed")
     inside = min(devices_per_node, num_devices)
@@ -70,15 +81,21 @@ def make_cluster(device: str, num_devices: int, *, devices_per_node: int, memory
         raise InputError(
             f"--gpus {num_devices} do not fill nodes of {inside}; give a multiple of it or --devices-per-node"
         )
-    return cluster_preset(f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib)
+    try:
+        return cluster_preset(f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib)
+    except InputError as error:
+        raise InputError(f"--gpus {num_devices}, --hbm {memory_gib}: {error}") from None
 
 
 def parse_counts(words: str, option: str) -> list[int]:
     """Whole numbers from ``64,128``; each once, in the order given."""
-    parts = [part.strip() for part in words.split(",")]
-    if not all(part.isdigit() and int(part) for part in parts):
-        raise InputError(f"{option} {words} is not a list of numbers of devices, such as 64 or 64,128,256")
-    return list(dict.fromkeys(map(int, parts)))
+    counts = [whole_number(part.strip()) for part in words.split(",")]
+    if not all(counts) or len(counts) > MAX_SIZES:
+        raise InputError(
+            f"{option} {brief(words)} is not a list of numbers of devices, at most {MAX_SIZES}, such as "
+            "64 or 64,128,256"
+        )
+    return list(dict.fromkeys(count for count in counts if count))
 
 
 def parse_names(words: str | None, known: Sequence[str], option: str) -> list[str]:
@@ -92,7 +109,7 @@ def parse_names(words: str | None, known: Sequence[str], option: str) -> list[st
     names = list(dict.fromkeys(part.strip() for part in words.split(",")))
     for name in names:
         if name not in known:
-            raise InputError(f"{option} {words}: no {name!r}; {nearest(name, known)}")
+            raise InputError(f"{option} {brief(words)[1:-1]}: no {brief(name)}; {nearest(name, known)}")
     return names
 
 

@@ -11,9 +11,16 @@ from numpy.typing import ArrayLike
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.folder import write_text
+from lengthwise.core.lengths import MOST_TOKENS
+from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.scheme import Scheme, Strategy
+from lengthwise.core.specs import MAX_DEVICES
+from lengthwise.core.typed_json import from_document
 
 PROFILE_SCHEMA_VERSION = 1
+LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9
+"""Of a measured micro-batch."""
+MOST_BYTES = 1 << 60
 
 
 class CostModel(Protocol):
@@ -82,6 +89,17 @@ class ProfileRow:
     kept_bytes: int
     """Bytes that the forward leaves for the backward, or the allocator's peak above the model state."""
 
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > MOST_TOKENS:
+            raise InputError(f"a row of a profile has lengths {brief(self.lengths)}; each is at least 1 token")
+        if not LEAST_SECONDS <= self.time_s <= MOST_SECONDS or not 0 <= self.spread_s <= MOST_SECONDS:
+            raise InputError(
+                f"the row of {sum(self.lengths):,} tokens has time_s {self.time_s} and spread_s {self.spread_s}; a "
+                f"time is from {LEAST_SECONDS:g} to {MOST_SECONDS:g} seconds"
+            )
+        if not 1 <= self.kept_bytes <= MOST_BYTES:
+            raise InputError(f"the row of {sum(self.lengths):,} tokens keeps {self.kept_bytes} bytes; the least is 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileTable:
@@ -99,6 +117,14 @@ class ProfileTable:
     """Push, clip, optimizer and pull of one step on ``num_ranks``."""
     rows: tuple[ProfileRow, ...]
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_ranks <= MAX_DEVICES:
+            raise InputError(f"a profile is of 1 to {MAX_DEVICES:,} ranks, not {self.num_ranks:,}")
+        if not 0 <= self.update_s <= MOST_SECONDS:
+            raise InputError(f"update_s is {self.update_s}; a time is from 0 to {MOST_SECONDS:g} seconds")
+        if not self.rows:
+            raise InputError("a profile needs at least one row")
+
     def save(self, path: Path) -> None:
         """Write as JSON, whole or not at all."""
         document = {"schema_version": PROFILE_SCHEMA_VERSION, **asdict(self)}
@@ -112,16 +138,18 @@ class ProfileTable:
             InputError: the file is missing, is not a profile or has another schema version.
         """
         try:
-            document = json.loads(path.read_text())
-            version = document.pop("schema_version")
-            rows = tuple(ProfileRow(**{**row, "lengths": tuple(row["lengths"])}) for row in document.pop("rows"))
-            table = cls(rows=rows, **document) if version == PROFILE_SCHEMA_VERSION else None
+            document = read_json(path, what="a profile")
         except FileNotFoundError:
             raise InputError(f"no profile at {path}; make one with: lengthwise profile CONFIG --out {path}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{path} is not a profile ({error}); make one with: lengthwise profile") from None
-        if table is None:
+        version = document.pop("schema_version", None) if isinstance(document, dict) else None
+        if version is not None and version != PROFILE_SCHEMA_VERSION:
             raise InputError(
-                f"{path} has profile schema {version}, this version reads {PROFILE_SCHEMA_VERSION}; profile again"
+                f"{path} has profile schema {brief(version)}, this version reads {PROFILE_SCHEMA_VERSION}; profile "
+                "again"
             )
-        return table
+        try:
+            if version is None:
+                raise ValueError("it has no schema_version")
+            return from_document(cls, document)
+        except ValueError as error:
+            raise InputError(f"{path} is not a profile ({error}); make one with: lengthwise profile") from None

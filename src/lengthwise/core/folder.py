@@ -18,8 +18,9 @@ _DISK = {
 
 
 def shown(path: Path | str) -> str:
-    """A path for a message, on one line whatever characters it has."""
-    return str(path) if str(path).isprintable() else repr(str(path))
+    """A path for a message, on one line whatever characters it has, shortened if it is of a length no path has."""
+    text = str(path) if len(str(path)) <= 1000 else f"{str(path)[:1000]}..."
+    return text if text.isprintable() else repr(text)
 
 
 def reason(error: OSError) -> str:

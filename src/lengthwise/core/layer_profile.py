@@ -12,6 +12,8 @@ from pathlib import Path
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.folder import write_text
+from lengthwise.core.read_file import read_json
+from lengthwise.core.typed_json import from_document
 
 LAYER_PROFILE_SCHEMA_VERSION = 1
 _KIND = "layers"
@@ -113,7 +115,10 @@ class LayerTable:
         if not self.rows:
             raise InputError(f"the profile of {self.identity.model_name} has no rows; not even the shortest pack fits")
         for row in self.rows:
-            if min(row.forward_s, row.backward_s) <= 0 or row.constant_s < 0 or row.kept_bytes < 1:
+            spreads_s = (row.forward_spread_s, row.backward_spread_s, row.constant_spread_s)
+            least_bytes = min(row.kept_bytes - 1, row.input_bytes, row.constant_bytes, row.alive_bytes)
+            is_sensible = min(row.forward_s, row.backward_s) > 0 and row.constant_s >= 0 and min(spreads_s) >= 0
+            if not is_sensible or least_bytes < 0 or row.degree < 1 or not row.lengths or min(row.lengths) < 1:
                 raise InputError(f"a layer takes time and keeps something; measured was {row}. Profile again")
 
     @cached_property
@@ -143,7 +148,7 @@ class LayerTable:
             InputError: the file is missing, damaged or no profile of layers.
         """
         try:
-            document = json.loads(path.read_text())
+            document = read_json(path, what="a profile of layers")
             if document["kind"] != _KIND:
                 raise ValueError(f"it is a document of kind {document['kind']!r}")
             if document["schema_version"] != LAYER_PROFILE_SCHEMA_VERSION:
@@ -154,7 +159,7 @@ class LayerTable:
         except FileNotFoundError:
             raise InputError(f"no profile at {path}; it is made when a model is prepared") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            told = f"it has no {error}" if isinstance(error, KeyError) else error
+            told = f"it has no {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{path} ")
             raise InputError(
                 f"{path} is no profile of layers ({told}); delete it to have it measured anew, or name another file"
             ) from None
@@ -163,11 +168,4 @@ class LayerTable:
     def of_document(cls, document: Mapping[str, object]) -> "LayerTable":
         """The table in :attr:`document`."""
         values = {name: value for name, value in document.items() if name not in ("schema_version", "kind")}
-        rows, links, too_large = (values.pop(name) for name in ("rows", "links", "too_large"))
-        return cls(
-            identity=Identity(**values.pop("identity")),  # type: ignore[arg-type]
-            rows=tuple(LayerRow(**{**row, "lengths": tuple(row["lengths"])}) for row in rows),  # type: ignore[attr-defined]
-            links=tuple(LinkRow(**row) for row in links),  # type: ignore[attr-defined]
-            too_large=tuple((degree, tokens) for degree, tokens in too_large),  # type: ignore[attr-defined]
-            **values,  # type: ignore[arg-type]
-        )
+        return from_document(cls, values)

@@ -10,6 +10,8 @@ from lengthwise.core.errors import InputError
 
 MOST_TOKENS = 1 << 40
 """Of one sequence; what is above is no length."""
+MOST_TOTAL = 1 << 56
+"""Tokens of a corpus."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +41,10 @@ class LengthIndex:
             raise InputError(
                 f"sequence {int(np.argmax(self.lengths))} has length {longest:,}; more than {MOST_TOKENS:,} tokens are "
                 "no sequence: check that the numbers are lengths in tokens"
+            )
+        if float(self.lengths.sum(dtype=np.float64)) > MOST_TOTAL:
+            raise InputError(
+                f"the lengths add up to more than {MOST_TOTAL:,} tokens: check that the numbers are lengths in tokens"
             )
         view = self.lengths.view()
         view.flags.writeable = False

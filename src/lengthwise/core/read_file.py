@@ -37,7 +37,7 @@ def check_regular(path: Path, *, what: str) -> int:
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
-        raise InputError(f"cannot read {path}: {_reason(error)}") from None
+        raise InputError(f"cannot read {brief(str(path), 200)[1:-1]}: {_reason(error)}") from None
     kind = next((words for is_kind, words in _KINDS if is_kind(status.st_mode)), None)
     if kind is not None:
         raise InputError(f"{path} is {kind}; {what} is a regular file: save it to one and name that")
@@ -89,16 +89,16 @@ def read_json(path: Path, *, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> 
         raise InputError(f"{path} is not {what}: {error}") from None
 
 
-def parse_json(text: str | bytes, *, unique_keys: bool = False) -> Any:
+def parse_json(text: str | bytes, *, unique_keys: bool = False, finite: bool = True) -> Any:
     """The value that JSON ``text`` spells.
 
     Raises:
-        ValueError: it is not JSON, spells NaN or Infinity, nests beyond reason, holds a number of thousands of digits
-            or text that is not Unicode; with ``unique_keys``, an object names a key twice.
+        ValueError: it is not JSON, spells NaN or Infinity although ``finite``, nests beyond reason, holds a number of
+            thousands of digits or text that is not Unicode; with ``unique_keys``, an object names a key twice.
     """
     hook = _unique if unique_keys else None
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=hook)
+        return json.loads(text, parse_constant=_refuse_constant if finite else None, object_pairs_hook=hook)
     except RecursionError:
         raise ValueError("it nests objects or lists too deeply") from None
     except UnicodeDecodeError as error:

@@ -42,6 +42,8 @@ class _PlainLoader(yaml.SafeLoader):
             key, line = getattr(key_node, "value", None), key_node.start_mark.line + 1
             if not isinstance(key, str):
                 raise _refusal("a key is not text", key_node)
+            if key == "<<":
+                raise _refusal("merging mappings with << is not allowed; write the values again", key_node)
             if key in first_line:
                 raise _refusal(f"the key {key!r} is on line {first_line[key]} and again on line {line}", key_node)
             first_line[key] = line

@@ -21,8 +21,13 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.folder import reason, shown, write_text
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.specs import ModelSpec
+from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_json
+from lengthwise.core.specs import MAX_DEVICES, ModelSpec, whole_number
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, merge
+from lengthwise.core.typed_json import from_document
+
+MAX_NUMBER = 1e18
+"""Above any time in seconds and any size in bytes of a timeline."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +138,9 @@ class RunFolder:
             InputError: it is damaged, or cannot be read.
         """
         path = self.path / name
-        try:
-            document = json.loads(path.read_text()) if path.is_file() else {}
-        except (OSError, ValueError) as error:
-            words = reason(error) if isinstance(error, OSError) else str(error)
-            raise InputError(f"{shown(path)} is damaged ({words}); restore it, or start the run anew") from None
+        if not path.is_file():
+            return {}
+        document = read_json(path, what="a JSON object of a run")
         if not isinstance(document, dict):
             raise InputError(f"{shown(path)} is damaged (no JSON object); restore it, or start the run anew")
         return document
@@ -153,26 +156,33 @@ class RunFolder:
             raise InputError(f"{self.path} has no model.json: this run never began to train")
         values = {name: document[name] for name in ModelSpec.__dataclass_fields__ if name in document}
         try:
-            return ModelSpec(**{**values, "rope_scaling": tuple(tuple(item) for item in document["rope_scaling"])})
-        except (KeyError, TypeError, AttributeError) as error:
-            path = shown(self.path / "model.json")
-            raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); restore it") from None
+            return from_document(ModelSpec, values)
+        except ValueError as error:
+            raise InputError(f"{shown(self.path / 'model.json')} is damaged ({error}); restore it") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Metrics of all steps, in order; a step trained again after a resume counts once, the last time."""
-        return [row for _, row in sorted({row["step"]: row for row in read_jsonl(self.metrics)}.items())]
+        rows = {_step_of(row, self.metrics): row for row in read_jsonl(self.metrics)}
+        return [row for _, row in sorted(rows.items())]
 
     def read_plans(self) -> dict[int, StepPlan]:
         """Plans by step."""
-        return {row["step"]: StepPlan.from_json(row) for row in read_jsonl(self.plans)}
+        plans = map(StepPlan.from_json, read_jsonl(self.plans))
+        return {plan.step: plan for plan in plans}
 
     def read_timelines(self) -> dict[int, Timeline]:
         """Measured timelines by step, merged over ranks, waits marked; steps that some rank lacks are left out."""
         steps: dict[int, dict[int, Timeline]] = {}
         for path in sorted((self.path / "timeline").glob("rank_*.jsonl")):
-            rank = int(path.stem.removeprefix("rank_"))
+            rank = whole_number(path.stem.removeprefix("rank_"))
+            if rank is None:
+                raise InputError(f"{path} is damaged: its name does not end in the number of a rank")
             for row in read_jsonl(path):
-                steps.setdefault(row["step"], {})[rank] = timeline_from_row(row, rank)
+                try:
+                    timeline = timeline_from_row(row, rank)
+                except ValueError as error:
+                    raise InputError(f"{path} is damaged: {error}") from None
+                steps.setdefault(timeline.step, {})[rank] = timeline
         return {
             step: merge(parts.values()).with_waits()
             for step, parts in sorted(steps.items())
@@ -191,15 +201,28 @@ def timeline_to_row(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_from_row(row: dict[str, Any], rank: int) -> Timeline:
-    """What :func:`timeline_to_row` wrote for ``rank``."""
+    """What :func:`timeline_to_row` wrote for ``rank``.
+
+    Raises:
+        ValueError: a number is not one, or out of bounds; the message names it.
+    """
+    step, num_ranks, spans, memory = row.get("step"), row.get("num_ranks"), row.get("spans", ()), row.get("memory", ())
+    if type(step) is not int or type(num_ranks) is not int or not 0 <= rank < num_ranks <= MAX_DEVICES:
+        raise ValueError(f"step {brief(step)} of rank {rank} of {brief(num_ranks)} ranks")
+    for name, items, width in (("spans", spans, 4), ("memory", memory, 2)):
+        if not isinstance(items, list) or any(not isinstance(item, list) or len(item) != width for item in items):
+            raise ValueError(f"step {step}: {name} must be lists of {width}")
+    numbers = [value for span in spans for value in span[:2]] + [value for sample in memory for value in sample]
+    if wrong := [value for value in numbers if type(value) not in (int, float) or not abs(value) < MAX_NUMBER]:
+        raise ValueError(f"step {step}: {brief(wrong[0])} is no time or size")
     return Timeline(
-        step=row["step"],
-        num_ranks=row["num_ranks"],
+        step=step,
+        num_ranks=num_ranks,
         spans=tuple(
-            Span(start_s=start, end_s=end, rank=rank, kind=SpanKind(kind), name=name)
-            for start, end, kind, name in row["spans"]
+            Span(start_s=start, end_s=end, rank=rank, kind=SpanKind(kind), name=str(name))
+            for start, end, kind, name in spans
         ),
-        memory=tuple(MemorySample(time_s=time, rank=rank, num_bytes=size) for time, size in row["memory"]),
+        memory=tuple(MemorySample(time_s=time, rank=rank, num_bytes=size) for time, size in memory),
     )
 
 
@@ -228,10 +251,25 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.is_file():
         return
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if line.endswith("\n"):
+    check_regular(path, what="a file of JSON lines")
+    number = 0
+    with path.open("rb") as file:
+        while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+            number += 1
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise InputError(f"{path}:{number} is damaged: it has more than {MAX_DOCUMENT_BYTES:,} bytes")
+            if line.endswith(b"\n"):
                 try:
-                    yield json.loads(line)
+                    row = parse_json(line.rstrip(), finite=False)
                 except ValueError as error:
                     raise InputError(f"{path}:{number} is damaged: {error}") from None
+                if not isinstance(row, dict):
+                    raise InputError(f"{path}:{number} is damaged: it holds {brief(row)}, not an object")
+                yield row
+
+
+def _step_of(row: dict[str, Any], path: Path) -> int:
+    step = row.get("step")
+    if type(step) is not int or not 0 <= step < 1 << 62:
+        raise InputError(f"{path} has a row whose step is {brief(step)}, not a whole number from 0")
+    return step

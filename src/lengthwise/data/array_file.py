@@ -7,12 +7,13 @@ read that comes back short, or of a file that has been written to since it was o
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.folder import reason, shown
+from lengthwise.core.read_file import brief, check_regular
 
 
 class ArrayFile:
@@ -33,17 +34,13 @@ class ArrayFile:
         Raises:
             ValueError: it holds none.
         """
+        size = check_regular(path, what="an array")
         with path.open("rb") as stream:
-            version = np.lib.format.read_magic(stream)
-            read_header = {
-                (1, 0): np.lib.format.read_array_header_1_0,
-                (2, 0): np.lib.format.read_array_header_2_0,
-            }.get(version)
-            if read_header is None:
-                raise ValueError(f"{path} is a .npy file of version {version}")
-            shape, _, dtype = read_header(stream)
+            shape, dtype = _read_header(path, stream)
             if len(shape) != 1 or dtype.hasobject:
                 raise ValueError(f"{path} holds an array of shape {shape} of {dtype}, not a row of numbers")
+            if not 0 <= shape[0] * dtype.itemsize <= size - stream.tell():
+                raise ValueError(f"{path} says that it holds {shape[0]:,} numbers, and has {size:,} bytes")
             return cls(path, dtype=dtype, count=shape[0], offset=stream.tell())
 
     def __len__(self) -> int:
@@ -100,6 +97,21 @@ class ArrayFile:
             raise LengthwiseError(self._change(0, 0))
 
 
+def _read_header(path: Path, stream: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = np.lib.format.read_magic(stream)
+    read_header = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }.get(version)
+    if read_header is None:
+        raise ValueError(f"{path} is a .npy file of version {version}")
+    try:
+        shape, _, dtype = read_header(stream)
+    except Exception as error:  # NumPy parses the header, and a damaged one makes it raise almost anything
+        raise ValueError(f"{path} has a damaged header ({brief(str(error), 200)[1:-1]})") from None
+    return shape, dtype
+
+
 def load_array(path: Path, *, way_out: str) -> np.ndarray:
     """The array in a .npy file, read whole and read-only.
 
@@ -107,8 +119,9 @@ def load_array(path: Path, *, way_out: str) -> np.ndarray:
         InputError: it cannot be read, or holds no array of numbers; the message ends with ``way_out``.
     """
     try:
-        array: np.ndarray = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        file = ArrayFile.of_npy(path)
+        array = file.read(0, len(file))
+    except (OSError, ValueError) as error:
         words = reason(error) if isinstance(error, OSError) else str(error)
         raise InputError(f"{shown(path)} holds no array of numbers ({words}); {way_out}") from None
     array.flags.writeable = False

@@ -1,8 +1,7 @@
 """Open a finished index: its lengths in memory, its tokens read by sequence, checked against what index.json says."""
 
 import hashlib
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ import numpy as np
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.folder import reason
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.read_file import brief, read_json
 from lengthwise.data.array_file import ArrayFile, load_array
+from lengthwise.data.index_info import check_info
 from lengthwise.data.settings import FORMAT_VERSION
 
 INDEX_FILES = ("index.json", "tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "tokenizer.json")
@@ -71,16 +72,34 @@ class TokenStore:
         start, stop = self._offsets.read(id, id + 2).tolist()
         return all_tokens.read(start, stop)
 
-    def verify_tokens(self) -> None:
-        """Read every token; raise ``CheckError`` unless they are the ones that were indexed."""
+    def verify_tokens(self, on_read: Callable[[int], None] | None = None) -> None:
+        """Read every token; raise ``CheckError`` unless they are the ones that were indexed, below ``vocab_size``.
+
+        ``on_read`` is called with the number of tokens of every block that was read.
+        """
         if not self.has_tokens:
             return
         dtype = np.dtype(self.info["dtype"]).newbyteorder("<")
-        found = token_digest(token_blocks(self.path / "tokens.bin", dtype), dtype)
+        largest = -1
+
+        def blocks() -> Iterator[np.ndarray]:
+            nonlocal largest
+            for block in token_blocks(self.path / "tokens.bin", dtype):
+                largest = max(largest, int(block.max()))
+                yield block
+                if on_read is not None:
+                    on_read(len(block))
+
+        found = token_digest(blocks(), dtype)
         if found != self.info["corpus_digest"]:
             raise CheckError(
                 f"the tokens in {self.path} are not the ones indexed: digest {found}, index.json says "
                 f"{self.info['corpus_digest']}; index again with --restart"
+            )
+        if largest >= self.vocab_size:
+            raise CheckError(
+                f"the tokens in {self.path} go up to {largest:,}, index.json says vocab_size {self.vocab_size:,}; "
+                "index again with --restart"
             )
 
     def _require_tokens(self) -> ArrayFile:
@@ -110,6 +129,13 @@ def open_index(path: str | Path) -> TokenStore:
             f"the lengths in {path} are not the ones indexed: digest {lengths.digest}, index.json says "
             f"{info['digest']}; index again with --restart"
         )
+    counts = {"num_sequences": len(lengths), "num_tokens": lengths.num_tokens, "max_length": lengths.max_length}
+    for name, counted in counts.items():
+        if info[name] != counted:
+            raise InputError(
+                f"the index at {path} is damaged: index.json says {name} {info[name]:,}, lengths.npy {counted:,}; "
+                "index again with --restart"
+            )
     offsets, tokens = _open_files(path, info)
     if not _agree(offsets, lengths):
         raise InputError(
@@ -138,23 +164,26 @@ def read_info(path: Path) -> dict[str, Any]:
         InputError: there is none, or it is of another version.
     """
     file = path / "index.json"
-    if not file.is_file():
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path} is a file; an index is a folder, made with: lengthwise index SRC --out DIR")
+    if not file.exists():
         if (path / "parts").is_dir():
             raise InputError(
                 f"the index at {path} is half-written; run the same `lengthwise index` command again to finish it"
             )
         raise InputError(f"no index at {path}; make one with: lengthwise index SRC --out {path}")
-    try:
-        info: dict[str, Any] = json.loads(file.read_text())
-        version = info["schema_version"]
-    except (ValueError, TypeError, KeyError):
+    info = read_json(file, what="that of an index")
+    if not isinstance(info, dict) or "schema_version" not in info:
+        raise InputError(f"{file} is not that of an index; index again with --restart, or choose another folder")
+    if (version := info["schema_version"]) != FORMAT_VERSION:
         raise InputError(
-            f"{file} is not that of an index; index again with --restart, or choose another folder"
-        ) from None
-    if version != FORMAT_VERSION:
-        raise InputError(
-            f"{file} has schema version {version}, this program reads {FORMAT_VERSION}; index again with --restart"
+            f"{file} has schema version {brief(version)}, this program reads {FORMAT_VERSION}; index again with "
+            "--restart"
         )
+    try:
+        check_info(info)
+    except ValueError as error:
+        raise InputError(f"{file} is damaged: {error}; index again with --restart") from None
     return info
 
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from lengthwise.config import MAX_CONFIG_BYTES
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.read_file import brief, read_text
+from lengthwise.core.read_yaml import parse_yaml
+from lengthwise.core.run_folder import MAX_NUMBER, RunFolder
 from lengthwise.core.timeline import Timeline
 from lengthwise.report.histogram import LengthBin
 
@@ -47,7 +48,12 @@ class RunRecord:
     def length_bins(self) -> list[LengthBin]:
         """Lengths of the corpus; empty when the run did not write them."""
         names = ("low", "high", "num_sequences", "num_tokens")
-        return [LengthBin(**{name: row[name] for name in names}) for row in self.corpus.get("histogram", [])]
+        bins = [LengthBin(**{name: row[name] for name in names}) for row in self.corpus.get("histogram", [])]
+        for bin in bins:
+            counts = (bin.low, 0 if bin.high is None else bin.high, bin.num_sequences, bin.num_tokens)
+            if any(type(count) is not int or not 0 <= count < 1 << 62 for count in counts):
+                raise ValueError(f"a bin of its histogram is {brief(bin)}")
+        return bins
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the configuration; None when it has none."""
@@ -64,11 +70,13 @@ def read_record(run: RunFolder) -> RunRecord:
     """
     run.check()
     with _reading(run.config):
-        config = yaml.safe_load(run.config.read_text()) or {}
+        config = parse_yaml(read_text(run.config, what="a configuration", max_bytes=MAX_CONFIG_BYTES)) or {}
         if not isinstance(config, dict):
-            raise TypeError("not a tree of settings")
+            raise ValueError("it is not a tree of settings")
     with _reading(run.metrics):
         rows = run.read_metrics()
+        for row in rows:
+            _check_row(row)
     if not rows:
         raise InputError(f"{run.path} has no finished step yet: nothing to report; wait for the first, or train again")
     with _reading(run.plans):
@@ -85,6 +93,27 @@ def read_record(run: RunFolder) -> RunRecord:
     return record
 
 
+def _check_row(row: dict[str, Any]) -> None:
+    """Raise ``ValueError`` naming a figure of a step that is no number, or neither finite nor a loss."""
+    for name, value in row.items():
+        if name not in _FIGURES or value is None:
+            continue
+        is_number = type(value) in (int, float)
+        if not is_number or (name not in _MAY_DIVERGE and not abs(value) < MAX_NUMBER):
+            raise ValueError(f"step {row['step']}: {name} is {brief(value)}")
+        if name in _NOT_NEGATIVE and value < 0:
+            raise ValueError(f"step {row['step']}: {name} is {brief(value)}, below 0")
+
+
+_NOT_NEGATIVE = (
+    "data/num_tokens", "data/num_sequences", "data/max_len", "data/pad_frac", "perf/step_time_s", "time/data_wait_s",
+    "plan/lower_bound_s", "plan/pred_time_s", "balance/time_max_over_mean", "lr_factor",
+)  # fmt: skip
+_MAY_DIVERGE = ("loss/avg",)
+_FIGURES = (*_NOT_NEGATIVE, *_MAY_DIVERGE)
+"""Columns of metrics.jsonl that reports compute with."""
+
+
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Name the file in every error that its content causes."""
@@ -95,7 +124,9 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckError(f"{path}: {error}") from None
     except LengthwiseError as error:
         raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise InputError(f"{path} is damaged ({type(error).__name__}: {error}); {way_out}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); {way_out}") from None
+    except (KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
+        raise InputError(f"{path} is damaged (it does not hold what a run writes there); {way_out}") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None

@@ -208,7 +208,8 @@ def _idle(steps: Sequence[StepSummary]) -> float | None:
 
 
 def _data_wait(rows: Sequence[dict[str, Any]]) -> float | None:
-    known = [(row["time/data_wait_s"], row["perf/step_time_s"]) for row in rows if "time/data_wait_s" in row]
+    pairs = [(row.get("time/data_wait_s"), row.get("perf/step_time_s")) for row in rows]
+    known = [(wait_s, time_s) for wait_s, time_s in pairs if wait_s is not None and time_s]
     return sum(wait_s for wait_s, _ in known) / sum(time_s for _, time_s in known) if known else None
 
 

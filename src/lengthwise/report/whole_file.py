@@ -15,8 +15,14 @@ def check_place(path: Path | None, option: str) -> None:
         raise InputError(f"{option} {path} is a folder; give the name of a file in it")
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"cannot write {path}: the folder {path.parent} is not writable; choose another {option}")
+    probe = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"cannot write {path}: the folder {path.parent} takes no file ({error.strerror}); choose another {option}"
+        ) from None
 
 
 def write_whole(files: Mapping[Path, bytes]) -> None:

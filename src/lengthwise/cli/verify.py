@@ -1,0 +1,32 @@
+"""Read every token of a corpus before it is trained on: an index whose files were changed since is refused."""
+
+import os
+
+from lengthwise.cli.console import progress
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
+from lengthwise.cli.restart import num_restarts
+from lengthwise.config import Config
+from lengthwise.data.corpus import Corpus, open_corpus
+from lengthwise.data.store import TokenStore
+
+
+def verify_corpus(config: Config, corpus: Corpus) -> None:
+    """Raise ``CheckError`` unless all tokens are those that were indexed; nothing is read if ``data.verify`` is off."""
+    if config.data.verify:
+        for part in corpus.parts:
+            verify_store(part.store, name=part.name)
+
+
+def verify_store(store: TokenStore, *, name: str) -> None:
+    """The same for one index, with a progress bar."""
+    with progress() as bar:
+        task = bar.add_task(f"verify {name}", total=store.info["num_tokens"])
+        store.verify_tokens(lambda num_tokens: bar.advance(task, num_tokens))
+
+
+def verify_as_rank(config: Config) -> None:
+    """The same under bare torchrun, by one rank of each machine; `lengthwise train` has verified for its ranks."""
+    is_started_by_us = RUN_FOLDER_VARIABLE in os.environ
+    if is_started_by_us or num_restarts() or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    verify_corpus(config, open_corpus(config.data))

@@ -1,0 +1,100 @@
+"""How verbs end: any text is printed as it is, any exception becomes one sentence and an exit code."""
+
+import errno
+import json
+import subprocess
+import sys
+from io import StringIO
+
+import pytest
+
+from lengthwise.cli.console import emit_json, printable, progress, stderr, stdout
+from lengthwise.core.errors import InputError
+
+NASTY = "[/] [/b] [bold]exp[lr=3][/bold] :smile: [link=x]"
+
+
+def failing(monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr("lengthwise.cli.config.load", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a[/b]"), 2, "a[/b]: No such file"),
+        (PermissionError(errno.EACCES, "Permission denied", "secret"), 2, "secret: Permission denied"),
+        (NotADirectoryError(errno.ENOTDIR, "Not a directory", "x/y"), 2, "x/y: Not a directory"),
+        (OSError(errno.ENOSPC, "No space left on device", "out"), 1, "out: No space left"),
+        (OSError(errno.ELOOP, "Too many levels of symbolic links", "link"), 2, "link: Too many levels"),
+        (MemoryError(), 1, "not enough memory"),
+        (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"), 2, "pyarrow is not installed"),
+        (InputError(NASTY), 2, NASTY),
+        (InputError("a\x1b[2Jb\x00c\u202ed\ud800"), 2, "a\\x1b[2Jb\\x00c\\u202ed\\ud800"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_exceptions_reach_the_user_as_one_sentence(cli, monkeypatch, error, code, words):
+    failing(monkeypatch, error)
+    found, out, err = cli("config", "--json")
+    assert found == code and words in err and "Traceback" not in err
+    assert json.loads(out)["exit_code"] == code
+    assert len(err.splitlines()) == 1
+
+
+def test_a_fault_of_ours_names_a_file_with_its_traceback(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    failing(monkeypatch, ZeroDivisionError("oops [/]"))
+    code, _, err = cli("config")
+    (file,) = tmp_path.glob("lengthwise-*.traceback")
+    assert code == 1 and "oops [/]" in err and str(file) in err and "Traceback" not in err
+    assert "ZeroDivisionError" in file.read_text()
+    monkeypatch.setenv("LENGTHWISE_DEBUG", "1")
+    code, _, err = cli("config")
+    assert code == 1 and "Traceback" in err and len(list(tmp_path.glob("*.traceback"))) == 1
+
+
+def test_text_of_others_is_printed_as_it_is(capsys):
+    from rich.table import Table
+
+    table = Table(NASTY, title=NASTY)
+    table.add_row(NASTY + "\x1b[31m")
+    for console in (stdout(), stderr()):
+        console.width = 200
+        console.print(NASTY, soft_wrap=True)
+        console.print(table)
+    written = capsys.readouterr()
+    for text in (written.out, written.err):
+        assert text.count(NASTY) == 4 and "\x1b" not in text and "\\x1b[31m" in text
+
+
+def test_progress_bars_show_brackets(monkeypatch):
+    bar = progress()
+    bar.console.file, bar.console.width = StringIO(), 200
+    bar.add_task(NASTY, total=1)
+    bar.console.print(bar.get_renderable())
+    assert NASTY in bar.console.file.getvalue()
+
+
+def test_printable_keeps_text_and_spells_out_what_steers_terminals():
+    assert printable("é 漢 \u00a0 \n\t") == "é 漢 \u00a0 \n\t"
+    assert printable("\x1b\x07\u202e\x85") == "\\x1b\\x07\\u202e\\x85"
+
+
+def test_json_on_stdout_is_json_whatever_the_numbers(capsys):
+    emit_json({"a": [float("nan"), 1.5], "b": float("inf")})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": None}
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code"), [("| head -1", 0), (">&-", 0), ("2>&- >/dev/null", 0), (">/dev/full", 1)]
+)
+def test_readers_that_leave_and_streams_that_are_closed_or_full(redirection, code):
+    command = f"set -o pipefail; {sys.executable} -m lengthwise config {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

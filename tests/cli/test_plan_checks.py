@@ -1,0 +1,82 @@
+"""A file of plans is held against the run before its first step: ranks, layers, batches, memory."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lengthwise.cli.assemble import resolve_cluster, resolve_model
+from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
+from lengthwise.cli.worker import with_memory_at_most
+from lengthwise.config import load
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError
+from lengthwise.core.specs import GIB, GPU_SHARE
+from lengthwise.data.corpus import open_corpus
+from lengthwise.plan.from_file import PlanFile
+from tests.cli.bad_inputs import good_inputs
+
+
+@pytest.fixture
+def inputs(tmp_path_factory):
+    return good_inputs(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def config(inputs):
+    return load(
+        None, [f"data.index={inputs}/index", "data.sequences_per_step=4", "train.steps=3", "cluster.name=1xcpu"]
+    )
+
+
+def by_hand(inputs, path, change):
+    documents = [json.loads(line) for line in (inputs / "plans.jsonl").read_text().splitlines()]
+    for document in documents:
+        del document["digest"]
+    change(documents[1])
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+    return PlanFile(path)
+
+
+def test_plans_of_the_run_pass(inputs, config):
+    plans, corpus = PlanFile(inputs / "plans.jsonl"), open_corpus(config.data)
+    check_plans_of_run(config, plans, corpus)
+    check_plans_of_run(config, plans, corpus, first_step=2)
+    check_plans_fit(plans, config, resolve_model(config, corpus), resolve_cluster(config))
+
+
+def test_padding_that_no_device_holds_is_refused_before_the_first_step(inputs, config, tmp_path):
+    def pad(document):
+        document["pipelines"][0]["micro_batches"][0]["padded_to"] = 10**9
+
+    plans = by_hand(inputs, tmp_path / "plans.jsonl", pad)
+    with pytest.raises(
+        InfeasibleError, match=r"step 1: a micro-batch of 4,000,000,000 tokens .* needs .* a device has"
+    ):
+        check_plans_fit(plans, config, resolve_model(config, open_corpus(config.data)), resolve_cluster(config))
+
+
+def test_a_late_plan_for_other_sequences_layers_or_ranks_is_refused_before_the_first_step(inputs, config, tmp_path):
+    corpus = open_corpus(config.data)
+    spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
+
+    def other_ids(document):
+        document["pipelines"][0]["micro_batches"][0]["ids"][0] = 11
+
+    with pytest.raises(CheckError, match="step 1 loses"):
+        check_plans_of_run(config, by_hand(inputs, tmp_path / "a.jsonl", other_ids), corpus)
+    plans = PlanFile(inputs / "plans.jsonl")
+    with pytest.raises(InputError, match="is for 1 ranks, the run has 2"):
+        check_plans_fit(plans, config, spec, replace(cluster, devices_per_node=2))
+    with pytest.raises(InputError, match="layers"):
+        check_plans_fit(plans, config, replace(spec, num_layers=7), cluster)
+
+
+def test_naming_the_cluster_keeps_the_margin_of_a_gpus_memory():
+    named = resolve_cluster(load(None, ["cluster.name=8xH100-80GB"]))
+    assert named.device.memory_bytes == int(GPU_SHARE * 80 * GIB)
+    asked = resolve_cluster(load(None, ["cluster.name=8xH100-80GB", "cluster.memory_gib=79"]))
+    assert asked.device.memory_bytes == 79 * GIB
+    assert resolve_cluster(load(None, ["cluster.name=2xcpu"])).device.memory_bytes == 8 * GIB
+    smaller = with_memory_at_most(named, 40 * GIB)
+    assert smaller.device.memory_bytes == 40 * GIB and with_memory_at_most(named, None) == named
+    assert with_memory_at_most(named, 90 * GIB) == named

@@ -1,0 +1,110 @@
+"""Rules that the source code keeps: what reads foreign input, what prints foreign text, what errors advise."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lengthwise
+from lengthwise.config import Config
+
+ROOT = Path(lengthwise.__file__).parent
+MODULES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+CONSOLES = ("cli/console.py", "api/costs.py")
+"""The modules that make consoles of rich, all of them without markup."""
+RESTRICTED_UNPICKLER = "runtime/state/metadata_reader.py"
+"""PyTorch writes the metadata of a checkpoint as a pickle; its reader finds the few classes of metadata alone."""
+SAFE_YAML = ("yaml.safe_dump", "yaml.MarkedYAMLError", "yaml.SafeLoader.")
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    """Every call with the dotted name of what is called."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Modules, and names in modules, that are imported."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+    return names
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_that_is_read_is_executed(module):
+    tree = MODULES[module]
+    if module == RESTRICTED_UNPICKLER:
+        assert "def find_class" in ast.unparse(tree)
+        return
+    unsafe = {
+        name for name in imports(tree) if name.split(".")[0] in ("pickle", "marshal", "shelve", "dill", "cloudpickle")
+    }
+    assert not unsafe
+    for name, call in calls(tree):
+        options = {option.arg: option.value for option in call.keywords}
+        assert name not in ("eval", "exec", "compile", "__import__", "os.system", "os.popen"), f"{module}:{call.lineno}"
+        assert not name.startswith("yaml.") or name.startswith(SAFE_YAML), f"{module}:{call.lineno}"
+        shell = options.get("shell")
+        assert shell is None or ast.unparse(shell) == "False", f"{module}:{call.lineno}"
+        if name in ("np.load", "numpy.load"):
+            assert ast.unparse(options.get("allow_pickle", ast.Constant(False))) == "False", f"{module}:{call.lineno}"
+        if name == "torch.load":
+            assert ast.unparse(options.get("weights_only", ast.Constant(True))) == "True", f"{module}:{call.lineno}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_text_of_others_is_never_taken_for_markup(module):
+    """rich is used for tables everywhere, for consoles and bars where markup is off."""
+    tree = MODULES[module]
+    if module not in CONSOLES:
+        assert not {
+            "rich.print",
+            "rich.console.Console",
+            "rich.progress.Progress",
+            "rich.markup.escape",
+        } & _at_run_time(tree)
+    for name, call in calls(tree):
+        options = {option.arg: ast.unparse(option.value) for option in call.keywords}
+        assert options.get("markup", "False") == "False", f"{module}:{call.lineno}"
+        if name.endswith("TextColumn") or name in ("Console", "PlainConsole"):
+            assert options.get("markup") == "False", f"{module}:{call.lineno}"
+
+
+def _at_run_time(tree: ast.Module) -> set[str]:
+    """Imports but for those under ``if TYPE_CHECKING``."""
+    kept = ast.Module(
+        body=[
+            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        ],
+        type_ignores=[],
+    )
+    return imports(kept)
+
+
+SECTIONS = {
+    name: field.annotation for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+}
+SETTING = re.compile(rf"(?<![\w/.-])({'|'.join(SECTIONS)})\.([a-z_0-9]+)\b(?!\()")
+NO_SETTINGS = ("model.json", "model.safetensors", "model._orig_mod")
+"""Files and parameters of models whose names look like settings."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_setting_that_a_message_advises_exists(module):
+    if module == "runtime/model/hf_names.py":
+        return  # names of parameters alone
+    tree = MODULES[module]
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            for match in SETTING.finditer(node.value):
+                if match[0] not in NO_SETTINGS:
+                    assert match[2] in SECTIONS[match[1]].model_fields, f"{module}:{node.lineno} names {match[0]}"
