@@ -1,5 +1,6 @@
 """Sequences as a collate function of transformers makes them: called with one item at a time, so nothing is padded."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,21 +24,26 @@ class Collated:
         self._dataset, self._collate, self._needs_labels = dataset, collate, needs_labels
         inner = getattr(collate, "data_collator", collate)
         draws = bool(getattr(inner, "mlm", False)) or any(kind.__name__ in _DRAWING for kind in type(inner).__mro__)
-        for number in range(min(len(dataset), CALLED_TWICE)):
-            once, again = self[number], self[number]
-            draws |= once.keys() != again.keys() or any(not np.array_equal(once[key], again[key]) for key in once)
-        if draws:
+        if draws or any(self._differs(number) for number in range(min(len(dataset), CALLED_TWICE))):
             raise InputError(
                 f"{_name(collate)} makes another batch of the same item every time; hide tokens with "
                 "lengthwise={'objective': 'masked', 'mask_token_id': ...} and collate without"
             )
 
+    def _differs(self, number: int) -> bool:
+        """Whether the same item is collated in two ways; one that is random itself is noticed when lengths are read."""
+        item = self._dataset[number]
+        once, again = (self._collated(number, copy.copy(item)) for _ in range(2))
+        return once.keys() != again.keys() or any(not np.array_equal(once[key], again[key]) for key in once)
+
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._collated(number, self._dataset[number])
+
+    def _collated(self, number: int, item: Any) -> dict[str, Any]:
         where = f"item {number} of train_dataset"
-        item = self._dataset[number]
         self._check_masks_are_seen(item, where)
         try:
             batch = self._collate([item])

@@ -10,6 +10,9 @@ import torch
 from lengthwise.api.packed_rows import sequence_bounds
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.adapted import POSITIONS as POSITION_ARGUMENTS
+from lengthwise.runtime.adapt.adapted import TARGETS as TARGET_ARGUMENTS
+from lengthwise.runtime.adapt.adapted import TOKENS as TOKEN_ARGUMENTS
 
 TOKENS = ("input_ids", "tokens", "ids")
 LABELS = ("labels", "label_ids", "label")
@@ -37,6 +40,8 @@ _MEANINGFUL = ("mask", "label", "target", *_WEIGHTS)
 """Parts of names of columns that say what is learned; a single number of an item does so if it is a weight."""
 _MEDIA = ("pixel", "image", "audio", "video", "speech", "input_features", "input_values")
 """Parts of names of columns that hold other things than tokens."""
+_OWN_ARGUMENTS = frozenset([*TOKEN_ARGUMENTS, *TARGET_ARGUMENTS, *POSITION_ARGUMENTS])
+"""Arguments of a forward that are made from tokens and labels."""
 _NOT_PASSED = ("past", "cache", "decoder", "head_mask", "shift_labels", "inputs_embeds", "logits", "output_", "return_")
 LARGEST_ID = np.iinfo(np.int64).max
 
@@ -296,9 +301,10 @@ class Columns:
         if not isinstance(leaf, bool | int | float | np.generic | torch.Tensor):
             raise _cannot_be_used(where, name, f"holds {type(leaf).__name__}")
         array = as_array(f"{name} of {where}", value)
-        is_taken = name in self.expected.arguments and not any(part in name for part in _NOT_PASSED)
+        others = (*_NOT_PASSED, *_MEANINGFUL)
+        is_taken = name in self.expected.arguments - _OWN_ARGUMENTS and not any(part in name for part in others)
         is_per_token = array.ndim >= 1 and len(array) == len(tokens)
-        if is_taken and is_per_token and array.dtype.kind in "biu" and "mask" not in name:
+        if is_taken and is_per_token and array.dtype.kind in "biu":
             return array.astype(np.int64)
         reason = self._reason_refused(name, array)
         if reason:
@@ -321,7 +327,9 @@ class Columns:
         """Why a column that cannot be passed would change what is learned; empty: it is harmless."""
         if name == "token_type_ids":
             return "is not 0 everywhere, and the model's forward does not take it" if array.any() else ""
-        if name in self.expected.arguments:
+        if name in self.expected.arguments & _OWN_ARGUMENTS and array.ndim:
+            return f"is an argument of the model's forward that is made from {TOKENS[0]} and {LABELS[0]}"
+        if name in self.expected.arguments - _OWN_ARGUMENTS:
             return "is an argument of the model's forward, and not one integer per token"
         if any(part in name for part in (_MEANINGFUL if array.ndim else _WEIGHTS)):
             return "may say what is learned, and it is not known how"
