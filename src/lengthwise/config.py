@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.folder import write_text
 from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.core.lr_scaling import MAX_LR_FACTOR
 from lengthwise.core.read_file import brief, read_text
@@ -265,8 +266,8 @@ class Config(_Section):
     train: TrainConfig = TrainConfig()
 
     def save(self, path: Path) -> None:
-        """Write the resolved tree as YAML."""
-        path.write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+        """Write the resolved tree as YAML, whole or not at all."""
+        write_text(path, yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
 
 
 def load(path: Path | None, overrides: list[str]) -> Config:

@@ -144,8 +144,6 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
 
 
 def _new_folder(config: "Config") -> Path:
-    if config.name in (".", ".."):
-        raise InputError(f"name={config.name} is not the name of a folder in {config.output}; give the run a name")
     base = Path(config.output) / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")
     folder, number = base, 1
     while folder.exists():

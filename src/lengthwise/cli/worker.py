@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from lengthwise.cli.advice import CheckpointAdvice
 from lengthwise.cli.assemble import (
     make_cost,
     make_planner,
@@ -223,9 +224,7 @@ def with_memory_at_most(cluster: ClusterSpec, memory_bytes: int | None) -> Clust
 
 
 def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:
-    partial = folder.config.with_suffix(".partial")
-    config.save(partial)
-    partial.replace(folder.config)  # whole or not at all: ranks started again read it
+    config.save(folder.config)  # before anything else that a run leaves: ranks started again read it
     if config.data.order != SHUFFLED:
         sampling = sampling_report(config, corpus)
         folder.write_json("sampling.json", sampling.to_json())
@@ -263,7 +262,8 @@ def _callbacks(config: Config, folder: RunFolder, cluster: ClusterSpec) -> list[
 
     device_gib = cluster.device.memory_bytes / GIB
     callbacks: list[Callback] = [
-        ConsoleLog(config, lambda row: log_line(row, num_steps=config.train.steps, device_gib=device_gib))
+        ConsoleLog(config, lambda row: log_line(row, num_steps=config.train.steps, device_gib=device_gib)),
+        CheckpointAdvice(config.train, lambda words: stderr().print(words, soft_wrap=True)),
     ]
     if config.train.tensorboard:
         callbacks.append(TensorBoard(folder.tensorboard))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import reason
+from lengthwise.core.folder import reason, shown
 
 CHECKPOINT_SCHEMA_VERSION = 2
 
@@ -154,7 +154,7 @@ def step_back(folder: Path, step: int) -> str:
         )
     return (
         f"{step_name(step)} holds the weights of that loss, so the latest checkpoint is now {before[0].name}; go on "
-        "from it with: lengthwise train --resume RUN"
+        f"from it with: lengthwise train --resume {shown(folder.parent)}"
     )
 
 
@@ -165,8 +165,8 @@ def discard(folder: Path, name: str) -> None:
         (folder / f"{POINTER}{_PARTIAL}").unlink(missing_ok=True)
 
 
-def outlook(folder: Path) -> str:
-    """What is safe after a file could not be written, in words."""
+def outlook(folder: Path, *, is_of_run: bool = True) -> str:
+    """What is safe after a file could not be written, in words; ``is_of_run``: in a folder of `lengthwise train`."""
     try:
         is_there, complete = folder.parent.is_dir(), candidates(folder)
     except OSError as error:
@@ -175,10 +175,8 @@ def outlook(folder: Path) -> str:
         return f"{folder.parent} is gone, and its checkpoints with it"
     if not complete:
         return "no checkpoint is complete yet, so that there is nothing to go on from"
-    return (
-        f"complete ones are as they were, the newest is {complete[0].name}. Once the cause is gone, go on with: "
-        "lengthwise train --resume RUN"
-    )
+    way_on = f"with: lengthwise train --resume {shown(folder.parent)}" if is_of_run else "from it with resume()"
+    return f"complete ones are as they were, the newest is {complete[0].name}. Once the cause is gone, go on {way_on}"
 
 
 def check_files(partial: Path, expected: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ class Saver:
             cause, why = _reason(error)
             raise LengthwiseError(
                 f"the checkpoint of step {self.step} could not be written to {shown(self._folder)} ({why}); "
-                f"{files.outlook(self._folder)}"
+                f"{files.outlook(self._folder, is_of_run=not self._makes_parents)}"
             ) from cause
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Saver:
     def _run(self, group: HostGroup, found: dict[str, Content], document: dict[str, Any]) -> None:
         world, step = self._state.world, document["step"]
         try:
-            _check_finite(found, group, world, folder=self._folder, step=step)
+            _check_finite(found, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
             keep = files.Keep(newest=self._keep, good_step=self.good_step)
             if self._makes_parents:
                 _first_does(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True), group, world)
@@ -162,14 +162,14 @@ def _write(
     _first_does(lambda: files.publish(partial, document, keep=keep), group, world)
 
 
-def _check_finite(found: dict[str, Content], group: HostGroup, world: World, *, folder: Path, step: int) -> None:
+def _check_finite(found: dict[str, Content], group: HostGroup, *, step: int, safe: str) -> None:
     """Raise ``LengthwiseError`` on all ranks if a weight on any rank is not a finite number."""
     wrong = next((name for name, content in found.items() if _is_broken(name, content)), None)
     for rank, name in enumerate(group.gather(wrong)):
         if name is not None:
             raise LengthwiseError(
                 f"the weights after step {step} are not finite ({name} on rank {rank}), so no checkpoint was made of "
-                f"them; {files.outlook(folder)}. Lower optim.lr or set optim.clip_norm before going on"
+                f"them; {safe}. Lower optim.lr or set optim.clip_norm before going on"
             )
 
 

@@ -1,0 +1,34 @@
+"""A run that would lose hours of work to a kill says so once, and which setting helps."""
+
+import re
+
+import pytest
+
+from lengthwise.cli.advice import CheckpointAdvice
+from lengthwise.config import check
+
+
+@pytest.mark.parametrize(
+    ("train", "step_time_s", "words"),
+    [
+        (
+            {"steps": 1000},
+            30.0,
+            "with train.checkpoint_every=0 up to 8.3 hours .*train.checkpoint_every=60 .*30 minutes",
+        ),
+        ({"steps": 1000, "checkpoint_every": 200}, 30.0, "train.checkpoint_every=200 up to 1.7 hours"),
+        ({"steps": 10}, 7000.0, "up to 13.6 hours .*train.checkpoint_every=1 .*117 minutes"),
+        ({"steps": 1000, "checkpoint_every": 100}, 30.0, None),
+        ({"steps": 100}, 30.0, None),
+        ({"steps": 2}, 7000.0, None),
+    ],
+)
+def test_hours_of_work_without_a_checkpoint_are_warned_of_once(train, step_time_s, words):
+    said = []
+    advice = CheckpointAdvice(check({"train": train}).train, said.append)
+    for step in range(min(train["steps"], 10)):
+        advice.on_step({"step": step, "perf/step_time_s": step_time_s if step else 10 * step_time_s})
+    advice.close()
+    assert len(said) == (words is not None)
+    if words is not None:
+        assert re.search(words, said[0]), said[0]
