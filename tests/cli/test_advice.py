@@ -14,10 +14,10 @@ from lengthwise.config import check
         (
             {"steps": 1000},
             30.0,
-            "with train.checkpoint_every=0 up to 8.3 hours .*train.checkpoint_every=60 .*30 minutes",
+            "with train.checkpoint_every=0 up to 8.3 hours .*; 60 would save about every 30 minutes",
         ),
         ({"steps": 1000, "checkpoint_every": 200}, 30.0, "train.checkpoint_every=200 up to 1.7 hours"),
-        ({"steps": 10}, 7000.0, "up to 13.6 hours .*train.checkpoint_every=1 .*117 minutes"),
+        ({"steps": 10}, 7000.0, "up to 13.6 hours .*; 1 would save about every 117 minutes"),
         ({"steps": 1000, "checkpoint_every": 100}, 30.0, None),
         ({"steps": 100}, 30.0, None),
         ({"steps": 2}, 7000.0, None),

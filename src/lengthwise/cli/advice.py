@@ -33,8 +33,8 @@ class CheckpointAdvice:
         often = max(1, round(OFTEN_S / step_s))
         if at_risk_s >= MUCH_S:
             self._warn(
-                f"warning: with train.checkpoint_every={every} up to {at_risk_s / 3600:,.1f} hours of work are lost if the "
-                f"run is killed; train.checkpoint_every={often} saves about every {often * step_s / 60:,.0f} minutes"
+                f"warning: with train.checkpoint_every={every} up to {at_risk_s / 3600:,.1f} hours of work are lost if "
+                f"the run is killed; {often} would save about every {often * step_s / 60:,.0f} minutes"
             )
 
     def close(self) -> None:

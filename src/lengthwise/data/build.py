@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.lock import FolderLock
 from lengthwise.data.assemble import assemble
 from lengthwise.data.metrics import FOLDER as METRICS_FOLDER
 from lengthwise.data.part import Job, part_path
@@ -27,7 +28,7 @@ from lengthwise.data.tokenizer import EOS_OF_TRAINED, TokenizerSpec, file_digest
 from lengthwise.data.train_bpe import check_vocabulary, train_bpe
 from lengthwise.data.units import Unit, split_units
 
-_NOTE = "build.json"
+_NOTE, _LOCK = "build.json", "build.lock"
 MOST_WORKERS = 512
 """Processes of a build."""
 
@@ -172,7 +173,11 @@ def _claim(out: Path, request: dict[str, Any], mark: str) -> Path:
     """The folder of parts, new or of an interrupted build of the same request."""
     parts = out / "parts"
     if not (parts / _NOTE).exists():
-        ours = (parts, out / METRICS_FOLDER)  # metrics of a replaced index stay: they tell which one they are of
+        ours = (
+            parts,
+            out / METRICS_FOLDER,
+            out / _LOCK,
+        )  # metrics of a replaced index stay: they tell which one they are of
         foreign = [path.name for path in out.iterdir() if path not in ours or (path == parts and any(parts.iterdir()))]
         if foreign:
             raise InputError(
@@ -259,21 +264,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-@contextmanager
-def _only_builder(out: Path) -> Iterator[None]:
-    """Hold the folder while building; the lock goes with the process, however that ends."""
-    try:
-        import fcntl
-    except ImportError:  # no advisory locks on this platform
-        yield
-        return
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise InputError(
-            f"another process is building the index at {out}; wait for it, or choose another --out"
-        ) from None
-    finally:
-        os.close(folder)
+def _only_builder(out: Path) -> AbstractContextManager[None]:
+    """Hold the folder while building; a build that was killed holds it no longer."""
+    lock = FolderLock(out / _LOCK, user="another build of an index", way_out="wait for it, or choose another --out")
+    return lock.held()

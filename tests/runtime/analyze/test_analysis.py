@@ -178,7 +178,10 @@ def test_two_analyses_do_not_write_one_metric_at_once(ranks, store):
     parts = Parts(files=MetricFiles(index=store.path, name="length"))
     with parts.held():
         errors = ranks(2).run(error_here, store.path, request_of("length"))
-        assert all("another process is making metric 'length'" in message for ((message, _),) in errors)
+        assert all(
+            "is in use by another analysis that makes metric 'length': process " in message
+            for ((message, _),) in errors
+        )
     assert not parts.files.parts.exists()
     ranks(2).run(analyze_here, store.path, request_of("length"))
 

@@ -1,7 +1,6 @@
 """A corpus cut into blocks: what one rank scores at a time, and what is kept when an analysis is killed."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.lock import FolderLock
 from lengthwise.data.metrics import MetricFiles, save_array, save_json
 from lengthwise.data.settings import differences
 
@@ -121,41 +121,21 @@ class Parts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the folder, which is made if need be and removed if it is left empty.
-
-        The lock goes with the process, however that ends.
+        """Hold the metric; its folder of blocks is made if need be and removed if it is left empty.
 
         Raises:
             InputError: another process holds it.
         """
-        folder = self._open()
-        try:
-            yield
-        finally:
-            if not any(self.files.parts.iterdir()):
-                self.files.parts.rmdir()
-            if folder is not None:
-                os.close(folder)
-
-    def _open(self) -> int | None:
-        try:
-            import fcntl
-        except ImportError:  # no advisory locks on this platform
-            self.files.parts.mkdir(parents=True, exist_ok=True)
-            return None
-        while True:
-            self.files.parts.mkdir(parents=True, exist_ok=True)
-            folder = os.open(self.files.parts, os.O_RDONLY)
+        lock = FolderLock(
+            self.files.folder / f"{self.files.name}.lock",
+            user=f"another analysis that makes metric {self.files.name!r}",
+            way_out="wait for it, or choose another --name",
+        )
+        self.files.folder.mkdir(parents=True, exist_ok=True)
+        with lock.held():
+            self.files.parts.mkdir(exist_ok=True)
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(folder), os.stat(self.files.parts)):
-                    return folder
-            except BlockingIOError:
-                os.close(folder)
-                raise InputError(
-                    f"another process is making metric {self.files.name!r} of {self.files.index}; wait for it, or "
-                    "choose another --name"
-                ) from None
-            except FileNotFoundError:
-                pass
-            os.close(folder)  # whoever held it has finished and removed it
+                yield
+            finally:
+                if not any(self.files.parts.iterdir()):
+                    self.files.parts.rmdir()
