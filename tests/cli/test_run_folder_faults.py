@@ -3,14 +3,16 @@
 import json
 import os
 import shutil
+import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from lengthwise.core.lock import Holder
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.state.checkpoint import candidates, latest
+from lengthwise.runtime.state.checkpoint import candidates, latest, verify
 from tests.cli.runs import Run, lengthwise, make_corpus, settings, wait_until
 
 SMALL = ("plan.policy=static", "data.max_length=200", "data.tokens_per_step=600")
@@ -316,3 +318,34 @@ def test_two_machines_with_folders_of_their_own_are_told_apart_before_a_step(cor
     assert all(code == 1 for code, _ in ends)
     assert "is not one folder for all ranks: rank 1 on " in ends[0][1]
     assert not list(tmp_path.rglob("metrics.jsonl")) and not list(tmp_path.rglob("checkpoints"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own that a few checkpoints fill."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a disk")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_a_run_whose_disk_fills_ends_with_what_is_safe(small_disk, start, tmp_path):
+    (small_disk / "run").mkdir()
+    (tmp_path / "run").symlink_to(small_disk / "run")
+    run = start(tmp_path / "run", "train.checkpoint_every=1", "train.keep_checkpoints=1")
+    wait_until(lambda: candidates(run.folder.checkpoints))
+    with suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(b"0" * (1 << 20))
+    code, printed = run.end()
+    assert code == 1 and "Traceback" not in printed and "No space left on device" in printed
+    newest = latest(run.folder.checkpoints)
+    verify(newest)
+    assert f"the newest is {newest.name}" in printed and f"lengthwise train --resume {run.folder.path}" in printed
+    status = run.folder.read_json("status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert status["safe_step"] == int(newest.name.removeprefix("step_"))
+    assert not list(run.folder.checkpoints.glob("*.partial"))
