@@ -210,6 +210,25 @@ def vit():
     return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, **sizes))
 
 
+def on_two_devices():
+    model = gpt2()
+    model.hf_device_map = {"transformer": 0, "lm_head": "cpu"}
+    return model
+
+
+class Demanding(models.GPT):
+    """Its forward needs what nobody gives it."""
+
+    def forward(self, idx, targets, temperature):
+        return super().forward(idx / temperature, targets)
+
+
+class Failing2D(models.GPT):
+    def forward(self, idx, targets=None):
+        _, _, channels = idx.shape
+        return super().forward(idx * channels, targets)
+
+
 def adapted(kind, **options):
     import peft
 
@@ -235,6 +254,13 @@ MODELS = {
         r"adapter 'default' is PROMPT_TUNING, which puts 4 virtual tokens before each sequence",
     ),
     "a prefix that is tuned": (lambda: adapted("PrefixTuningConfig", num_virtual_tokens=4), r"is PREFIX_TUNING"),
+    "an adapter that looks at gradients": (
+        lambda: adapted("AdaLoraConfig", target_modules=["c_attn"], total_step=9),
+        r"adapter 'default' is ADALORA, which chooses its ranks by gradients",
+    ),
+    "on two devices": (on_two_devices, r"GPT2LMHeadModel lies on 2 devices \(0, cpu\)"),
+    "with more arguments": (Demanding, r"the forward of Demanding fails .* 'temperature'\); say how .* inputs="),
+    "of other shapes": (Failing2D, r"the forward of Failing2D fails .*not enough values to unpack"),
     "hidden tokens, none to hide by": (bert, r"BertForMaskedLM predicts hidden tokens: .* mask_token_id"),
     "of sequences": (lambda: bert("BertForSequenceClassification"), r"BertForSequenceClassification has one label for"),
     "of pairs": (lambda: bert("BertForNextSentencePrediction"), r"BertForNextSentencePrediction has one label"),

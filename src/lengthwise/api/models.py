@@ -1,12 +1,15 @@
 """Models that cannot be prepared as they are: each is refused by one sentence with the way out."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.adapt.forwards import PreparedForward
+from lengthwise.runtime.adapt.memory import is_out_of_memory
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _LOOKS = ("pixel_values", "input_values", "input_features")
@@ -28,6 +31,12 @@ def check_model(model: Any, *, makes_inputs: bool = False) -> None:
         raise InputError(
             f"{meta} of {name} is on the meta device, so it has no values; load its weights, or make it with "
             "model.to_empty(device=...) and initialise it"
+        )
+    places = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(places) > 1:
+        raise InputError(
+            f"{name} lies on {len(places)} devices ({', '.join(sorted(map(str, places)))}), and each rank computes the "
+            "whole model on its own: load it without device_map"
         )
     _check_adapters(model)
     config = getattr(model, "config", None)
@@ -66,12 +75,35 @@ def _check_not_wrapped(model: nn.Module) -> None:
 
 
 def _check_adapters(model: Any) -> None:
-    """Adapters of peft that put slots of their own before a sequence's change where every token lies."""
+    """Refuse adapters of peft that put slots before a sequence, or that look at gradients after a step."""
     for key, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind == "ADALORA":
+            raise InputError(
+                f"adapter {key!r} is {kind}, which chooses its ranks by gradients after each step, and gradients are "
+                "sharded over ranks; use LoRA or DoRA"
+            )
         if getattr(config, "is_prompt_learning", False):
-            kind = getattr(config.peft_type, "value", config.peft_type)
             raise InputError(
                 f"adapter {key!r} is {kind}, which puts {getattr(config, 'num_virtual_tokens', 'some')} virtual tokens "
                 "before each sequence, and packs have no place for them; use LoRA, DoRA, IA3 or another adapter of "
                 "weights"
             )
+
+
+@contextmanager
+def forward_errors_named(model: nn.Module) -> Iterator[None]:
+    """What the model's own code raises becomes an ``InputError`` that says how it was called."""
+    try:
+        yield
+    except LengthwiseError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError) as error:
+        if is_out_of_memory(error) or isinstance(error, torch.distributed.DistError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the forward of {type(model).__name__} fails with a pack of one sequence ({type(error).__name__}: "
+            f"{reason}); say how it is called with inputs=lambda micro_batch: {{...}}, and how its loss is made with "
+            "loss=lambda output, micro_batch: ..."
+        ) from error

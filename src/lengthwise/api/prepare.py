@@ -11,7 +11,7 @@ from torch import nn
 from lengthwise.api.collated import Collated
 from lengthwise.api.costs import find_cost, measure_again
 from lengthwise.api.lookups import Lookups
-from lengthwise.api.models import check_model
+from lengthwise.api.models import check_model, forward_errors_named
 from lengthwise.api.objectives import expected_columns
 from lengthwise.api.options import Options, named_as_options, read_options
 from lengthwise.api.planning import form, make_planner, make_sampler, steps_of, with_metric_of
@@ -78,7 +78,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     )
     try:
         run = _make_run(adapted, chosen, world, sequences)
-        with Lookups(run) as lookups:
+        with Lookups(run) as lookups, forward_errors_named(model):
             learn(run)
         makes_loss = chosen.loss is not None or chosen.inputs is not None
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
