@@ -154,24 +154,59 @@ def test_masks_that_a_collator_passes_on_are_honoured(tmp_path):
     assert_equal_weights(trainers.weights_of(ours.model), trainers.weights_of(stock.model))
 
 
+def tokenizer(side="right"):
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {f"word{number}": number for number in range(models.VOCAB)}
+    names = {"pad_token": "word0", "unk_token": "word1", "mask_token": "word2"}
+    inner = Tokenizer(WordLevel(words, unk_token=names["unk_token"]))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, padding_side=side, **names)
+
+
+@pytest.mark.parametrize("kind", ["DataCollatorForSeq2Seq", "DataCollatorWithFlattening"])
+def test_collators_of_transformers_are_honoured(kind, tmp_path):
+    import transformers
+
+    collate = (
+        transformers.DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=8)
+        if kind == "DataCollatorForSeq2Seq"
+        else transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    )
+    found, _ = both(tmp_path, trainers.gpt2, {}, data_collator=collate)
+    assert_equal_weights(found[1], found[0])
+
+
 def test_collators_that_draw_are_refused(tmp_path):
-    from dataclasses import dataclass
-
-    @dataclass
-    class Draws:
-        mlm: bool = True
-
-        def __call__(self, items):
-            return {name: torch.tensor([items[0][name]]) for name in items[0]}
+    import transformers
 
     def drops(items):
         batch = {name: torch.tensor([items[0][name]]) for name in items[0]}
         batch["labels"][torch.rand(batch["labels"].shape) < 0.5] = -100
         return batch
 
-    for collate in (Draws(), drops):
+    for collate in (transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=True), drops):
         with pytest.raises(InputError, match=r"makes another batch of the same item every time; hide tokens with"):
             train(tmp_path, {}, model=bert(), train_dataset=words(hidden=True), data_collator=collate)
+
+
+def test_a_collator_that_pads_before_the_tokens_is_refused(tmp_path):
+    import transformers
+
+    collate = transformers.DataCollatorForLanguageModeling(tokenizer("left"), mlm=False, pad_to_multiple_of=64)
+    with pytest.raises(InputError, match=r"pads item 0 of train_dataset before its tokens, .*padding_side='right'"):
+        train(tmp_path, {}, data_collator=collate)
+
+
+def test_items_that_are_random_are_refused_for_themselves(tmp_path):
+    class Random(list):
+        def __getitem__(self, number):
+            row = np.random.default_rng().integers(1, models.VOCAB, 20).tolist()
+            return {"input_ids": row, "labels": row}
+
+    with pytest.raises(InputError, match=r"item 0 is another one each time that it is read"):
+        train(tmp_path, {}, train_dataset=Random(range(9)))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.api.columns import LOSS_MASKS, PROMPT_MASK, as_array
+from lengthwise.api.columns import LOSS_MASKS, PADDING, PROMPT_MASK, as_array
 from lengthwise.core.errors import InputError
 
 _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -81,6 +81,12 @@ class Collated:
             if array.ndim and (len(array) != 1 or (key in ("input_ids", "labels") and array.ndim != 2)):
                 raise InputError(f"{key} of {where} has shape {array.shape} as a batch of one; one row is needed")
             row[key] = array[0] if array.ndim else array
+        mask = row.get(PADDING)
+        if mask is not None and mask.ndim and len(mask) and not mask[0]:
+            raise InputError(
+                f"{_name(self._collate)} pads {where} before its tokens, which moves their positions in some models; "
+                "pad behind them: tokenizer.padding_side='right'"
+            )
         return row
 
     def _check_masks_are_seen(self, item: Any, where: str) -> None:
