@@ -122,14 +122,17 @@ if sys.argv[2] == "waits":
     child.stdout.readline()
 """
 CHILD = """
-import signal, sys, time
+import os, signal, sys, time
 from lengthwise.cli.restart import end_with_parent
 def note(*_):
     sys.stderr.write("asked to stop")
     sys.exit()
 signal.signal(signal.SIGTERM, note)
 end_with_parent()
-print("ready", flush=True)
+try:
+    os.write(1, b"ready\\n")
+except BrokenPipeError:
+    pass
 while True:
     time.sleep(0.05)
 """

@@ -5,11 +5,13 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from types import FrameType
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
+from lengthwise.cli.rendezvous import meet_on_loopback
+from lengthwise.cli.signals import SignalsOfRanks
 from lengthwise.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,8 +20,17 @@ if TYPE_CHECKING:
 RUN_FOLDER_VARIABLE = "LENGTHWISE_RUN_FOLDER"
 """How `lengthwise train` tells the ranks it starts where to write; it reads there how they ended."""
 
+LAUNCHER_FOLDER_VARIABLE = "LENGTHWISE_LAUNCHER_FOLDER"
+"""A temporary folder of the launcher, which ranks remove if it was killed."""
+
 LAUNCHER_VARIABLE = "LENGTHWISE_LAUNCHER"
 """How ranks know the process that started them, which may be gone before they look."""
+
+
+STOPPED_AFTER_S = 10
+"""How long ranks that are asked to end, because another rank failed, may take before they are killed."""
+MOST_RANKS, MOST_RANKS_PER_CORE = 1024, 32
+"""Of one machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,8 @@ class Ended:
     well: bool
     killed: str = ""
     """Which rank a signal killed, if one did."""
+    was_asked: bool = False
+    """Whether a signal asked the launcher to stop them."""
 
     def __bool__(self) -> bool:
         return self.well
@@ -37,6 +50,16 @@ class Ended:
 def is_rank() -> bool:
     """Whether torchrun started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check_nproc(nproc: int) -> None:
+    """Raise ``InputError`` if one machine cannot run so many ranks."""
+    most = min(MOST_RANKS, MOST_RANKS_PER_CORE * (os.cpu_count() or 1))
+    if nproc > most:
+        raise InputError(
+            f"--nproc {nproc:,} is more than the {most:,} ranks that this machine may run, {MOST_RANKS_PER_CORE} for "
+            f"each of its {os.cpu_count()} cores; lower it, or use several machines with torchrun"
+        )
 
 
 def torchrun(
@@ -49,66 +72,55 @@ def torchrun(
 ) -> Ended:
     """Run ``lengthwise ARGUMENTS`` as ``nproc`` ranks of one machine, again up to ``max_restarts`` times if one dies.
 
-    One thread a rank unless OMP_NUM_THREADS says otherwise. The first SIGTERM or SIGINT calls ``on_stop``, by which the
-    ranks are to end by themselves, however long their step takes; a second one ends them. Without ``on_stop``, and with
-    a torch that cannot leave these signals alone, torchrun passes them on and gives the ranks 30 seconds.
+    One thread a rank unless OMP_NUM_THREADS says otherwise. Ranks listen on the loopback interface alone. The first
+    SIGTERM, SIGHUP or SIGINT calls ``on_stop``, by which the ranks are to end by themselves, however long their step
+    takes; a second SIGINT kills them. Without ``on_stop`` all ranks are killed at the first.
 
     Raises:
-        InputError: torch is not installed.
+        InputError: torch is not installed, or there are more ranks than this machine may run.
+        Preempted: SIGTERM or SIGHUP came, and there is no ``on_stop``.
         KeyboardInterrupt: SIGINT came; the ranks have ended.
     """
+    check_nproc(nproc)
     try:
         from torch.distributed import run as torch_run
-        from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig
     except ImportError:
         raise InputError("this verb needs torch: pip install 'lengthwise[train]'") from None
     os.environ.setdefault("OMP_NUM_THREADS", "1" if nproc > 1 else str(os.cpu_count() or 1))
-    os.environ.update({LAUNCHER_VARIABLE: str(os.getpid()), **(variables or {})})
-    if max_restarts:  # else ranks started again meet at the addresses of dead ones
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the ranks say what went wrong
-    command = ["--standalone", "--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-    command += ["-m", "lengthwise", *arguments]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    received: list[int] = []
-    if on_stop is not None and "signals_to_handle" in LaunchConfig.__dataclass_fields__:
-        command = ["--signals-to-handle", "SIGHUP,SIGQUIT", *command]
-        for number in handlers:
-            signal.signal(number, partial(_note_stop, received, on_stop))
-    try:
-        torch_run.run(torch_run.parse_args(command))
-        ended = Ended(well=True)
-    except ChildFailedError as failed:
-        ended = Ended(well=False, killed=_killed(failed.failures))
-    except SignalException as stopped:
-        received.append(stopped.sigval)
-        ended = Ended(well=False)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if signal.SIGINT in received:
-        raise KeyboardInterrupt
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOPPED_AFTER_S)
+    for name in ("torch.distributed.elastic", "torch.distributed.run"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks say what went wrong
+    with TemporaryDirectory(prefix="lengthwise-", ignore_cleanup_errors=True) as folder:
+        os.environ.update({LAUNCHER_VARIABLE: str(os.getpid()), LAUNCHER_FOLDER_VARIABLE: folder, **(variables or {})})
+        command = ["--rdzv-backend", meet_on_loopback(), "--rdzv-id", uuid4().hex, "--log-dir", folder]
+        command += ["--signals-to-handle", "SIGQUIT", "--max-restarts", str(max_restarts)]
+        command += ["--nnodes", "1", "--nproc-per-node", str(nproc), "-m", "lengthwise", *arguments]
+        with SignalsOfRanks(on_stop) as signals:
+            try:
+                torch_run.run(torch_run.parse_args(command))
+                ended = Ended(well=True, was_asked=bool(signals.received))
+            except ChildFailedError as failed:
+                ended = Ended(well=False, killed=killed_first(failed.failures), was_asked=bool(signals.received))
+            except KeyboardInterrupt:  # raised below torchrun when the ranks were killed, so that it starts none again
+                ended = Ended(well=False, was_asked=True)
+    signals.raise_again(has_on_stop=on_stop is not None)
     return ended
 
 
-def _killed(failures: "Mapping[int, ProcessFailure]") -> str:
-    """The rank that a signal killed first; ranks that torchrun ended because of it do not count."""
+def killed_first(failures: "Mapping[int, ProcessFailure]") -> str:
+    """The rank that a signal killed first, in words; ranks that torchrun ended because of another do not count."""
     by_signal = [
         failure for failure in failures.values() if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM
     ]
     if not by_signal:
         return ""
     first = min(by_signal, key=lambda failure: failure.timestamp)
-    return f"rank {first.local_rank} was killed by {first.signal_name()}"
-
-
-def _note_stop(received: list[int], on_stop: Callable[[], None], number: int, frame: FrameType | None) -> None:
-    received.append(number)
-    if len(received) > 1:
-        raise KeyboardInterrupt
-    on_stop()
+    begun = min(failure.timestamp for failure in failures.values())
+    if first.timestamp - begun >= STOPPED_AFTER_S - 1:
+        return ""  # by torchrun, as it did not end by itself after another rank had failed
+    hint = ", as the system does where memory runs out" if -first.exitcode == signal.SIGKILL else ""
+    return f"rank {first.local_rank} was killed by {first.signal_name()}{hint}"
 
 
 def split_arguments(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -13,6 +14,8 @@ import typer.main
 
 from lengthwise.cli.console import emit_json, prepare_streams, print_error
 from lengthwise.cli.failures import VerbFailed, explain
+from lengthwise.cli.signals import stoppable_start
+from lengthwise.core.errors import Preempted
 
 USAGE = 2
 """The exit code of a command line that cannot be read."""
@@ -72,7 +75,11 @@ def main() -> None:
     """Run a verb; every way it can end becomes at most one message and an exit code (0 1 2 3 4 75 130)."""
     prepare_streams()
     try:
-        app()
+        with stoppable_start() if sys.argv[1:2] == ["train"] else nullcontext():
+            app()
+    except Preempted as stopped:  # before the verb was called
+        print_error(str(stopped))
+        sys.exit(stopped.exit_code)
     except VerbFailed as failed:
         if "--json" in sys.argv:
             emit_json({"error": failed.message, "exit_code": failed.exit_code})

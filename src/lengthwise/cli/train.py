@@ -11,9 +11,9 @@ import typer
 
 from lengthwise.cli.claim import claimed
 from lengthwise.cli.console import emit_json, stderr
-from lengthwise.cli.ending import error_of
-from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, is_rank, split_arguments, torchrun
-from lengthwise.cli.restart import read_status
+from lengthwise.cli.ending import error_of, way_on
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, is_rank, split_arguments, torchrun
+from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.core.errors import INTERRUPTED, InputError, Preempted
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest
@@ -57,6 +57,7 @@ def run(
     if is_rank():
         _train_as_rank(resolved, resume, fall_back=fall_back)
         return
+    check_nproc(nproc)
     folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
     if resume is None:
         RunFolder(folder).check_new()
@@ -119,7 +120,7 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
 
     def on_stop() -> None:
         folder.stop.touch()
-        log.print("stopping after the step in flight, with a checkpoint; once more ends at once, without")
+        log.print("stopping after the step in flight, with a checkpoint; Ctrl-C once more ends at once", soft_wrap=True)
 
     try:
         variables = {RUN_FOLDER_VARIABLE: str(folder.path)}
@@ -127,11 +128,7 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
             ["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop, max_restarts=max_restarts
         )
     except KeyboardInterrupt:
-        status = read_status(folder)
-        if status.get("exit_code") == Preempted.exit_code:
-            with suppress(OSError):
-                folder.write_json("status.json", {**status, "exit_code": INTERRUPTED})
-        log.print(status.get("error", ""), soft_wrap=True)
+        _note_interrupted(folder)
         raise
     finally:
         with suppress(OSError):
@@ -140,7 +137,23 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
     if ended and status.get("state") == "done":
         log.print(f"done; next: lengthwise report {folder.path}", soft_wrap=True)
         return
+    if ended.was_asked and not status:
+        raise Preempted("asked to stop before the ranks had started; start it again")
     raise error_of(folder, ended.killed)
+
+
+def _note_interrupted(folder: RunFolder) -> None:
+    """Say in status.json and on stderr how a run ended that Ctrl-C stopped: saved, or killed by the second one."""
+    status = read_status(folder)
+    if status.get("exit_code") == Preempted.exit_code:
+        state, words = PREEMPTED, status.get("error", "")
+    elif status.get("state") in OVER:
+        return
+    else:
+        state, words = CRASHED, f"ended at once by a second Ctrl-C, without saving. {way_on(folder)}"
+    with suppress(OSError):
+        write_status(folder, state, exit_code=INTERRUPTED, error=words)
+    stderr().print(words, markup=False, soft_wrap=True)
 
 
 def _new_folder(config: "Config") -> Path:

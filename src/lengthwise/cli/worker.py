@@ -41,7 +41,7 @@ from lengthwise.cli.same_start import run_to_compare, settings_to_compare
 from lengthwise.cli.sampling import sampling_report, unused_settings
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError
+from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.folder import make_folder
 from lengthwise.core.lock import InUseError
 from lengthwise.core.plan import StepPlan
@@ -53,6 +53,7 @@ from lengthwise.data.order import SHUFFLED
 from lengthwise.data.stats import histogram
 from lengthwise.plan.ahead import PlanAhead
 from lengthwise.plan.from_file import PlanFile
+from lengthwise.runtime.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import World
@@ -71,6 +72,7 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
 
     claim = RanksClaim(folder)
     end_with_parent()
+    stop = StopRequest(folder.stop, end_start=partial(_end_start, folder, claim))
     try:
         if is_first():
             make_folder(folder.path, setting="run_folder")
@@ -82,7 +84,7 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
         check_seen_by_all(folder, world)
         if world.is_first:
             write_status(folder, RUNNING)
-        _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back))
+        _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back), stop)
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
         stop_world(world)
@@ -91,8 +93,21 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
         sys.stderr.write(f"error: {error}\n")  # its files, and so status.json, are another run's
         sys.stderr.flush()
         os._exit(error.exit_code)
+    except SystemExit as leave:
+        _end(folder, claim, LengthwiseError(f"a rank left with sys.exit({leave.code}) before the run was done"))
     except Exception as error:
         _end(folder, claim, error)
+    finally:
+        stop.close()
+
+
+def _end_start(folder: RunFolder, claim: RanksClaim) -> NoReturn:
+    """End a rank that is asked to stop while it starts; there is nothing to save."""
+    has_checkpoints = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
+    way = f"lengthwise train --resume {folder.path}" if has_checkpoints else "the same command"
+    tell(folder, Preempted(f"asked to stop before the first step, which left everything as it was. Go on with: {way}"))
+    claim.release()
+    os._exit(Preempted.exit_code)
 
 
 def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
@@ -115,7 +130,7 @@ def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
     os._exit(error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code)
 
 
-def _train(config: Config, world: "World", start: Start) -> None:
+def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> None:
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import Trainer
 
@@ -138,6 +153,7 @@ def _train(config: Config, world: "World", start: Start) -> None:
             stream=stream,
             planner=planner,
             folder=start.folder,
+            stop=stop,
             world=world,
             peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
             callbacks=callbacks,

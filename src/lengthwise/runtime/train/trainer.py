@@ -1,10 +1,8 @@
 """The training loop: next global batch, its plan, one step, its record; until the steps are done or a stop is asked."""
 
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from lengthwise.config import Config
@@ -33,6 +31,7 @@ from lengthwise.runtime.train.metrics import Callback, JsonLines, measure, step_
 from lengthwise.runtime.train.prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.schedule import shares_of
 from lengthwise.runtime.train.step import DivergedError, agree, run_step
+from lengthwise.runtime.train.stop import StopRequest
 
 
 class BatchStream(Protocol):
@@ -72,25 +71,6 @@ class Ledger(Protocol):
         ...
 
 
-class StopRequest:
-    """Notes SIGTERM and SIGINT instead of dying of them, so that the step in flight ends and a checkpoint is written.
-
-    The file ``stop`` in the run folder asks for the same, of all ranks and without a signal.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._received = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
-
-    def __bool__(self) -> bool:
-        return self._received or self._file.exists()
-
-
 @dataclass(kw_only=True)
 class Trainer:
     """Everything one run needs; every rank builds the same and calls :meth:`fit`."""
@@ -113,6 +93,8 @@ class Trainer:
     """The plan of the step after, if it is known."""
     compiled: CompiledLayers | None = None
     """None: layers run as they are."""
+    stop: StopRequest | None = None
+    """Notes signals since before there was a trainer; None: :meth:`fit` notes them."""
     next_step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -160,13 +142,14 @@ class Trainer:
             raise LengthwiseError(f"the run ends after step {self.next_step} ({reason(error)}); {safe}") from error
 
     def _fit(self) -> None:
-        stop = StopRequest(self.folder.stop)
+        stop = StopRequest(self.folder.stop) if self.stop is None else self.stop  # one that is not asked is false
         if self.compiled is not None:
             self.compiled.warm_up(self.model)
         writers = self._writers()
         if depth := self.config.data.prefetch:
             self._prefetcher = Prefetcher(self.source, self.world.device, masking=self.masking, depth=depth)
         self._counted(self.stream.state_dict())
+        stop.begin_steps()
         try:
             while self.next_step < self.config.train.steps:
                 before = self.stream.state_dict()
@@ -192,6 +175,8 @@ class Trainer:
                 writer.close()
             for callback in self.callbacks:
                 callback.close()
+            if self.stop is None:
+                stop.close()
 
     def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> bool:
         """Run the next step and record it; true if the ranks agreed to stop before it instead."""

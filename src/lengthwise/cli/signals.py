@@ -1,0 +1,93 @@
+"""Signals to the process that starts ranks: before it has, while they run, and how to end them at once."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any, Self
+
+from lengthwise.core.errors import Preempted
+from lengthwise.runtime.train.stop import AGAIN_AFTER_S, stop_signals
+
+
+class SignalsOfRanks:
+    """While ranks run: the first signal asks them to stop, a second Ctrl-C kills them."""
+
+    def __init__(self, on_stop: Callable[[], None] | None) -> None:
+        """``on_stop``: asks the ranks; they save and end by themselves."""
+        self._on_stop = on_stop
+        self._handlers: dict[int, Any] = {}
+        self._first_s = 0.0
+        self.received: list[int] = []
+
+    def __enter__(self) -> Self:
+        if current_thread() is main_thread():
+            for number in stop_signals():
+                self._handlers[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def raise_again(self, *, has_on_stop: bool) -> None:
+        """Raise what the signals received mean, now that the ranks have ended."""
+        if signal.SIGINT in self.received:
+            raise KeyboardInterrupt
+        if self.received and not has_on_stop:
+            raise Preempted(f"stopped by {signal.Signals(self.received[0]).name}; start it again")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_again = bool(self.received) and time.monotonic() - self._first_s > AGAIN_AFTER_S
+        self.received.append(number)
+        if len(self.received) == 1:
+            self._first_s = time.monotonic()
+        if self._on_stop is None or (is_again and number == signal.SIGINT):
+            kill_children()
+            raise KeyboardInterrupt
+        elif len(self.received) == 1:
+            self._on_stop()
+
+
+def kill_children() -> None:
+    """Kill the processes that this one started and that lead a session, as ranks do, with all of theirs."""
+    for child in children_of(os.getpid()):
+        with suppress(OSError):
+            if os.getsid(child) == child:
+                os.killpg(child, signal.SIGKILL)
+
+
+def children_of(process: int) -> list[int]:
+    """The processes that ``process`` started; none where the system has no /proc, and torchrun ends them later."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError, IndexError):
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+            found += [int(path.parent.name)] if parent == process else []
+    return found
+
+
+@contextmanager
+def stoppable_start() -> Iterator[None]:
+    """While nothing runs yet, SIGTERM and SIGHUP raise ``Preempted``; Ctrl-C raises ``KeyboardInterrupt`` as ever.
+
+    Whoever runs something takes the signals from it, and gives them back.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Preempted(f"stopped by {signal.Signals(number).name} while no step was trained")
+
+    numbers = [number for number in stop_signals() if number != signal.SIGINT]
+    handlers = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,91 @@
+"""Being asked to stop: by a signal, or by a file. Needs no torch, so that it works from a rank's first moment."""
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread, current_thread, main_thread
+from types import FrameType
+from typing import Any
+
+from lengthwise.core.errors import INTERRUPTED
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LOOK_EVERY_S = 0.5
+AGAIN_AFTER_S = 0.3
+"""A Ctrl-C that comes sooner after another is the same one, passed on by a wrapper."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those that ask for a stop; SIGHUP is none where it is ignored, as under nohup."""
+    return tuple(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+
+
+class StopRequest:
+    """Notes SIGTERM, SIGINT and SIGHUP instead of dying of them, so that the step in flight ends and a checkpoint is
+    written. The file ``stop`` in the run folder asks for the same, of all ranks and without a signal.
+
+    Before the first step there is nothing to save: then a thread ends the process at once, even while the main thread
+    waits for other ranks or a compiler. A second Ctrl-C ends it at once too, at any time.
+    """
+
+    def __init__(self, file: Path, *, end_start: Callable[[], object] | None = None) -> None:
+        """``end_start``: ends the process if it is asked to stop before :meth:`begin_steps`; None: steps have begun."""
+        self._file, self._end_start = file, end_start
+        self._is_received, self._has_begun = False, Event()
+        if end_start is None:
+            self._has_begun.set()
+        self._interrupted_s: float | None = None
+        self._is_closed, self._handlers = Event(), dict[signal.Signals, Any]()
+        if current_thread() is not main_thread():  # others cannot take signals: the file still asks
+            return
+        self._pipe, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        self._handlers = {number: signal.getsignal(number) for number in stop_signals()}
+        for number in self._handlers:
+            signal.signal(number, self._note_received)
+        Thread(target=self._watch, name="stop", daemon=True).start()
+
+    def __bool__(self) -> bool:
+        return self._is_received or self._file.exists()
+
+    def begin_steps(self) -> None:
+        """From now on a step that has begun ends, and is saved, before the process stops."""
+        self._has_begun.set()
+
+    def close(self) -> None:
+        """Leave signals to whoever had them before."""
+        if self._is_closed.is_set() or not self._handlers:
+            return
+        self._is_closed.set()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.write(self._wakeup, b"\0")  # so that the thread looks
+        os.close(self._wakeup)
+
+    def _watch(self) -> None:
+        while not self._is_closed.is_set():
+            ready, _, _ = select.select([self._pipe], [], [], None if self._has_begun.is_set() else LOOK_EVERY_S)
+            for number in os.read(self._pipe, 64) if ready else b"":
+                self._note(number)
+            if self and not self._has_begun.is_set() and self._end_start is not None:
+                self._end_start()
+        os.close(self._pipe)
+
+    def _note_received(self, number: int, frame: FrameType | None) -> None:
+        self._is_received = True  # also seen by the thread, which is later; but the main thread may be busy for long
+
+    def _note(self, number: int) -> None:
+        if number not in SIGNALS:
+            return
+        self._is_received = True
+        if number != signal.SIGINT:
+            return
+        now_s = time.monotonic()
+        if self._interrupted_s is not None and now_s - self._interrupted_s > AGAIN_AFTER_S:
+            os._exit(INTERRUPTED)
+        self._interrupted_s = self._interrupted_s or now_s
