@@ -320,3 +320,8 @@ def test_a_step_trained_again_counts_once_as_the_ledger_goes_on_from_its_checkpo
     assert again.state_dict() == ledger.state_dict()
     with pytest.raises(InputError, match="2 parts"):
         again.load_state_dict({"sequences": [1], "tokens": [1]})
+
+
+def test_an_epoch_of_more_sequences_than_memory_holds_is_refused():
+    with pytest.raises(InputError, match=r"an epoch of the mixture would hold .* sequences .* lower repeat"):
+        Mixture(sizes=(10, 1000), repeats=(Fraction(1), Fraction(10**9)), seed=0)

@@ -199,3 +199,12 @@ def test_budgets_and_seeds_that_make_no_sense_are_refused(choice, said):
 def test_skipping_before_the_start_is_refused():
     with pytest.raises(InputError, match="step -1"):
         Sampler(index_of([1]), seed=0, sequences_per_step=1).skip_to(-1)
+
+
+def test_another_corpus_with_equal_lengths_is_not_resumed():
+    lengths = np.arange(1, 40)
+    first = Sampler(LengthIndex(lengths=lengths, corpus_digest="a" * 32), seed=1, sequences_per_step=4)
+    other = Sampler(LengthIndex(lengths=lengths, corpus_digest="b" * 32), seed=1, sequences_per_step=4)
+    next(first)
+    with pytest.raises(InputError, match=r"digest: .* in the state, .* here"):
+        other.load_state_dict(first.state_dict())

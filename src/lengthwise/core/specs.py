@@ -23,6 +23,11 @@ MAX_MEMORY_GIB = float(1 << 20)
 _UNITS = ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NO_SIZES = ("name", "mask_token_id")
 _OF_SOME_FAMILIES = ("frame_size", "max_positions")
+_MOST = {
+    "num_layers": 1 << 14, "hidden_size": 1 << 22, "ffn_size": 1 << 24, "num_heads": 1 << 16, "num_kv_heads": 1 << 16,
+    "head_size": 1 << 16, "vocab_size": 1 << 32, "frame_size": 1 << 40, "max_positions": 1 << 40,
+}  # fmt: skip
+"""Bounds of a model's sizes: far above any model, far below what would exhaust memory before it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +60,16 @@ class ModelSpec:
     """What stands for a masked token where a model that is not causal is trained; a run resolves it."""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_size", "vocab_size"):
-            if getattr(self, field) < 1:
-                raise InputError(f"model {self.name}: {field} must be at least 1, not {getattr(self, field)}")
+        for field, most in _MOST.items():
+            value, least = getattr(self, field), int(field not in _OF_SOME_FAMILIES)
+            if not least <= value <= most:
+                raise InputError(f"model {self.name}: {field} must be from {least} to {most:,}, not {brief(value)}")
+        for field, limit in (("norm_eps", 1.0), ("rope_theta", 1e15)):
+            if not 0 < getattr(self, field) <= limit:
+                raise InputError(
+                    f"model {self.name}: {field} must be above 0 and at most {limit:g}, not "
+                    f"{brief(getattr(self, field))}"
+                )
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"model {self.name}: {self.num_heads} heads cannot share {self.num_kv_heads} key/value heads evenly"

@@ -10,6 +10,8 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.data.permutation import epoch_order
 
+MAX_IN_EPOCH = 1 << 30
+"""Sequences of an epoch that repeats corpora; its order is kept in memory."""
 _PARTS = 1 << 32
 """Number of the first part's stream of random numbers; those of epochs are below."""
 
@@ -34,6 +36,13 @@ class Mixture:
             words = ", ".join(f"{float(r):g} of {n:,}" for r, n in zip(self.repeats, self.sizes))
             raise InputError(
                 f"an epoch of the mixture would hold no sequence ({words}); raise repeat until it is one of some part"
+            )
+        in_epoch = sum(self.taken(part, 1) for part in range(len(self.sizes)))
+        if in_epoch > max(MAX_IN_EPOCH, 2 * sum(self.sizes)):
+            words = ", ".join(f"{float(r):g} of {n:,}" for r, n in zip(self.repeats, self.sizes))
+            raise InputError(
+                f"an epoch of the mixture would hold {in_epoch:,} sequences ({words}); lower repeat, or bring the "
+                f"shares nearer to one another, until it holds at most {MAX_IN_EPOCH:,}"
             )
 
     def ids(self, epoch: int) -> np.ndarray:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.model.base import Transformer
 from lengthwise.runtime.model.build import empty_model
@@ -130,11 +131,14 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / _WHOLE]
     if not (folder / _INDEX).is_file():
         raise InputError(f"{folder} holds neither {_WHOLE} nor {_INDEX}; weights in other formats are not read")
-    try:
-        names = json.loads((folder / _INDEX).read_text())["weight_map"].values()
-    except (ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{folder / _INDEX} is not a safetensors index: {error}") from None
-    return [folder / name for name in sorted(set(names))]
+    document = read_json(folder / _INDEX, what="a safetensors index")
+    weight_map = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"{folder / _INDEX} is not a safetensors index: it has no weight_map")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InputError(f"{folder / _INDEX} names {brief(name)}, which is no file beside it")
+    return [folder / name for name in sorted(set(weight_map.values()))]
 
 
 def save_pretrained(

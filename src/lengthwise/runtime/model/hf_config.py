@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.model.hf_values import check_values
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -74,13 +76,13 @@ def read_spec(folder: str | Path) -> ModelSpec:
     """
     path = Path(folder) / "config.json"
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        config = check_values(read_json(path, what="a model's configuration"), path)
+    except OSError as error:
         raise InputError(f"{path} cannot be read as a model's configuration: {error}") from None
     kind = _architecture(config, path)
     for field, allowed in _REQUIRED[kind].items():
         if config.get(field) not in allowed:
-            raise InputError(f"{path}: {field} = {config[field]!r} is not supported; only {allowed[0]!r} is")
+            raise InputError(f"{path}: {field} = {brief(config.get(field))} is not supported; only {allowed[0]!r} is")
     read = {"gpt2": _read_gpt2, "bert": _read_bert}.get(kind, _read_llama)
     try:
         return read(config, path)
@@ -94,6 +96,8 @@ def _read_llama(config: Mapping[str, Any], path: Path) -> ModelSpec:
         raise InputError(f"{path}: attention_bias = true puts a bias on o_proj, which is not supported")
     _refuse_sliding_window(config, path)
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
+    if not num_heads:
+        raise InputError(f"{path}: num_attention_heads must be at least 1, not 0")
     theta, scaling = _rope(config, path)
     spec = ModelSpec(
         name=path.resolve().parent.name,
@@ -127,8 +131,8 @@ def _read_gpt2(config: Mapping[str, Any], path: Path) -> ModelSpec:
 
 def _read_bert(config: Mapping[str, Any], path: Path) -> ModelSpec:
     mask = config.get("mask_token_id")
-    if mask is not None and not (isinstance(mask, int) and 0 <= mask < config["vocab_size"]):
-        raise InputError(f"{path}: mask_token_id = {mask!r} is not one of the {config['vocab_size']:,} token ids")
+    if mask is not None and not (type(mask) is int and 0 <= mask < config["vocab_size"]):
+        raise InputError(f"{path}: mask_token_id = {brief(mask)} is not one of the {config['vocab_size']:,} token ids")
     sizes = _learned_positions(config, path, hidden_size=config["hidden_size"], num_heads=config["num_attention_heads"])
     return ModelSpec(
         **sizes,
@@ -144,7 +148,7 @@ def _read_bert(config: Mapping[str, Any], path: Path) -> ModelSpec:
 
 def _learned_positions(config: Mapping[str, Any], path: Path, *, hidden_size: int, num_heads: int) -> dict[str, Any]:
     """What GPT-2 and BERT share."""
-    if hidden_size % num_heads:
+    if not num_heads or hidden_size % num_heads:
         raise InputError(f"{path}: {num_heads} heads cannot share a hidden size of {hidden_size} evenly")
     return {
         "name": path.resolve().parent.name,
@@ -182,7 +186,9 @@ def check_rope(spec: ModelSpec) -> str:
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
     names = config.get("architectures") or []
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
-        raise InputError(f"{path}: architectures = {names} is not supported; supported: {', '.join(_ARCHITECTURES)}")
+        raise InputError(
+            f"{path}: architectures = {brief(names)} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+        )
     return _ARCHITECTURES[names[0]]
 
 
