@@ -108,3 +108,19 @@ def test_every_setting_that_a_message_advises_exists(module):
             for match in SETTING.finditer(node.value):
                 if match[0] not in NO_SETTINGS:
                     assert match[2] in SECTIONS[match[1]].model_fields, f"{module}:{node.lineno} names {match[0]}"
+
+
+def test_the_lock_holds_the_versions_of_the_constraints():
+    constraints = ROOT.parents[1] / "constraints"
+    pinned = dict(line.split("==") for line in _lines(constraints / "cpu.txt"))
+    locked = dict(line.split(" --hash=")[0].split("==") for line in _lines(constraints / "cpu.lock"))
+    assert _normal(locked) == {name: version for name, version in _normal(pinned).items() if name != "torch"}
+    assert all(re.search(r" --hash=sha256:[0-9a-f]{64}$", line) for line in _lines(constraints / "cpu.lock"))
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+
+
+def _normal(versions: dict[str, str]) -> dict[str, str]:
+    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in versions.items()}
