@@ -25,8 +25,10 @@ from lengthwise.core.plan import StepPlan
 from lengthwise.core.specs import GIB, ClusterSpec
 from lengthwise.cost.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
+from lengthwise.plan.kind import degrees_of
 from lengthwise.runtime.adapt.adapted import Adapted
-from lengthwise.runtime.adapt.learn import check_exact, learn
+from lengthwise.runtime.adapt.exact import RECOMPUTE, check_exact
+from lengthwise.runtime.adapt.learn import learn
 from lengthwise.runtime.adapt.meeting import together
 from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.recompute import selective_contexts
@@ -84,7 +86,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
         lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
         if chosen.check:
-            check_exact(run)
+            _check(run, chosen, sequences.lengths.max_length)
         _plan(run, chosen, sequences.lengths)
         if chosen.workers:
             run.read_with(chosen.workers)
@@ -133,6 +135,17 @@ def _make_run(adapted: Adapted, options: Options, world: World, sequences: Seque
         clip_norm=options.clip_norm,
         num_steps=steps_of(options, sequences.lengths, objective),
         seed=options.seed,
+    )
+
+
+def _check(run: Run, options: Options, longest: int) -> None:
+    """Compare what plans may compute with the stock model."""
+    size = run.world.size
+    check_exact(
+        run,
+        degrees=[degree for degree in degrees_of(size, local_size()) if degree <= (options.max_degree or size)],
+        recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
+        longest=longest // options.slot_tokens,
     )
 
 

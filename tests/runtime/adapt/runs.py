@@ -17,7 +17,8 @@ from lengthwise.core.plan import MicroBatch as Planned
 from lengthwise.core.plan import Pipeline, StepPlan
 from lengthwise.core.scheme import Method, uniform_scheme
 from lengthwise.runtime.adapt.adapted import Adapted
-from lengthwise.runtime.adapt.learn import check_exact, learn
+from lengthwise.runtime.adapt.exact import check_exact
+from lengthwise.runtime.adapt.learn import learn
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.adapt.shard import Shard, active
@@ -183,7 +184,7 @@ def prepared(case: Case, groups: tuple[Packs, ...], world: World, *, num_steps: 
         optimizer=DENSE, lr=lambda step: 1.0, clip_norm=0.0, num_steps=num_steps, seed=seed,
     )  # fmt: skip
     learn(run)
-    check_exact(run)
+    check_exact(run, longest=max(source_of(case).lengths) // run.feeding.slot_tokens)
     return run
 
 

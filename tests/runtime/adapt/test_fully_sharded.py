@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.adapted import Adapted
-from lengthwise.runtime.adapt.learn import check_exact, learn
+from lengthwise.runtime.adapt.exact import check_exact
+from lengthwise.runtime.adapt.learn import learn
 from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.comm.world import start_world

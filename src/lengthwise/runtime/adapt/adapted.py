@@ -17,6 +17,7 @@ from lengthwise.runtime.adapt.forwards import Memo, PreparedForward
 from lengthwise.runtime.adapt.hugging_face import Switch
 from lengthwise.runtime.adapt.intercept import AllAttendedError, Intercept
 from lengthwise.runtime.adapt.kernels import Imported
+from lengthwise.runtime.adapt.labels import LabelConvention, loss_of_logits
 from lengthwise.runtime.adapt.layers import Layers, intercepted
 from lengthwise.runtime.adapt.losses import roots_of
 from lengthwise.runtime.adapt.memory import NotComputed, Outputs, autocast_dtype, is_out_of_memory
@@ -24,6 +25,7 @@ from lengthwise.runtime.adapt.micro_batch import MicroBatch
 from lengthwise.runtime.adapt.own_masks import MaskTables
 from lengthwise.runtime.adapt.positions import StockPositions
 from lengthwise.runtime.adapt.rotary import LengthwiseRotary
+from lengthwise.runtime.adapt.routers import BalancingLosses
 from lengthwise.runtime.adapt.script import Script
 from lengthwise.runtime.adapt.stand_in import finish_forward
 
@@ -59,6 +61,8 @@ class Adapted:
         self.anatomy = find_anatomy(model, layers=layers)
         assert self.anatomy.dtype
         self._loss, self._inputs = loss, inputs
+        self.labels = LabelConvention()
+        """What the model does with labels, where it is of transformers."""
         self._plain = 0
         self._outputs = Outputs()
         self.script = Script(calls={})
@@ -68,6 +72,7 @@ class Adapted:
         self._constants = list(self.anatomy.constants())
         self._imported = Imported(model)
         self._masks = MaskTables(type(model).__name__)
+        self._balancing = BalancingLosses(model)
         self._intercept: Intercept | None = self._new_intercept(rules=Rules())
         self.rules = Rules()
         for part in (model, *self.anatomy.hugging_face_models()):
@@ -130,7 +135,7 @@ class Adapted:
             for call in (calls.attention[number] for calls in seen):
                 if call.mask is not None and rule.is_over_slots:
                     self._masks.note(number, call.mask, call.shape)
-        needed = bool(self.rules.attention or self.rules.noise)
+        needed = bool(self.rules.attention or self.rules.noise or self.rules.scalars)
         needed = needed or any(rule.dim is not None for rule in self.rules.positions)
         self._intercept = self._new_intercept(rules=self.rules) if needed else None
         self.layers.intercept = self._intercept
@@ -171,10 +176,10 @@ class Adapted:
             found: dict[str, Any] = {"input_ids": tokens, "labels": targets}
             if self._positions.is_argument:
                 found["position_ids"] = self._positions.of(micro_batch)[None]
-            if self.objective == NEXT_TOKEN:  # transformers would shift labels by itself, across the ends of shards
-                found |= {"shift_labels": targets, "use_cache": False}
-            elif "use_cache" in signature(self._forward).parameters:
+            if self.objective == NEXT_TOKEN or "use_cache" in signature(self._forward).parameters:
                 found["use_cache"] = False
+            if self.objective == NEXT_TOKEN and self.labels.shifts and self.labels.takes_shifted:
+                found["shift_labels"] = targets  # by itself it would shift across the ends of shards
             return found | self._passed(micro_batch)
         known = signature(self._forward).parameters
         found = {}
@@ -191,6 +196,31 @@ class Adapted:
     def _passed(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Further columns of the items, which the forward takes by their names."""
         return {name: values[None] for name, values in micro_batch.passed.items()}
+
+    @property
+    def uses_labels(self) -> bool:
+        """Whether the model of transformers makes its loss itself, of labels that it is given by their name."""
+        return self.anatomy.is_hugging_face and self._inputs is None and self._loss is None
+
+    def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """What the model's user gives it for one sequence alone: tokens and labels, positions only if it needs them."""
+        if self._inputs is not None:
+            return self._inputs(micro_batch)
+        inputs = self.inputs_of(micro_batch)
+        optional = {
+            name
+            for name, parameter in signature(self._forward).parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        added = (
+            "shift_labels",
+            "use_cache",
+            *(POSITIONS if self.anatomy.is_hugging_face else optional & set(POSITIONS)),
+        )
+        stock = {name: value for name, value in inputs.items() if name not in added}
+        if self.uses_labels and self.objective == NEXT_TOKEN and self.labels.shifts:
+            stock["labels"] = micro_batch.labels[None]
+        return stock
 
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
         """The loss in what the forward returned."""
@@ -215,6 +245,7 @@ class Adapted:
             return self._forward(*args, **kwargs)
         shard = shards.current()
         _check_mask(kwargs.get("attention_mask"))
+        shard.gathers.clear()
         shard.counts, shard.dtype = shards.Counts(), autocast_dtype(shard.device)
         forward = shards.Pass(script=shard.script or self.script, begun=shard.num_exchanges)
         shard.passes.append(forward)
@@ -229,11 +260,24 @@ class Adapted:
         if shard.has_failed:  # and not before: the error holds on to what was computed
             finish_forward(shard, forward)
             return self._outputs.not_computed()
-        forward.ended, forward.roots = shard.num_exchanges, roots_of(output, self.layers.last_output)
+        forward.ended, forward.roots = shard.num_exchanges, roots_of([output, shard.gathers], self.layers.last_output)
         self._outputs.note(output)
         return output
 
     def _compute(self, shard: shards.Shard, args: Any, kwargs: Any) -> Any:
+        with self._balancing.by_sequence(shard):
+            return self._call(shard, args, kwargs)
+
+    def _call(self, shard: shards.Shard, args: Any, kwargs: Any) -> Any:
+        if self.uses_labels and self.labels.shifts and not self.labels.takes_shifted:
+            targets = kwargs.pop("labels", None)
+            output = self._compute_shard(shard, args, kwargs)
+            if targets is not None:
+                output["loss"] = loss_of_logits(output, targets)
+            return output
+        return self._compute_shard(shard, args, kwargs)
+
+    def _compute_shard(self, shard: shards.Shard, args: Any, kwargs: Any) -> Any:
         if self._intercept is None:
             return self._forward(*args, **kwargs)
         self._intercept.shard = shard

@@ -6,7 +6,7 @@ model's heads then.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -74,6 +74,8 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: Kind, shard:
             f"attention of queries {tuple(q_tNH.shape)} over keys {tuple(k_tKH.shape)} and values "
             f"{tuple(v_tKH.shape)}: only self-attention, of each slot over its own sequence, can be prepared"
         )
+    if kind.dropout and not shard.has_noise:
+        kind = replace(kind, dropout=0.0)
     size, value_size = q_tNH.shape[2], v_tKH.shape[2]
     width = max(size, value_size)  # zeros make both as wide: they change no product
     factor = (size**-0.5 if kind.scale is None else kind.scale) * width**0.5

@@ -20,7 +20,7 @@ from lengthwise.runtime.adapt.learn import synthetic
 from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
 from lengthwise.runtime.adapt.run import Run
-from lengthwise.runtime.adapt.script import Attended, Script
+from lengthwise.runtime.adapt.script import Attended, Gathered, Script
 from lengthwise.runtime.adapt.shard import Shard, active
 from lengthwise.runtime.adapt.stand_in import finish
 from lengthwise.runtime.comm.collectives import gather_rows
@@ -38,7 +38,7 @@ class Trial:
     """In tokens."""
     group: Group
     recompute: tuple[bool, ...] = ()
-    attended: tuple[Attended, ...] = ()
+    attended: tuple[Attended | Gathered, ...] = ()
     """Calls of attention in its forward, as :func:`hold` saw them: what others wait for if this rank fails."""
 
 
@@ -52,7 +52,7 @@ class Held:
     """Of each layer that was computed, what its forward kept."""
     inputs: tuple[int, ...]
     """Of each layer that was computed, its arguments."""
-    attended: tuple[Attended, ...]
+    attended: tuple[Attended | Gathered, ...]
     """Every call of attention in the forward."""
 
 

@@ -31,6 +31,8 @@ class Calls:
     attention: list[Call] = field(default_factory=list)
     positions: list[Call] = field(default_factory=list)
     noise: list[Call] = field(default_factory=list)
+    scalars: int = 0
+    """Draws of a single uniform number, such as those of layer drop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class Rules:
     attention: tuple[Rule, ...] = ()
     positions: tuple[Rule, ...] = ()
     noise: tuple[Rule, ...] = ()
+    scalars: int = 0
+    """Draws of a single uniform number."""
 
 
 def compare(first: Calls, second: Calls, lengths: tuple[int, int]) -> Rules:
@@ -75,7 +79,7 @@ def compare(first: Calls, second: Calls, lengths: tuple[int, int]) -> Rules:
                 "; a forward must not depend on the length of its sequences"
             )
         found[name] = tuple(_rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(ones, others)))
-    return Rules(**found)
+    return Rules(**found, scalars=max(first.scalars, second.scalars))
 
 
 def _rule(name: str, number: int, first: Call, second: Call, lengths: tuple[int, int]) -> Rule:

@@ -18,7 +18,14 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt import kernels
 from lengthwise.runtime.adapt.attention import Kind, attend_shard
 from lengthwise.runtime.adapt.calls import Call, Calls, Rule, Rules
-from lengthwise.runtime.adapt.noise import attend_rows_dropping, keep_like, normal_like, uniform_like
+from lengthwise.runtime.adapt.noise import (
+    ONE_NUMBER,
+    attend_rows_dropping,
+    keep_like,
+    normal_like,
+    one_number,
+    uniform_like,
+)
 from lengthwise.runtime.adapt.own_masks import MaskTables
 from lengthwise.runtime.adapt.shard import Shard
 
@@ -75,6 +82,11 @@ class Intercept(TorchFunctionMode):
         if answer is None:
             return func(*args, **(kwargs or {}))
         return answer(func, *args, **(kwargs or {}))
+
+    @property
+    def _draws(self) -> bool:
+        """Whether noise is drawn, and not the identity."""
+        return self.shard is None or self.shard.has_noise
 
     @contextmanager
     def met(self) -> Iterator[None]:
@@ -141,6 +153,7 @@ class Intercept(TorchFunctionMode):
             return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         assert self.shard is not None, "rules come with a micro-batch"
         number = self.shard.counts.attention - 1
+        dropout_p = dropout_p if self.shard.has_noise else 0.0
         if not rule.is_over_slots:  # within slots, each of which this rank has whole
             if not dropout_p:
                 return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -215,7 +228,7 @@ class Intercept(TorchFunctionMode):
         if p == 0.0:
             return input
         rule = self._rule("noise", Call(kind="dropout", shape=tuple(input.shape), layer=self.layer))
-        if not training:
+        if not training or not self._draws:
             return input
         if rule is None:
             return func(input, p, training, inplace)
@@ -232,6 +245,9 @@ class Intercept(TorchFunctionMode):
 
     def _noise_like(self, func: Any, draw: Callable[..., Tensor], input: Tensor, options: dict[str, Any]) -> Tensor:
         rule = self._rule("noise", Call(kind=func.__name__, shape=tuple(input.shape), layer=self.layer))
+        if not self._draws:
+            neutral = 0.0 if func is torch.randn_like else 0.5
+            return torch.full_like(input, neutral, **options)
         if rule is None:
             return func(input, **options)
         shard, dim = self._slots_of(rule, func.__name__)
@@ -239,8 +255,12 @@ class Intercept(TorchFunctionMode):
         return draw(like, dim, shard.counts.noise - 1, shard).requires_grad_(options.get("requires_grad", False))
 
     def _other_noise(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        is_off = kwargs.get("training", True) is False or (func in _SWITCHED and len(args) > 2 and args[2] is False)
-        if is_off or (func in (torch.rand, torch.randn) and args in (([],), ((),))):  # one number: to skip layers by
+        if func is torch.rand and args in ONE_NUMBER:  # one number: to skip layers by
+            assert self.shard is not None, "a micro-batch is computed"
+            if self._calls is not None:
+                self._calls.scalars += 1
+            return one_number(self.shard.scalar, *args, **kwargs)
+        if kwargs.get("training", True) is False or (func in _SWITCHED and len(args) > 2 and args[2] is False):
             return func(*args, **kwargs)
         raise InputError(
             f"the model's forward calls {func.__name__}, whose draws would differ between ranks that share a sequence; "

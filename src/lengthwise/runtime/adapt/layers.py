@@ -1,7 +1,7 @@
 """Layers of somebody else's model under our hand: recomputed when the micro-batch says so, watched, or left out."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,8 @@ class Layers:
         """``context``: contexts of a selective recompute, as :func:`torch.utils.checkpoint.checkpoint` takes them."""
         self.intercept: Intercept | None = None
         """That is in force while the model's forward runs."""
+        self.mode: AbstractContextManager[Any] | None = None
+        """In which the model computes at the moment, for layers that are computed again."""
         self.watch = LayerWatch()
         self.num_kept: int | None = None
         """Layers that are computed; the others pass on what they get. None: all."""
@@ -104,12 +106,13 @@ class Layers:
 
     def _recomputed(self, number: int, *args: Any, **kwargs: Any) -> Any:
         """Keep the arguments alone."""
+        mode = self.mode
         intercept, forward, shard = self.intercept, self._forwards[number], shards.current()
 
         def again(*args: Any, **kwargs: Any) -> Any:
             if intercept is not None:
                 intercept.shard = shard
-            with intercepted(intercept):
+            with mode or nullcontext(), intercepted(intercept):  # a backward is not under the modes of its forward
                 return forward(*args, **kwargs)
 
         return computed_twice(forward, again, shard, self.context, args, kwargs)

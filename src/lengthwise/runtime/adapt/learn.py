@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN, Pack
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.labels import learn_labels
+from lengthwise.runtime.adapt.neutral import quiet
 from lengthwise.runtime.adapt.observe import observed
 from lengthwise.runtime.adapt.shard import Shard, active
-from lengthwise.runtime.comm.collectives import sum_over_ranks
 
 if TYPE_CHECKING:
     from lengthwise.runtime.adapt.run import Run
 
 LENGTHS = (11, 7)
 """Slots of the two sequences; sizes that models rarely have otherwise."""
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
-"""Relative, of the norm of the gradient: what rounding explains and mixed up sequences do not (0.2 to 2)."""
 
 
 class Stretched:
@@ -71,7 +70,13 @@ def learn(run: "Run") -> None:
     Raises:
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
     """
-    with synthetic(run, LENGTHS), _rows_named(run):
+    with quiet(run), _rows_named(run):
+        with synthetic(run, LENGTHS):
+            if run.adapted.uses_labels:
+                tokens = torch.from_numpy(run.feeding.source.tokens(0).astype(np.int64))
+                run.adapted.labels = learn_labels(run, tokens.to(run.world.device))
+        run.feeding = replace(run.feeding, shifts_labels=run.feeding.shifts_labels and run.adapted.labels.shifts)
+    with synthetic(run, LENGTHS), quiet(run), _rows_named(run):
         run.adapted.learn([lambda: _loss(run, (0,)), lambda: _loss(run, (1,))], LENGTHS)
         run.adapted.script = observed(run, LENGTHS[0])
 
@@ -88,50 +93,14 @@ def _rows_named(run: "Run") -> Iterator[None]:
         ) from error
 
 
-def check_exact(run: "Run") -> None:
-    """Compare the gradient of a pack of two sequences with that of each by itself, computed as before preparing.
-
-    Raises:
-        CheckError: they differ by more than rounding: tokens meet in the model elsewhere than in attention.
-    """
-    training = run.model.training
-    run.model.eval()  # what drops at random cannot be compared
-    try:
-        with synthetic(run, LENGTHS):
-            _loss(run, (0, 1)).backward()
-            packed = run.state.take_gradient()
-            for sequence in (0, 1):
-                _loss(run, (sequence,), plain=True).backward()
-            alone = run.state.take_gradient()
-    finally:
-        run.model.train(training)
-    squares = torch.stack([(packed - alone).square().sum(), alone.square().sum()])
-    difference, size = sum_over_ranks(squares).sqrt().tolist()
-    limit = TOLERANCE.get(run.state.compute_dtype, TOLERANCE[torch.bfloat16])
-    if not difference <= limit * size:
-        raise CheckError(
-            f"{type(run.model).__name__} computes other gradients for two sequences in one pack than for each alone: "
-            f"they differ by {difference / size if size else difference:.1e} (limit {limit:.0e}). Its tokens meet "
-            "elsewhere than in scaled_dot_product_attention (a convolution, a recurrence, attention by hand?), or it "
-            "counts positions in its own way: give it positions as an argument (inputs=...). check=False trains it all "
-            "the same"
-        )
-
-
-def _loss(run: "Run", sequences: tuple[int, ...], *, plain: bool = False) -> Tensor:
+def _loss(run: "Run", sequences: tuple[int, ...]) -> Tensor:
     """The sum over the targets of these sequences in one pack, on this rank alone."""
     lengths = tuple(LENGTHS[number] * run.feeding.slot_tokens for number in sequences)
     pack = Pack(ids=sequences, lengths=lengths)
     shard = _shard(run, pack)
     with active(shard):
         micro_batch = run.make(shard, pack)
-        inputs = micro_batch.inputs
-        if plain:
-            with run.plain():
-                output = run.model(**inputs)
-        else:
-            output = run.model(**inputs)
-        loss = run.adapted.loss_of(output, micro_batch)
+        loss = run.adapted.loss_of(run.model(**micro_batch.inputs), micro_batch)
     if loss.dim():
         raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
     return loss * micro_batch.num_targets
@@ -140,7 +109,7 @@ def _loss(run: "Run", sequences: tuple[int, ...], *, plain: bool = False) -> Ten
 def _shard(run: "Run", pack: Pack) -> Shard:
     return Shard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
-        device=run.world.device,
+        device=run.world.device, has_noise=False,
     )  # fmt: skip
 
 

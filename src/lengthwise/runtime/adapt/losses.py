@@ -45,10 +45,24 @@ def backward(terms: Sequence[Term], shard: Shard | None = None) -> None:
 
     With ``shard``, the exchanges of its forwards are issued even if no term depends on them.
     """
+    begins, weights = _begins(terms, shard)
+    if begins:
+        torch.autograd.backward(begins, weights)
+
+
+def gradients(parameters: Sequence[Tensor], terms: Sequence[Term], shard: Shard | None = None) -> list[Tensor | None]:
+    """The gradients that :func:`backward` would add to ``parameters``; None where nothing depends on one."""
+    begins, weights = _begins(terms, shard)
+    if not begins:
+        return [None] * len(parameters)
+    return list(torch.autograd.grad(begins, parameters, weights, allow_unused=True))
+
+
+def _begins(terms: Sequence[Term], shard: Shard | None) -> tuple[list[Any], list[Tensor]]:
+    """Where a backward begins, and with which weights."""
     begins: list[Any] = [term.value for term in terms if term.value.requires_grad]
-    gradients = [torch.full_like(term.value, term.weight) for term in terms if term.value.requires_grad]
+    weights = [torch.full_like(term.value, term.weight) for term in terms if term.value.requires_grad]
     for forward in shard.passes if shard is not None else ():
         begins += [edge for edge, _ in forward.roots]
-        gradients += [zeros for _, zeros in forward.roots]
-    if begins:
-        torch.autograd.backward(begins, gradients)
+        weights += [zeros for _, zeros in forward.roots]
+    return begins, weights

@@ -39,6 +39,8 @@ class Feeding:
     labels: Callable[[int], np.ndarray] | None = None
     """Labels of a sequence, each token's own; None: the tokens. Next tokens are predicted by the token before them;
     with other objectives each token predicts its own label."""
+    shifts_labels: bool = True
+    """Whether, with next tokens, the token before it predicts a label; False: its own token does, as in the model."""
     passed: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
     """Further arguments of the forward by name, one value for each token of a sequence."""
     special: Callable[[int], np.ndarray] | None = None
@@ -82,6 +84,7 @@ class MicroBatch:
         self.shard, self.pack = shard, pack
         self._feeding, self._make_inputs = feeding, make_inputs
         shard.alone = self._alone
+        shard.targets_of = lambda: self.targets_by_sequence
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
@@ -134,7 +137,8 @@ class MicroBatch:
         return values[torch.from_numpy(self.shard.places).to(values.device)].to(self.shard.device)
 
     @cached_property
-    def _fed(self) -> tuple[Tensor, Tensor]:
+    def _laid_out(self) -> tuple[Tensor, Tensor]:
+        """Tokens and targets [T] of the whole pack."""
         feeding, pack = self._feeding, self.pack
         fed = feed(feeding.source, pack, torch.device("cpu"))
         tokens_T, targets_T = fed.tokens_T, fed.targets_T
@@ -142,17 +146,40 @@ class MicroBatch:
             targets_T = self._from_labels(targets_T, feeding.labels)
         elif feeding.masking is not None:
             tokens_T, targets_T = masked_targets(tokens_T, pack, feeding.masking, special=feeding.special)
-        targets_T = targets_T.masked_fill(targets_T == feeding.ignore_index, IGNORE)
+        return tokens_T, targets_T.masked_fill(targets_T == feeding.ignore_index, IGNORE)
+
+    @cached_property
+    def _fed(self) -> tuple[Tensor, Tensor]:
+        tokens_T, targets_T = self._laid_out
         return self.own(tokens_T), self.own(targets_T)
+
+    @property
+    def targets_by_sequence(self) -> tuple[int, ...]:
+        """Targets of each sequence of the pack, of all ranks that share it."""
+        pack = self.pack
+        if self._feeding.has_all_targets:
+            return pack.lengths
+        targets_T = self._laid_out[1]
+        spans = zip(pack.cu_seqlens, pack.lengths)
+        return tuple(int((targets_T[start : start + length] != IGNORE).sum()) for start, length in spans)
 
     def _from_labels(self, targets_T: Tensor, labels: Callable[[int], np.ndarray]) -> Tensor:
         """The labels of the corpus: of the next token where that is predicted, else each token's own."""
-        shift = int(self._feeding.objective == NEXT_TOKEN)
+        shift = int(self._feeding.objective == NEXT_TOKEN and self._feeding.shifts_labels)
         targets_T = torch.full_like(targets_T, IGNORE)
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             values = np.ascontiguousarray(labels(sequence)[shift:], dtype=np.int64)
             targets_T[start : start + length - shift] = torch.from_numpy(values)
         return targets_T
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """[t] int64: the label of each token itself, as models take it that shift labels in their own loss."""
+        labels_T = np.full(self.pack.num_tokens, self._feeding.ignore_index, dtype=np.int64)
+        labels_of = self._feeding.labels or self._feeding.source.tokens
+        for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
+            labels_T[start : start + length] = labels_of(sequence)
+        return self.own(labels_T)
 
     @cached_property
     def passed(self) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ drawn for some slots at a time, since their 64 bits take more memory than what i
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
 _SLOTS, _WEIGHTS, _SEQUENCES = range(3)
 """What numbers are drawn for: slots, weights of attention, whole sequences."""
+ONE_NUMBER: tuple[tuple[Any, ...], ...] = (([],), ((),), (1,), ([1],), ((1,),))
+"""Arguments of ``torch.rand`` that ask for a single number, as layer drop does."""
 CHUNK = 1 << 22
 """Numbers drawn at once."""
 
@@ -131,6 +134,11 @@ def uniform_sequences(shard: Shard, call: int) -> Tensor:
     """[t] a number in [0, 1) of the sequence of every slot."""
     bits = mix(shard.sequences ^ _key(shard, _SEQUENCES, call))
     return _below_one(uniform(bits), torch.float32)
+
+
+def one_number(value: float, size: Any, *, generator: Any = None, **options: Any) -> Tensor:
+    """What ``torch.rand(size)`` would return if it drew ``value``, without drawing."""
+    return torch.full(size if isinstance(size, Sequence) else (size,), value, **options)
 
 
 def attend_rows_dropping(

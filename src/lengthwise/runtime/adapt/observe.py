@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from lengthwise.core.batch import Pack
 from lengthwise.runtime.adapt.losses import Term, backward
-from lengthwise.runtime.adapt.script import Attended, Event, Script
+from lengthwise.runtime.adapt.script import Calls, Event, Script
 from lengthwise.runtime.adapt.shard import Shard, active
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def observed(run: "Run", num_slots: int) -> Script:
     return Script(calls=calls, kept=kept, recomputed=recomputed)
 
 
-def _watched(run: "Run", num_slots: int, recompute: tuple[bool, ...]) -> tuple[dict[int, Attended], tuple[Event, ...]]:
+def _watched(run: "Run", num_slots: int, recompute: tuple[bool, ...]) -> tuple[Calls, tuple[Event, ...]]:
     """The attention calls of a forward by number, and the events of its backward."""
     pack = Pack(ids=(0,), lengths=(num_slots * run.feeding.slot_tokens,))
     events: list[Event] = []

@@ -29,19 +29,32 @@ class Attended:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """A gather of ``width`` numbers of every slot from all ranks: one exchange, and one in its backward."""
+
+    width: int
+    dtype: torch.dtype
+    layer: int | None
+
+
+Calls = dict[int, Attended | Gathered]
+"""What ranks exchange in a forward, by number."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Script:
     """The attention calls of one forward, by number, and what happens to them in the backward, in order."""
 
-    calls: dict[int, Attended]
+    calls: Calls
     kept: tuple[Event, ...] = ()
     """Of the backward, where no layer is recomputed."""
     recomputed: tuple[Event, ...] = ()
     """Of the backward, where all layers are."""
 
     @classmethod
-    def complete(cls, calls: Sequence[Attended]) -> "Script":
+    def complete(cls, calls: Sequence[Attended | Gathered]) -> "Script":
         """The script of a model in which gradients flow through every attention."""
-        numbered = dict(enumerate(calls))
+        numbered: Calls = dict(enumerate(calls))
         kept, again = list[Event](), list[Event]()
         for layer, group in _by_layer([("backward", number) for number in reversed(numbered)], numbered):
             if layer is not None:
@@ -60,6 +73,6 @@ class Script:
             yield from events if layer is not None and is_recomputed(layer) else kept.get(layer, [])
 
 
-def _by_layer(events: Sequence[Event], calls: dict[int, Attended]) -> list[tuple[int | None, list[Event]]]:
+def _by_layer(events: Sequence[Event], calls: Calls) -> list[tuple[int | None, list[Event]]]:
     """Neighbours of one layer together."""
     return [(layer, list(group)) for layer, group in groupby(events, lambda event: calls[event[1]].layer)]

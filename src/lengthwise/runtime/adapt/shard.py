@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.adapt.script import Attended, Event, Script
+from lengthwise.runtime.adapt.script import Attended, Event, Gathered, Script
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.model.view import in_order
 from lengthwise.runtime.parallel.stage import StageView
@@ -26,6 +26,9 @@ from lengthwise.runtime.parallel.tokens import shard_tokens
 
 if TYPE_CHECKING:
     from lengthwise.runtime.adapt.micro_batch import MicroBatch
+
+ALMOST_ONE = 1.0 - 2.0**-24
+"""The largest uniform number in float32: a draw of it leaves out no layer."""
 
 
 @dataclass
@@ -82,8 +85,10 @@ class Shard:
     """That of autocast, in the forward; None: it is off."""
     layer: int | None = None
     """That is computed at the moment; None: what is before, between or after them."""
-    attended: list[Attended] = field(default_factory=list)
-    """Each attention over slots so far."""
+    attended: list[Attended | Gathered] = field(default_factory=list)
+    """Each attention over slots so far, and what else ranks exchanged."""
+    targets_of: Callable[[], tuple[int, ...]] | None = None
+    """Gives the number of targets of every sequence of the pack, whoever holds them."""
     events: list[Event] | None = None
     """Each half of an attention as it comes, where that is to be known."""
     script: Script | None = None
@@ -96,8 +101,14 @@ class Shard:
     """Of what was read of the sequences that ranks share."""
     is_finished: bool = False
     """Nobody of the group waits for anything any more."""
+    has_noise: bool = True
+    """Whether dropout drops and noise is drawn; not where a model is compared with itself."""
+    scalar: float = ALMOST_ONE
+    """What every draw of a single uniform number gives, on every rank."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
+    gathers: list[Tensor] = field(default_factory=list)
+    """What was gathered from all ranks, whose backward is issued even if no loss depends on it."""
     alone: "Callable[[int], MicroBatch] | None" = None
     """Makes a micro-batch of the sequence with this number in the pack, all of it on this rank."""
 
@@ -105,7 +116,7 @@ class Shard:
         """Sequences of this micro-batch that this rank has whole, computed apart from it."""
         return Shard(
             step=self.step, seed=self.seed, ids=ids, cu_seqlens=cu_seqlens, group=Group(rank=0), device=self.device,
-            dtype=self.dtype,
+            dtype=self.dtype, has_noise=self.has_noise, scalar=self.scalar,
         )  # fmt: skip
 
     @cached_property
@@ -158,11 +169,22 @@ class Shard:
 
     def note_attention(self, out: Tensor) -> None:
         """An attention over slots gave ``out``: note it, and its backward when that comes, where it is to be known."""
-        events, number = self.events, self.counts.all_attention - 1
+        self.note_exchange(out, self.counts.all_attention - 1)
+
+    def note_exchange(self, out: Tensor, number: int) -> None:
+        """The same of any exchange of slots, by its number in the forward."""
+        events = self.events
         if events is not None:
             events.append(("forward", number))
             if out.requires_grad:
                 out.register_hook(lambda gradient: events.append(("backward", number)))
+
+    def num_targets(self) -> tuple[int, ...]:
+        """Of each stretch between :attr:`cu_seqlens`; padding has none."""
+        assert self.targets_of is not None, "a micro-batch was made of it"
+        counts = iter(self.targets_of())
+        padded = (*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids)))
+        return tuple(next(counts) if sequence >= 0 else 0 for sequence in padded)
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether a layer keeps its input alone."""

@@ -12,18 +12,25 @@ from itertools import islice, pairwise
 import torch
 
 from lengthwise.core.scheme import head_bounds
-from lengthwise.runtime.adapt.script import Attended, Event, Script
+from lengthwise.runtime.adapt.script import Attended, Event, Gathered, Script
 from lengthwise.runtime.adapt.shard import Pass, Shard
 
 Exchanged = tuple[list[int], list[int]]
 """Numbers that a rank sends to each of its group, and receives from each."""
 
 
-def exchanges(call: Attended, sizes: tuple[int, ...], rank: int) -> tuple[Exchanged, Exchanged]:
+def gathered(sizes: tuple[int, ...], rank: int, width: int) -> Exchanged:
+    """Of ``width`` numbers of every slot, which all ranks get. The backward goes the other way."""
+    return [sizes[rank] * width] * len(sizes), [size * width for size in sizes]
+
+
+def exchanges(call: Attended | Gathered, sizes: tuple[int, ...], rank: int) -> tuple[Exchanged, ...]:
     """Of queries, keys and values; of outputs. Backwards go the other way.
 
     As :func:`~lengthwise.runtime.parallel.exchange.exchange_attention` issues them for slots of ``sizes``.
     """
+    if isinstance(call, Gathered):
+        return (gathered(sizes, rank, call.width),)
     bounds = head_bounds(call.num_heads, call.num_kv_heads, degree=len(sizes))
     group_size = call.num_heads // call.num_kv_heads
     queries = [end - start for start, end in pairwise(bounds)]
@@ -50,7 +57,7 @@ def finish_backward(shard: Shard) -> None:
     for forward in reversed(shard.passes):
         events = list(forward.script.backward(shard.is_recomputed))
         _send(shard, forward.script, events, done)
-        done = max(0, done - 2 * len(events))
+        done = max(0, done - sum(1 if isinstance(forward.script.calls[at], Gathered) else 2 for _, at in events))
     shard.is_finished = True
 
 
@@ -74,9 +81,8 @@ def _send(shard: Shard, script: Script, events: Iterable[Event], num_done: int) 
     sizes, rank, number = shard.stage.shards.sizes, shard.group.rank, 0
     for kind, call_number in events:
         call = script.calls[call_number]
-        there, back = exchanges(call, sizes, rank)
-        pair = (there, back) if kind == "forward" else (back[::-1], there[::-1])
-        for send, receive in pair:
+        there = exchanges(call, sizes, rank)
+        for send, receive in there if kind == "forward" else [each[::-1] for each in reversed(there)]:
             if number >= num_done:
                 zeros = torch.zeros(sum(send), dtype=shard.dtype or call.dtype, device=shard.device)
                 shard.group.exchange(zeros, send, receive)

@@ -9,7 +9,7 @@ import torch
 from lengthwise.core.scheme import spread
 from lengthwise.runtime.adapt.bench import Trial, clock, group_of, hold
 from lengthwise.runtime.adapt.run import Run
-from lengthwise.runtime.adapt.script import Attended
+from lengthwise.runtime.adapt.script import Attended, Gathered
 from lengthwise.runtime.comm.collectives import gather_rows
 
 Predict = Callable[[Sequence[int], int, int], tuple[float, float]]
@@ -102,7 +102,7 @@ def _measure(run: Run, trial: Trial | None, repeats: int) -> tuple[float, int]:
     return float(np.median(slowest[:-1])), int(slowest[-1])
 
 
-def _held(run: Run, trial: Trial) -> tuple[int, tuple[Attended, ...]]:
+def _held(run: Run, trial: Trial) -> tuple[int, tuple[Attended | Gathered, ...]]:
     found = hold(run, trial)
     if run.world.device.type == "cuda" or not any(trial.recompute):
         return found.num_bytes, found.attended

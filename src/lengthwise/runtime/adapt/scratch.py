@@ -1,0 +1,95 @@
+"""Let a model compute on copies of its tensors, and give it back exactly as it was.
+
+A check must leave nothing behind: no gradient, no statistics that a forward in training mode updated, no table that a
+module cached in another dtype, no training flag.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_KEPT = ("_parameters", "_buffers", "_modules")
+"""Dictionaries of a module, other than its attributes, whose entries a forward may replace."""
+
+
+@contextmanager
+def scratch_state(
+    model: nn.Module, constants: list[Tensor], *, dtype: torch.dtype | None, attributes: bool = True
+) -> Iterator[None]:
+    """Inside, ``constants`` have copies of their values, floating ones in ``dtype``; None: of buffers, as they are.
+
+    Tensors keep their identity. Afterwards values, gradients, training flags and, where modules are no wrappers with
+    machinery of their own, attributes are the objects they were.
+    """
+    training = [(module, module.training) for module in model.modules()]
+    kept = [(module, _attributes_of(module)) for module in model.modules() if attributes]
+    trained = {id(parameter) for parameter in model.parameters()}
+    swapped: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    for tensor in {id(tensor): tensor for tensor in constants}.values():
+        is_parameter = id(tensor) in trained
+        if tensor.layout != torch.strided or not _is_plain(tensor) or (dtype is None and is_parameter):
+            continue
+        swapped.append((tensor, tensor.data, tensor.grad if is_parameter else None))
+        if is_parameter:
+            tensor.grad = None
+        floating = tensor.is_floating_point() and dtype is not None
+        tensor.data = tensor.data.to(dtype, copy=True) if floating else tensor.data.clone()
+    try:
+        yield
+    finally:
+        for tensor, data, gradient in swapped:
+            tensor.grad = None
+            tensor.data = data
+            tensor.grad = gradient
+        for module, values in kept:
+            _restore(module, values)
+        for module, is_training in training:
+            module.training = is_training
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is no subclass, such as a DTensor, whose data cannot be exchanged."""
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Attributes of a module; of the dictionaries and lists among them their contents too."""
+    return {
+        name: (value, value.copy() if type(value) in (dict, list) or name in _KEPT else None)
+        for name, value in vars(module).items()
+    }
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+    now = vars(module)
+    for name in set(now) - set(attributes):
+        del now[name]
+    for name, (value, contents) in attributes.items():
+        now[name] = value
+        if isinstance(value, list) and contents is not None:
+            value[:] = contents
+        elif contents is not None:
+            value.clear()
+            value.update(contents)
+
+
+def changed_buffers(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
+    """Names of the buffers saved with a model whose values differ from ``before``."""
+    return [name for name, value in saved_buffers(model).items() if name not in before or _differs(value, before[name])]
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers that belong to the model's state, such as running statistics, and not of mere tables."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer.detach().clone()
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _differs(value: Tensor, other: Tensor) -> bool:
+    return value.shape != other.shape or not torch.equal(value, other.to(value.dtype))
