@@ -219,7 +219,7 @@ class Adapted:
         )
         stock = {name: value for name, value in inputs.items() if name not in added}
         if self.uses_labels and self.objective == NEXT_TOKEN and self.labels.shifts:
-            stock["labels"] = micro_batch.labels[None]
+            stock["labels"] = micro_batch.unshifted_labels[None]
         return stock
 
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:

@@ -173,9 +173,9 @@ class MicroBatch:
         return targets_T
 
     @cached_property
-    def labels(self) -> Tensor:
+    def unshifted_labels(self) -> Tensor:
         """[t] int64: the label of each token itself, as models take it that shift labels in their own loss."""
-        labels_T = np.full(self.pack.num_tokens, self._feeding.ignore_index, dtype=np.int64)
+        labels_T = np.full(self.pack.num_tokens, IGNORE, dtype=np.int64)
         labels_of = self._feeding.labels or self._feeding.source.tokens
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             labels_T[start : start + length] = labels_of(sequence)
