@@ -12,6 +12,7 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.anatomy import find_anatomy
+from lengthwise.runtime.adapt.by_sequence import SequenceBySequence
 from lengthwise.runtime.adapt.calls import Calls, Rules, compare
 from lengthwise.runtime.adapt.forwards import Memo, PreparedForward
 from lengthwise.runtime.adapt.hugging_face import Switch
@@ -50,15 +51,17 @@ class Adapted:
         loss: LossOf | None = None,
         inputs: MakeInputs | None = None,
         context: Callable[[], Any] | None = None,
+        by_sequence: bool = False,
     ) -> None:
         """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
-        micro-batch to the forward's arguments; ``context``: see :class:`Layers`.
+        micro-batch to the forward's arguments; ``context``: see :class:`Layers`; ``by_sequence``: compute the stock
+        forward once for each sequence, which this rank has whole, instead of packs and shards.
 
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.
         """
         self.model, self.objective = model, objective
-        self.anatomy = find_anatomy(model, layers=layers)
+        self.anatomy = find_anatomy(model, layers=layers, of_any_class=by_sequence)
         assert self.anatomy.dtype
         self._loss, self._inputs = loss, inputs
         self.labels = LabelConvention()
@@ -80,10 +83,12 @@ class Adapted:
             found = [disable for name in names if (disable := getattr(part, name, None)) is not None]
             for disable in found[:1]:
                 disable()  # what is recomputed is planned
+        self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
+        """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.layers = Layers(self.anatomy.layers, context=context)
-        self._positions = StockPositions(model, self._forward, self.layers)
-        self._rotary = LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
-        self._switches = [Switch(part) for part in self.anatomy.hugging_face_models()]
+        self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
+        self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
+        self._switches = [] if by_sequence else [Switch(part) for part in self.anatomy.hugging_face_models()]
         for switch in self._switches:
             switch.on()
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
@@ -98,7 +103,8 @@ class Adapted:
         if self._prepared is not None:
             self._prepared.release()
         self.layers.release()
-        self._rotary.release()
+        if self._rotary is not None:
+            self._rotary.release()
         for switch in self._switches:
             switch.release()
 
@@ -121,6 +127,12 @@ class Adapted:
         Raises:
             InputError: it attends in a way that cannot be sharded.
         """
+        if self.by_sequence is not None:
+            self._intercept = self.layers.intercept = None
+            for forward in forwards:
+                forward()
+            self.by_sequence.learn(lengths)
+            return
         seen = []
         for forward in forwards:
             calls = Calls()
@@ -170,11 +182,14 @@ class Adapted:
         """Arguments of the forward."""
         if self._inputs is not None:
             return self._inputs(micro_batch)
+        return self._inputs_of_pack(micro_batch) if self.by_sequence is None else self.stock_inputs_of(micro_batch)
+
+    def _inputs_of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
         tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
         if self.anatomy.is_hugging_face:
             targets = micro_batch.labels[None]
             found: dict[str, Any] = {"input_ids": tokens, "labels": targets}
-            if self._positions.is_argument:
+            if self._positions is not None and self._positions.is_argument:
                 found["position_ids"] = self._positions.of(micro_batch)[None]
             if self.objective == NEXT_TOKEN or "use_cache" in signature(self._forward).parameters:
                 found["use_cache"] = False
@@ -206,7 +221,7 @@ class Adapted:
         """What the model's user gives it for one sequence alone: tokens and labels, positions only if it needs them."""
         if self._inputs is not None:
             return self._inputs(micro_batch)
-        inputs = self.inputs_of(micro_batch)
+        inputs = self._inputs_of_pack(micro_batch)
         optional = {
             name
             for name, parameter in signature(self._forward).parameters.items()
@@ -265,6 +280,8 @@ class Adapted:
         return output
 
     def _compute(self, shard: shards.Shard, args: Any, kwargs: Any) -> Any:
+        if self.by_sequence is not None:
+            return self.by_sequence(shard, args, kwargs)
         with self._balancing.by_sequence(shard):
             return self._call(shard, args, kwargs)
 

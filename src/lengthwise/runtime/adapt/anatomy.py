@@ -79,8 +79,10 @@ class Anatomy:
             yield from (value for value in vars(module).values() if isinstance(value, Tensor))
 
 
-def find_anatomy(model: nn.Module, *, layers: str | None = None) -> Anatomy:
+def find_anatomy(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> Anatomy:
     """The model with its layers: the longest ``ModuleList`` of modules of one class, or the one called ``layers``.
+
+    ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.
 
     Raises:
         InputError: there is none, or several are as long.
@@ -91,7 +93,9 @@ def find_anatomy(model: nn.Module, *, layers: str | None = None) -> Anatomy:
             told = ", ".join(lists) or "none"
             raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {told}")
         return Anatomy(model=model, layers_name=layers, layers=lists[layers])
-    repeated = {name: each for name, each in lists.items() if len({type(module) for module in each}) == 1}
+    repeated = {
+        name: each for name, each in lists.items() if of_any_class or len({type(module) for module in each}) == 1
+    }
     outer = {
         name: each
         for name, each in repeated.items()
@@ -104,7 +108,7 @@ def find_anatomy(model: nn.Module, *, layers: str | None = None) -> Anatomy:
         )
     longest = max(len(each) for each in outer.values())
     found = [name for name, each in outer.items() if len(each) == longest]
-    if len(found) > 1:
+    if len(found) > 1 and not of_any_class:
         told = " and ".join(found)
         raise InputError(f"{told} have {longest} layers each; say which: prepare(..., layers={found[0]!r})")
-    return Anatomy(model=model, layers_name=found[0], layers=outer[found[0]])
+    return Anatomy(model=model, layers_name=found[-1], layers=outer[found[-1]])

@@ -109,6 +109,8 @@ def check_exact(
         InputError: the model cannot be computed in packs at all.
     """
     size = run.world.size
+    if run.adapted.by_sequence is not None:
+        degrees = [1]
     if degrees is None:
         degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
     settings = settings_of(run, degrees=degrees, recompute=recompute, longest=longest)
@@ -211,7 +213,7 @@ def _packed_undrawn(run: "Run", setting: Setting, group: Any) -> Learned | None:
     """
     states = random_states(run.world.device)
     packed, _ = _packed(run, setting, group)
-    if random_states(run.world.device) == states:
+    if random_states(run.world.device) == states or run.adapted.by_sequence is not None:
         return packed
     raise InputError(
         f"the forward of {type(run.model).__name__} draws random numbers in a way that cannot be the same on all ranks "

@@ -33,30 +33,32 @@ class Stopwatch(LayerWatch):
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
         self.forward_s: dict[int, float] = {}
-        self._begun: dict[int, float] = {}
-        self._ended: dict[int, float] = {}
+        self._backwards: dict[int, list[dict[str, float]]] = {}
+        """By layer and call: when the backward of each began and ended."""
 
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Take the time of the layer's forward, and of its backward when its turn comes."""
-        given = first_tensor((args, kwargs))
+        given, moments = first_tensor((args, kwargs)), dict[str, float]()
+        self._backwards.setdefault(layer, []).append(moments)
         if given.requires_grad:
-            given.register_hook(self._noting(self._ended, layer))
+            given.register_hook(self._noting(moments, "ended"))
         self._wait()
         start_s = time.perf_counter()
         made = forward(*args, **kwargs)
         self._wait()
-        self.forward_s[layer] = time.perf_counter() - start_s
-        first_tensor(made).register_hook(self._noting(self._begun, layer))
+        self.forward_s[layer] = self.forward_s.get(layer, 0.0) + time.perf_counter() - start_s
+        first_tensor(made).register_hook(self._noting(moments, "begun"))
         return made
 
     def backward_s(self, layer: int) -> float | None:
         """None where nothing before the layer is trained, so that its backward has no end to be seen."""
-        return self._ended[layer] - self._begun[layer] if layer in self._ended else None
+        calls = [moments for moments in self._backwards[layer] if "ended" in moments]
+        return sum(moments["ended"] - moments["begun"] for moments in calls) if calls else None
 
-    def _noting(self, moments: dict[int, float], layer: int) -> Callable[[Tensor], None]:
+    def _noting(self, moments: dict[str, float], which: str) -> Callable[[Tensor], None]:
         def note(gradient: Tensor) -> None:
             self._wait()
-            moments[layer] = time.perf_counter()
+            moments[which] = time.perf_counter()
 
         return note
 
@@ -100,14 +102,16 @@ class Keeping(LayerWatch):
         """
         given = (args, kwargs)
         self._alive.append(given)
-        self._given[layer] = {place: size for place, size in storages(given).items() if place not in self._known}
+        here = {place: size for place, size in storages(given).items() if place not in self._known}
+        self._given.setdefault(layer, {}).update(here)
         before_it = self._given.get(layer - 1, {})
-        self._sizes |= {place: size for place, size in self._given[layer].items() if place in before_it}
+        self._sizes |= {place: size for place, size in here.items() if place in before_it}
         before, allocated = self.num_bytes, self._allocated()
         if self._recompute and self._recompute[layer]:
-            self._sizes |= self._given[layer]
+            self._sizes |= here
         made = forward(*args, **kwargs)
-        self.kept[layer] = self.num_bytes - before if allocated is None else self._allocated() - allocated
+        kept = self.num_bytes - before if allocated is None else self._allocated() - allocated
+        self.kept[layer] = self.kept.get(layer, 0) + kept  # sequences may be computed one by one
         return made
 
     def _allocated(self) -> Any:

@@ -99,6 +99,7 @@ def _digest(run: Run) -> str:
         "slot_tokens": run.feeding.slot_tokens,
         "config": _config(model),
         "training": model.training,
+        "by_sequence": adapted.by_sequence is not None,
     }
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

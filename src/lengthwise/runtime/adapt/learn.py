@@ -78,7 +78,8 @@ def learn(run: "Run") -> None:
         run.feeding = replace(run.feeding, shifts_labels=run.feeding.shifts_labels and run.adapted.labels.shifts)
     with synthetic(run, LENGTHS), quiet(run), _rows_named(run):
         run.adapted.learn([lambda: _loss(run, (0,)), lambda: _loss(run, (1,))], LENGTHS)
-        run.adapted.script = observed(run, LENGTHS[0])
+        if run.adapted.by_sequence is None:
+            run.adapted.script = observed(run, LENGTHS[0])
 
 
 @contextmanager

@@ -105,6 +105,8 @@ class Shard:
     """Whether dropout drops and noise is drawn; not where a model is compared with itself."""
     scalar: float = ALMOST_ONE
     """What every draw of a single uniform number gives, on every rank."""
+    preserves_rng: bool = False
+    """Whether layers draw from torch's own generators, whose states are then kept for layers that recompute."""
     has_failed: bool = False
     """This rank ran out of memory in it."""
     gathers: list[Tensor] = field(default_factory=list)

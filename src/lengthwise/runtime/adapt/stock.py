@@ -5,6 +5,7 @@ gradient of every trained parameter.
 """
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.by_sequence import drawing_for
 from lengthwise.runtime.adapt.fully_sharded import FullySharded
 from lengthwise.runtime.adapt.losses import Term, backward, gradients
 from lengthwise.runtime.adapt.micro_batch import MicroBatch, laid_out
@@ -59,7 +61,8 @@ def stock_output(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[A
     micro_batch = run.make(shard, pack)
     with active(shard):
         inputs = run.adapted.stock_inputs_of(micro_batch)
-    with run.plain():
+    by_sequence = run.adapted.by_sequence is not None
+    with run.plain(), drawing_for(shard, sequence) if by_sequence else nullcontext():
         return run.model(**inputs), micro_batch
 
 
