@@ -38,9 +38,6 @@ ODDITIES = {
     "short convolution": r"begins in layer 0 \(OddBlock\), in conv \(Conv1d, which calls conv1d\)",
     "second mixer": BY_HAND + "cumsum",
     "log-n scaling": BY_HAND,
-    "sinks and window": "its mask is neither causal nor open to all",
-    "sinks and wide window": r"sequences of 30, 5 slots in one pack, degree 1.* begins in layer 0",
-    "strides": "its mask is neither causal nor open to all",
     "batch norm": r"changes its buffer layers.0.batch_norm.running_mean \(BatchNorm1d\), .* use LayerNorm",
     "keys of the layer before": "every layer recomputed.* set recompute='none'",
     "layer drop": "decides what is computed, .* set layerdrop",
@@ -56,7 +53,11 @@ def test_a_model_that_packs_would_train_otherwise_is_refused_alike_on_every_rank
         assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
 
 
-@pytest.mark.parametrize(("oddity", "num_ranks"), [("shared keys", 1), ("shared keys", 3), ("shift from positions", 1)])
+EXACT = [("shared keys", 1), ("shared keys", 3), ("shift from positions", 1)]
+EXACT += [("sinks and window", 3), ("sinks and wide window", 2), ("strides", 2)]
+
+
+@pytest.mark.parametrize(("oddity", "num_ranks"), EXACT)
 def test_an_odd_model_that_passes_the_check_is_exact(ranks, oddity, num_ranks):
     case = Case(build=partial(built, Odd, oddity), **LOGITS)
     for result in ranks(num_ranks).run(outcome, case, PACKS[num_ranks]):

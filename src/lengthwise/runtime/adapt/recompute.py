@@ -96,6 +96,6 @@ def computed_twice(
     options: dict[str, Any] = {} if context is None else {"context_fn": context}
     with set_checkpoint_early_stop(False):
         return checkpoint(
-            forward, *args, use_reentrant=False, preserve_rng_state=shard.preserves_rng, determinism_check="default", **options,
-            **kwargs,
+            forward, *args, use_reentrant=False, preserve_rng_state=shard.preserves_rng, determinism_check="default",
+            **options, **kwargs,
         )  # fmt: skip
