@@ -26,7 +26,7 @@ from lengthwise.runtime.adapt.neutral import quiet
 from lengthwise.runtime.adapt.scratch import changed_buffers, saved_buffers
 from lengthwise.runtime.adapt.shard import ALMOST_ONE
 from lengthwise.runtime.adapt.stock import Learned, learned_alone, learned_in_pack, parameter_names, random_states
-from lengthwise.runtime.adapt.verdict import NotInThisDtype, together
+from lengthwise.runtime.adapt.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.comm.collectives import gather_rows
 
 if TYPE_CHECKING:
@@ -195,14 +195,14 @@ def _compare(run: "Run", settings: list[Setting], tolerance: Tolerance) -> None:
         with synthetic(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
             if key not in alone:
                 stock = partial(learned_alone, run, setting.lengths, gradients=setting.gradients)
-                alone[key] = together(run, stock, what, is_stock=True)
-                together(run, partial(_check_buffers, run, before))
+                alone[key] = on_every_rank(run, stock, what, is_stock=True)
+                on_every_rank(run, partial(_check_buffers, run, before))
             if setting.degree > 1 and (setting.lengths, setting.degree) not in dry:
                 dry.add((setting.lengths, setting.degree))
                 _check_alike(run, setting, group)
-            packed = together(run, partial(_packed_undrawn, run, setting, group), what)
+            packed = on_every_rank(run, partial(_packed_undrawn, run, setting, group), what)
             _verdict(run, setting, packed, alone[key], tolerance)
-            together(run, partial(_check_buffers, run, before))
+            on_every_rank(run, partial(_check_buffers, run, before))
 
 
 def _packed_undrawn(run: "Run", setting: Setting, group: Any) -> Learned | None:
@@ -259,7 +259,7 @@ def _check_alike(run: "Run", setting: Setting, group: Any) -> None:
         CheckError: ranks would exchange different numbers of messages, and wait for each other for ever.
     """
     silent = None if group is None else Silent(rank=group.rank, ranks=group.ranks, handle=group.handle)
-    _, num_made = together(run, partial(_packed, run, setting, silent), str(setting))
+    _, num_made = on_every_rank(run, partial(_packed, run, setting, silent), str(setting))
     counts = gather_rows(torch.tensor([num_made, group is not None], device=run.world.device)).tolist()
     made = {count for count, is_in_group in counts if is_in_group}
     if len(made) > 1:

@@ -24,7 +24,7 @@ class NotInThisDtype(Exception):  # noqa: N818 - an outcome, not a fault
         self.reason = reason
 
 
-def together(run: "Run", compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
+def on_every_rank(run: "Run", compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
     """What ``compute`` returns, once all ranks have computed it; if one failed, all raise the same error.
 
     Args:
