@@ -1,7 +1,5 @@
 """Columns of items mean here what they mean in TRL and transformers: used, harmless, or refused."""
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -205,16 +203,16 @@ HARMLESS = {
 }
 
 
-def test_columns_that_change_nothing_are_named_once(caplog):
+def test_columns_that_change_nothing_are_named_once(capsys):
     given = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row), **HARMLESS} for row in ROWS]
     given[3]["surprise"] = "in one item alone"
-    with caplog.at_level(logging.INFO, logger="lengthwise"):
-        found = read_sequences(given)
-    assert found.labels is None and not found.passed
-    told = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]
-    assert len(told) == 1
+    learned(models.gpt(), given, verbose=True)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "not used" in line]
+    assert len(lines) == 1
     for name in (*HARMLESS.keys() - {"uuid"}, "attention_mask", "surprise"):
-        assert name in told[0]
+        assert name in lines[0]
+    learned(models.gpt(), given, verbose=False)
+    assert "not used" not in capsys.readouterr().err
 
 
 def test_what_random_items_hold_is_another_thing_at_every_read():

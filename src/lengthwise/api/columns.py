@@ -179,7 +179,9 @@ class Columns:
         """Which tokens are no padding: all, or one stretch of them."""
         keep = np.ones(len(tokens), dtype=bool)
         if PADDING in values:
-            keep = self._mask(where, PADDING, values.pop(PADDING), tokens)
+            mask = values.pop(PADDING)
+            is_open = isinstance(mask, list) and mask.count(1) == len(mask) == len(tokens)  # faster than an array
+            keep = keep if is_open else self._mask(where, PADDING, mask, tokens)
             self._leave_out(PADDING, "packs have no padding")
         if not keep.any():
             raise InputError(f"{where} has an {PADDING} of zeros alone: it has no tokens; leave such items out")
@@ -293,6 +295,9 @@ class Columns:
 
     def _other(self, where: str, name: str, value: Any, tokens: np.ndarray) -> np.ndarray | None:
         """What is passed to the forward under the column's own name; None: it is not used."""
+        if isinstance(value, str):
+            self._leave_out(name)
+            return None
         reason = self._reason_not_used(name, value)
         if reason is not None:
             self._leave_out(name, reason)

@@ -48,7 +48,7 @@ def find_cost(run: Run, options: Options, *, cluster: ClusterSpec, lengths: Leng
         anatomy = run.adapted.anatomy
         told = "read from" if was_kept else "measured, kept in"
         off = max(found.worst_error for found in cost.fits.values())
-        _say(
+        say(
             f"{type(run.model).__name__}: {anatomy.num_layers} layers in {anatomy.layers_name}, {run.num_params:,} "
             f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {told} {path}, curves within "
             f"{off:.0%}"
@@ -79,10 +79,11 @@ def _check(run: Run, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
             run, cost.predict, packs=[pack], degrees=[degree], recomputed=[0, num_layers], repeats=3
         ):
             if shown:
-                _say(f"  {found}")
+                say(f"  {found}")
 
 
-def _say(words: str) -> None:
+def say(words: str) -> None:
+    """Print a line on standard error."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False, markup=False, emoji=False).print(words, soft_wrap=True)

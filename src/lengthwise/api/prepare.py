@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 from torch import nn
 
 from lengthwise.api.collated import Collated
-from lengthwise.api.costs import find_cost, measure_again
+from lengthwise.api.costs import find_cost, measure_again, say
 from lengthwise.api.lookups import Lookups
 from lengthwise.api.models import check_model, forward_errors_named
 from lengthwise.api.objectives import expected_columns
@@ -66,7 +67,9 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
 
 def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     world = start_world(chosen.device, timeout_s=chosen.timeout_s)
-    chosen, objective, sequences, compared = together(world, partial(_read, model, corpus, chosen))
+    chosen, objective, sequences, compared = together(
+        world, partial(_read, model, corpus, chosen, say=say if chosen.verbose and world.is_first else _log.debug)
+    )
     require_equal(world, compared)
     atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
     model.to(world.device)
@@ -96,7 +99,9 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     return run
 
 
-def _read(model: nn.Module, corpus: Any, chosen: Options) -> tuple[Options, str, Sequences, dict[str, Any]]:
+def _read(
+    model: nn.Module, corpus: Any, chosen: Options, *, say: Callable[[str], None]
+) -> tuple[Options, str, Sequences, dict[str, Any]]:
     """The options and the objective, the corpus, and what of it all must be the same on every rank."""
     check_model(model, makes_inputs=chosen.inputs is not None)
     expected = replace(expected_columns(model, chosen), splits_rows=not isinstance(corpus, Collated))
@@ -106,6 +111,7 @@ def _read(model: nn.Module, corpus: Any, chosen: Options) -> tuple[Options, str,
         over_length=chosen.over_length,
         slot_tokens=chosen.slot_tokens,
         expected=expected,
+        say=say,
     )
     chosen = with_metric_of(chosen, sequences.view)
     _check_takes(model, sequences)

@@ -183,11 +183,13 @@ def read_sequences(
     over_length: str = "error",
     slot_tokens: int = 1,
     expected: Expected | None = None,
+    say: Callable[[str], None] = _log.info,
 ) -> Sequences:
     """The sequences of a folder made by ``lengthwise index``, of an open corpus, or of anything with items.
 
     Items are arrays of token ids, dictionaries with ``input_ids``, or with other ``slot_tokens`` arrays whose first
-    axis is the slots. Every item is read once, for its length and its columns.
+    axis is the slots. Every item is read once, for its length and its columns; ``say`` is told how far that is, and
+    which columns are not used.
 
     Raises:
         InputError: there is no such folder, an item has no tokens or a column that cannot be used, or a sequence is
@@ -201,7 +203,7 @@ def read_sequences(
         store = corpus
     else:
         _check_has_items(corpus)
-        store = _items(corpus, Columns(expected))
+        store = _items(corpus, Columns(expected), say)
     if slot_tokens > 1 and over_length in ("truncate", "split"):
         raise InputError(
             f"over_length={over_length} cuts tokens, and slots of {slot_tokens} tokens cannot be cut; use drop"
@@ -250,7 +252,7 @@ class _Scan:
     """Of the first item."""
 
 
-def _items(corpus: Any, columns: Columns) -> Items:
+def _items(corpus: Any, columns: Columns, say: Callable[[str], None]) -> Items:
     count = _number_of(corpus)
     if not count:
         raise InputError("the corpus is empty: there is no sequence to train on")
@@ -270,7 +272,7 @@ def _items(corpus: Any, columns: Columns) -> Items:
             scan.starts.append(start)
         if time.monotonic() - reported_s > REPORT_S:
             reported_s = time.monotonic()
-            _log.info("reading lengths: %s of %s items", f"{number + 1:,}", f"{count:,}")
+            say(f"reading lengths: {number + 1:,} of {count:,} items")
     _check_repeatable(corpus, columns, scan.checksums)
     if size == 1 and not scan.num_targets:
         raise InputError(
@@ -281,7 +283,7 @@ def _items(corpus: Any, columns: Columns) -> Items:
                 else "next tokens are learned from items of two tokens or more"
             )
         )
-    _report(columns, count, len(scan.lengths))
+    _report(columns, count, len(scan.lengths), say)
     return Items(
         items=corpus,
         columns=columns,
@@ -378,12 +380,10 @@ def _checksum(row: Row) -> int:
     return checksum
 
 
-def _report(columns: Columns, num_items: int, num_sequences: int) -> None:
-    """Log once which columns are not used, and how many sequences packed rows had."""
+def _report(columns: Columns, num_items: int, num_sequences: int, say: Callable[[str], None]) -> None:
+    """Name the columns that are not used, and say how many sequences packed rows had."""
     if columns.unused:
-        told = ", ".join(f"{name} ({reason})" if reason else name for name, reason in columns.unused.items())
-        _log.info("columns of items that are not used: %s", told)
+        names = ", ".join(f"{name} ({reason})" if reason else name for name, reason in columns.unused.items())
+        say(f"columns of items that are not used: {names}")
     if num_sequences > num_items:
-        _log.info(
-            "%s rows that were packed before are split into their %s sequences", f"{num_items:,}", f"{num_sequences:,}"
-        )
+        say(f"{num_items:,} rows that were packed before are split into their {num_sequences:,} sequences")
