@@ -1,12 +1,14 @@
 """Columns of items mean here what they mean in TRL and transformers: used, harmless, or refused."""
 
+import os
+
 import numpy as np
 import pytest
 
 from lengthwise.api.sequences import read_sequences
 from lengthwise.core.errors import InputError
 from tests.api import models
-from tests.api.columns import assert_equal, bert, following, gpt2, gradient, learned, learned_on_ranks, rows
+from tests.api.columns import OPTIONS, assert_equal, bert, following, gpt2, gradient, learned, learned_on_ranks, rows
 
 FLOAT32 = 1e-5
 """Losses of transformers are computed in float32."""
@@ -122,6 +124,28 @@ def test_columns_of_sequences_that_ranks_share_are_shared_as_well(ranks):
     assert_equal(learned(bert(), given, workers=1), expected, FLOAT32)
     for found in ranks(2).run(learned_on_ranks, bert, given):
         assert_equal(found, expected, FLOAT32)
+
+
+def test_processes_that_read_ahead_read_all_columns():
+    import lengthwise as lw
+
+    class Slow(list):
+        forbidden = None
+
+        def __getitem__(self, number):
+            assert os.getpid() != self.forbidden, "read by the rank itself"
+            return super().__getitem__(number)
+
+    types = [np.where(half, 1, 0) for half in HALVES]
+    given = Slow(items(completion_mask=HALVES, token_type_ids=types))
+    model = gpt2()
+    run = lw.prepare(model, given, **{**OPTIONS, "cost": models.mixed_cost(), "workers": 1})
+    given.forbidden = os.getpid()
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs).loss)
+        assert step.update().loss > 0
+    run.close()
 
 
 def test_labels_and_token_types_are_cut_as_their_tokens_are():

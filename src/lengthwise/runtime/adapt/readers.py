@@ -1,6 +1,8 @@
 """Items of a slow dataset, read by processes of their own while the rank computes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -8,14 +10,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.runtime.adapt.micro_batch import Source
+from lengthwise.runtime.adapt.micro_batch import Feeding, Source
 
 PACKS_AHEAD = 2
 """Micro-batches that each process reads ahead."""
 
+_SPECIAL = "which tokens are never hidden"
+"""The name of a column that is no argument of a forward."""
 Labels = Callable[[int], np.ndarray]
-Item = tuple[np.ndarray, np.ndarray | None]
-"""Tokens and labels of a sequence."""
+Item = tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]
+"""Tokens, labels and further columns of a sequence."""
 
 
 class Readers:
@@ -25,8 +29,11 @@ class Readers:
     read on the spot.
     """
 
-    def __init__(self, source: Source, labels: Labels | None, *, num_workers: int) -> None:
-        self._items = _Items(source, labels)
+    def __init__(
+        self, source: Source, labels: Labels | None, *, num_workers: int, columns: Mapping[str, Labels] | None = None
+    ) -> None:
+        """``columns``: what else is read of a sequence, by name."""
+        self._items = _Items(source, labels, columns or {})
         self._order = _Order()
         self._loader: DataLoader[list[Item]] | None = DataLoader(
             self._items,
@@ -60,6 +67,10 @@ class Readers:
         """The same of its labels; there are some."""
         return cast(np.ndarray, self._of(sequence)[1])
 
+    def column(self, name: str, sequence: int, /) -> np.ndarray:
+        """The same of a further column."""
+        return self._of(sequence)[2][name]
+
     def close(self) -> None:
         """Let the processes end."""
         self._loader, self._batches = None, iter(())
@@ -68,6 +79,19 @@ class Readers:
         while sequence not in self._held and (ids := next(self._waiting, None)) is not None:
             self._held = dict(zip(ids, next(self._batches)))
         return self._held[sequence] if sequence in self._held else self._items.read(sequence)
+
+
+def read_ahead(feeding: Feeding, num_workers: int) -> tuple[Readers, Feeding]:
+    """So many processes that read sequences with all their columns, and the feeding that takes them from there."""
+    columns = {**feeding.passed, **({} if feeding.special is None else {_SPECIAL: feeding.special})}
+    readers = Readers(feeding.source, feeding.labels, num_workers=num_workers, columns=columns)
+    return readers, replace(
+        feeding,
+        source=readers,
+        labels=None if feeding.labels is None else readers.labels,
+        passed={name: partial(readers.column, name) for name in feeding.passed},
+        special=None if feeding.special is None else partial(readers.column, _SPECIAL),
+    )
 
 
 class _Order(Sampler[tuple[int, ...]]):
@@ -86,8 +110,8 @@ class _Order(Sampler[tuple[int, ...]]):
 class _Items(Dataset[list[Item]]):
     """All sequences of a micro-batch by their ids."""
 
-    def __init__(self, source: Source, labels: Labels | None) -> None:
-        self._source, self._labels = source, labels
+    def __init__(self, source: Source, labels: Labels | None, columns: Mapping[str, Labels]) -> None:
+        self._source, self._labels, self._columns = source, labels, columns
 
     def __getitem__(self, ids: tuple[int, ...]) -> list[Item]:
         return [self.read(id) for id in ids]
@@ -95,7 +119,8 @@ class _Items(Dataset[list[Item]]):
     def read(self, id: int) -> Item:
         """One of them."""
         try:
-            return self._source.tokens(id), None if self._labels is None else self._labels(id)
+            labels = None if self._labels is None else self._labels(id)
+            return self._source.tokens(id), labels, {name: read(id) for name, read in self._columns.items()}
         except Exception as error:
             raise LengthwiseError(f"item {id} could not be read: {type(error).__name__}: {error}") from error
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from lengthwise.runtime.adapt.meeting import Meeting, Operation, meet
 from lengthwise.runtime.adapt.meter import Meter
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 from lengthwise.runtime.adapt.read_digest import digested
-from lengthwise.runtime.adapt.readers import Readers
+from lengthwise.runtime.adapt.readers import Readers, read_ahead
 from lengthwise.runtime.adapt.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.adapt.script import Script
 from lengthwise.runtime.adapt.shard import Shard
@@ -354,10 +354,7 @@ class Run:
 
     def read_with(self, num_workers: int) -> None:
         """Have so many processes read the sequences of each step from its start."""
-        feeding = self.feeding
-        self.readers = Readers(feeding.source, feeding.labels, num_workers=num_workers)
-        labels = None if feeding.labels is None else self.readers.labels
-        self.feeding = replace(feeding, source=self.readers, labels=labels)
+        self.readers, self.feeding = read_ahead(self.feeding, num_workers)
 
     def close(self) -> None:
         """Give the model back as it was, with today's weights."""
