@@ -21,6 +21,7 @@ from lengthwise.cli.assemble import (
 )
 from lengthwise.cli.claim import RanksClaim, check_seen_by_all
 from lengthwise.cli.compiled import compiled_layers, sizes_of, tell_sizes
+from lengthwise.cli.compiler_cache import set_aside_foreign
 from lengthwise.cli.console import stderr
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
 from lengthwise.cli.restart import (
@@ -78,6 +79,10 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
             make_folder(folder.path, setting="run_folder")
             claim.take(is_restarted=num_restarts() > 0)
             (folder.path / STATUS).unlink(missing_ok=True)  # of an earlier attempt
+            if config.train.compile and (aside := set_aside_foreign(folder.compiler)):
+                stderr().print(
+                    f"warning: compiled code that this user did not make is not used: {aside}", soft_wrap=True
+                )
         config = settings_of(config, folder, resume=resume)
         world = start_world(config.train.device, timeout_s=config.train.timeout_s)
         require_equal(world, settings_to_compare(config, resume=resume, fall_back=fall_back))

@@ -12,10 +12,10 @@ import torch
 
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.state import checkpoint, saver, shared_folder
+from lengthwise.runtime.state import checkpoint, checkpoint_files, saver, shared_folder
 from lengthwise.runtime.state.saver import Saver
 from tests.runtime.state.kills import OPERATIONS
-from tests.runtime.state.saved import assert_same_tensors, loaded, train, trained, whole_contents
+from tests.runtime.state.saved import assert_same_tensors, loaded, save_trained, train, trained, whole_contents
 from tests.runtime.train.runs import master_weights
 from tests.runtime.train.test_trainer import make_trainer
 
@@ -35,6 +35,23 @@ def _save_apart(path) -> str:
         patch.setattr(shared_folder, "PATIENCE_S", 0.2)
         checkpoint.save(folder, state, {"step": 2}, keep=1)
     return str(refused.value).replace("/shared/", "/").replace("/local/", "/")
+
+
+def test_a_folder_that_another_process_saves_to_is_refused_and_what_that_writes_is_left_alone(ranks, tmp_path):
+    (tmp_path / "step_00000002.partial").mkdir()
+    with checkpoint_files.lock_of_save(tmp_path).held():
+        for told in ranks(2).run(_save_beside, str(tmp_path)):
+            assert "could not be written" in told and f"in use by another save: process {os.getpid()} on " in told
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000002.partial"]
+    ranks(2).run(save_trained, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000002"]
+
+
+def _save_beside(path) -> str:
+    _, state = trained()
+    with pytest.raises(LengthwiseError) as refused:
+        checkpoint.save(Path(path), state, {"step": 2}, keep=1)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

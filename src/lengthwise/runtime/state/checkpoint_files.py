@@ -21,6 +21,7 @@ from typing import Any
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.folder import reason, shown
+from lengthwise.core.lock import FolderLock
 
 CHECKPOINT_SCHEMA_VERSION = 2
 
@@ -77,6 +78,11 @@ class Keep:
     """So many, the new one included."""
     good_step: int | None = None
     """Besides, the newest of this step or an earlier one: with its weights the loss was finite. None: none is known."""
+
+
+def lock_of_save(folder: Path) -> FolderLock:
+    """Held while one checkpoint is written to a folder that no run holds as a whole."""
+    return FolderLock(folder / "saving.lock", user="another save", way_out="wait for it, or name another folder")
 
 
 def begin(folder: Path, name: str) -> Path:

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lengthwise import __version__
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.folder import shown
+from lengthwise.core.lock import FolderLock
 from lengthwise.runtime.comm.activity import Activity, Waiting
 from lengthwise.runtime.comm.objects import broadcast_value, gather_values
 from lengthwise.runtime.comm.world import World
@@ -126,16 +127,19 @@ class Saver:
 
     def _run(self, group: HostGroup, found: dict[str, Content], document: dict[str, Any]) -> None:
         world, step = self._state.world, document["step"]
+        lock = files.lock_of_save(self._folder)
         try:
             _check_finite(found, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
             keep = files.Keep(newest=self._keep, good_step=self.good_step)
             if self._makes_parents:
-                _first_does(lambda: self._folder.parent.mkdir(parents=True, exist_ok=True), group, world)
+                _first_does(lambda: _make_and_lock(self._folder, lock), group, world)
             _write(self._folder, found, document, group=group, world=world, keep=keep)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            if world.is_first:
+            if world.is_first and (lock.token or not self._makes_parents):
                 files.discard(self._folder, files.step_name(step))
             self._error = error
+        finally:
+            lock.release()
 
 
 def _write(
@@ -175,6 +179,12 @@ def _check_finite(found: dict[str, Content], group: HostGroup, *, step: int, saf
 
 def _is_broken(name: str, content: Content) -> bool:
     return name.startswith(f"{MASTER}/") and not bool(torch.isfinite(content.local).all())
+
+
+def _make_and_lock(folder: Path, lock: FolderLock) -> None:
+    """For checkpoints outside of a run folder, which is locked as a whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock.acquire()
 
 
 def _digests(partial: Path, world: World) -> dict[str, Any]:
