@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from lengthwise.cli import worker
 from lengthwise.cli.restart import (
     CRASHED,
     DONE,
@@ -145,3 +147,12 @@ def test_a_rank_whose_parent_ends_is_asked_to_stop(parent):
     command = [sys.executable, "-c", PARENT, CHILD, parent]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
     assert done.stdout == "asked to stop"  # it returns when the rank has ended
+
+
+def test_planning_processes_are_as_many_as_the_cores_can_run(monkeypatch, capsys):
+    monkeypatch.setattr(worker, "num_cores", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    world = SimpleNamespace(is_first=True)
+    assert worker._workers(check({"plan": {"workers": 4}}), world) == 4 and not capsys.readouterr().err
+    assert worker._workers(check({"plan": {"workers": 64}}), world) == 4
+    assert "plan.workers=64 for each of 2 ranks is more than the 4 cores" in capsys.readouterr().err

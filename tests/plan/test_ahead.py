@@ -1,6 +1,11 @@
 """Plans made ahead are the plans made on the spot, and nothing that goes wrong in planning stops training."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +47,15 @@ class Dying:
     def __call__(self, batch):
         if batch.step == self.step and os.getpid() != self.home:
             os._exit(9)
+        return STATIC(batch)
+
+
+class Stuck(Dying):
+    """A planner whose worker process never answers at one step."""
+
+    def __call__(self, batch):
+        if batch.step == self.step and os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGSTOP)
         return STATIC(batch)
 
 
@@ -102,3 +116,45 @@ def test_where_a_worker_dies_this_process_makes_the_same_plans():
         assert digests(ahead, 6) == [STATIC(next(stream)).digest for _ in range(6)]
     finally:
         ahead.close()
+
+
+def test_where_a_worker_hangs_this_process_makes_the_same_plans_and_ends(capsys):
+    failing = Failing(2, AssertionError("not needed"))
+    ahead = PlanAhead(sampler(), Stuck(2), fallback=failing, workers=1, depth=2, patience_s=3.0)
+    try:
+        stream = sampler()
+        assert digests(ahead, 6) == [STATIC(next(stream)).digest for _ in range(6)]
+    finally:
+        ahead.close()
+    assert "a planning process was silent for 3 s; plans are made here" in capsys.readouterr().err
+
+
+def test_planning_processes_end_with_the_process_they_plan_for(tmp_path):
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.plan.test_ahead import STATIC, digests, sampler
+from lengthwise.plan.ahead import PlanAhead
+if __name__ == "__main__":
+    ahead = PlanAhead(sampler(), STATIC, fallback=STATIC, workers=1, depth=2)
+    digests(ahead, 1)
+    sys.stdout.write(" ".join(map(str, ahead._pool._processes)))
+    sys.stdout.flush()
+    os.kill(os.getpid(), 9)
+"""
+    script = tmp_path / "plans.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, timeout=100)
+    workers = [int(word) for word in done.stdout.split()]
+    assert len(workers) == 1
+    end = time.monotonic() + 60
+    while any(_is_alive(worker) for worker in workers) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(_is_alive(worker) for worker in workers)
+
+
+def _is_alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -23,6 +23,7 @@ from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import GIB, ClusterSpec
 from lengthwise.cost.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
@@ -41,6 +42,10 @@ from lengthwise.runtime.comm.world import World, leaving, start_world
 from lengthwise.runtime.model.targets import Masking
 
 _log = logging.getLogger("lengthwise")
+
+
+MOST_READERS = 256
+"""Processes of one rank that read items."""
 
 
 def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
@@ -67,6 +72,7 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
 
 def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     world = start_world(chosen.device, timeout_s=chosen.timeout_s)
+    check_processes(chosen.workers, setting="workers", limit=MOST_READERS)
     chosen, objective, sequences, compared = together(
         world, partial(_read, model, corpus, chosen, say=say if chosen.verbose and world.is_first else _log.debug)
     )

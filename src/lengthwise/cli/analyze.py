@@ -143,7 +143,10 @@ def _launch(arguments: list[str], *, nproc: int) -> dict[str, Any]:
             error = LengthwiseError(first["error"])
             error.exit_code = int(first.get("exit_code", LengthwiseError.exit_code))
             raise error
-        return RunFolder(Path(folder)).read_json(_OUTCOME)
+        outcome = RunFolder(Path(folder)).read_json(_OUTCOME)
+        if not outcome:  # a metric may call os._exit(0)
+            raise LengthwiseError(f"the ranks left before the analysis was done; {_KEPT}")
+        return outcome
 
 
 def _analyze_as_rank(request: "Request", store: "TokenStore", *, device: str, restart: bool, json: bool) -> None:

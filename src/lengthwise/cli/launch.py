@@ -13,6 +13,7 @@ from uuid import uuid4
 from lengthwise.cli.rendezvous import meet_on_loopback
 from lengthwise.cli.signals import SignalsOfRanks
 from lengthwise.core.errors import InputError
+from lengthwise.core.processes import check_processes
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -29,7 +30,7 @@ LAUNCHER_VARIABLE = "LENGTHWISE_LAUNCHER"
 
 STOPPED_AFTER_S = 10
 """How long ranks that are asked to end, because another rank failed, may take before they are killed."""
-MOST_RANKS, MOST_RANKS_PER_CORE = 1024, 32
+MOST_RANKS = 1024
 """Of one machine."""
 
 
@@ -54,12 +55,7 @@ def is_rank() -> bool:
 
 def check_nproc(nproc: int) -> None:
     """Raise ``InputError`` if one machine cannot run so many ranks."""
-    most = min(MOST_RANKS, MOST_RANKS_PER_CORE * (os.cpu_count() or 1))
-    if nproc > most:
-        raise InputError(
-            f"--nproc {nproc:,} is more than the {most:,} ranks that this machine may run, {MOST_RANKS_PER_CORE} for "
-            f"each of its {os.cpu_count()} cores; lower it, or use several machines with torchrun"
-        )
+    check_processes(nproc, setting="--nproc", limit=MOST_RANKS)
 
 
 def torchrun(

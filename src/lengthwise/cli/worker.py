@@ -46,6 +46,7 @@ from lengthwise.core.errors import CommunicationError, InputError, LengthwiseErr
 from lengthwise.core.folder import make_folder
 from lengthwise.core.lock import InUseError
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.processes import num_cores
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
 from lengthwise.data.corpus import Corpus, open_corpus
@@ -61,6 +62,10 @@ if TYPE_CHECKING:
     from lengthwise.runtime.model.base import Transformer
     from lengthwise.runtime.train.metrics import Callback, Row
     from lengthwise.runtime.train.trainer import BatchStream
+
+
+WORKERS_PER_CORE = 2
+"""Planning processes that a machine runs."""
 
 
 def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bool = False) -> None:
@@ -194,16 +199,31 @@ def _plans(
     planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
     if world.is_first:
         tell_sizes(planner)
-    workers = int(world.device.type == "cuda") if config.plan.workers is None else config.plan.workers
+    workers = int(world.device.type == "cuda") if config.plan.workers is None else _workers(config, world)
     ahead = PlanAhead(
         sampler,
         with_draws(config, planner),
         fallback=with_draws(config, replace(planner, policy="static")),
         workers=workers,
         depth=config.plan.look_ahead,
+        patience_s=config.train.timeout_s / 2,  # so that this rank can still plan before others give it up
         warn=world.is_first,
     )
     return ahead, ahead, sizes_of(config, planner)
+
+
+def _workers(config: Config, world: "World") -> int:
+    """``plan.workers``, but no more than ``WORKERS_PER_CORE`` for each core over all ranks of this machine."""
+    from lengthwise.runtime.comm.devices import local_size
+
+    asked = config.plan.workers or 0
+    most = max(1, WORKERS_PER_CORE * num_cores() // local_size())
+    if asked > most and world.is_first:
+        sys.stderr.write(
+            f"warning: plan.workers={asked} for each of {local_size()} ranks is more than the {num_cores()} cores of "
+            f"this machine can run; {most} for each are used, and make the same plans\n"
+        )
+    return min(asked, most)
 
 
 def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":

@@ -16,6 +16,7 @@ from typing import Any
 
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lock import FolderLock
+from lengthwise.core.processes import check_processes
 from lengthwise.data.assemble import assemble
 from lengthwise.data.metrics import FOLDER as METRICS_FOLDER
 from lengthwise.data.part import Job, part_path
@@ -57,7 +58,8 @@ def build_index(
     Raises:
         InputError: the source or a setting cannot be used, or ``out`` holds something else.
     """
-    if not 1 <= workers <= MOST_WORKERS:
+    check_processes(workers, setting="--workers", limit=MOST_WORKERS)
+    if workers < 1:
         raise InputError(f"--workers {workers}: 1 to {MOST_WORKERS} processes can be asked for; one per core is usual")
     try:
         with _folder(out), _only_builder(out):

@@ -2,13 +2,12 @@
 
 import multiprocessing
 import os
-import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.processes import follow_parent
 from lengthwise.data.part import Job, build_part
 from lengthwise.data.units import Unit
 
@@ -39,13 +38,5 @@ def build_parts(job: Job, units: list[Unit], *, workers: int, on_done: Callable[
 
 
 def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and stops the pool
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    follow_parent()

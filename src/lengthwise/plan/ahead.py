@@ -10,8 +10,11 @@ from typing import Any, Protocol
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.plan import StepPlan
+from lengthwise.core.processes import follow_parent
 
 Plan = Callable[[GlobalBatch], StepPlan]
+
+PATIENCE_S = 900.0
 
 
 class Stream(Protocol):
@@ -33,16 +36,25 @@ class PlanAhead:
     Up to ``depth`` batches are drawn and planned before they are asked for. The stream's state is that of the batch
     handed out last, so a checkpoint never skips what was drawn ahead. With no workers, plans are made when asked for.
 
-    What goes wrong in planning does not stop training. Where a worker dies, this process plans in its stead: planners
-    are pure, so the plan is the one all other ranks have. Where the planner itself fails, it fails on every rank, and
-    the step is planned by ``fallback``, with a warning. A sequence that fits nowhere still raises.
+    What goes wrong in planning does not stop training. Where a worker dies or hangs, this process plans in its stead:
+    planners are pure, so the plan is the one all other ranks have. Where the planner itself fails, it fails on every
+    rank, and the step is planned by ``fallback``, with a warning. A sequence that fits nowhere still raises.
     """
 
     def __init__(
-        self, stream: Stream, planner: Plan, *, fallback: Plan, workers: int, depth: int = 4, warn: bool = True
+        self,
+        stream: Stream,
+        planner: Plan,
+        *,
+        fallback: Plan,
+        workers: int,
+        depth: int = 4,
+        patience_s: float = PATIENCE_S,
+        warn: bool = True,
     ) -> None:
+        """``patience_s``: how long a worker is waited for; then this process plans, and the workers are killed."""
         self._stream, self._planner, self._fallback, self._warn = stream, planner, fallback, warn
-        self._depth = depth if workers else 0
+        self._depth, self._patience_s = depth if workers else 0, patience_s
         self._pool = _start_pool(planner, workers) if workers else None
         self._queue: deque[tuple[GlobalBatch, dict[str, Any], Future[StepPlan]]] = deque()
         self._state = stream.state_dict()
@@ -100,9 +112,23 @@ class PlanAhead:
     def _from_worker(self, batch: GlobalBatch) -> StepPlan:
         assert self._due is not None and self._due[0] == batch, "plans are asked for in the order of the batches"
         try:
-            return self._due[1].result()
+            return self._due[1].result(self._patience_s)
         except BrokenExecutor:
             return self._planner(batch)
+        except TimeoutError:
+            if not self._due[1].done():  # else it is the planner's own
+                self._give_up_workers()
+            return self._planner(batch)
+
+    def _give_up_workers(self) -> None:
+        """Kill workers that are stopped or stuck; the process plans in their stead from now on."""
+        assert self._pool is not None
+        if self._warn:
+            sys.stderr.write(
+                f"warning: a planning process was silent for {self._patience_s:g} s; plans are made here\n"
+            )
+        for process in list((self._pool._processes or {}).values()):
+            process.kill()
 
     def _submit(self, batch: GlobalBatch) -> "Future[StepPlan]":
         assert self._pool is not None
@@ -121,6 +147,7 @@ class _Worker:
 
     @classmethod
     def install(cls, planner: Plan) -> None:
+        follow_parent()
         cls.planner = planner
 
     @classmethod

@@ -17,6 +17,7 @@ from tests.runtime.train.runs import local_world
 BROKEN_ID = 11
 USERS_MODULE = f"""
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,12 @@ def fails(tokens, id):
 def kills(tokens, id):
     if id == {BROKEN_ID} and FLAG.exists():
         os.kill(os.getpid(), 9)
+    return float(id)
+
+
+def exits(tokens, id):
+    if id == {BROKEN_ID} and FLAG.exists():
+        sys.exit(0) if FLAG.read_text() == "sys.exit" else os._exit(0)
     return float(id)
 
 

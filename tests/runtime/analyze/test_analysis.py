@@ -1,11 +1,15 @@
 """A metric is the same for any number of ranks and however often its analysis was killed."""
 
+import socket
+import subprocess
+
 import numpy as np
 import pytest
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CommunicationError, InputError
 from lengthwise.data.metrics import MetricFiles, open_metric
 from lengthwise.runtime.analyze.blocks import FEWEST_BLOCKS, MOST_BLOCKS, Parts, cut_blocks
+from lengthwise.runtime.analyze.deal import Deal
 from lengthwise.runtime.analyze.request import Request, parse_metric
 from tests.runtime.analyze.corpora import (
     BROKEN_ID,
@@ -16,6 +20,7 @@ from tests.runtime.analyze.corpora import (
     some_lengths,
     users_module,
 )
+from tests.runtime.train.runs import local_world
 
 LENGTHS = some_lengths(60)
 
@@ -111,6 +116,38 @@ def test_an_error_of_one_rank_is_that_of_all_and_finished_blocks_are_kept(ranks,
     (made, _), _ = ranks(2).run(analyze_here, store.path, request)
     assert BROKEN_ID <= made.num_resumed_blocks < len(store)
     assert opened(store, "fails").values.tolist() == [float(id) for id in range(len(store))]
+
+
+@pytest.mark.parametrize("call", ["sys.exit", "os._exit"])
+def test_a_function_that_exits_is_an_error_on_all_ranks_and_finished_blocks_are_kept(ranks, store, tmp_path, call):
+    flag, module = tmp_path / "flag", users_module(tmp_path)
+    flag.write_text(call)
+    for errors in ranks(2).run(error_here, store.path, request_of(f"{module}:exits")):
+        assert f"{module}:exits fails on sequence {BROKEN_ID} ({LENGTHS[BROKEN_ID]} tokens): SystemExit" in errors[0][0]
+    flag.unlink()
+    (made, _), _ = ranks(2).run(analyze_here, store.path, request_of(f"{module}:exits"))
+    assert BROKEN_ID <= made.num_resumed_blocks < len(store)
+
+
+def test_ranks_do_not_wait_for_one_that_is_gone_or_scores_nothing_any_more(ranks):
+    told, _ = ranks(2).run(_wait_in_vain)
+    assert told[0].startswith("rank 1 left before all sequences were scored; finished blocks are kept")
+    assert told[1].startswith("no rank has scored a sequence for 0.2 s; finished blocks are kept")
+
+
+def _wait_in_vain():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    told = []
+    for is_gone, timeout_s in ((True, 60.0), (False, 0.2)):
+        deal = Deal(local_world())
+        if local_world().is_first:
+            deal._timeout_s = timeout_s
+            deal._processes = [deal._processes[0], (socket.gethostname(), ended.pid) if is_gone else deal._processes[1]]
+            with pytest.raises(CommunicationError) as error:
+                deal.wait(lambda: None)
+            told.append(str(error.value))
+    return told
 
 
 def test_what_is_no_finite_number_is_refused_with_the_sequence(ranks, store, tmp_path):

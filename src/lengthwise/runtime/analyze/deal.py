@@ -1,5 +1,7 @@
 """Who scores which block: whoever is free takes the next one, and all know how far they are."""
 
+import os
+import socket
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -7,12 +9,14 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import CommunicationError, LengthwiseError
+from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.objects import broadcast_json, gather_json
 from lengthwise.runtime.comm.world import World
 
 T = TypeVar("T")
 
+KEPT = "finished blocks are kept: run the same command again to go on"
 _STOP = 1 << 40
 """Beyond every number of a block."""
 _LOOK_EVERY_S = 0.1
@@ -25,6 +29,8 @@ class Deal:
         name = from_first(world, lambda: uuid4().hex)
         self._size = world.size
         self._store = dist.PrefixStore(f"analyze/{name}", dist.distributed_c10d._get_default_store())
+        self._timeout_s = world.timeout_s
+        self._processes = [tuple(place) for place in gather_json(world, [socket.gethostname(), os.getpid()])]
 
     def take(self) -> int:
         """The next number that nobody has taken; a very large one after :meth:`stop`."""
@@ -43,11 +49,36 @@ class Deal:
         self._store.add("ended", 1)
 
     def wait(self, look: Callable[[], None]) -> None:
-        """Until all ranks have ended, however long that takes; ``look`` is called meanwhile."""
-        while self._store.add("ended", 0) < self._size:
+        """Until all ranks have ended, as long as they get on; ``look`` is called meanwhile.
+
+        Raises:
+            CommunicationError: a rank of this machine is gone, or nothing was scored for ``world.timeout_s``.
+        """
+        progress, since_s = (0, 0), time.monotonic()
+        while (ended := self._store.add("ended", 0)) < self._size:
             look()
+            if progress != (progress := (ended, self._store.add("sequences", 0))):
+                since_s = time.monotonic()
+            self._check_alive(time.monotonic() - since_s)
             time.sleep(_LOOK_EVERY_S)
         look()
+
+    def _check_alive(self, waited_s: float) -> None:
+        gone = [rank for rank, (host, process) in enumerate(self._processes) if self._is_gone(host, process)]
+        if gone and self._store.add("ended", 0) < self._size:
+            raise CommunicationError(f"{ranks_text(gone)} left before all sequences were scored; {KEPT}")
+        if waited_s > self._timeout_s:
+            raise CommunicationError(f"no rank has scored a sequence for {self._timeout_s:g} s; {KEPT}")
+
+    @staticmethod
+    def _is_gone(host: str, process: int) -> bool:
+        if host != socket.gethostname():
+            return False  # nobody here can tell
+        try:
+            os.kill(process, 0)  # no signal: only looks
+        except ProcessLookupError:
+            return True
+        return False
 
 
 def from_first(world: World, step: Callable[[], T]) -> T:
@@ -76,10 +107,12 @@ def on_all(world: World, step: Callable[[], T]) -> T:
 def _try(step: Callable[[], T]) -> tuple[T | None, tuple[str, int] | None]:
     try:
         return step(), None
+    except CommunicationError:
+        raise  # ranks are gone, and nothing can be shared with the others
     except LengthwiseError as error:
         return None, (str(error), error.exit_code)
     except OSError as error:
-        hint = "finished blocks are kept: run the same command again to go on"
+        hint = KEPT
         return None, (f"the analysis failed: {error}; {hint}", LengthwiseError.exit_code)
 
 

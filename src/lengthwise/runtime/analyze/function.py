@@ -1,14 +1,17 @@
 """A metric that is a function of the user's: imported by name, called with each sequence."""
 
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
 from importlib import import_module
 from math import isfinite
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from threading import current_thread, main_thread
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -54,14 +57,15 @@ class FunctionScorer:
         Raises:
             InputError: the function fails, or returns what is not one finite number.
         """
-        values = [self._call(id) for id in ids.tolist()]
+        with _exits_raised():
+            values = [self._call(id) for id in ids.tolist()]
         return np.array(values, dtype=np.result_type(*{np.dtype(type(value)) for value in values}))
 
     def _call(self, id: int) -> Any:
         tokens = self._store.tokens(id)
         try:
             value = self._function(tokens, id)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise InputError(
                 f"{self._label} fails on sequence {id} ({len(tokens):,} tokens): {type(error).__name__}: {error} "
@@ -87,6 +91,23 @@ class FunctionScorer:
         return np.float32(value) if isinstance(value, np.float32 | np.float16) else np.float64(value)
 
 
+@contextmanager
+def _exits_raised() -> Iterator[None]:
+    """Make ``os._exit`` raise in a function of the user's, which would end the analysis as if all had gone well."""
+    leave = os._exit
+
+    def raise_exit(status: int) -> NoReturn:
+        if current_thread() is main_thread():
+            raise SystemExit(f"os._exit({status})")
+        leave(status)
+
+    os._exit = raise_exit
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
 def _load(label: str) -> tuple[Any, SequenceFunction]:
     """The module and the function of MODULE:FUNCTION, the current folder being looked in first."""
     module_name, _, path = label.partition(":")
@@ -101,7 +122,7 @@ def _load(label: str) -> tuple[Any, SequenceFunction]:
                 f"metric {label}: no module {error.name!r} in {here} or among the installed packages"
             ) from None
         raise InputError(f"metric {label}: importing {module_name} fails: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"metric {label}: importing {module_name} fails: {type(error).__name__}: {error}") from error
     for name in path.split("."):
         if not hasattr(found, name):
