@@ -126,9 +126,9 @@ def _begin(
     if not parts.files.info.is_file():
         return parts.claim({**identity, "index_digest": store.digest}, num_blocks=num_blocks)
     info = open_metric(parts.files.index, parts.files.name, digest=store.digest).info
-    if any(info.get(key) != value for key, value in identity.items()):
+    if (before := {key: info.get(key) for key in identity}) != identity:
         raise InputError(
-            f"metric {parts.files.name!r} of {store.path} is another one ({differences(info, identity)}); choose "
+            f"metric {parts.files.name!r} of {store.path} is another one ({differences(before, identity)}); choose "
             "another --name, or replace it with --restart"
         )
     parts.empty()  # killed between the last file and the removal of the blocks
