@@ -108,6 +108,11 @@ class Options(BaseModel):
     """File that keeps the measurements; None: one in ``~/.cache/lengthwise``."""
     cost: SkipValidation[CostModel | None] = None
     """Instead of measuring."""
+    frozen: SkipValidation[list[Any]] = []
+    """Teachers and reference models that the loop calls on micro-batches too: exact on shards, without gradients."""
+    count_targets: bool = False
+    """Read the labels of each step when it begins, so that terms of the loss may be means over tokens or sequences
+    where labels leave out targets."""
     check: bool = True
     """Compute two short sequences both ways before the run, and refuse a model whose gradients differ."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

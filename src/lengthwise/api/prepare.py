@@ -97,6 +97,9 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         if chosen.check:
             _check(run, chosen, sequences.lengths.max_length)
         _plan(run, chosen, sequences.lengths)
+        run.counts_targets = chosen.count_targets
+        for frozen in chosen.frozen:
+            run.frozen(frozen, check=chosen.check)
         if chosen.workers:
             run.read_with(chosen.workers)
     except BaseException:

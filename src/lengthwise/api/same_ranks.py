@@ -19,7 +19,7 @@ from lengthwise.runtime.model.checksum import checksum
 FULL_BYTES = 1 << 24
 """Sequences that are compared whole; of more, ``NUM_PROBES`` are, and what ranks share is compared at every step."""
 NUM_PROBES = 64
-_OF_ONE_RANK = {"profile", "verbose", "timeout_s", "workers"}
+_OF_ONE_RANK = {"frozen", "profile", "verbose", "timeout_s", "workers"}
 """Options that ranks may have different values of."""
 _LIBRARIES = ("transformers", "peft", "numpy")
 

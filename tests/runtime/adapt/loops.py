@@ -12,6 +12,7 @@ from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.state.optimizer import OptimizerSettings
+from tests.runtime.adapt import memory_runs
 from tests.runtime.adapt.memory_runs import LENGTHS, Model, Source, Stream, plan_on
 
 LR, STEPS = 0.02, 3
@@ -190,3 +191,107 @@ def masked_mean_alone():
         for parameter in model.parameters():
             parameter -= LR * parameter.grad
     return float(total.detach()) / count, weights_of(model)
+
+
+def pieces(logits, targets):
+    """Per token: its loss (0 without a target), the entropy of its prediction, and the size of its logits."""
+    losses = F.cross_entropy(logits[0], targets, reduction="none", ignore_index=-100)
+    probabilities = logits[0].softmax(-1)
+    return losses, -(probabilities * probabilities.log()).sum(-1), logits[0].square().mean(-1)
+
+
+def train_with_terms(degree, how, labelled):
+    """One step whose loss has means over targets, tokens and sequences, given in one of several ways."""
+    model = model_of()
+    run = make_run(model, degree=degree, labels=labels_of_some if labelled else None, num_steps=1)
+    run.counts_targets = labelled
+    for step in run.steps():
+        for micro_batch in step:
+            logits, loss = model(**micro_batch.inputs)
+            losses, entropy, size = pieces(logits, micro_batch.targets)
+            by_token, by_sequence = (
+                micro_batch.mean(entropy, over="tokens"),
+                micro_batch.mean(size[None], over="sequences"),
+            )
+            if how == "side":
+                step.backward(loss, side=0.3 * by_token + 0.2 * by_sequence)
+            elif how == "declared":
+                mean = losses.sum() / micro_batch.num_targets  # 0 / 0 where there are none
+                step.backward(mean * 1.0, mean_over="targets", side=0.3 * by_token + 0.2 * by_sequence)
+            elif how == "tokens":
+                side = micro_batch.mean(losses, over="targets") + 0.2 * by_sequence
+                step.backward(0.3 * entropy.mean(), mean_over="tokens", side=side)
+            else:
+                whole = micro_batch.mean(losses, over="targets") + 0.3 * by_token + 0.2 * by_sequence
+                step.backward(whole, mean_over="step")
+        result = step.update()
+    run.close()
+    return result.loss, weights_of(model)
+
+
+def terms_alone(labelled):
+    model = model_of()
+    losses, entropies, sizes, count = [], [], [], 0
+    for sequence in range(len(LENGTHS)):
+        tokens = torch.from_numpy(Source().tokens(sequence))
+        labels = torch.from_numpy(labels_of_some(sequence)) if labelled else tokens
+        targets = torch.cat([labels[1:], torch.tensor([-100])])
+        made = pieces(model(tokens[None], tokens[None])[0], targets)
+        losses, entropies, sizes = [*losses, made[0].sum()], [*entropies, made[1]], [*sizes, made[2].mean()]
+        count += int((targets != -100).sum())
+    total = sum(losses) / count + 0.3 * torch.cat(entropies).mean() + 0.2 * torch.stack(sizes).mean()
+    total.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= LR * parameter.grad
+    return float(total.detach()), weights_of(model)
+
+
+def teacher_of():
+    torch.manual_seed(9)
+    return Model().double()
+
+
+def distil(logits, others):
+    return F.kl_div(logits[0].log_softmax(-1), others[0].log_softmax(-1), reduction="none", log_target=True).sum(-1)
+
+
+def train_with_teacher(degree, recomputed, fails):
+    """Two steps of distillation; ranks run out of memory at some places of the first."""
+    model, teacher = model_of(), teacher_of()
+    run = make_run(model, degree=degree, recomputed=recomputed, num_steps=2)
+    run.frozen(teacher)
+    run.on_void = lambda step, failures: None
+    before = weights_of(teacher)
+    for step in run.steps():
+        memory_runs._fails_at.clear()
+        if step.number == step.attempt == 0:
+            memory_runs._fails_at.update(fails.get(run.world.rank, ()))
+        for micro_batch in step:
+            first = teacher(**micro_batch.inputs)[0] if micro_batch.pack.ids[0] % 2 else None
+            logits, loss = model(**micro_batch.inputs)
+            others = teacher(**micro_batch.inputs)[0] if first is None else first
+            assert fails or not others.requires_grad
+            step.backward(loss, side=micro_batch.mean(distil(logits, others), over="tokens"))
+        step.update()
+    memory_runs._fails_at.clear()
+    run.close()
+    assert torch.equal(before, weights_of(teacher)) and "forward" not in vars(teacher)
+    return weights_of(model)
+
+
+def teacher_alone():
+    model, teacher = model_of(), teacher_of()
+    for _ in range(2):
+        total, count, distances = torch.zeros((), dtype=torch.float64), 0, []
+        for sequence in range(len(LENGTHS)):
+            tokens = torch.from_numpy(Source().tokens(sequence))
+            logits, others = model(tokens[None], tokens[None])[0], teacher(tokens[None], tokens[None])[0].detach()
+            total = total + F.cross_entropy(logits[0, :-1], tokens[1:], reduction="sum")
+            count, distances = count + len(tokens) - 1, [*distances, distil(logits, others)]
+        (total / count + torch.cat(distances).mean()).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+    return weights_of(model)

@@ -365,3 +365,20 @@ def test_ladders_double_up_to_the_longest_and_give_every_rank_slots(longest, deg
     assert len(short) >= 2 or longest == slot_tokens
     assert all(length % slot_tokens == 0 and length > 0 for length in short)
     assert sum(short) <= longest
+
+
+@pytest.mark.parametrize("trained", ["layers.3.down", "layers.2", "head", "layers.0.out"])
+def test_models_that_train_only_some_layers_are_measured(ranks, trained):
+    """Also where the two layers that stand for all would have no backward."""
+    for rows in ranks(2).run(frozen_run, trained):
+        assert {degree for degree, *_ in rows} == {1, 2}
+        assert all(backward_s > 0 for _, backward_s, _ in rows)
+        assert all(kept > 0 for *_, kept in rows)
+
+
+def frozen_run(trained):  # type: ignore[no-untyped-def]
+    model = Gpt()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    table = measure(prepared(model), longest=64, degrees=[1, 2], effort=Effort(repeats=1))
+    return [(row.degree, row.backward_s, row.kept_bytes) for row in table.rows]

@@ -1,7 +1,7 @@
 """A model under our hand: its forward, its layers and its attention, until it is given back as it was."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import signature
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from lengthwise.runtime.adapt.intercept import AllAttendedError, Intercept
 from lengthwise.runtime.adapt.kernels import Imported
 from lengthwise.runtime.adapt.labels import LabelConvention, loss_of_logits
 from lengthwise.runtime.adapt.layers import Layers, intercepted
+from lengthwise.runtime.adapt.loss_check import NotedLoss
 from lengthwise.runtime.adapt.losses import roots_of
 from lengthwise.runtime.adapt.memory import NotComputed, Outputs, autocast_dtype, is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch
@@ -52,17 +53,20 @@ class Adapted:
         inputs: MakeInputs | None = None,
         context: Callable[[], Any] | None = None,
         by_sequence: bool = False,
+        is_frozen: bool = False,
     ) -> None:
         """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
         micro-batch to the forward's arguments; ``context``: see :class:`Layers`; ``by_sequence``: compute the stock
-        forward once for each sequence, which this rank has whole, instead of packs and shards.
+        forward once for each sequence, which this rank has whole, instead of packs and shards; ``is_frozen``: it has
+        no gradients.
 
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.
         """
         self.model, self.objective = model, objective
         self.anatomy = find_anatomy(model, layers=layers, of_any_class=by_sequence)
-        assert self.anatomy.dtype
+        assert is_frozen or self.anatomy.dtype
+        self._is_frozen, self.keeps_output = is_frozen, False
         self._loss, self._inputs = loss, inputs
         self.labels = LabelConvention()
         """What the model does with labels, where it is of transformers."""
@@ -97,6 +101,16 @@ class Adapted:
         """The model is copied: the copy's attention is as it was before."""
         for switch in self._switches:
             switch.turn_off_copies(memo)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it computes as it did before it was prepared at the moment."""
+        return self._plain > 0
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether its user said how to make the loss."""
+        return self._loss is not None
 
     def release(self) -> None:
         """The model as it was."""
@@ -241,6 +255,15 @@ class Adapted:
         """The loss in what the forward returned."""
         if self._loss is not None:
             return self._loss(output, micro_batch)
+        if (loss := self._loss_in(output)) is not None:
+            return loss
+        raise InputError(
+            f"{type(self.model).__name__} returns no loss; say how to make one: "
+            "prepare(..., loss=lambda output, micro_batch: F.cross_entropy(output[0], micro_batch.targets))"
+        )
+
+    def _loss_in(self, output: Any) -> Tensor | None:
+        """The loss in what the forward returned, if it is known which it is."""
         parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
         found = getattr(output, "loss", None)
         if any(isinstance(part, NotComputed) for part in (found, *parts)):
@@ -248,12 +271,7 @@ class Adapted:
         scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
         if isinstance(found, Tensor):
             return found
-        if len(scalars) == 1:
-            return scalars[0]
-        raise InputError(
-            f"{type(self.model).__name__} returns no loss; say how to make one: "
-            "prepare(..., loss=lambda output, micro_batch: F.cross_entropy(output[0], micro_batch.targets))"
-        )
+        return scalars[0] if len(scalars) == 1 else None
 
     def _forward_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
         if self._plain:
@@ -262,7 +280,14 @@ class Adapted:
         _check_mask(kwargs.get("attention_mask"))
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.Counts(), autocast_dtype(shard.device)
-        forward = shards.Pass(script=shard.script or self.script, begun=shard.num_exchanges)
+        with torch.no_grad() if self._is_frozen else nullcontext():
+            return self._pass(shard, args, kwargs)
+
+    def _pass(self, shard: shards.Shard, args: Any, kwargs: Any) -> Any:
+        script = shard.script or self.script
+        if not torch.is_grad_enabled():
+            script = Script(calls=script.calls)  # no backward
+        forward = shards.Pass(script=script, begun=shard.num_exchanges)
         shard.passes.append(forward)
         try:
             if not shard.has_failed:
@@ -277,6 +302,9 @@ class Adapted:
             return self._outputs.not_computed()
         forward.ended, forward.roots = shard.num_exchanges, roots_of([output, shard.gathers], self.layers.last_output)
         self._outputs.note(output)
+        if not self._is_frozen:
+            loss = None if self.has_own_loss else self._loss_in(output)
+            forward.noted = NotedLoss(loss, output if self.has_own_loss and self.keeps_output else None)
         return output
 
     def _compute(self, shard: shards.Shard, args: Any, kwargs: Any) -> Any:

@@ -128,7 +128,7 @@ def clock(run: Run, trial: Trial | None) -> Took | None:
                 raise
             has_failed = True
         if has_failed:  # and not before: the error holds on to what was computed
-            finish(shard, [Script.complete(trial.attended)])
+            finish(shard, [shard.script or run.adapted.script])
             return None
     world.synchronize()
     time_s = time.perf_counter() - start_s
@@ -158,7 +158,8 @@ def _micro_batch(run: Run, trial: Trial, group: Group) -> Iterator[MicroBatch]:
     with synthetic(run, slots):
         shard = Shard(
             step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=group,
-            device=run.world.device, recompute=trial.recompute, script=Script.complete(trial.attended),
+            device=run.world.device, recompute=trial.recompute,
+            script=None if run.adapted.layers.num_kept is None else Script.complete(trial.attended),
         )  # fmt: skip
         with active(shard):
             yield run.make(shard, pack)

@@ -47,7 +47,8 @@ class Stopwatch(LayerWatch):
         made = forward(*args, **kwargs)
         self._wait()
         self.forward_s[layer] = self.forward_s.get(layer, 0.0) + time.perf_counter() - start_s
-        first_tensor(made).register_hook(self._noting(moments, "begun"))
+        if first_tensor(made).requires_grad:
+            first_tensor(made).register_hook(self._noting(moments, "begun"))
         return made
 
     def backward_s(self, layer: int) -> float | None:

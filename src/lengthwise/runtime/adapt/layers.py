@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
@@ -74,6 +75,8 @@ class Layers:
             if self.intercept is not None:
                 self.intercept.skip(number)
             return _passed_on(self._last, args, kwargs)
+        if self.num_kept is not None and number == 0:
+            args, kwargs = _with_gradient(args, kwargs)
         is_recomputed = torch.is_grad_enabled() and shards.current().is_recomputed(number)
         compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
         shard = shards.current()
@@ -116,6 +119,23 @@ class Layers:
                 return forward(*args, **kwargs)
 
         return computed_twice(forward, again, shard, self.context, args, kwargs)
+
+
+def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments whose hidden states need a gradient.
+
+    Where some layers stand for all, they are to have a backward, though they themselves or what is before them may be
+    frozen: layers above have one.
+    """
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    number = next(
+        (number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
+    )
+    if number is None or leaves[number].requires_grad or not torch.is_grad_enabled():
+        return args, kwargs
+    leaves[number] = leaves[number].detach().requires_grad_()
+    made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, form)
+    return made
 
 
 def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from lengthwise.core.batch import EVERY_TOKEN, NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.noise import normal_slots, uniform_sequences
 from lengthwise.runtime.adapt.shard import Shard
+from lengthwise.runtime.adapt.terms import Over, Totals, share_of_mean
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.model.targets import IGNORE, Masking, masked_targets
 from lengthwise.runtime.train.feed import feed
@@ -83,6 +84,10 @@ class MicroBatch:
     ) -> None:
         self.shard, self.pack = shard, pack
         self._feeding, self._make_inputs = feeding, make_inputs
+        self.totals = Totals(
+            targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // feeding.slot_tokens, sequences=len(pack.ids)
+        )
+        """What means over the step divide by; of a micro-batch of no step, its own."""
         shard.alone = self._alone
         shard.targets_of = lambda: self.targets_by_sequence
 
@@ -192,6 +197,28 @@ class MicroBatch:
                 whole_T[start : start + length] = own_values
             columns[name] = self.own(whole_T)
         return columns
+
+    def mean(self, values: Tensor, *, over: Over) -> Tensor:
+        """What this rank adds to a mean over the whole step, of one value for each of its slots, [t] or [1, t].
+
+        ``over``: "targets", those that have a target; "tokens", all; "sequences", the mean over sequences of the mean
+        of each. The sum over micro-batches and ranks is that mean: give it as ``step.backward(loss, side=...)``, or
+        instead of a loss as ``step.backward(..., mean_over="step")``.
+
+        Raises:
+            InputError: there is not one value for each slot, or the number of targets is not known.
+        """
+        return share_of_mean(self, values, over)
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens of a slot."""
+        return self._feeding.slot_tokens
+
+    @property
+    def has_all_targets(self) -> bool:
+        """Whether each slot of a sequence has a target."""
+        return self._feeding.has_all_targets
 
     @property
     def tokens(self) -> Tensor:

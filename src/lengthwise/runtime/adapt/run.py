@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,30 @@ from lengthwise.core.plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.by_hand import gradient_problem, inspect
+from lengthwise.runtime.adapt.frozen import adapt_frozen
 from lengthwise.runtime.adapt.fully_sharded import FullySharded, wrapped_modules
 from lengthwise.runtime.adapt.learn import nothing_to_learn
-from lengthwise.runtime.adapt.meeting import Meeting, Operation, meet
+from lengthwise.runtime.adapt.loss_check import LossCheck
+from lengthwise.runtime.adapt.meeting import Meeting, Operation, meet, together
 from lengthwise.runtime.adapt.meter import Meter
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
+from lengthwise.runtime.adapt.planned import agree_to_begin, check_executable
 from lengthwise.runtime.adapt.read_digest import digested
 from lengthwise.runtime.adapt.readers import Readers, read_ahead
 from lengthwise.runtime.adapt.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.adapt.script import Script
 from lengthwise.runtime.adapt.shard import Shard
-from lengthwise.runtime.adapt.step import Step, check_executable
+from lengthwise.runtime.adapt.step import Step
+from lengthwise.runtime.adapt.unprepared import UnpreparedModels
+from lengthwise.runtime.adapt.untouched import untouched
 from lengthwise.runtime.adapt.watched_parameters import WatchedParameters
 from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.model.checksum import weight_checksums
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
@@ -82,6 +90,11 @@ class Run:
         self.parameters = WatchedParameters(adapted.model)
         self.seen_scripts: tuple[Script, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
+        self.loss_check = LossCheck()
+        self.counts_targets = False
+        """Whether the targets of a step are counted before its first backward, where labels leave out some."""
+        self._frozen: list[Adapted] = []
+        self.unprepared = UnpreparedModels(lambda: self.models, lambda: adapted.is_plain)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
         self._step: Step | None = None
@@ -108,17 +121,42 @@ class Run:
 
     @property
     def usual_scripts(self) -> tuple[Script, ...]:
-        """Exchanges of the forwards that a micro-batch of this loop usually has."""
-        return self.seen_scripts or (self.adapted.script,)
+        """Exchanges of the forwards that a micro-batch of this loop usually has; none where that is not known yet."""
+        return self.seen_scripts or (() if self._frozen else (self.adapted.script,))
 
     @property
     def group(self) -> Group:
         """The ranks that share the micro-batch of the moment, for collectives of one's own."""
         return shards.current().group
 
-    def plain(self) -> AbstractContextManager[nn.Module]:
-        """The model as it was before, with today's weights: for evaluation and generation."""
-        return self.adapted.plain()
+    @property
+    def models(self) -> list[nn.Module]:
+        """The trained model and the frozen ones beside it."""
+        return [adapted.model for adapted in (self.adapted, *self._frozen)]
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """The model as it was before, with today's weights: for evaluation and generation. So are frozen ones."""
+        with ExitStack() as stack:
+            for adapted in self._frozen:
+                stack.enter_context(adapted.plain())
+            yield stack.enter_context(self.adapted.plain())
+
+    def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
+        """Have a teacher or a reference model compute micro-batches beside the trained one; every rank calls this.
+
+        Call it in the loop as the trained model, such as ``teacher(**micro_batch.inputs)``. It computes without
+        gradients, has no state in checkpoints, and is whole on every rank. ``layers``: the name of its list of layers.
+
+        Raises:
+            InputError: it has parts of a prepared model, differs between ranks, or attends in an unknown way.
+            CheckError: its outputs on a pack are not those on single sequences.
+        """
+        with untouched(model):
+            require_equal(self.world, {"frozen": {"class": type(model).__qualname__, **weight_checksums(model)}})
+            adapted = together(self.world, lambda: adapt_frozen(self, model, layers=layers, check=check))
+        self._frozen.append(adapted)
+        return model
 
     def steps(self) -> Iterator[Step]:
         """Steps up to ``num_steps``; one that was given up comes again, planned anew.
@@ -164,26 +202,10 @@ class Run:
             plan = self.planner(self._batch)
         plan.check_covers(self._batch)
         check_executable(plan, self.adapted.anatomy.num_layers, self.world.size)
-        self._agree_to_begin(plan, clock)
+        agree_to_begin(plan, clock, self.parameters.problem())
         self._make_groups(plan)
         self.state.clear_gradient()
         return Step(self, plan, clock, attempt=self._attempt)
-
-    def _agree_to_begin(self, plan: StepPlan, clock: StepClock) -> None:
-        """Check that all ranks hold the same plan and a model as it was prepared, and set the clock's zero."""
-        values = [int(plan.digest, 16) - (1 << 63), int(clock.since_start_s() * 1e9)]
-        met = meet(self.world, Operation.BEGIN, plan.step, values=values, note=self.parameters.problem())
-        met.check_same()
-        clock.align(max(met.column(1)) / 1e9)
-        if any(met.notes):
-            raise CheckError(f"step {plan.step}: {met.notes_text()}")
-        digests = met.column(0)
-        if len(set(digests)) > 1:
-            other = next(rank for rank, value in enumerate(digests) if value != digests[0])
-            raise CheckError(
-                f"step {plan.step}: rank {other} plans {digests[other] + (1 << 63):016x}, rank 0 plans "
-                f"{digests[0] + (1 << 63):016x}; the ranks see different data, profiles or versions"
-            )
 
     def make(self, shard: Shard, pack: Pack) -> MicroBatch:
         """The micro-batch of a shard."""
@@ -197,18 +219,7 @@ class Run:
 
     def gradient_problem(self, version: int) -> str:
         """What a loop did to gradients since they had ``version``, if it did anything."""
-        if (name := self.state.detached_gradient()) is not None:
-            return (
-                f"the gradient of {name} was taken away, by optimizer.zero_grad(), model.zero_grad() or "
-                f"{name}.grad = ...; leave that out, step.update() begins anew"
-            )
-        if version != self.gradient_version:
-            return (
-                "gradients were changed between step.backward(loss) calls, by loss.backward(), clip_grad_norm_, "
-                "scaler.unscale_, zero_grad() or by hand; leave that out: step.backward(loss) is the backward, and "
-                "step.update() sums over ranks, clips by clip_norm= of prepare, and begins anew"
-            )
-        return ""
+        return gradient_problem(self.state, version)
 
     def check_gradients(self, version: int) -> None:
         """Raise ``CheckError`` if gradients no longer land where they are summed, or were changed by hand."""
@@ -221,12 +232,7 @@ class Run:
 
     def inspect(self) -> tuple[str, int, bool]:
         """What is wrong with the model, the fingerprint of this rank's weights, and whether a loop changed them."""
-        problem = self.parameters.problem()
-        if problem or isinstance(self.state, FullySharded):
-            return problem, 0, False
-        local = self.state.local_weights()
-        problem = local.bring_back()
-        return problem, 0 if self.world.size == 1 else local.fingerprint(), local.is_changed
+        return inspect(self.state, self.parameters)
 
     def take_over_changes(self, met: Meeting, where: str, *, columns: tuple[int, int]) -> None:
         """Keep what loops did to weights between updates, if every rank's did the same.
@@ -360,7 +366,8 @@ class Run:
         """Give the model back as it was, with today's weights."""
         if self.readers is not None:
             self.readers.close()
-        self.adapted.release()
+        for adapted in (*self._frozen, self.adapted):
+            adapted.release()
         self.state.let_go()
 
     def _make_state(self, optimizer: OptimizerSettings) -> ShardedState | FullySharded:

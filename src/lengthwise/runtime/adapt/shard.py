@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.loss_check import NotedLoss
 from lengthwise.runtime.adapt.script import Attended, Event, Gathered, Script
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.model.view import in_order
@@ -62,6 +63,8 @@ class Pass:
     """Exchanges of the group when it began."""
     ended: int | None = None
     """The same when it ended; None: it has not, or by an error."""
+    noted: NotedLoss | None = None
+    """The loss that it stands for; None of a frozen model."""
     roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
     """Its outputs, where a backward without a loss begins, and zeros of their shapes."""
 

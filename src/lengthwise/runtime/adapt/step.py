@@ -12,12 +12,16 @@ from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.plan import MicroBatch as Planned
 from lengthwise.core.plan import Pipeline, StepPlan
 from lengthwise.core.timeline import SpanKind
+from lengthwise.runtime.adapt.loss_check import MeanOver, check_form
 from lengthwise.runtime.adapt.losses import Term, backward
 from lengthwise.runtime.adapt.meeting import Meeting, Operation, bits_of, float_of, meet
 from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch, laid_out
+from lengthwise.runtime.adapt.planned import make_shard
 from lengthwise.runtime.adapt.shard import Shard, active
 from lengthwise.runtime.adapt.stand_in import finish, finish_backward
+from lengthwise.runtime.adapt.terms import Totals
+from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.step import StepResult
@@ -56,7 +60,7 @@ class Step:
         self.failure: tuple[int, int] | None = None
         """Pipeline and micro-batch in which this rank ran out of memory."""
         self._loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
-        self._num_targets = 0
+        self._direct, self._num_targets = 0.0, 0
         self._own = self._planned_for_this_rank()
         self._shards: dict[int, Shard] = {}
         self._current: MicroBatch | None = None
@@ -65,7 +69,9 @@ class Step:
         """Whether a loop went through its micro-batches to their end."""
         self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
         self._position = -1
-        self._dtype: torch.dtype | None = None
+        is_exact, slot_tokens = run.feeding.labels is None, run.feeding.slot_tokens
+        counted = None if is_exact or not run.counts_targets else self._count_targets()
+        self._totals = Totals.of(plan, slot_tokens=slot_tokens, targets=counted, is_exact=is_exact)
         if run.readers is not None:
             run.readers.start([planned.pack for *_, planned in self._own])
 
@@ -99,14 +105,16 @@ class Step:
     def _micro_batches(self) -> Iterator[MicroBatch]:
         for position, (number, index, _, planned) in enumerate(self._own):
             self._position, shard = position, self._shard(position)
-            if self.failure is not None:
-                shard.dtype = self._dtype
-                finish(shard, self.run.usual_scripts)
-                continue
-            with active(shard), self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}"):
+            # A rank that ran out of memory goes through the rest of the step, and sends zeros in its forwards' place.
+            is_computed = self.failure is None
+            shard.has_failed = not is_computed
+            compute = self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}")
+            with active(shard), self.run.unprepared.refused(), compute:
                 meter = self.run.meter.start()
                 pack = laid_out(planned.pack, shard.group.size, self.run.feeding)
                 self._current = self.run.make(shard, pack)
+                self._current.totals = self._totals
+                self.run.adapted.keeps_output = self.run.loss_check.needs_output
                 yield self._current
                 if self._current is not None:
                     raise CheckError(
@@ -114,42 +122,84 @@ class Step:
                         "which every micro-batch needs, for other ranks take part in it"
                     )
                 time_s, peak = meter.stop()
-                self.measured.append(Measured(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak))
+                if is_computed:
+                    self.measured.append(Measured(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak))
         self.is_iterated = True
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, side: Tensor | None = None, mean_over: MeanOver | None = None) -> None:
         """Add the gradient of ``loss``, the mean over this rank's targets, with the weight that it has in the step.
 
+        ``side``: a further term, a sum of ``micro_batch.mean(...)``. ``mean_over``: what ``loss`` is a mean over where
+        it is not the loss that was checked before the run: this rank's "targets" or "tokens", or the whole "step", as
+        a sum of ``micro_batch.mean(...)``.
+
         Raises:
-            CheckError: there is no micro-batch that waits for it, or gradients were changed by hand.
+            CheckError: there is no micro-batch that waits for it, gradients were changed by hand, or the loss is not
+                the one that was checked.
+            InputError: it cannot be differentiated.
         """
         if self._current is None or self.is_over:
             raise CheckError(f"step {self.number}: backward without a micro-batch; call it once for each")
-        micro_batch = self._current
-        shard, count = micro_batch.shard, micro_batch.num_targets
+        micro_batch, run = self._current, self.run
+        shard = micro_batch.shard
         if not shard.has_failed:
-            self.run.check_gradients(self._gradient_version)
-            if count:
-                self._loss += loss.detach().double() * count
-            self._num_targets += count
+            run.check_gradients(self._gradient_version)
+            check_form(loss, len(shard.passes))
+            if mean_over is None:
+                run.loss_check.check(loss, run.adapted, micro_batch)
+            terms = self._terms(micro_batch, loss, side, mean_over)
             shard.backward_begun = shard.num_exchanges
             try:
-                if count:
-                    backward([Term(value=loss, weight=count / self.plan.loss_normaliser)])
-                else:  # the mean is 0 / 0, but other ranks need this rank's part of the backward
-                    backward([], shard)
+                # Without a mean over targets, other ranks still need this rank's part of the backward.
+                backward(terms, shard if len(terms) == (side is not None) or mean_over == "step" else None)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 shard.has_failed = True
         if shard.has_failed:  # and not before: the error holds on to what was computed
-            self.failure, self._dtype = self._own[self._position][:2], shard.dtype
+            self.failure = self.failure or self._own[self._position][:2]
             finish_backward(shard)
         else:
-            self.run.seen_scripts = tuple(forward.script for forward in shard.passes)
+            run.seen_scripts = tuple(forward.script for forward in shard.passes)
         shard.is_finished = True
         shard.passes.clear()
-        self._current, self._gradient_version = None, self.run.gradient_version
+        self._current, self._gradient_version = None, run.gradient_version
+
+    def _terms(
+        self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
+    ) -> list[Term]:
+        """What is differentiated, with the weights in the step; a mean over nothing, 0 / 0, is left out."""
+        totals, count, terms = self._totals, micro_batch.num_targets, list[Term]()
+        self._num_targets += count
+        if mean_over in (None, "targets"):
+            if count:
+                terms.append(Term(value=loss, weight=count / totals.targets))
+                self._loss += loss.detach().double() * count
+        elif mean_over == "tokens":
+            totals.check_exact("tokens")
+            if num_slots := int((micro_batch.shard.sequences >= 0).sum()):
+                terms.append(Term(value=loss, weight=num_slots / totals.slots))
+                self._direct += float(loss.detach()) * num_slots / totals.slots
+        elif mean_over == "step":
+            terms.append(Term(value=loss, weight=1.0))
+            self._direct += float(loss.detach())
+        else:
+            raise InputError(f"mean_over is 'targets', 'tokens' or 'step', not {mean_over!r}")
+        if side is not None:
+            check_form(side, 1, "side")
+            terms.append(Term(value=side, weight=1.0))
+            self._direct += float(side.detach())
+        return terms
+
+    def _count_targets(self) -> int:
+        """Targets of the whole step; every rank calls this."""
+        count, run = 0, self.run
+        for _, _, pipeline, planned in self._own:
+            if run.world.rank == min(pipeline.ranks):
+                count += run.make(
+                    make_shard(run, self.number, pipeline, planned, is_alone=True), planned.pack
+                ).num_targets
+        return int(sum_over_ranks(torch.tensor(count, device=run.world.device)))
 
     def update(self) -> StepResult | None:
         """Sum gradients over ranks, clip by their norm, step the optimizer; what every rank gets back is equal.
@@ -185,9 +235,9 @@ class Step:
                 f"step {self.number}: no token of it has a loss; look at the labels of its sequences", LengthwiseError
             )
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
-        factor = self.plan.loss_normaliser / num_targets
+        factor = self._totals.targets / num_targets
         norm = state.global_norm(self._loss.new_zeros(()))[0] * factor
-        mean = loss / num_targets
+        mean = loss / num_targets + factor * sum(map(float_of, met.column(11)))
         if not torch.isfinite(torch.tensor([norm, mean])).all():
             raise self._fail(
                 f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged "
@@ -234,8 +284,14 @@ class Step:
         if iterator is not None:
             iterator.close()  # type: ignore[attr-defined]
         self._current = None
-        for position in range(len(self._own)):
-            finish(self._shard(position), self.run.usual_scripts)
+        for position, (_, _, pipeline, _) in enumerate(self._own):
+            shard, scripts = self._shard(position), self.run.usual_scripts
+            if not scripts and len(pipeline.ranks) > 1 and not shard.is_finished:
+                raise CheckError(
+                    f"step {self.number}: this rank left it before the order was seen in which its loop calls the "
+                    "trained model and the frozen ones, so it cannot stand in for itself; start the run again"
+                )
+            finish(shard, scripts)
 
     def _meet_for_update(self, lr: float) -> Meeting:
         """What all ranks bring to the update.
@@ -249,7 +305,7 @@ class Step:
         pipeline, index = self.failure or (-1, -1)
         values = [
             bits_of(float(self._loss)), self._num_targets, pipeline, index, fingerprint, int(is_changed), bits_of(lr),
-            *self._read_digests(),
+            *self._read_digests(), bits_of(self._direct),
         ]  # fmt: skip
         met = meet(run.world, Operation.UPDATE, self.number, values=values, note=problem)
         met.check_same(Operation.LEAVE, Operation.UPDATE)
@@ -315,42 +371,3 @@ class Step:
             _, _, pipeline, planned = self._own[position]
             self._shards[position] = make_shard(self.run, self.number, pipeline, planned)
         return self._shards[position]
-
-
-def make_shard(run: "Run", step: int, pipeline: Pipeline, planned: Planned) -> Shard:
-    """This rank's slots of a planned micro-batch."""
-    world, feeding = run.world, run.feeding
-    group = world.groups.of(tuple(sorted(pipeline.ranks)))
-    assert group is not None, "a rank computes in pipelines that it is in"
-    ids = []
-    pack = laid_out(planned.pack, group.size, feeding)
-    for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
-        ids += [sequence] if length == computed else [sequence, -1]
-    return Shard(
-        step=step,
-        seed=run.seed,
-        ids=tuple(ids),
-        cu_seqlens=feeding.cu_seqlens(pack),
-        group=group,
-        device=world.device,
-        recompute=pipeline.recompute_of(planned),
-    )
-
-
-def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
-    """Raise ``InputError`` naming what of a plan is not for a model that is not ours."""
-    where = f"plan for step {plan.step}"
-    if plan.num_devices != num_ranks:
-        raise InputError(f"{where} is for {plan.num_devices} ranks, the run has {num_ranks}; plan again")
-    for number, pipeline in enumerate(plan.pipelines):
-        scheme = pipeline.scheme
-        if scheme.num_stages != 1 or scheme.num_layers != num_layers:
-            raise InputError(
-                f"{where}: pipelines[{number}] has stages of {scheme.stage_layers} layers; a model that is not ours is "
-                f"computed in one stage of {num_layers}"
-            )
-        used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
-        if not used <= {"dense", "ulysses"}:
-            raise InputError(
-                f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: ulysses, dense"
-            )

@@ -1,0 +1,61 @@
+"""Refuse other models that a loop calls on a micro-batch: they would not know whose tokens they have.
+
+A teacher or a reference model that came as it is would let the sequences of a pack see each other, and see only this
+rank's slots of them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from lengthwise.core.errors import InputError
+
+_MIXING = (
+    nn.MultiheadAttention, nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.Conv1d, nn.Conv2d,
+    nn.Conv3d,
+)  # fmt: skip
+
+
+class UnpreparedModels:
+    """Watches which modules are called while a micro-batch is computed."""
+
+    def __init__(self, prepared: Callable[[], Iterable[nn.Module]], is_plain: Callable[[], bool]) -> None:
+        """``prepared``: models whose parts may be called; ``is_plain``: whether anything may be."""
+        self._prepared, self._is_plain = prepared, is_plain
+        self._allowed: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+
+    @contextmanager
+    def refused(self) -> Iterator[None]:
+        """Calls of others raise ``InputError``."""
+        handle = register_module_forward_pre_hook(self._called)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if module in self._allowed or self._is_plain():
+            return
+        if not any(module is part for model in self._prepared() for part in model.modules()) and mixes(module):
+            raise InputError(
+                f"{type(module).__name__} was called in a micro-batch, whose tokens are a share of several sequences, "
+                "but is not prepared: give a frozen teacher or reference model as prepare(..., frozen=[model]) or "
+                "run.frozen(model); call a model that gets other tokens in `with run.plain():`"
+            )
+        self._allowed[module] = None
+
+
+def mixes(module: nn.Module) -> bool:
+    """Whether tokens may meet in a module: it attends, convolves, recurs, or is a stack of layers."""
+    for part in module.modules():
+        if isinstance(part, _MIXING) or (hasattr(part, "set_attn_implementation") and hasattr(part, "config")):
+            return True
+        if isinstance(part, nn.ModuleList) and len(part) > 1:
+            kinds = {type(layer) for layer in part}
+            if len(kinds) == 1 and not next(iter(kinds)).__module__.startswith("torch.nn"):
+                return True
+    return False
