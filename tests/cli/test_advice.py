@@ -1,11 +1,15 @@
 """A run that would lose hours of work to a kill says so once, and which setting helps."""
 
 import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 
-from lengthwise.cli.advice import CheckpointAdvice
+from lengthwise.cli.advice import CheckpointAdvice, space_warning
 from lengthwise.config import check
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.specs import GIB
 
 
 @pytest.mark.parametrize(
@@ -32,3 +36,25 @@ def test_hours_of_work_without_a_checkpoint_are_warned_of_once(train, step_time_
     assert len(said) == (words is not None)
     if words is not None:
         assert re.search(words, said[0]), said[0]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "num_there", "words"),
+    [
+        (3.0, 0, None),
+        (2.9, 0, "has 2.9 GiB free, 3 checkpoints to come need 3.0 GiB"),
+        (1.0, 2, None),
+        (0.5, 5, "1 check"),
+    ],
+)
+def test_a_disk_without_room_for_the_checkpoints_to_come_is_warned_of(
+    tmp_path, monkeypatch, free_gib, num_there, words
+):
+    for step in range(num_there):
+        checkpoint = tmp_path / "checkpoints" / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text("{}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(free_gib * GIB)))
+    warning = space_warning(RunFolder(tmp_path), num_bytes=GIB, keep=2)
+    assert (warning is None) == (words is None)
+    assert words is None or words in warning

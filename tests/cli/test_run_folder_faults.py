@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lengthwise.cli.ending import ask_to_stop
 from lengthwise.core.lock import Holder
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint import candidates, latest, verify
@@ -87,6 +88,25 @@ def test_a_disk_without_a_byte_left_is_noticed_before_ranks_are_started(cli, cor
     assert not listing(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "timeline"])
+def test_a_file_where_checkpoints_are_to_be_written_is_noticed_before_the_first_one(cli, corpus, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("?")
+    assert f"{name} is a file" in refusal(cli, "train", *settings(corpus, tmp_path / "run", *SMALL))
+
+
+@pytest.mark.parametrize(("out", "reason"), [("{tmp}", "is a folder"), ("{tmp}/file/profile.json", "Not a directory")])
+def test_a_profile_that_could_not_be_written_is_not_measured(cli, corpus, tmp_path, out, reason):
+    (tmp_path / "file").write_text("?")
+    out = out.format(tmp=tmp_path)
+    assert reason in refusal(cli, "profile", *settings(corpus, tmp_path / "run", *SMALL), "--out", out)
+
+
+def test_a_stop_that_cannot_be_asked_for_is_told_and_ends_nobody(tmp_path):
+    assert "cannot be asked to stop (No such file or directory: " in ask_to_stop(RunFolder(tmp_path / "gone"))
+    assert "stopping after the step" in ask_to_stop(RunFolder(tmp_path))
+
+
 def harm(run: Path, what: str) -> None:
     checkpoints = run / "checkpoints"
     match what:
@@ -107,6 +127,9 @@ def harm(run: Path, what: str) -> None:
         case "checkpoints is a file":
             shutil.rmtree(checkpoints)
             checkpoints.write_text("?")
+        case "checkpoints is a link to nothing":
+            shutil.rmtree(checkpoints)
+            checkpoints.symlink_to(run / "nothing")
         case "half a checkpoint":
             for path in checkpoints.glob("step_*"):
                 (path / "state.json").unlink()
@@ -125,7 +148,8 @@ def harm(run: Path, what: str) -> None:
         ("config.yaml is cut off", "config.yaml"),
         ("config.yaml is binary", "config.yaml"),
         ("no checkpoint", "no complete checkpoint"),
-        ("checkpoints is a file", "no complete checkpoint"),
+        ("checkpoints is a file", "where a run has a folder"),
+        ("checkpoints is a link to nothing", "where a run has a folder"),
         ("half a checkpoint", "no complete checkpoint"),
         ("latest names nothing", "--fall-back"),
         ("latest is binary", "--fall-back"),
@@ -268,9 +292,8 @@ def test_a_kill_before_the_first_checkpoint_says_what_is_lost(start, tmp_path):
     run.kill(0)
     code, printed = run.end()
     assert code == 1
-    assert (
-        "rank 0 was killed by SIGKILL. No checkpoint was complete yet (train.checkpoint_every=500), so the " in printed
-    )
+    assert "rank 0 was killed by SIGKILL" in printed
+    assert "No checkpoint was complete yet (train.checkpoint_every=500), so the " in printed
     assert "--resume" not in printed.split("error: ")[1]
     status = run.folder.read_json("status.json")
     assert (status["state"], status["safe_step"]) == ("crashed", None) and "SIGKILL" in status["error"]

@@ -1,10 +1,15 @@
-"""A warning while a run has still time to be started anew: how much work a kill would lose."""
+"""Warnings while a run has still time to be started anew: work that a kill would lose, a disk that will be full."""
 
+import shutil
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 from lengthwise.config import TrainConfig
+from lengthwise.core.folder import shown
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.specs import GIB
+from lengthwise.runtime.state.checkpoint_files import candidates
 
 NUM_STEPS = 3
 """Steps after which their duration is known well enough; the first is slower than others."""
@@ -12,6 +17,21 @@ MUCH_S = 3600.0
 """Work that nobody likes to lose."""
 OFTEN_S = 1800.0
 """Between checkpoints, as advised."""
+
+
+def space_warning(folder: RunFolder, *, num_bytes: int, keep: int) -> str | None:
+    """A warning if the disk has no room for the checkpoints to come, of ``num_bytes`` each; None if it has.
+
+    One more than those that are kept is on the disk while the newest is written, and one that is only just known good.
+    """
+    num_more = max(1, keep + 1 - len(candidates(folder.checkpoints)))
+    free = shutil.disk_usage(folder.path).free
+    if free >= num_more * num_bytes:
+        return None
+    return (
+        f"warning: {shown(folder.path)} has {free / GIB:,.1f} GiB free, {num_more} checkpoints to come need "
+        f"{num_more * num_bytes / GIB:,.1f} GiB (train.keep_checkpoints={keep}): the run ends where the disk is full"
+    )
 
 
 class CheckpointAdvice:

@@ -62,6 +62,11 @@ class RanksClaim:
         _acquire(lock, wait_s=1.5 * STALE_S if is_restarted else 0.0, ends_if_lost=True)
         self._lock = lock
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether this process holds the folder."""
+        return self._lock is not None and self._lock.is_held()
+
     def release(self) -> None:
         """Let it go, if it was taken."""
         if self._lock is not None:

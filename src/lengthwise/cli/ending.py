@@ -5,7 +5,7 @@ from contextlib import suppress
 from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
 from lengthwise.config import load
 from lengthwise.core.errors import InputError, LengthwiseError
-from lengthwise.core.folder import shown
+from lengthwise.core.folder import reason, shown
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import candidates
 
@@ -30,6 +30,15 @@ def error_of(folder: RunFolder, killed: str) -> LengthwiseError:
         if state in (RUNNING, CRASHED, None):
             write_status(folder, CRASHED, exit_code=LengthwiseError.exit_code, error=words)
     return LengthwiseError(words)
+
+
+def ask_to_stop(folder: RunFolder) -> str:
+    """Ask all ranks to save and end after the step in flight; what to tell the user, who asked for it."""
+    try:
+        folder.stop.touch()
+    except OSError as error:  # this runs in a signal's handler, where an error would end the launcher alone
+        return f"the run cannot be asked to stop ({reason(error)}); Ctrl-C once more ends it at once, without saving"
+    return "stopping after the step in flight, with a checkpoint; Ctrl-C once more ends at once"
 
 
 def way_on(folder: RunFolder) -> str:

@@ -8,7 +8,8 @@ import typer
 from lengthwise.cli.console import emit_json, progress, stdout
 from lengthwise.cli.launch import is_rank, split_arguments, torchrun
 from lengthwise.core.cost import ProfileTable
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.folder import make_folder, remove_empty, shown
 from lengthwise.data.corpus import open_corpus
 
 if TYPE_CHECKING:
@@ -47,9 +48,13 @@ def run(
     if is_rank():
         _measure(resolved, out, longest=longest, max_tokens=max_tokens or longest, repeats=repeats)
         return
+    if out.is_dir():
+        raise InputError(f"--out {shown(out)} is a folder; name a file in it")
+    made = make_folder(out.parent, setting="--out in")
     sizes = ["--max-length", str(longest), "--max-tokens", str(max_tokens or longest), "--repeats", str(repeats)]
     arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), *sizes]
     if not torchrun(arguments, nproc=nproc):
+        remove_empty(made)
         raise LengthwiseError("profiling failed; see the messages above")
     table = ProfileTable.load(out)
     found = _leave_out(resolved, table) if leave_out else ()

@@ -11,7 +11,7 @@ import typer
 
 from lengthwise.cli.claim import claimed
 from lengthwise.cli.console import emit_json, stderr
-from lengthwise.cli.ending import error_of, way_on
+from lengthwise.cli.ending import ask_to_stop, error_of, way_on
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, is_rank, split_arguments, torchrun
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.core.errors import INTERRUPTED, InputError, Preempted
@@ -119,8 +119,7 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
     log.print(f"run folder: {folder.path}", soft_wrap=True)
 
     def on_stop() -> None:
-        folder.stop.touch()
-        log.print("stopping after the step in flight, with a checkpoint; Ctrl-C once more ends at once", soft_wrap=True)
+        log.print(ask_to_stop(folder), soft_wrap=True)
 
     try:
         variables = {RUN_FOLDER_VARIABLE: str(folder.path)}

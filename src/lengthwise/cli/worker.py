@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from lengthwise.cli.advice import CheckpointAdvice
+from lengthwise.cli.advice import CheckpointAdvice, space_warning
 from lengthwise.cli.assemble import (
     make_cost,
     make_planner,
@@ -113,6 +113,8 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
 
 def _end_start(folder: RunFolder, claim: RanksClaim) -> NoReturn:
     """End a rank that is asked to stop while it starts; there is nothing to save."""
+    if is_first() and not claim.is_taken:
+        os._exit(Preempted.exit_code)  # the folder may be another run's
     has_checkpoints = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
     way = f"lengthwise train --resume {folder.path}" if has_checkpoints else "the same command"
     tell(folder, Preempted(f"asked to stop before the first step, which left everything as it was. Go on with: {way}"))
@@ -177,6 +179,9 @@ def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> N
             check_plans_fit(planner, config, spec, cluster)
             check_plans_of_run(config, planner, corpus, first_step=trainer.next_step)
         if world.is_first:
+            num_bytes = trainer.checkpoint_bytes
+            if warning := space_warning(start.folder, num_bytes=num_bytes, keep=config.train.keep_checkpoints):
+                stderr().print(warning, soft_wrap=True)
             _describe(
                 start.folder, config, corpus, spec, cluster
             )  # not before: a refused run leaves a folder as it was

@@ -97,6 +97,7 @@ class RunFolder:
         """Raise ``InputError`` unless this is the folder of a run."""
         try:
             has_config = self.config.is_file()
+            self._check_folders()
         except OSError as error:  # such as a name that is too long
             raise InputError(f"{shown(self.path)} is not a run folder ({reason(error)})") from None
         if not has_config:
@@ -108,6 +109,7 @@ class RunFolder:
         """Raise ``InputError`` if the folder holds a run already."""
         try:
             has_config, contents = self.config.exists(), self._left_of_a_run()
+            self._check_folders()
         except OSError as error:
             raise InputError(f"run_folder={shown(self.path)} cannot be used ({reason(error)}); name another") from None
         if has_config:
@@ -120,6 +122,12 @@ class RunFolder:
                 f"{shown(self.path)} holds {contents} of a run whose config.yaml is gone, so its settings are unknown; "
                 "put config.yaml back, remove the folder, or name another run_folder"
             )
+
+    def _check_folders(self) -> None:
+        """Raise ``InputError`` if something else has the name of a folder that a run writes to, perhaps hours later."""
+        for path in (self.checkpoints, self.path / "timeline", self.tensorboard, self.compiler):
+            if os.path.lexists(path) and not path.is_dir():
+                raise InputError(f"{shown(path)} is a file, or a link to nothing, where a run has a folder; remove it")
 
     def _left_of_a_run(self) -> str:
         """A file that only a run writes, if there is one."""

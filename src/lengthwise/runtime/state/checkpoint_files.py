@@ -9,6 +9,7 @@ checkpoints/step_00000100/             complete: every rank had finished when it
 process is killed at, the newest complete checkpoint stays where :func:`latest` finds it.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -27,6 +28,8 @@ CHECKPOINT_SCHEMA_VERSION = 2
 
 STATE_FILE, POINTER = "state.json", "latest"
 _PARTIAL, _REPLACED, _DIGEST = ".partial", ".replaced", "blake2b"
+_HELD_BY_NFS = ".nfs"
+"""How names begin of removed files that a process on a network file system still has open; they go with it."""
 _NAME = re.compile(r"step_\d{8,}")
 
 
@@ -102,7 +105,9 @@ def begin(folder: Path, name: str) -> Path:
         if path.name.endswith(_PARTIAL) or (_NAME.fullmatch(path.name) and not (path / STATE_FILE).is_file()):
             _remove(path)
     partial = folder / f"{name}{_PARTIAL}"
-    partial.mkdir()
+    partial.mkdir(exist_ok=True)
+    if left := [path.name for path in partial.iterdir() if not path.name.startswith(_HELD_BY_NFS)]:
+        raise OSError(errno.ENOTEMPTY, f"{left[0]} of an earlier save cannot be removed", str(partial))
     return partial
 
 

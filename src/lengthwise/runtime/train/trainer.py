@@ -1,6 +1,7 @@
 """The training loop: next global batch, its plan, one step, its record; until the steps are done or a stop is asked."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -109,6 +110,13 @@ class Trainer:
         self._prefetcher: Prefetcher | None = None
         self._saver = Saver(self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints)
 
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint, about: master weights, and the optimizer's tensors where they are as large."""
+        settings = self.state.settings
+        num_copies = 1 + (0 if settings.needs_whole_parameters else len(settings.state_names))
+        return self.state.table.bounds[-1] * self.state.master_dtype.itemsize * num_copies
+
     def resume(self, path: Path) -> None:
         """Restore weights, optimizer, sampler and step from a checkpoint.
 
@@ -156,7 +164,8 @@ class Trainer:
                 if self._train_one(stop, writers):
                     self._save(before, wait=True)
                     if self.world.is_first:
-                        self.folder.stop.unlink(missing_ok=True)
+                        with suppress(OSError):  # it has been saved
+                            self.folder.stop.unlink(missing_ok=True)
                     raise Preempted(
                         f"asked to stop before step {self.next_step + 1}; saved. Go on with: lengthwise train --resume "
                         f"{self.folder.path}"
