@@ -190,11 +190,12 @@ def _analyze_alone(request: "Request", store: "TokenStore", *, device: str, rest
 
 def _analyze(request: "Request", store: "TokenStore", *, device: str, restart: bool) -> dict[str, Any]:
     from lengthwise.runtime.analyze.analysis import analyze
+    from lengthwise.runtime.comm.activity import told_to_peers
     from lengthwise.runtime.comm.world import start_world
 
     world = start_world(device)
     count = len(store)
-    with progress() as bar:
+    with told_to_peers(), progress() as bar:
         task = bar.add_task(request.name, total=None, visible=world.is_first)
 
         def show(sequences: int, tokens: int, total: int) -> None:

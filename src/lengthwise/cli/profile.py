@@ -93,13 +93,14 @@ def _leave_out(config: "Config", table: ProfileTable) -> tuple["ModelErrors", ..
 def _measure(config: "Config", out: Path, *, longest: int, max_tokens: int, repeats: int) -> None:
     from lengthwise.cli.assemble import resolve_model
     from lengthwise.cli.worker import build
+    from lengthwise.runtime.comm.activity import told_to_peers
     from lengthwise.runtime.comm.world import start_world, stop_world
     from lengthwise.runtime.profile.measure import ladder, num_measurements, profile
 
     spec = resolve_model(config, open_corpus(config.data) if _has_corpus(config) else None)
-    world = start_world(config.train.device)
+    world = start_world(config.train.device, timeout_s=config.train.timeout_s)
     packs = ladder(longest, max_tokens)
-    with progress() as bar:
+    with told_to_peers(), progress() as bar:
         task = bar.add_task("profile", total=num_measurements(packs, repeats), visible=world.is_first)
         table = profile(
             build(config, spec, world),

@@ -143,6 +143,7 @@ def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
 
 
 def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> None:
+    from lengthwise.runtime.comm.activity import ACTIVITY
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import Trainer
 
@@ -151,6 +152,7 @@ def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> N
     spec = resolve_model(config, corpus)
     cluster = find_cluster(config, world)
     is_gpu = world.device.type == "cuda"
+    ACTIVITY.begin("building the model")
     model = build(config, spec, world)
     require_equal(world, run_to_compare(config, corpus, spec=spec, cluster=cluster, model=model))
     stream, planner, sizes = _plans(config, corpus, spec, cluster, world)
@@ -173,6 +175,7 @@ def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> N
             peek=planner.peek if isinstance(planner, PlanAhead) else None,
             ledger=RunLedger(corpus, partial(make_sampler, config, corpus), seed=config.seed),
         )
+        ACTIVITY.begin("reading a checkpoint")
         start.restore(trainer, world)
         require_equal(world, {"start": {"step": trainer.next_step, "sampler": stream.state_dict()}})
         if isinstance(planner, PlanFile):

@@ -4,14 +4,15 @@ One activity per process, as torch has one default process group per process. No
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from lengthwise.core.errors import CommunicationError
+from lengthwise.core.errors import CommunicationError, LengthwiseError
 from lengthwise.runtime.comm.differences import ranks_text
 
 _TIMEOUT_WORDS = ("timed out", "timeout")
@@ -97,6 +98,21 @@ def explained(operation: str, error: BaseException, activity: Activity = ACTIVIT
         return ACTIVITY.peers.explain(operation, error)
     reason = "was not over within its time limit" if is_timeout(error) else f"failed: {first_line(error)}"
     return CommunicationError(f"{activity.place}: {operation} {reason}")
+
+
+@contextmanager
+def told_to_peers() -> Iterator[None]:
+    """Say to ranks that wait for this one why it ends, if it does with an error of its own."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except Exception as error:
+        if is_lost(error):
+            raise explained("a collective of torch", error) from error
+        if ACTIVITY.peers is not None:
+            ACTIVITY.peers.say_failed(str(error) if isinstance(error, LengthwiseError) else repr(error))
+        raise
 
 
 def is_lost(error: BaseException) -> bool:

@@ -4,9 +4,11 @@ import os
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import DEVICES, GPU_SHARE, DeviceSpec, nearest
+from lengthwise.runtime.comm.collectives import all_reduce
 from lengthwise.runtime.comm.world import World
 
 CPU_SHARE = 0.8
@@ -19,14 +21,14 @@ def local_size() -> int:
 
 
 def find_device(world: World) -> DeviceSpec:
-    """Speeds of the device's kind, and the memory that this one has for a rank.
+    """Speeds of the device's kind, and the memory that the smallest of all has for a rank; every rank calls this.
 
     Raises:
         InputError: it is a GPU whose speeds are not known.
     """
     if world.device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return replace(DEVICES["cpu"], memory_bytes=int(CPU_SHARE * total / local_size()))
+        return replace(DEVICES["cpu"], memory_bytes=_smallest(int(CPU_SHARE * total / local_size()), world))
     found = torch.cuda.get_device_name(world.device)
     known = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in found]
     if not known:
@@ -35,7 +37,13 @@ def find_device(world: World) -> DeviceSpec:
 
 
 def memory_of_gpu(world: World) -> int | None:
-    """Bytes of this rank's GPU that plans may fill; None on a CPU."""
+    """Bytes that plans may fill of the smallest GPU of all ranks, which all call this; None on a CPU."""
     if world.device.type == "cpu":
         return None
-    return int(GPU_SHARE * torch.cuda.get_device_properties(world.device).total_memory)
+    return _smallest(int(GPU_SHARE * torch.cuda.get_device_properties(world.device).total_memory), world)
+
+
+def _smallest(num_bytes: int, world: World) -> int:
+    """Machines of one kind differ by a little, and plans must not."""
+    smallest = torch.tensor([num_bytes], device=world.device)
+    return int(all_reduce(smallest, dist.ReduceOp.MIN)) if world.size > 1 else num_bytes

@@ -152,6 +152,7 @@ class Trainer:
     def _fit(self) -> None:
         stop = StopRequest(self.folder.stop) if self.stop is None else self.stop  # one that is not asked is false
         if self.compiled is not None:
+            ACTIVITY.begin("compiling")
             self.compiled.warm_up(self.model)
         writers = self._writers()
         if depth := self.config.data.prefetch:
