@@ -147,6 +147,8 @@ def _cases() -> list[Case]:
         ("--jitter", "nan"),
         ("--jitter", "-1"),
         ("--jitter", "inf"),
+        ("--jitter", "1e300"),
+        ("--straggler", "0:1e300"),
         ("--straggler", "x"),
         ("--straggler", "0:nan"),
         ("--straggler", "-1:2"),

@@ -129,3 +129,36 @@ def test_damage_is_told(tmp_path):
         files.info.write_text(json.dumps({**json.loads(files.info.read_text()), "schema_version": 99}))
 
     assert "schema version 99" in opened_after(other_version)
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("schema_version", (None, "1", 99, [])),
+        ("index_digest", (None, 7, "x" * 5000)),
+        ("digest", (None, 7, "0" * 16)),
+        ("order_digest", (None, [], "0" * 16)),
+        ("num_sequences", (None, "5", 4, 5.0, 10**30)),
+        ("files", (None, [], {}, {"../../etc/passwd": 7}, {"loss.npy": "7"}, {"loss.npy": -1})),
+    ],
+)
+def test_a_description_that_was_tampered_with_is_refused(tmp_path, key, values):
+    for value in values:
+        files = save(tmp_path)
+        files.info.write_text(json.dumps({**json.loads(files.info.read_text()), key: value}))
+        with pytest.raises(InputError, match="analyze again"):
+            open_metric(tmp_path, "loss", digest=DIGEST)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{", '{"a":' * 50_000, '{"schema_version": ' + "9" * 5000 + "}", "\0"])
+def test_what_is_no_description_is_refused(tmp_path, text):
+    files = save(tmp_path)
+    files.info.write_text(text)
+    with pytest.raises(InputError, match=r"loss\.json"):
+        open_metric(tmp_path, "loss", digest=DIGEST)
+
+
+def test_values_that_are_not_finite_are_refused(tmp_path):
+    save(tmp_path, values=[1.0, np.nan, 2.0, np.inf, 3.0])
+    with pytest.raises(InputError, match="not finite|NaN"):
+        open_metric(tmp_path, "loss", digest=DIGEST)

@@ -131,6 +131,12 @@ def resolve_cluster(config: Config) -> ClusterSpec:
     return replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.usable_bytes))
 
 
+def check_num_ranks(config: Config, num_ranks: int) -> None:
+    """Raise ``InputError`` if the cluster that the configuration names has another number of devices."""
+    if config.cluster.name and (num_devices := resolve_cluster(config).num_devices) != num_ranks:
+        raise InputError(f"cluster.name={config.cluster.name} has {num_devices} devices, the run has {num_ranks} ranks")
+
+
 def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostModel:
     """Fitted to or learned from ``plan.profile`` where there is one, else analytic.
 
@@ -139,8 +145,22 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
     """
     if not config.plan.profile:
         return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
-    table = ProfileTable.load(Path(config.plan.profile))
+    table = open_profile(config)
     _check_device(config, table, cluster)
+    if config.plan.cost == "hybrid":
+        from lengthwise.cost.hybrid import HybridCost
+
+        return HybridCost(table, model=spec, cluster=cluster)
+    return FittedCost(table, model=spec, cluster=cluster)
+
+
+def open_profile(config: Config) -> ProfileTable:
+    """The profile that ``plan.profile`` names.
+
+    Raises:
+        InputError: it is damaged, or of another dtype or recompute setting than the run's.
+    """
+    table = ProfileTable.load(Path(config.plan.profile))
     if table.dtype != config.train.dtype:
         raise InputError(
             f"{config.plan.profile} was measured in {table.dtype}, the run computes in {config.train.dtype}; "
@@ -151,11 +171,7 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
             f"{config.plan.profile} was measured with plan.recompute={measured}, the run has "
             f"plan.recompute={config.plan.recompute}; profile again with the run's setting"
         )
-    if config.plan.cost == "hybrid":
-        from lengthwise.cost.hybrid import HybridCost
-
-        return HybridCost(table, model=spec, cluster=cluster)
-    return FittedCost(table, model=spec, cluster=cluster)
+    return table
 
 
 def _check_device(config: Config, table: ProfileTable, cluster: ClusterSpec) -> None:

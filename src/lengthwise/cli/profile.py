@@ -41,9 +41,11 @@ def run(
     """Measure micro-batches over a ladder of lengths and fit T = a l^2 + b l + c."""
     from lengthwise.config import load
     from lengthwise.cost.fitted import fit
+    from lengthwise.report.whole_file import check_place
 
     path, changes = split_arguments(config, overrides)
     resolved = load(path, changes)
+    check_place(out if out.is_dir() or out.parent.is_dir() else None, "--out")
     longest = max_length or _longest(resolved)
     if is_rank():
         _measure(resolved, out, longest=longest, max_tokens=max_tokens or longest, repeats=repeats)

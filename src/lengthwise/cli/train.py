@@ -63,7 +63,7 @@ def run(
         RunFolder(folder).check_new()
     elif not fall_back:
         latest(RunFolder(folder).checkpoints)
-    _check(resolved, is_resumed=resume is not None)
+    _check(resolved, nproc=nproc, is_resumed=resume is not None)
     arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
     arguments += ["--fall-back"] if fall_back else []
     with claimed(RunFolder(folder), is_new=resume is None):
@@ -72,9 +72,9 @@ def run(
         emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
 
 
-def _check(config: "Config", *, is_resumed: bool) -> None:
+def _check(config: "Config", *, nproc: int, is_resumed: bool) -> None:
     """Refuse here, before ranks are started and a folder is made, what can be without them."""
-    from lengthwise.cli.assemble import make_sampler, open_plans
+    from lengthwise.cli.assemble import check_num_ranks, make_sampler, open_plans, open_profile, resolve_model
     from lengthwise.cli.plan_checks import check_plans_of_run
     from lengthwise.cli.verify import verify_corpus
     from lengthwise.data.corpus import open_corpus
@@ -82,6 +82,10 @@ def _check(config: "Config", *, is_resumed: bool) -> None:
     corpus = open_corpus(config.data)
     corpus.check_tokens()
     make_sampler(config, corpus)
+    resolve_model(config, corpus)
+    check_num_ranks(config, nproc)
+    if config.plan.profile:
+        open_profile(config)
     verify_corpus(config, corpus)
     if config.plan.file:
         plans = open_plans(config, show_progress=True)

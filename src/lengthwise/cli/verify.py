@@ -4,7 +4,6 @@ import os
 
 from lengthwise.cli.console import progress
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
-from lengthwise.cli.restart import num_restarts
 from lengthwise.config import Config
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.store import TokenStore
@@ -26,7 +25,6 @@ def verify_store(store: TokenStore, *, name: str) -> None:
 
 def verify_as_rank(config: Config) -> None:
     """The same under bare torchrun, by one rank of each machine; `lengthwise train` has verified for its ranks."""
-    is_started_by_us = RUN_FOLDER_VARIABLE in os.environ
-    if is_started_by_us or num_restarts() or os.environ.get("LOCAL_RANK", "0") != "0":
+    if RUN_FOLDER_VARIABLE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     verify_corpus(config, open_corpus(config.data))

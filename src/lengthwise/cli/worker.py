@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from lengthwise.cli.advice import CheckpointAdvice, space_warning
 from lengthwise.cli.assemble import (
+    check_num_ranks,
     make_cost,
     make_planner,
     make_sampler,
@@ -42,7 +43,7 @@ from lengthwise.cli.same_start import run_to_compare, settings_to_compare
 from lengthwise.cli.sampling import sampling_report, unused_settings
 from lengthwise.config import Config
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
+from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
 from lengthwise.core.folder import make_folder
 from lengthwise.core.lock import InUseError
 from lengthwise.core.plan import StepPlan
@@ -252,11 +253,8 @@ def find_cluster(config: Config, world: "World") -> ClusterSpec:
     from lengthwise.runtime.comm.devices import find_device, local_size, memory_of_gpu
 
     if config.cluster.name:
+        check_num_ranks(config, world.size)
         cluster = resolve_cluster(config)
-        if cluster.num_devices != world.size:
-            raise InputError(
-                f"cluster.name={config.cluster.name} has {cluster.num_devices} devices, the run has {world.size} ranks"
-            )
         return cluster if config.cluster.memory_gib is not None else with_memory_at_most(cluster, memory_of_gpu(world))
     local = local_size()
     device = find_device(world)

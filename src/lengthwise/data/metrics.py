@@ -16,6 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief, read_json
+from lengthwise.data.array_file import load_array
 from lengthwise.data.correlation import pearson, ranks
 
 FOLDER = "metrics"
@@ -93,14 +95,28 @@ class MetricFiles:
         if not self.info.is_file():
             raise InputError(self._why_none())
         try:
-            info: dict[str, Any] = json.loads(self.info.read_text())
-            version = info["schema_version"]
-        except (ValueError, TypeError, KeyError):
-            raise InputError(f"{self.info} is not that of a metric; {self._again}") from None
-        if version != METRIC_VERSION:
+            info: Any = read_json(self.info, what="that of a metric")
+        except InputError as error:
+            raise InputError(f"{error}; {self._again}") from None
+        if not isinstance(info, dict) or "schema_version" not in info:
+            raise InputError(f"{self.info} is not that of a metric; {self._again}")
+        if (version := info["schema_version"]) != METRIC_VERSION:
             raise InputError(
-                f"{self.info} has schema version {version}, this program reads {METRIC_VERSION}; {self._again}"
+                f"{self.info} has schema version {brief(version)}, this program reads {METRIC_VERSION}; {self._again}"
             )
+        files = info.get("files")
+        known = {self.values.name, self.order.name}
+        is_whole = (
+            all(isinstance(info.get(name), str) for name in ("index_digest", "digest"))
+            and type(info.get("num_sequences")) is int
+            and isinstance(files, dict)
+            and self.values.name in files
+            and files.keys() <= known
+            and all(type(size) is int for size in files.values())
+            and (self.order.name not in files or isinstance(info.get("order_digest"), str))
+        )
+        if not is_whole:
+            raise self.damaged(f"{self.info.name} lacks a value, or has one of another type")
         return info
 
     def _why_none(self) -> str:
@@ -142,8 +158,8 @@ def open_metric(index_folder: Path, name: str, *, digest: str) -> Metric:
     info = files.read_info()
     if info["index_digest"] != digest:
         raise InputError(
-            f"metric {name!r} beside {files.index} was made of another index (digest {info['index_digest']}, this one "
-            f"has {digest}); {files._again}"
+            f"metric {name!r} beside {files.index} was made of another index (digest "
+            f"{brief(info['index_digest'])[1:-1]}, this one has {digest}); {files._again}"
         )
     for file, size in info["files"].items():
         path = files.folder / file
@@ -154,6 +170,10 @@ def open_metric(index_folder: Path, name: str, *, digest: str) -> Metric:
     order = _load(files, files.order) if files.order.name in info["files"] else None
     if values.dtype.str not in DTYPES or values.shape != (info["num_sequences"],):
         raise files.damaged(f"{files.values.name} holds {values.dtype} of shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise files.damaged(f"{files.values.name} holds values that are not finite")
+    if order is not None and (order.dtype.kind not in "iu" or order.shape != values.shape):
+        raise files.damaged(f"{files.order.name} holds {order.dtype} of shape {order.shape}")
     if values_digest(values, index_digest=digest) != info["digest"]:
         raise files.damaged(f"the values in {files.values.name} are not the ones that were written")
     if order is not None and order_digest(order) != info["order_digest"]:
@@ -246,8 +266,6 @@ def _digest(array: np.ndarray, mark: str) -> str:
 
 def _load(files: MetricFiles, path: Path) -> np.ndarray:
     try:
-        array: np.ndarray = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):
+        return load_array(path, way_out="analyze again with --restart")
+    except InputError:
         raise files.damaged(f"{path.name} is no array") from None
-    array.flags.writeable = False
-    return array
