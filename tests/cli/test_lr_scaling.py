@@ -40,4 +40,4 @@ def test_the_reference_left_out_is_the_budget(cli, settings):
 
 def test_a_clamp_the_wrong_way_round_is_bad_input(cli, settings):
     code, _, err = cli("plan", *settings, "optim.lr_scaling=linear", "optim.lr_clamp=[4,0.25]")
-    assert code == 2 and "the clamp is (4.0, 0.25)" in err
+    assert code == 2 and "optim.lr_clamp: the least factor comes first" in err

@@ -160,5 +160,5 @@ def test_what_is_no_description_is_refused(tmp_path, text):
 
 def test_values_that_are_not_finite_are_refused(tmp_path):
     save(tmp_path, values=[1.0, np.nan, 2.0, np.inf, 3.0])
-    with pytest.raises(InputError, match="not finite|NaN"):
+    with pytest.raises(InputError, match=r"not finite|NaN"):
         open_metric(tmp_path, "loss", digest=DIGEST)
