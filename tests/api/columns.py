@@ -81,10 +81,10 @@ def assert_equal(found, expected, tolerance: float = 1e-10):
         assert float((found[name] - value).abs().max()) <= tolerance * size, name
 
 
-def learned_on_ranks(make, items):
-    """The same on every rank, where two ranks share what is longer than 16 tokens."""
+def learned_on_ranks(make, items, capacity=16):
+    """The same on every rank, where two ranks share what is longer than ``capacity`` tokens."""
     from tests.api.loops import as_started_by_torchrun
 
     as_started_by_torchrun()
-    cost = models.SimpleCost(capacity=16, loss=0.4, c_s=0.05)
-    return learned(make(), items, cost=cost, memory_gib=16, recompute="none")
+    cost = models.SimpleCost(capacity=capacity, loss=0.4, c_s=0.05)
+    return learned(make(), items, cost=cost, memory_gib=capacity, recompute="none")

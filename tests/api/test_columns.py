@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 import pytest
+import torch
 
 from lengthwise.api.sequences import read_sequences
 from lengthwise.core.errors import InputError
@@ -178,15 +179,88 @@ def test_a_model_that_classifies_tokens_learns_the_label_of_each_token(kind):
     assert_equal(learned(make(kind, **options), items(label_ids=labels)), expected, FLOAT32)
 
 
-def test_a_label_at_one_token_of_each_sequence_classifies_sequences():
-    """What the refusal of ...ForSequenceClassification advises: each sequence weighs the same."""
-    last = [np.where(np.arange(len(row)) == len(row) - 1, row[0] % 2, -100) for row in ROWS]
-    options = {"classifier_dropout": 0.0, "num_labels": 2}
-    model = gpt2("GPT2ForTokenClassification", **options)
-    expected = gradient(gpt2("GPT2ForTokenClassification", **options), ROWS, last)
-    assert_equal(learned(model, items(labels=last)), expected, FLOAT32)
-    with pytest.raises(InputError, match=r"GPT2ForSequenceClassification has one label for each sequence"):
-        learned(gpt2("GPT2ForSequenceClassification"), items(label=[0] * len(ROWS)))
+CLASSIFIERS = {
+    "last token": lambda: gpt2("GPT2ForSequenceClassification", num_labels=3),
+    "first token": lambda: bert("BertForSequenceClassification", num_labels=3, classifier_dropout=0.0),
+    "adapters": lambda: adapted_classifier(),
+}
+CLASSES = [int(row[0]) % 3 for row in ROWS]
+
+
+def adapted_classifier():
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
+    return peft.get_peft_model(CLASSIFIERS["first token"](), config).double()
+
+
+def classified_alone(model, types):
+    """The gradient of the mean loss over sequences, each computed by itself."""
+    for row, label, kinds in zip(ROWS, CLASSES, types):
+        inputs = {"input_ids": torch.as_tensor(row)[None], "token_type_ids": torch.as_tensor(kinds)[None]}
+        (model(**inputs, labels=torch.tensor([label])).loss / len(ROWS)).backward()
+    found = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_the_class_of_a_sequence_weighs_the_same_however_long_it_is(name):
+    types = [np.where(half, 1, 0) for half in HALVES]
+    make = CLASSIFIERS[name]
+    given = [item | {"label": label} for item, label in zip(items(token_type_ids=types), CLASSES)]
+    assert_equal(learned(make(), given), classified_alone(make(), types))
+    for item, label in zip(given, CLASSES):
+        del item["label"]
+        item |= {"labels": [label], "attention_mask": [1] * len(item["input_ids"])}
+    assert_equal(learned(make(), given, max_length=6, over_length="drop"), _dropped(make, types))
+
+
+def _dropped(make, types):
+    """Of the sequences of at most six tokens."""
+    model, short = make(), [number for number, row in enumerate(ROWS) if len(row) <= 6]
+    for number in short:
+        inputs = {"input_ids": ROWS[number], "token_type_ids": types[number]}
+        inputs = {name: torch.as_tensor(values)[None] for name, values in inputs.items()}
+        (model(**inputs, labels=torch.tensor([CLASSES[number]])).loss / len(short)).backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def test_ranks_classify_sequences_together(ranks):
+    make = CLASSIFIERS["last token"]
+    zeros = [np.zeros_like(row) for row in ROWS]
+    given = [item | {"label": label} for item, label in zip(items(token_type_ids=zeros), CLASSES)]
+    expected = classified_alone(make(), zeros)
+    for found in ranks(2).run(learned_on_ranks, make_classifier, given, capacity=40):
+        assert_equal(found, expected)
+
+
+def make_classifier():
+    return CLASSIFIERS["last token"]()
+
+
+@pytest.mark.parametrize(
+    ("item", "options", "named"),
+    [
+        ({"label": 3}, {}, r"label of item 0 is 3, and the model has one label for a sequence, from 0 to 2"),
+        ({"label": 0.5}, {}, r"label of item 0 is 0.5"),
+        ({"labels": [0, 1, 2]}, {}, r"labels of item 0 is \[0, 1, 2\]"),
+        ({}, {}, r"item 0 has no labels, and the model learns from the label of each sequence: give it a label"),
+        ({"label": 1, "completion_mask": [0, 1, 1]}, {}, r"item 0 has a mask of tokens with a loss, and the model has"),
+        ({"label": 1, "position_ids": [0, 0, 1]}, {}, r"item 0 holds 2 sequences packed into one row"),
+        ({"label": 1}, {"over_length": "split", "max_length": 2}, r"has one label for a whole sequence; truncate or"),
+    ],
+)
+def test_items_without_one_class_are_refused_where_sequences_are_classified(item, options, named):
+    with pytest.raises(InputError, match=named):
+        learned(make_classifier(), [{"input_ids": [1, 2, 3], **item}] * 3, **options)
+
+
+def test_numbers_and_several_classes_of_a_sequence_are_refused():
+    for options in ({"num_labels": 1}, {"num_labels": 3, "problem_type": "multi_label_classification"}):
+        with pytest.raises(InputError, match=r"GPT2ForSequenceClassification with num_labels=. .* loss= and inputs="):
+            learned(gpt2("GPT2ForSequenceClassification", **options), [{"input_ids": [1, 2], "label": 1}] * 3)
 
 
 def test_the_target_that_is_ignored_may_be_any_number():

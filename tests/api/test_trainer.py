@@ -179,9 +179,9 @@ def test_batches_that_packs_do_not_know_are_refused(tmp_path):
     packed = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "position_ids": [0, 0, 1]}]
     with pytest.raises(InputError, match=r"item 0 holds 2 sequences packed into one row"):
         train(tmp_path, {}, train_dataset=packed)
-    with pytest.raises(InputError, match=r"GPT2ForSequenceClassification does not predict next tokens"):
-        config = transformers.GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2, pad_token_id=0)
-        train(tmp_path, {}, model=transformers.GPT2ForSequenceClassification(config))
+    with pytest.raises(InputError, match=r"BertForQuestionAnswering does not predict next tokens"):
+        config = transformers.BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        train(tmp_path, {}, model=transformers.BertForQuestionAnswering(config))
     with pytest.raises(InputError, match=r"lengthwise=\{'lr'.*say it in TrainingArguments"):
         train(tmp_path, {}, lengthwise={"lr": 1.0})
 

@@ -103,6 +103,20 @@ def test_labels_of_tokens_are_learned_as_in_transformers(tmp_path):
     assert_alike(found, FLOAT32)
 
 
+def test_classes_of_sequences_are_learned_as_in_transformers(tmp_path):
+    items = [{"input_ids": item["input_ids"], "label": item["input_ids"][0] % 3} for item in words()]
+
+    def collate(items):
+        batch = padding([item | {"labels": [], "attention_mask": [1] * len(item["input_ids"])} for item in items])
+        return batch | {"labels": torch.tensor([item["label"] for item in items])}
+
+    def make():
+        return bert("BertForSequenceClassification", classifier_dropout=0.0, num_labels=3)
+
+    found, _ = both(tmp_path, make, ONE_BATCH, train_dataset=items, data_collator=collate)
+    assert_alike(found, FLOAT32)
+
+
 def test_tokens_that_were_hidden_before_are_learned_as_in_transformers(tmp_path):
     found, _ = both(tmp_path, bert, ONE_BATCH, train_dataset=words(hidden=True), data_collator=padding)
     assert_alike(found, FLOAT32)

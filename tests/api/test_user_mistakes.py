@@ -262,10 +262,10 @@ MODELS = {
     "with more arguments": (Demanding, r"the forward of Demanding fails .* 'temperature'\); say how .* inputs="),
     "of other shapes": (Failing2D, r"the forward of Failing2D fails .*not enough values to unpack"),
     "hidden tokens, none to hide by": (bert, r"BertForMaskedLM predicts hidden tokens: .* mask_token_id"),
-    "of sequences": (lambda: bert("BertForSequenceClassification"), r"BertForSequenceClassification has one label for"),
-    "of pairs": (lambda: bert("BertForNextSentencePrediction"), r"BertForNextSentencePrediction has one label"),
-    "of choices": (lambda: bert("BertForMultipleChoice"), r"BertForMultipleChoice has one label"),
-    "of answers": (lambda: bert("BertForQuestionAnswering"), r"BertForQuestionAnswering has one label"),
+    "of sequences": (lambda: bert("BertForSequenceClassification"), r"no labels, .* the label of each sequence"),
+    "of pairs": (lambda: bert("BertForNextSentencePrediction"), r"no labels, .* the label of each sequence"),
+    "of choices": (lambda: bert("BertForMultipleChoice"), r"BertForMultipleChoice has neither one label"),
+    "of answers": (lambda: bert("BertForQuestionAnswering"), r"BertForQuestionAnswering has neither"),
     "of tokens without labels": (lambda: bert("BertForTokenClassification"), r"item 0 has no labels, and"),
 }  # fmt: skip
 

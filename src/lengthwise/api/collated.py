@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.api.columns import LOSS_MASKS, PADDING, PROMPT_MASK, as_array
+from lengthwise.api.columns import LOSS_MASKS, PADDING, PROMPT_MASK
+from lengthwise.api.item_values import as_array
 from lengthwise.core.errors import InputError
 
 _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -78,7 +79,7 @@ class Collated:
                 if array.tolist() not in ([0, length], length):
                     raise InputError(f"{key} of {where} are the ends of several sequences; give each as its own item")
                 continue
-            if array.ndim and (len(array) != 1 or (key in ("input_ids", "labels") and array.ndim != 2)):
+            if array.ndim and (len(array) != 1 or (key == "input_ids" and array.ndim != 2)):
                 raise InputError(f"{key} of {where} has shape {array.shape} as a batch of one; one row is needed")
             row[key] = array[0] if array.ndim else array
         mask = row.get(PADDING)

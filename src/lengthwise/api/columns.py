@@ -1,12 +1,11 @@
 """Columns of a corpus' items: used, named once as not used where they are harmless, or refused with the way out."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from lengthwise.api.item_values import Expected, Row, as_array, first_leaf, is_mapping, without_padding
 from lengthwise.api.packed_rows import sequence_bounds
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
@@ -44,39 +43,6 @@ _OWN_ARGUMENTS = frozenset([*TOKEN_ARGUMENTS, *TARGET_ARGUMENTS, *POSITION_ARGUM
 """Arguments of a forward that are made from tokens and labels."""
 _NOT_PASSED = ("past", "cache", "decoder", "head_mask", "shift_labels", "inputs_embeds", "logits", "output_", "return_")
 LARGEST_ID = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Row:
-    """What one item holds for the model: values of its tokens, without padding."""
-
-    tokens: np.ndarray
-    labels: np.ndarray | None = None
-    passed: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Arguments of the forward beside the tokens, one value per token."""
-    special: np.ndarray | None = None
-    """True for tokens that are never hidden."""
-    bounds: tuple[int, ...] = ()
-    """Where the sequences of the row begin, and its end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expected:
-    """What a model makes of items."""
-
-    objective: str = NEXT_TOKEN
-    arguments: frozenset[str] = frozenset()
-    """Parameters of the model's forward."""
-    label_limit: int | None = None
-    """Labels are below it; None: the number is not known."""
-    ignore_index: int = -100
-    slot_tokens: int = 1
-    needs_labels: bool = False
-    """Whether the model has nothing to learn from tokens without labels."""
-    makes_inputs: bool = False
-    """Whether the user's own ``inputs=`` makes the forward's arguments."""
-    splits_rows: bool = True
-    """Whether rows that were packed before may be split into their sequences."""
 
 
 class Columns:
@@ -118,9 +84,9 @@ class Columns:
             masks.append(self._prompt_mask(where, values.pop(PROMPT_MASK), tokens))
         positions = {name: values.pop(name) for name in POSITIONS if name in values}
         bounds = sequence_bounds(
-            where, int(keep.sum()), {name: _kept(values, keep) for name, values in positions.items()}
+            where, int(keep.sum()), {name: without_padding(values, keep) for name, values in positions.items()}
         )
-        if len(bounds) > 2 and not self.expected.splits_rows:
+        if len(bounds) > 2 and (self.expected.labels_sequences or not self.expected.splits_rows):
             raise InputError(
                 f"{where} holds {len(bounds) - 1} sequences packed into one row; give each sequence as an item of its "
                 "own: packs are planned"
@@ -231,6 +197,8 @@ class Columns:
     def _labels(
         self, where: str, tokens: np.ndarray, values: dict[str, Any], masks: list[np.ndarray], keep: np.ndarray
     ) -> np.ndarray | None:
+        if self.expected.labels_sequences:
+            return self._label_of_sequence(where, values, masks, int(keep.sum()))
         labels: np.ndarray | None = None
         for name in (name for name in LABELS if name in values):
             given = as_array(f"{name} of {where}", values.pop(name))
@@ -251,6 +219,30 @@ class Columns:
         self._check_labels_given(where, labels)
         return labels
 
+    def _label_of_sequence(
+        self, where: str, values: dict[str, Any], masks: list[np.ndarray], length: int
+    ) -> np.ndarray:
+        """The label of the whole sequence at its first token, and no loss at the others."""
+        given = {name: as_array(f"{name} of {where}", values.pop(name)) for name in LABELS if name in values}
+        if masks:
+            raise InputError(f"{where} has a mask of tokens with a loss, and the model has one label for a sequence")
+        name = next(iter(given), None)
+        self._check_labels_given(where, None if name is None else given[name])
+        assert name is not None, "a label was given"
+        label = given[name]
+        if (
+            label.size != 1
+            or label.dtype.kind not in "biu"
+            or not 0 <= int(label.item()) < (self.expected.label_limit or 0)
+        ):
+            raise InputError(
+                f"{name} of {where} is {label.tolist()!r:.40}, and the model has one label for a sequence, from 0 to "
+                f"{(self.expected.label_limit or 0) - 1}; give it one integer"
+            )
+        labels = np.full(length, self.expected.ignore_index, dtype=np.int64)
+        labels[0] = label.item()
+        return labels
+
     def _check_padding(self, where: str, labels: np.ndarray, keep: np.ndarray) -> None:
         padded = labels[~keep]
         if len(padded) and bool((padded != self.expected.ignore_index).any()):
@@ -262,8 +254,12 @@ class Columns:
     def _check_labels_given(self, where: str, labels: np.ndarray | None) -> None:
         if labels is None and self.expected.needs_labels:
             raise InputError(
-                f"{where} has no labels, and the model learns from the label of each token: give it labels, "
-                f"{self.expected.ignore_index} where there is no loss"
+                f"{where} has no labels, and the model learns from the label of each "
+                + (
+                    "sequence: give it a label"
+                    if self.expected.labels_sequences
+                    else f"token: give it labels, {self.expected.ignore_index} where there is no loss"
+                )
             )
 
     def _per_token(self, where: str, name: str, labels: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -302,7 +298,7 @@ class Columns:
         if reason is not None:
             self._leave_out(name, reason)
             return None
-        leaf = _first_leaf(value)
+        leaf = first_leaf(value)
         if not isinstance(leaf, bool | int | float | np.generic | torch.Tensor):
             raise _cannot_be_used(where, name, f"holds {type(leaf).__name__}")
         array = as_array(f"{name} of {where}", value)
@@ -321,7 +317,7 @@ class Columns:
         """Why a column is left out whatever its values are; None: that depends on them."""
         if self.expected.makes_inputs:
             return "inputs= makes the forward's arguments"
-        leaf = _first_leaf(value)
+        leaf = first_leaf(value)
         if name in (*TOKENS, *_HARMLESS) or leaf is None or isinstance(leaf, str):
             return ""
         is_number = isinstance(leaf, bool | int | float | np.generic | torch.Tensor)
@@ -355,42 +351,3 @@ def _cannot_be_used(where: str, name: str, reason: str) -> InputError:
         f"column {name} of {where} {reason}; leave it out of the items, or make the forward's arguments yourself with "
         "inputs=lambda micro_batch: {...}"
     )
-
-
-def is_mapping(item: Any) -> bool:
-    """Whether an item has columns."""
-    return hasattr(item, "keys") and hasattr(item, "__getitem__")
-
-
-def as_array(where: str, values: Any) -> np.ndarray:
-    """The values as NumPy has them.
-
-    Raises:
-        InputError: they are rows of different lengths, or no numbers at all.
-    """
-    try:
-        if isinstance(values, torch.Tensor):
-            values = values.detach().cpu()
-            return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
-        return np.asarray(values)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise InputError(
-            f"{where} holds {type(values).__name__}, which is no array of numbers ({error}); give each item one row"
-        ) from error
-
-
-def _kept(value: Any, keep: np.ndarray) -> Any:
-    """The part of a column of one value per token that is no padding; another column as it is."""
-    array = np.asarray(value) if not isinstance(value, torch.Tensor) else value.detach().cpu().numpy()
-    return array[keep] if array.shape == keep.shape else array
-
-
-def _first_leaf(value: Any) -> Any:
-    """The first number or text in nested lists; a tensor or an array stands for its own."""
-    while isinstance(value, list | tuple):
-        if not value:
-            return None
-        value = value[0]
-    if isinstance(value, np.ndarray) and value.dtype.kind in "USO":
-        return _first_leaf(value.tolist()) if value.size else None
-    return np.float64(0) if isinstance(value, np.ndarray) else value

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from lengthwise.api.columns import Columns, Expected
+from lengthwise.api.columns import Columns
+from lengthwise.api.item_values import Expected
 from lengthwise.core.errors import InputError
 
 IGNORED = -100

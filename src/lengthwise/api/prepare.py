@@ -13,7 +13,7 @@ from lengthwise.api.collated import Collated
 from lengthwise.api.costs import find_cost, measure_again, say
 from lengthwise.api.lookups import Lookups
 from lengthwise.api.models import check_model, forward_errors_named
-from lengthwise.api.objectives import expected_columns
+from lengthwise.api.objectives import expected_columns, labels_sequences
 from lengthwise.api.options import Options, named_as_options, read_options
 from lengthwise.api.planning import form, make_planner, make_sampler, steps_of, with_metric_of
 from lengthwise.api.refine import Refiner
@@ -79,6 +79,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     require_equal(world, compared)
     atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
     model.to(world.device)
+    of_sequences = labels_sequences(model, chosen)
+    chosen = chosen.model_copy(update={"max_degree": 1}) if of_sequences else chosen
     adapted = Adapted(
         model,
         objective=objective,
@@ -86,6 +88,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         loss=chosen.loss,
         inputs=chosen.inputs,
         context=selective_contexts() if chosen.recompute == "selective" else None,
+        by_sequence=of_sequences,
+        labels_sequences=of_sequences,
     )
     try:
         run = _make_run(adapted, chosen, world, sequences)

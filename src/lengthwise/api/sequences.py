@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lengthwise.api.columns import Columns, Expected, Row, is_mapping
+from lengthwise.api.columns import Columns
+from lengthwise.api.item_values import Expected, Row, is_mapping
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lengths import LengthIndex

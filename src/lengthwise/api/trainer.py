@@ -109,7 +109,8 @@ class Trainer(transformers.Trainer):
         args, options, sampling = self.args, dict(self._options), self.args.train_sampling_strategy
         name = type(base_model(self.model)).__name__
         masked = options.get("objective") == "masked" or name.endswith("ForMaskedLM")
-        is_known = masked or name.endswith("ForTokenClassification") or self._predicts_next_tokens()
+        classifies = name.endswith(("ForTokenClassification", "ForSequenceClassification"))
+        is_known = masked or classifies or self._predicts_next_tokens()
         if not is_known and not {"loss", "inputs", "objective"} & set(options):
             raise InputError(
                 f"{name} does not predict next tokens; say what has a loss and how it is made: "

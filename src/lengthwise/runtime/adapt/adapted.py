@@ -29,6 +29,7 @@ from lengthwise.runtime.adapt.positions import StockPositions
 from lengthwise.runtime.adapt.rotary import LengthwiseRotary
 from lengthwise.runtime.adapt.routers import BalancingLosses
 from lengthwise.runtime.adapt.script import Script
+from lengthwise.runtime.adapt.sequence_labels import with_label_of_sequence
 from lengthwise.runtime.adapt.stand_in import finish_forward
 
 TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
@@ -53,12 +54,13 @@ class Adapted:
         inputs: MakeInputs | None = None,
         context: Callable[[], Any] | None = None,
         by_sequence: bool = False,
+        labels_sequences: bool = False,
         is_frozen: bool = False,
     ) -> None:
         """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
         micro-batch to the forward's arguments; ``context``: see :class:`Layers`; ``by_sequence``: compute the stock
-        forward once for each sequence, which this rank has whole, instead of packs and shards; ``is_frozen``: it has
-        no gradients.
+        forward once for each sequence, which this rank has whole, instead of packs and shards; ``labels_sequences``:
+        the model takes one label for each sequence; ``is_frozen``: it has no gradients.
 
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.
@@ -74,7 +76,7 @@ class Adapted:
         self._outputs = Outputs()
         self.script = Script(calls={})
         """Exchanges of a forward and its backward; known when it was watched."""
-        self._forward = model.forward
+        self._forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._prepared: PreparedForward | None = None
         self._constants = list(self.anatomy.constants())
         self._imported = Imported(model)
