@@ -310,6 +310,7 @@ def test_a_folder_may_have_any_name(corpus, tmp_path, cli):
     assert (folder.with_name("out [bold]") / "config.json").is_file()
 
 
+@pytest.mark.deep  # by default: locks alone, in tests/core/test_lock.py
 def test_a_lock_that_a_run_left_behind_stops_nobody(copied):
     holder = {**Holder.this_process().__dict__, "started": "1"}
     for name in ("launcher", "ranks"):

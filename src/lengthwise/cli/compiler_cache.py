@@ -46,7 +46,7 @@ def _code(compiler: Path, secret: bytes) -> str:
 
 
 def _secret() -> bytes:
-    """That of this user, made at first use; where there is no home to keep it in, one for this process alone."""
+    """The secret of this user, made at first use; where no home can keep it, one for this process alone."""
     file = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lengthwise" / "secret"
     with suppress(OSError, RuntimeError):
         file.parent.mkdir(parents=True, exist_ok=True)

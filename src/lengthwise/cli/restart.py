@@ -96,17 +96,17 @@ def tell(folder: RunFolder, error: Exception) -> bool:
     """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
     if not is_first():
         time.sleep(1.0)  # what all ranks meet at once, the first tells
-    state, told = _state_after(error), reason_of(error)
+    state, words = _state_after(error), reason_of(error)
     exit_code = error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code
     if read_status(folder).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):
         return False
     is_read = RUN_FOLDER_VARIABLE in os.environ  # the process that started the ranks reads the file and tells
     try:
-        write_status(folder, state, exit_code=exit_code, error=told)
+        write_status(folder, state, exit_code=exit_code, error=words)
     except OSError:
         is_read = False
     if not is_read:
-        sys.stderr.write(f"error: {told}\n")
+        sys.stderr.write(f"error: {words}\n")
         sys.stderr.flush()
     return True
 
@@ -121,9 +121,9 @@ def of_disk_in_words(error: Exception, folder: RunFolder) -> Exception:
     if not is_of_disk(error):
         return error
     assert isinstance(error, OSError)
-    told = LengthwiseError(f"the run cannot go on ({reason(error)}); {outlook(folder.checkpoints)}")
-    told.__cause__ = error
-    return told
+    sentence = LengthwiseError(f"the run cannot go on ({reason(error)}); {outlook(folder.checkpoints)}")
+    sentence.__cause__ = error
+    return sentence
 
 
 def _state_after(error: Exception) -> str:

@@ -61,31 +61,31 @@ def read_metadata(checkpoint: Path, files: Mapping[str, Any]) -> Metadata:
     """
     with (checkpoint / METADATA_FILE).open("rb") as stream:
         try:
-            found = _Unpickler(stream).load()
+            loaded = _Unpickler(stream).load()
         except ForeignMetadataError:
             raise
         except Exception as error:  # a pickle can fail in any way
             raise ForeignMetadataError(f"it is no pickle of metadata ({type(error).__name__}: {error})") from None
-    if not isinstance(found, Metadata):
-        raise ForeignMetadataError(f"it holds a {type(found).__name__}, not a Metadata")
+    if not isinstance(loaded, Metadata):
+        raise ForeignMetadataError(f"it holds a {type(loaded).__name__}, not a Metadata")
     try:
-        _check_tensors(found)
-        _check_places(found, files)
+        _check_tensors(loaded)
+        _check_places(loaded, files)
     except (AttributeError, TypeError) as error:  # a field is missing or of another type
         raise ForeignMetadataError(f"it is incomplete ({error})") from None
-    return found
+    return loaded
 
 
-def _check_tensors(found: Metadata) -> None:
-    for name, entry in found.state_dict_metadata.items():
+def _check_tensors(loaded: Metadata) -> None:
+    for name, entry in loaded.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ForeignMetadataError(f"{name!r} is a {type(entry).__name__}, not a tensor")
         if not isinstance(entry.size, torch.Size) or not isinstance(entry.properties.dtype, torch.dtype):
             raise ForeignMetadataError(f"{name!r} has no size or no dtype")
 
 
-def _check_places(found: Metadata, files: Mapping[str, Any]) -> None:
-    for index, place in found.storage_data.items():
+def _check_places(loaded: Metadata, files: Mapping[str, Any]) -> None:
+    for index, place in loaded.storage_data.items():
         if not isinstance(index, MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
             raise ForeignMetadataError(f"{index!r} has no place in a file")
         if place.relative_path not in files or place.transform_descriptors:

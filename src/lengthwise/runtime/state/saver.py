@@ -88,8 +88,8 @@ class Saver:
         self.wait()
         self._group = self._group or HostGroup(self._state.world.timeout)
         self.step = extra["step"]
-        found, document = contents(self._state), {**_description(self._state), **extra}
-        self._thread = Thread(target=self._run, args=(self._group, found, document), name="checkpoint", daemon=True)
+        shares, document = contents(self._state), {**_description(self._state), **extra}
+        self._thread = Thread(target=self._run, args=(self._group, shares, document), name="checkpoint", daemon=True)
         self._thread.start()
         if wait:
             self.wait()
@@ -125,15 +125,15 @@ class Saver:
             self._group.close()
             self._group = None
 
-    def _run(self, group: HostGroup, found: dict[str, Content], document: dict[str, Any]) -> None:
+    def _run(self, group: HostGroup, shares: dict[str, Content], document: dict[str, Any]) -> None:
         world, step = self._state.world, document["step"]
         lock = files.lock_of_save(self._folder)
         try:
-            _check_finite(found, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
+            _check_finite(shares, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
             keep = files.Keep(newest=self._keep, good_step=self.good_step)
             if self._makes_parents:
                 _first_does(lambda: _make_and_lock(self._folder, lock), group, world)
-            _write(self._folder, found, document, group=group, world=world, keep=keep)
+            _write(self._folder, shares, document, group=group, world=world, keep=keep)
         except BaseException as error:  # torch's CheckpointException is no Exception
             if world.is_first and (lock.token or not self._makes_parents):
                 files.discard(self._folder, files.step_name(step))
@@ -144,7 +144,7 @@ class Saver:
 
 def _write(
     folder: Path,
-    found: dict[str, Content],
+    shares: dict[str, Content],
     document: dict[str, Any],
     *,
     group: HostGroup,
@@ -156,7 +156,7 @@ def _write(
     partial = folder / f"{name}.partial"
     _first_does(lambda: files.begin(folder, name), group, world)
     check_shared(partial, group.gather, is_first=world.is_first)
-    tensors = {key: content.on(group.mesh) for key, content in found.items()}
+    tensors = {key: content.on(group.mesh) for key, content in shares.items()}
     writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)  # everything is in host memory already
     dcp.save(tensors, storage_writer=writer, process_group=group.handle)
     outcomes = group.gather(_tried(lambda: _digests(partial, world)))
@@ -166,9 +166,9 @@ def _write(
     _first_does(lambda: files.publish(partial, document, keep=keep), group, world)
 
 
-def _check_finite(found: dict[str, Content], group: HostGroup, *, step: int, safe: str) -> None:
+def _check_finite(shares: dict[str, Content], group: HostGroup, *, step: int, safe: str) -> None:
     """Raise ``LengthwiseError`` on all ranks if a weight on any rank is not a finite number."""
-    wrong = next((name for name, content in found.items() if _is_broken(name, content)), None)
+    wrong = next((name for name, content in shares.items() if _is_broken(name, content)), None)
     for rank, name in enumerate(group.gather(wrong)):
         if name is not None:
             raise LengthwiseError(
