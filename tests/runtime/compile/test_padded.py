@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import lengthwise
 from lengthwise.core.errors import InputError
@@ -61,3 +62,42 @@ def test_without_shapes_there_is_nothing_to_compile():
     wrong = r"make_batch\(2, 64\) is not what it was asked for: a batch of shape 2 x 65"
     with pytest.raises(InputError, match=wrong):
         lengthwise.compile(Tagger(), [(2, 64)], lambda rows, length: made_up(rows, length + 1), backend="eager")
+
+
+@pytest.mark.deep
+def test_gradients_of_a_compiled_model_are_summed_over_ranks_or_the_call_is_refused(ranks):
+    """By DistributedDataParallel around what was compiled; around the model alone it would not know of the call."""
+    whole = gradients_of(Tagger().eval(), (0, 1))
+    for found in ranks(2).run(gradients_under_ddp):
+        for mine, theirs in zip(found, whole, strict=True):
+            torch.testing.assert_close(mine, theirs / 2)
+
+
+def batch_of(rank):
+    tokens = (torch.arange(24).view(6, 4) * (rank + 2)) % 11
+    return {"tokens": tokens, "targets": (tokens + 1) % 11}
+
+
+def gradients_of(model, parts):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    for part in parts:
+        model(**batch_of(part)).backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def gradients_under_ddp():
+    rank, model = torch.distributed.get_rank(), Tagger().eval()
+    compiled = lengthwise.compile(model, [(6, 4)], made_up, backend="aot_eager")
+    inner = DistributedDataParallel(model)
+    with pytest.raises(InputError, match="called beside DistributedDataParallel"):
+        compiled(**batch_of(rank))
+    with torch.no_grad():
+        compiled(**batch_of(rank))
+    del inner
+    compiled = lengthwise.compile(model, [(6, 4)], made_up, backend="aot_eager")
+    wrapped = DistributedDataParallel(compiled)
+    with pytest.raises(InputError, match="called beside DistributedDataParallel"):
+        compiled(**batch_of(rank))
+    return gradients_of(wrapped, (rank,))

@@ -8,6 +8,7 @@ loss = model(**batch).loss      # a batch of one of the shapes; of another, an e
 model.recompiles                # 0
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.compile.graphs import INDUCTOR, GraphCount, allow_shapes, check_compiler, mode_of
@@ -39,7 +41,8 @@ def compile(
     """``model`` compiled for batches of ``shapes`` alone, all of them at once: forward and backward of each.
 
     On one GPU with CUDA graphs, in a distributed run without. Weights, their gradients, buffers and random numbers are
-    what they were. Compile before wrapping the model for data parallelism, on every rank.
+    what they were. Compile before wrapping for data parallelism, on every rank, and wrap what this returns:
+    ``DistributedDataParallel(compiled)``.
 
     Args:
         model: on its device, in the mode it will run in.
@@ -68,22 +71,27 @@ def compile(
     return compiled
 
 
-class CompiledModel:
+class CompiledModel(nn.Module):
     """Calls a model by compiled code; what :func:`compile` returns."""
 
+    _run: Callable[..., Any]
+
     def __init__(self, model: nn.Module, shapes: Iterable[Shape], *, backend: str) -> None:
+        super().__init__()
         device = next(model.parameters()).device
         check_compiler(device, backend)
         self.model, self.shapes = model, tuple(shapes)
         allow_shapes(len(self.shapes))
-        is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-        mode = mode_of(device, cuda_graphs=is_alone) if backend == INDUCTOR else None
-        self._run = torch.compile(model, dynamic=False, backend=backend, mode=mode)
+        self._is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+        mode = mode_of(device, cuda_graphs=self._is_alone) if backend == INDUCTOR else None
+        # Not as a module of this one, which would have all parameters a second time.
+        vars(self)["_run"] = torch.compile(model, dynamic=False, backend=backend, mode=mode)
+        self._is_wrapped: bool | None = None
         self.start_counting()
 
     def start_counting(self) -> None:
         """What is compiled from now on are recompiles."""
-        self._count, self._recompiles = GraphCount(), 0
+        self._count, self._recompiles, self._is_wrapped = GraphCount(), 0, None
 
     @property
     def recompiles(self) -> int:
@@ -91,12 +99,13 @@ class CompiledModel:
         self._recompiles += self._count.new()
         return self._recompiles
 
-    def __call__(self, **batch: Any) -> Any:
+    def forward(self, **batch: Any) -> Any:
         """What the model returns for a batch of one of the shapes.
 
         Raises:
-            InputError: it is of another shape, or there is no tensor in it.
+            InputError: it is of another shape, there is no tensor in it, or its gradients would not be summed.
         """
+        self._check_sums_gradients()
         shape = next((tuple(value.shape[:2]) for value in batch.values() if isinstance(value, Tensor)), None)
         if shape not in self.shapes:
             known = ", ".join(f"{rows} x {length:,}" for rows, length in self.shapes)
@@ -106,6 +115,23 @@ class CompiledModel:
                 "of padding alone where there are too few, or compile for its shape too"
             )
         return self._run(**batch)
+
+    def _check_sums_gradients(self) -> None:
+        """Raise ``InputError`` if DistributedDataParallel wraps the model and would not hear of this call.
+
+        It sums the gradients of what is called through it; other calls leave every rank its own, without a word.
+        """
+        if self._is_alone or not torch.is_grad_enabled() or DistributedDataParallel._active_ddp_module is not None:
+            return
+        if self._is_wrapped is None:
+            wrappers = (each for each in gc.get_objects() if type(each) is DistributedDataParallel)
+            self._is_wrapped = any(each.module is self.model or each.module is self for each in wrappers)
+        if self._is_wrapped:
+            raise InputError(
+                "the compiled model was called beside DistributedDataParallel, which sums gradients only of calls that "
+                "go through it: wrap what lengthwise.compile returned, ddp = DistributedDataParallel(compiled), and "
+                "call ddp(**batch)"
+            )
 
 
 @contextmanager
