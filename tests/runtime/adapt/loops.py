@@ -295,3 +295,42 @@ def teacher_alone():
                 parameter -= LR * parameter.grad
                 parameter.grad = None
     return weights_of(model)
+
+
+def train_with_two_forwards(degree, recomputed, fails):
+    """Two steps in which the model is called twice: by itself as its reference, and twice with gradients."""
+    model = model_of()
+    run = make_run(model, degree=degree, recomputed=recomputed, num_steps=2)
+    run.on_void = lambda step, failures: None
+    for step in run.steps():
+        memory_runs._fails_at.clear()
+        if step.number == step.attempt == 0:
+            memory_runs._fails_at.update(fails.get(run.world.rank, ()))
+        for micro_batch in step:
+            with torch.no_grad():
+                others = model(**micro_batch.inputs)[0]
+            first, second = model(**micro_batch.inputs), model(**micro_batch.inputs)
+            side = micro_batch.mean((first[0] * others).mean(-1) + second[0].square().mean(-1), over="tokens")
+            step.backward((first[1] + 2 * second[1]) / 3, mean_over="targets", side=side)
+        step.update()
+    memory_runs._fails_at.clear()
+    run.close()
+    return weights_of(model)
+
+
+def two_forwards_alone():
+    model = model_of()
+    for _ in range(2):
+        total, count, sides = torch.zeros((), dtype=torch.float64), 0, []
+        for sequence in range(len(LENGTHS)):
+            tokens = torch.from_numpy(Source().tokens(sequence))
+            logits = model(tokens[None], tokens[None])[0]
+            total = total + F.cross_entropy(logits[0, :-1], tokens[1:], reduction="sum")
+            count += len(tokens) - 1
+            sides.append(((logits * logits.detach()).mean(-1) + logits.square().mean(-1))[0])
+        (total / count + torch.cat(sides).mean()).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+    return weights_of(model)

@@ -18,6 +18,8 @@ from tests.runtime.adapt.loops import (
     train_with_masked_mean,
     train_with_teacher,
     train_with_terms,
+    train_with_two_forwards,
+    two_forwards_alone,
 )
 
 
@@ -178,3 +180,14 @@ def test_a_teacher_that_mixes_sequences_is_refused():
         run.frozen(teacher)
     assert "forward" not in vars(teacher)
     run.close()
+
+
+@pytest.mark.parametrize(("num_ranks", "degree", "recomputed"), [(1, 1, 0), (2, 2, 1), (3, 3, 0)])
+def test_a_model_that_is_called_several_times_in_a_micro_batch_is_exact_also_where_it_does_not_fit(
+    ranks, num_ranks, degree, recomputed
+):
+    expected = two_forwards_alone()
+    fails = [{}, *({1: (place,)} for place in ("forward of layer 1", "backward of layer 0") if num_ranks > 1)]
+    for places in fails:
+        for weights in ranks(num_ranks).run(train_with_two_forwards, degree, recomputed, places):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-11)
