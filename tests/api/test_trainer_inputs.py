@@ -113,8 +113,12 @@ def test_classes_of_sequences_are_learned_as_in_transformers(tmp_path):
     def make():
         return bert("BertForSequenceClassification", classifier_dropout=0.0, num_labels=3)
 
-    found, _ = both(tmp_path, make, ONE_BATCH, train_dataset=items, data_collator=collate)
+    options = ONE_BATCH | {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    data = {"train_dataset": items, "eval_dataset": items, "data_collator": collate}
+    found, used = both(tmp_path, make, options, **data)
     assert_alike(found, FLOAT32)
+    theirs, ours = ([log["eval_loss"] for log in t.state.log_history if "eval_loss" in log] for t in used)
+    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-6)
 
 
 def test_tokens_that_were_hidden_before_are_learned_as_in_transformers(tmp_path):
