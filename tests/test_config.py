@@ -4,6 +4,7 @@ import pytest
 
 from lengthwise.config import Config, check, load
 from lengthwise.core.errors import InputError
+from lengthwise.core.read_yaml import parse_yaml
 
 
 def test_saved_configurations_load_as_they_were(tmp_path):
@@ -21,6 +22,41 @@ def test_overrides_reach_every_depth_and_beat_the_file(tmp_path):
     assert config.train.tensorboard is True
     assert config.data.max_length is None
     assert load(path, []).optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("-7", -7),
+        ("+7", 7),
+        ("0", 0),
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("1.5", 1.5),
+        ("1.0e-8", 1e-8),
+        (".5", 0.5),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("2024-01-01", "2024-01-01"),
+        ("1e-3", "1e-3"),
+        ("0b1", "0b1"),
+        ("true", True),
+        ("~", None),
+        ("a: {b: [1, x]}", {"a": {"b": [1, "x"]}}),
+        ("", None),
+    ],
+)
+def test_values_of_yaml_are_what_they_look_like(text, value):
+    assert parse_yaml(text) == value and type(parse_yaml(text)) is type(value)
+
+
+def test_any_saved_configuration_loads_as_it_was(tmp_path):
+    for name in ("010", "1e-3", "1_000", "true", "null", "0x1F", "1.5", "on", "2024-01-01"):
+        config = check({"name": name, "data": {"index": f"{name}: [x] # {name}"}, "seed": 10})
+        config.save(tmp_path / "config.yaml")
+        assert load(tmp_path / "config.yaml", []) == config
 
 
 def test_all_mistakes_are_named_at_once_with_the_nearest_key():

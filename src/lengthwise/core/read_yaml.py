@@ -1,5 +1,6 @@
 """Read YAML that somebody else wrote: plain values only, each key once, without aliases or tags, not deeply nested."""
 
+import re
 from typing import Any
 
 import yaml
@@ -50,11 +51,20 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-# A date is text: no setting is one.
+_INT, _FLOAT, _TIMESTAMP = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+# Dates, 1:30 (90 to YAML 1.1) and 010 (8) are text: no setting is a date, and nobody counts in sixties or octal here.
 _PlainLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT, _TIMESTAMP)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_PlainLoader.add_implicit_resolver(_INT, re.compile(r"^[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789"))
+_PlainLoader.add_implicit_resolver(
+    _FLOAT,
+    re.compile(
+        r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)
 
 
 def parse_yaml(text: str) -> Any:
