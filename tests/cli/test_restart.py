@@ -115,6 +115,33 @@ def test_ranks_started_again_train_with_the_settings_the_run_began_with(folder, 
     assert settings_of(edited, folder, resume=False) == CONFIG
 
 
+def test_the_status_names_the_step_of_the_checkpoint_to_go_on_from(folder):
+    write_status(folder, FAILED, exit_code=1)
+    assert folder.read_json("status.json")["safe_step"] is None
+    for step in (3, 6):
+        checkpoint = folder.checkpoints / f"step_{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text("{}")
+    write_status(folder, FAILED, exit_code=1)
+    assert folder.read_json("status.json")["safe_step"] == 6
+    (folder.checkpoints / "latest").write_text("step_00000003\n")  # the weights of the newest diverged
+    write_status(folder, FAILED, exit_code=1)
+    assert folder.read_json("status.json")["safe_step"] == 3
+
+
+def test_on_a_full_disk_the_end_of_a_run_is_written_over_the_room_that_status_json_has(folder, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    write_status(folder, RUNNING)
+    size = (folder.path / "status.json").stat().st_size
+    monkeypatch.setattr("lengthwise.cli.restart.write_text", refuse)
+    assert tell(folder, LengthwiseError("the disk is full " * 1000))
+    status = folder.read_json("status.json")
+    assert (status["state"], status["exit_code"]) == (FAILED, 1) and status["error"].startswith("the disk is full")
+    assert (folder.path / "status.json").stat().st_size == size
+
+
 PARENT = """
 import os, subprocess, sys
 if sys.argv[2] == "names itself":

@@ -17,7 +17,7 @@ from lengthwise.config import Config, load
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.folder import is_of_disk, reason, write_text
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.state.checkpoint_files import candidates, outlook, step_of
+from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import World
@@ -60,8 +60,9 @@ def write_status(folder: RunFolder, state: str, *, exit_code: int | None = None,
     """
     document: dict[str, Any] = {"state": state, "exit_code": exit_code, "error": error, "attempt": num_restarts()}
     if state != RUNNING:
-        with suppress(OSError):
-            document["safe_step"] = next(iter(map(step_of, candidates(folder.checkpoints))), None)
+        document["safe_step"] = None
+        with suppress(OSError, InputError):  # the latter: there is none
+            document["safe_step"] = step_of(latest(folder.checkpoints))
     text = (json.dumps(document, indent=1) + "\n").ljust(STATUS_BYTES if state == RUNNING else 0)
     try:
         write_text(folder.path / STATUS, text)

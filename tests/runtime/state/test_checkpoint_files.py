@@ -1,7 +1,9 @@
 """Killed between any two operations on files, a save leaves the newest complete checkpoint where it is found."""
 
+import errno
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -165,3 +167,33 @@ def test_only_complete_checkpoints_are_candidates(tmp_path):
         shutil.copy(tmp_path / "step_00000007" / "state.json", tmp_path / name)
     assert [path.name for path in candidates(tmp_path)] == ["step_100000000", "step_00000030", "step_00000007"]
     assert candidates(tmp_path / "nowhere") == []
+
+
+def test_file_systems_that_cannot_put_names_on_disk_are_trusted_and_broken_disks_are_not(tmp_path, monkeypatch):
+    refusal = {"errno": errno.EINVAL}
+
+    def refuse_folders(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(refusal["errno"], "refused")
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    save(tmp_path, 1, "x", keep=1)
+    assert content_of(latest(tmp_path)) == "x"
+    refusal["errno"] = errno.EIO
+    with pytest.raises(OSError, match="refused"):
+        save(tmp_path, 2, "y", keep=1)
+    assert content_of(latest(tmp_path)) == "x"
+
+
+def test_what_cannot_be_removed_of_an_earlier_save_is_named_unless_a_network_file_system_keeps_it(
+    tmp_path, monkeypatch
+):
+    partial = tmp_path / "step_00000001.partial"
+    partial.mkdir()
+    (partial / ".nfs0001").write_text("still open somewhere")
+    monkeypatch.setattr(shutil, "rmtree", lambda *arguments, **options: None)
+    save_into = begin(tmp_path, "step_00000001")
+    assert save_into == partial
+    (partial / "__0_0.distcp").write_text("x")
+    with pytest.raises(OSError, match=r"__0_0\.distcp of an earlier save cannot be removed"):
+        begin(tmp_path, "step_00000001")

@@ -180,6 +180,9 @@ def outlook(folder: Path, *, is_of_run: bool = True) -> str:
     """What is safe after a file could not be written, in words; ``is_of_run``: in a folder of `lengthwise train`."""
     try:
         is_there, complete = folder.parent.is_dir(), candidates(folder)
+        newest = latest(folder) if complete else folder
+    except InputError:
+        newest = complete[0]
     except OSError as error:
         return f"which checkpoints are safe cannot be told ({reason(error)})"
     if not is_there:
@@ -187,7 +190,7 @@ def outlook(folder: Path, *, is_of_run: bool = True) -> str:
     if not complete:
         return "no checkpoint is complete yet, so that there is nothing to go on from"
     way_on = f"with: lengthwise train --resume {shown(folder.parent)}" if is_of_run else "from it with resume()"
-    return f"complete ones are as they were, the newest is {complete[0].name}. Once the cause is gone, go on {way_on}"
+    return f"complete ones are as they were, the newest is {newest.name}. Once the cause is gone, go on {way_on}"
 
 
 def check_files(partial: Path, expected: dict[str, Any]) -> None:
@@ -289,6 +292,12 @@ def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # some network file systems cannot, and do it by themselves
+            raise
     finally:
         os.close(handle)
 
