@@ -189,7 +189,7 @@ def wait_for_a_rank_that_loops():
         return True
     with pytest.raises(
         CommunicationError,
-        match=r"step 0, called step.update\(\).* was not over within 1 s: rank 1 did not come, it is at",
+        match=r"step 0, step.update\(\).* was not over within 1 s: rank 1 did not come, it is at",
     ):
         step.update()
     return True

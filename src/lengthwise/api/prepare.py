@@ -38,6 +38,7 @@ from lengthwise.runtime.adapt.run import Run
 from lengthwise.runtime.adapt.untouched import untouched
 from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device, local_size
+from lengthwise.runtime.comm.farewell import FAREWELL
 from lengthwise.runtime.comm.world import World, leaving, start_world
 from lengthwise.runtime.model.targets import Masking
 
@@ -78,6 +79,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     )
     require_equal(world, compared)
     atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
+    FAREWELL.begin()  # last, so that it is said first
     model.to(world.device)
     of_sequences = labels_sequences(model, chosen)
     chosen = chosen.model_copy(update={"max_degree": 1}) if of_sequences else chosen

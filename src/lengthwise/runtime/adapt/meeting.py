@@ -35,6 +35,13 @@ class Operation(IntEnum):
     SAVE = 5
     RESUME = 6
 
+    @property
+    def call(self) -> str:
+        """As it stands in a loop."""
+        calls = {Operation.BEGIN: "begin of a step", Operation.LEAVE: "end of a step that was left"}
+        method = {Operation.UPDATE: "step.update()", Operation.SKIP: "step.skip()", Operation.SAVE: "run.save()"}
+        return (calls | method).get(self, "run.resume()")
+
     def at(self, step: int) -> str:
         """In words."""
         return {
@@ -97,7 +104,7 @@ def meet(world: World, operation: Operation, step: int, *, values: Sequence[int]
         CommunicationError: some rank does not come within the time limit, or is gone.
     """
     assert len(values) <= NUM_VALUES, "rows of all operations have one size"
-    ACTIVITY.begin(operation.at(step))
+    ACTIVITY.begin(operation.call, step=step)
     said = [int(operation), step, len(note), *values, *[0] * (NUM_VALUES - len(values))]
     rows = gather_rows(torch.tensor(said, dtype=torch.int64, device=world.device)).tolist()
     notes = gather_json(world, note) if any(row[2] for row in rows) else [""] * len(rows)

@@ -1,0 +1,44 @@
+"""A rank whose program ends says so to those that wait for it."""
+
+import sys
+
+import pytest
+
+from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.runtime.comm.farewell import Farewell
+
+
+class Peers:
+    """Keeps what is said."""
+
+    def __init__(self):
+        self.said = []
+
+    def say_failed(self, reason):
+        self.said.append(reason)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    made = Peers()
+    monkeypatch.setattr(ACTIVITY, "peers", made)
+    monkeypatch.setattr(ACTIVITY, "name", "forward 1")
+    monkeypatch.setattr(ACTIVITY, "step", 7)
+    return made
+
+
+def test_a_program_that_ends_by_an_error_tells_it_and_shows_it_as_before(peers, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[1]))
+    farewell, error = Farewell(), ValueError("my own mistake")
+    farewell.begin()
+    farewell.begin()
+    sys.excepthook(ValueError, error, None)
+    farewell.say()
+    expected = "its program ended at step 7, forward 1 by ValueError: my own mistake"
+    assert peers.said == [expected, expected] and shown == [error]
+
+
+def test_a_program_that_ends_without_one_tells_that(peers):
+    Farewell().say()
+    assert peers.said == ["its program ended"]
