@@ -175,20 +175,6 @@ def test_a_position_that_a_model_of_ones_own_lacks_is_named():
         lw.prepare(models.GPT(max_length=8).double(), models.rows(), cost=models.mixed_cost(), memory_gib=40)
 
 
-def test_a_model_that_mixes_sequences_is_refused():
-    class Averaging(models.GPT):
-        def forward(self, idx, targets=None):
-            logits, _ = super().forward(idx)
-            logits = logits + logits.mean(1, keepdim=True)
-            return logits, torch.nn.functional.cross_entropy(logits[0], targets[0])
-
-    with pytest.raises(
-        CheckError,
-        match=r"Averaging learns something else .* begins in the forward of Averaging itself, which calls mean",
-    ):
-        lw.prepare(Averaging().double(), models.rows(), cost=models.mixed_cost(), memory_gib=40)
-
-
 def test_what_fits_nowhere_is_refused_before_the_first_step():
     with pytest.raises(InfeasibleError, match="64 tokens"):
         lw.prepare(models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, recompute="none")
@@ -206,3 +192,32 @@ def test_the_model_is_given_back_when_the_run_cannot_be_made():
         lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, recompute="none")
     assert model.forward.__func__ is before
     assert all("forward" not in vars(block) for block in model.blocks)
+
+
+class Averaging(models.GPT):
+    """Its tokens meet elsewhere than in attention."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        logits = logits + logits.cumsum(1)
+        return logits, torch.nn.functional.cross_entropy(logits[0], targets[0])
+
+
+def test_a_model_that_packs_would_change_is_computed_sequence_by_sequence_with_a_warning(caplog):
+    options = {"cost": models.mixed_cost(), "memory_gib": 40, "steps": 1, "sequences_per_step": 6}
+    with caplog.at_level("WARNING", logger="lengthwise"):
+        run = lw.prepare(Averaging(), models.rows(), **options)
+    assert "Averaging is computed sequence by sequence" in caplog.text and "which calls cumsum" in caplog.text
+    for step in run.steps():
+        assert {pipeline.scheme.degree for pipeline in step.plan.pipelines} == {1}
+        for micro_batch in step:
+            logits, loss = run.model(**micro_batch.inputs)
+            assert logits.shape[1] == micro_batch.pack.num_tokens
+            step.backward(loss)
+        assert step.update().loss > 0.0
+    run.close()
+    with pytest.raises(CheckError, match="which calls cumsum"):
+        lw.prepare(Averaging(), models.rows(), packing="always", **options)
+    run = lw.prepare(models.gpt(), models.rows(), packing="never", **options)
+    assert run.adapted.by_sequence is not None
+    run.close()

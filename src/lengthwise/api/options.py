@@ -100,6 +100,10 @@ class Options(BaseModel):
 
     max_degree: int | None = Field(default=None, ge=1)
     """Most ranks that share a sequence; None: all."""
+    packing: Literal["auto", "always", "never"] = "auto"
+    """Whether several sequences share a forward, and ranks a sequence. ``auto``: if that is exact; else the stock
+    forward is called once for each sequence, by one rank, and a warning says why. ``always``: else the model is
+    refused. ``never``: the stock forward, once for each sequence."""
     recompute: Literal["auto", "none", "all", "selective"] = "auto"
     """Layers computed again in the backward: as few as fit; ``selective``: the same, but attention is kept."""
     memory_gib: float | None = Field(default=None, gt=0)

@@ -20,7 +20,7 @@ from lengthwise.api.refine import Refiner
 from lengthwise.api.same_ranks import to_compare
 from lengthwise.api.sequences import Sequences, read_sequences
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.processes import check_processes
@@ -81,8 +81,57 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
     FAREWELL.begin()  # last, so that it is said first
     model.to(world.device)
+    run = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
+    if run.adapted.by_sequence is not None:
+        chosen = chosen.model_copy(update={"max_degree": 1})
+    try:
+        _plan(run, chosen, sequences.lengths)
+        run.counts_targets = chosen.count_targets
+        for frozen in chosen.frozen:
+            run.frozen(frozen, check=chosen.check)
+        if chosen.workers:
+            run.read_with(chosen.workers)
+    except BaseException:
+        run.adapted.release()
+        raise
+    return run
+
+
+def _packed_or_by_sequence(model: nn.Module, chosen: Options, learned: Callable[[Options, bool], Run]) -> Run:
+    """The run of a model that has been learned and compared, in packs where that is exact, else sequence by sequence.
+
+    Raises:
+        InputError: packs cannot be exact and nothing else may be done, or the model is refused then as well.
+        CheckError: the same, where it was found by comparing.
+    """
     of_sequences = labels_sequences(model, chosen)
-    chosen = chosen.model_copy(update={"max_degree": 1}) if of_sequences else chosen
+    if of_sequences and chosen.packing == "always":
+        raise InputError(
+            f"packing='always': {type(model).__name__} has one label for each sequence, so its forward is called once for "
+            "each; leave packing out"
+        )
+    if of_sequences or chosen.packing == "never":
+        return learned(chosen, True)
+    try:
+        return learned(chosen, False)
+    except (InputError, CheckError) as error:
+        if chosen.packing == "always":
+            raise
+        refusal = str(error)
+    run = learned(chosen, True)
+    if run.world.is_first:
+        _log.warning(
+            "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
+            "longest; packing='always' refuses instead. In packs it would not be exact: %s",
+            type(model).__name__, refusal.replace(". check=False trains it all the same", ""),
+        )  # fmt: skip
+    return run
+
+
+def _learn(
+    model: nn.Module, world: World, sequences: Sequences, objective: str, chosen: Options, by_sequence: bool
+) -> Run:
+    """A run whose model has been learned and compared with the stock model."""
     adapted = Adapted(
         model,
         objective=objective,
@@ -90,9 +139,10 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         loss=chosen.loss,
         inputs=chosen.inputs,
         context=selective_contexts() if chosen.recompute == "selective" else None,
-        by_sequence=of_sequences,
-        labels_sequences=of_sequences,
+        by_sequence=by_sequence,
+        labels_sequences=labels_sequences(model, chosen),
     )
+    run: Run | None = None
     try:
         run = _make_run(adapted, chosen, world, sequences)
         with Lookups(run) as lookups, forward_errors_named(model):
@@ -102,14 +152,10 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
         if chosen.check:
             _check(run, chosen, sequences.lengths.max_length)
-        _plan(run, chosen, sequences.lengths)
-        run.counts_targets = chosen.count_targets
-        for frozen in chosen.frozen:
-            run.frozen(frozen, check=chosen.check)
-        if chosen.workers:
-            run.read_with(chosen.workers)
     except BaseException:
         adapted.release()
+        if run is not None:
+            run.state.let_go()
         raise
     return run
 

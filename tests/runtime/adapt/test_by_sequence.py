@@ -3,9 +3,16 @@
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.adapt.by_sequence import SequenceBySequence
+from tests.runtime.adapt.modules import VOCAB
 from tests.runtime.adapt.odd_modules import Odd
-from tests.runtime.adapt.runs import Case, Packs, assert_exact, step_on_ranks
+from tests.runtime.adapt.runs import EXACT, Case, Packs, assert_exact, shard_of, step_on_ranks
+from tests.runtime.adapt.test_families import _new
 from tests.runtime.adapt.test_plain_modules import LOGITS, built
 
 PACKS = {
@@ -27,3 +34,88 @@ def test_what_packs_would_change_is_exact_sequence_by_sequence(ranks, oddity):
     for num_ranks, packs in PACKS.items():
         for result in ranks(num_ranks).run(step_on_ranks, case, packs):
             assert_exact(case, result, oddity)
+
+
+SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0}
+    return _new(T5ForConditionalGeneration, T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, **SPECIAL))
+
+
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    sizes = {"hidden_size": 16, "state_size": 4, "num_hidden_layers": 3}
+    return _new(MambaForCausalLM, MambaConfig(vocab_size=VOCAB, **sizes, **SPECIAL))
+
+
+def lfm2():
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4}
+    return _new(
+        Lfm2ForCausalLM, Lfm2Config(vocab_size=VOCAB, **sizes, num_key_value_heads=2, full_attn_idxs=[1], **SPECIAL)
+    )
+
+
+def stock_loss(model, tokens, targets):
+    """The stock call; an encoder with a decoder is given the next tokens as labels, which it does not shift."""
+    tokens = torch.as_tensor(tokens)[None]
+    if tokens.shape[1] < 2:
+        return sum(parameter.sum() for parameter in model.parameters()) * 0.0
+    shifted = torch.cat([tokens[:, 1:], tokens.new_full((1, 1), -100)], dim=1)
+    labels = shifted if model.config.is_encoder_decoder else tokens
+    return model(input_ids=tokens, labels=labels, use_cache=False).loss * (tokens.shape[1] - 1)
+
+
+@pytest.mark.parametrize("build", [t5, mamba, lfm2])
+def test_encoders_with_decoders_recurrences_and_hybrids_train_as_the_stock_call_does(ranks, build):
+    case = Case(build=build, sum_of_losses=stock_loss, options={"by_sequence": True})
+    for result in ranks(2).run(step_on_ranks, case, PACKS[2]):
+        assert_exact(case, result, build.__name__)
+
+
+class Noisy(Odd):
+    """Draws in ways that ranks could not share, and leaves out layers."""
+
+    def __init__(self):
+        super().__init__("layer drop")
+
+    def forward(self, tokens, positions=None):
+        x = F.dropout(super().forward(tokens, positions), 0.3, self.training)
+        return x * torch.empty(1, 1, 1, dtype=x.dtype).bernoulli_(0.7) + torch.randn(1, 1, VOCAB) * 0.1
+
+
+def test_random_numbers_are_those_of_a_sequence_whatever_the_plan(ranks):
+    case = Case(build=partial(built, Noisy), **LOGITS, options={"by_sequence": True})
+    (losses, changes), *_ = ranks(1).run(step_on_ranks, case, PACKS[1])
+    others = ranks(2).run(step_on_ranks, case, PACKS[2])
+    again, _ = ranks(1).run(step_on_ranks, case, PACKS[1], seed=1)[0]
+    assert abs(losses[0] - again[0]) > 1e-3, "it draws"
+    for other_losses, other_changes in others:
+        assert abs(losses[0] - other_losses[0]) < EXACT
+        assert all((changes[name] - change).abs().max() < EXACT for name, change in other_changes.items())
+
+
+class Outputs(nn.Module):
+    def forward(self, x, scale=2.0):
+        return {"states": x * scale, "loss": x.mean(), "first": x[0, :1, 0], "name": "it", "length": x.shape[1]}
+
+
+def test_outputs_are_put_together_as_a_pack_has_them_or_refuse_to_be_used():
+    forward = SequenceBySequence(Outputs().forward, "Outputs")
+    x = torch.arange(24.0).view(1, 8, 3)
+    shard = shard_of((5, 2, 1), ids=(4, -1, 7))
+    shard.targets_of = lambda: (4, 0)
+    output = forward(shard, (x,), {"scale": 1.0})
+    expected = torch.cat([x[:, :5], torch.zeros(1, 2, 3), x[:, 7:]], dim=1)
+    assert torch.equal(output["states"], expected), "padding is not computed"
+    assert torch.equal(output["loss"], x[:, :5].mean()), "weighted by targets"
+    assert output["name"] == "it"
+    for use in (lambda: output["length"] + 1, lambda: output["first"].sum(), lambda: torch.stack([output["first"]])):
+        with pytest.raises(InputError, match="has one value for each of several sequences"):
+            use()

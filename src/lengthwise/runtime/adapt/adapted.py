@@ -198,7 +198,10 @@ class Adapted:
         """Arguments of the forward."""
         if self._inputs is not None:
             return self._inputs(micro_batch)
-        return self._inputs_of_pack(micro_batch) if self.by_sequence is None else self.stock_inputs_of(micro_batch)
+        if self.by_sequence is None:
+            return self._inputs_of_pack(micro_batch)
+        without_cache = {"use_cache": False} if self._takes_cache else {}  # a layer that recomputes would add to it
+        return self.stock_inputs_of(micro_batch) | without_cache
 
     def _inputs_of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
         tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
@@ -232,6 +235,11 @@ class Adapted:
     def uses_labels(self) -> bool:
         """Whether the model of transformers makes its loss itself, of labels that it is given by their name."""
         return self.anatomy.is_hugging_face and self._inputs is None and self._loss is None
+
+    @property
+    def _takes_cache(self) -> bool:
+        """Whether the forward can be told to keep no keys and values for generation."""
+        return self.anatomy.is_hugging_face and "use_cache" in signature(self._forward).parameters
 
     def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the model's user gives it for one sequence alone: tokens and labels, positions only if it needs them."""
