@@ -107,8 +107,8 @@ def _packed_or_by_sequence(model: nn.Module, chosen: Options, learned: Callable[
     of_sequences = labels_sequences(model, chosen)
     if of_sequences and chosen.packing == "always":
         raise InputError(
-            f"packing='always': {type(model).__name__} has one label for each sequence, so its forward is called once for "
-            "each; leave packing out"
+            f"packing='always': {type(model).__name__} has one label for each sequence, so its forward is called once "
+            "for each; leave packing out"
         )
     if of_sequences or chosen.packing == "never":
         return learned(chosen, True)
