@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.source import SourceFile, check_unchanged
+from lengthwise.data.source import SourceFile, check_unchanged, explaining
 
 _FILE_MAGIC, _FEATHER_1_MAGIC = b"ARROW1", b"FEA1"
 _CONTINUATION = 0xFFFFFFFF
@@ -46,11 +46,8 @@ def arrow_slices(file: SourceFile, unit_bytes: int) -> list[tuple[int, int]]:
 def arrow_schema(file: SourceFile) -> Any:
     """The schema."""
     arrow = _import_arrow()
-    try:
-        with arrow.memory_map(file.path) as source:
-            return _open_reader(arrow, source).schema
-    except (arrow.ArrowException, OSError) as error:
-        raise InputError(f"{file.name} is not an Arrow file: {error}") from None
+    with explaining(f"{file.name} is not an Arrow file"), arrow.memory_map(file.path) as source:
+        return _open_reader(arrow, source).schema
 
 
 def arrow_batches(file: SourceFile, start: int, stop: int) -> Iterator[Any]:
@@ -58,16 +55,14 @@ def arrow_batches(file: SourceFile, start: int, stop: int) -> Iterator[Any]:
     arrow = _import_arrow()
     check_unchanged(file)
     schema = arrow_schema(file)
-    try:
-        with arrow.memory_map(file.path) as source:
-            if not start:
-                yield from _all_batches(_open_reader(arrow, source))
-                return
-            source.seek(start)
-            while source.tell() < stop:
-                yield arrow.ipc.read_record_batch(arrow.ipc.read_message(source), schema)
-    except (arrow.ArrowException, OSError) as error:
-        raise InputError(f"{file.name} is damaged in bytes {start:,} to {stop:,}: {error}; write it again") from None
+    damaged = f"{file.name} is damaged in bytes {start:,} to {stop:,}"
+    with explaining(damaged, "; write it again"), arrow.memory_map(file.path) as source:
+        if not start:
+            yield from _all_batches(_open_reader(arrow, source))
+            return
+        source.seek(start)
+        while source.tell() < stop:
+            yield arrow.ipc.read_record_batch(arrow.ipc.read_message(source), schema)
 
 
 def arrow_rows_before(file: SourceFile, stop: int) -> int:

@@ -203,7 +203,7 @@ def _read_fasta(unit: Unit, most_bytes: int) -> Iterator[Document]:
         _skip_to_line(lines, unit)
         position, row, record = lines.tell(), -1, _Record(most_bytes)
         begins, in_header = True, False  # whether what is read next begins a line, or goes on with a header
-        while piece := lines.readline(_PIECE_BYTES):
+        while (row >= 0 or position < unit.stop) and (piece := lines.readline(_PIECE_BYTES)):
             if begins and piece.startswith(b">"):
                 if row >= 0:
                     yield record.document(row)
@@ -218,8 +218,6 @@ def _read_fasta(unit: Unit, most_bytes: int) -> Iterator[Document]:
                     record.add(letters.rstrip() if piece.endswith(b"\n") else letters)
             elif begins and not unit.start and not piece.isspace():
                 raise InputError(f"{unit.files[0].name} is not FASTA: text before the first line that starts with '>'")
-            elif position >= unit.stop:
-                return
             position += len(piece)
             begins = piece.endswith(b"\n")
         if row >= 0:

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError, first_line
 from lengthwise.data.arrow import arrow_batches, arrow_schema
 from lengthwise.data.documents import Document, TokenRows, from_utf8, row_of, token_rows, where
 from lengthwise.data.limits import MAX_DOCUMENT
-from lengthwise.data.source import Format, SourceFile, check_unchanged
+from lengthwise.data.source import Format, SourceFile, check_unchanged, explaining
 from lengthwise.data.units import Unit, open_parquet
 
 _BATCH_BYTES = 16 << 20
@@ -23,10 +23,12 @@ def column_kind(unit: Unit, field: str) -> Literal["text", "tokens"]:
     import pyarrow as pa
 
     file = unit.files[0]
-    schema = open_parquet(file).schema_arrow if unit.format is Format.PARQUET else arrow_schema(file)
-    count = schema.names.count(field)
+    with explaining(f"{file.name} is damaged", "; write the file again"):
+        schema = open_parquet(file).schema_arrow if unit.format is Format.PARQUET else arrow_schema(file)
+        names = list(schema.names)
+    count = names.count(field)
     if count != 1:
-        known = f"(columns: {', '.join(schema.names)})"
+        known = f"(columns: {', '.join(names)})"
         raise InputError(
             f"{file.name} has {count or 'no'} column{'s' * (count > 1)} {field!r}; choose with --field {known}"
         )
@@ -73,8 +75,12 @@ def _columns(unit: Unit, field: str, expected: str) -> Iterator[tuple[int, Any]]
                 piece = column.slice(start, step)
                 yield row, piece
                 row += len(piece)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{where(unit, row)} or one after it is damaged: {error}; write the file again") from None
+    except LengthwiseError:
+        raise
+    except Exception as error:  # of damaged files pyarrow raises errors of many kinds
+        raise InputError(
+            f"{where(unit, row)} or one after it is damaged: {first_line(error)}; write the file again"
+        ) from None
 
 
 def _place_of(file: SourceFile, names: list[str], field: str) -> int:

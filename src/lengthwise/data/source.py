@@ -6,13 +6,14 @@ import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, LengthwiseError, first_line
 from lengthwise.data.saved import choose_split, data_files, is_saved
 
 
@@ -223,6 +224,17 @@ def open_source(file: SourceFile) -> BinaryIO:
         return open_regular(file.path)
     except OSError as error:
         raise InputError(f"{file.name} cannot be read: {error.strerror}; mend it or choose files with --glob") from None
+
+
+@contextmanager
+def explaining(said: str, way_out: str = "") -> Iterator[None]:
+    """Whatever a library raises over a damaged file becomes one ``InputError``: ``said``, why, and the way out."""
+    try:
+        yield
+    except LengthwiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"{said}: {first_line(error)}{way_out}") from None
 
 
 def check_unchanged(file: SourceFile) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.errors import InputError, first_line
+from lengthwise.core.errors import InputError
 from lengthwise.data.arrow import arrow_slices
 from lengthwise.data.megatron import megatron_slices
-from lengthwise.data.source import Format, SourceFile, Sources, check_unchanged
+from lengthwise.data.source import Format, SourceFile, Sources, check_unchanged, explaining
 from lengthwise.data.tar import tar_slices
 
 _MAX_FILES = 4096
@@ -86,24 +86,21 @@ def _length_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int
 def _row_group_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
     metadata = open_parquet(file).metadata
     start, num_bytes = 0, 0
-    for group in range(metadata.num_row_groups):
-        num_bytes += metadata.row_group(group).total_byte_size
-        if num_bytes >= unit_bytes:
-            yield start, group + 1
-            start, num_bytes = group + 1, 0
-    if start < metadata.num_row_groups:
-        yield start, metadata.num_row_groups
+    with explaining(f"{file.name} is damaged", "; write the file again"):
+        for group in range(metadata.num_row_groups):
+            num_bytes += metadata.row_group(group).total_byte_size
+            if num_bytes >= unit_bytes:
+                yield start, group + 1
+                start, num_bytes = group + 1, 0
+        if start < metadata.num_row_groups:
+            yield start, metadata.num_row_groups
 
 
 def open_lengths(file: SourceFile) -> np.ndarray:
     """The memory-mapped row of integers in a .npy file."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sizes that overflow, which are refused
-            lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # NumPy parses headers as Python and unpacks .npz: nearly anything can come of that
-        why = "it holds objects, or is no array at all" if "pickled" in str(error) else first_line(error)
-        raise InputError(f"{file.name} is not a .npy array of numbers: {why}") from None
+    with explaining(f"{file.name} is not a .npy array of numbers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes that overflow, which are refused
+        lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
     if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         found = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
         raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {found}")
@@ -113,11 +110,8 @@ def open_lengths(file: SourceFile) -> np.ndarray:
 def open_parquet(file: SourceFile) -> Any:
     """The Parquet file, opened; its rows are not read yet."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise InputError("reading Parquet needs the package pyarrow; pip install 'lengthwise[data]'") from None
-    try:
+    with explaining(f"{file.name} is not a Parquet file"):
         return pyarrow.parquet.ParquetFile(file.path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{file.name} is not a Parquet file: {error}") from None
