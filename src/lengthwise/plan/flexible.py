@@ -9,6 +9,10 @@ from lengthwise.plan.kind import Kind
 from lengthwise.plan.problem import Problem
 
 
+MOST_COMPARED = 1 << 18
+"""Sequences on which the kinds of a family are compared; of more, some at even distances by length."""
+
+
 class FlexibleKind(Kind):
     """The kinds of one family as one: proposals see the fastest that holds each sequence.
 
@@ -54,6 +58,8 @@ def flexible_kinds(problem: Problem) -> list[FlexibleKind]:
     time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one kind.
     """
     lengths = np.concatenate(problem.samples) if problem.samples else np.array([problem.max_length])
+    if len(lengths) > MOST_COMPARED:
+        lengths = np.sort(lengths)[:: -len(lengths) // MOST_COMPARED]  # from the longest
     flexible = []
     for held in problem.families.values():
         ladder = fastest_first(held)

@@ -54,20 +54,22 @@ def likely_equal(problem: Problem, kinds: Sequence[Kind], samples: Sequence[np.n
     which all its other stages wait.
     """
     tiling = [kind for kind in kinds if problem.num_devices % kind.num_devices == 0 and kind.max_tokens >= holding]
-    chosen = samples[:: -(-len(samples) // EQUAL_STEPS)]
-    estimates_s = [sum(_equal_s(problem, kind, lengths) for lengths in chosen) for kind in tiling]
+    chosen = [np.unique(sample, return_counts=True) for sample in samples[:: -(-len(samples) // EQUAL_STEPS)]]
+    estimates_s = [sum(_equal_s(problem, kind, *lengths) for lengths in chosen) for kind in tiling]
     return [tiling[at] for at in np.argsort(estimates_s, kind="stable")[:EQUAL_KINDS]]
 
 
-def _equal_s(problem: Problem, kind: Kind, lengths: np.ndarray) -> float:
+def _equal_s(problem: Problem, kind: Kind, lengths: np.ndarray, counts: np.ndarray) -> float:
+    """Seconds of ``counts`` sequences of each of some lengths, the shortest first, on equal pipelines of a kind."""
     count, overhead_s = problem.num_devices // kind.num_devices, kind.overhead_s
-    times_s = np.sort(kind.times_s(lengths) + overhead_s * problem.overhead_per_sequence)[::-1]
-    packs_s = (
-        0.0 if problem.overhead_per_sequence else overhead_s * max(1.0, lengths.sum() / pack_tokens_of(kind) / count)
-    )
-    waiting_s = (kind.num_stages - 1) * float(times_s[:count].mean() + overhead_s)
-    alone_s = kind.num_stages * float(times_s[0] + overhead_s)
-    return max(float(times_s.sum()) / count + packs_s + waiting_s, alone_s)
+    times_s = kind.times_s(lengths) + overhead_s * problem.overhead_per_sequence
+    tokens = int(lengths @ counts)
+    packs_s = 0.0 if problem.overhead_per_sequence else overhead_s * max(1.0, tokens / pack_tokens_of(kind) / count)
+    enough = np.minimum(counts[::-1], count)[:count]
+    longest_s = np.repeat(times_s[::-1][:count], enough)[:count]
+    waiting_s = (kind.num_stages - 1) * float(longest_s.mean() + overhead_s)
+    alone_s = kind.num_stages * float(longest_s[0] + overhead_s)
+    return max(float(times_s @ counts) / count + packs_s + waiting_s, alone_s)
 
 
 def _grid(lengths: np.ndarray) -> np.ndarray:

@@ -19,7 +19,9 @@ PARTNERS = 4
 """Batches, the shortest first, that the longest one exchanges jobs with."""
 SHARES = range(1, 9)
 """Jobs per batch for which it is counted how many batches they need."""
-MOST_PLACED = 1 << 20
+MOST_PLACED = 1 << 22
+"""Jobs placed, over all numbers of batches that are tried, beyond which the best packing found so far will do."""
+MOST_IN_VAIN = 1 << 20
 """Jobs placed for numbers of batches that turn out to be too few, before only those are tried that first fit needs."""
 CLOSE = 1e-4
 """Relative distance to what could be reached at best at which packing is content."""
@@ -50,20 +52,23 @@ def pack(
     total_size = sum(sizes)
     most = max(-(-total_size // machines.capacity), min(len(work), total_size // machines.min_fill))
     found: list[tuple[float, float, int, Batches]] = []
-    best, needed, placed = math.inf, fewest_conceivable(sizes, machines.capacity), 0
+    best, needed, placed, in_vain = math.inf, fewest_conceivable(sizes, machines.capacity), 0, 0
     for ideal, count in _counts(work, sizes, machines, objective):
         if found and (best <= enough or ideal * (1 + CLOSE) >= best or count > most or len(found) >= COUNTS):
             break
+        if found and placed > MOST_PLACED:
+            break
         if count < needed:
             continue
+        placed += len(work)
         batches = spread(work, sizes, count, machines.capacity)
         if batches:
             found.append((_value(work, batches, machines, objective), ideal, count, batches))
             best = min(best, found[-1][0])
             continue
-        placed += len(work)
-        if placed > MOST_PLACED:  # every next number could fail as this one did
-            needed, placed = max(needed, len(first_fit_decreasing(sizes, machines.capacity))), 0
+        in_vain += len(work)
+        if in_vain > MOST_IN_VAIN:  # every next number could fail as this one did
+            needed, in_vain = max(needed, len(first_fit_decreasing(sizes, machines.capacity))), 0
     found.sort(key=lambda each: each[0])
     for value, ideal, _, batches in found[:IMPROVED] if swaps else []:
         if best > enough and ideal * (1 + CLOSE) < best and value > ideal * (1 + CLOSE):
