@@ -8,7 +8,6 @@ from lengthwise.plan.dispatch import Tile
 from lengthwise.plan.kind import Kind
 from lengthwise.plan.problem import Problem
 
-
 MOST_COMPARED = 1 << 18
 """Sequences on which the kinds of a family are compared; of more, some at even distances by length."""
 
