@@ -15,6 +15,7 @@ import against_packers
 import against_peers
 import against_published
 import plan_cells
+import plan_growth
 import plan_proposals
 from pages import Section, on_one_core, say, write
 
@@ -54,6 +55,7 @@ def makers(folder: Path | None, *, quick: bool) -> dict[str, Make]:
         "choice": lambda: plan_cells.choice(quick=quick),
         "pipeline": lambda: against_published.pipeline(folder, quick=quick),
         "optimum": lambda: against_packers.optimum(folder, quick=quick),
+        "growth": lambda: plan_growth.growth(quick=quick),
         "splits": lambda: against_peers.splits(folder, quick=quick),
         "packs": lambda: against_packers.packs(folder, quick=quick),
         "hybrid": lambda: against_peers.hybrid(folder, quick=quick),
