@@ -38,6 +38,8 @@ LENGTHS = (11, 7, 2)
 """Slots of the sequences of the short pack: ragged, one of them with fewer slots than many degrees."""
 LONG = 2048
 """Slots up to which gradients of a long sequence are compared."""
+WORK = {"cpu": 5e9, "cuda": 5e12}
+"""Parameters times slots up to which a long sequence is compared by gradients: seconds on either device."""
 SEEN_FORWARD = 1 << 15
 """Slots up to which the loss of a sequence is compared that crosses a length named in the model's config."""
 FEW_NUMBERS = 1 << 26
@@ -138,7 +140,8 @@ def settings_of(run: "Run", *, degrees: Sequence[int], recompute: Sequence[str],
         settings.append(Setting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
     if longest is None or longest <= max(LENGTHS):
         return settings
-    long = min(longest, LONG)
+    work = WORK.get(run.world.device.type, WORK["cuda"])
+    long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
     settings += [Setting(lengths=(long, 5), degree=degree, recompute=recompute[-1]) for degree in sorted({1, most})]
     beyond = {min(longest, limit + limit // 8 + 1) for limit in length_limits(run.model) if long <= limit < longest}
     for length in sorted(beyond):
