@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 ROW = 1024
-"""Numbers that are summed up at once for a fingerprint."""
+"""Words of 64 bits that are summed up at once for a fingerprint."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +68,11 @@ class LocalWeights:
             at += len(copy)
 
     def fingerprint(self) -> int:
-        """An int64 that differs wherever copies of two ranks differ, but for odds of about one in 10^19."""
-        bits = self.weights.view(_INTEGERS[self.weights.element_size()])
-        whole = len(bits) // ROW * ROW
-        rows, rest = bits[:whole].view(-1, ROW), bits[whole:].to(torch.int64)
-        sums = [rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), rest]
+        """An int64 that differs where the copies of two ranks differ, but for chance. Reads every byte twice."""
+        octets = self.weights.view(torch.uint8)
+        whole = len(octets) // (8 * ROW) * 8 * ROW
+        rows, rest = octets[:whole].view(torch.int64).view(-1, ROW), octets[whole:].to(torch.int64)
+        sums = [rows.sum(1), rows.sum(0), rest]
         mixed = [(part * (torch.arange(len(part), device=part.device) * 2 + 1) * _ODD).sum() for part in sums]
         first, second, third = torch.stack(mixed).tolist()
         return _signed(first ^ (second * 3) ^ (third * 5))
