@@ -19,7 +19,6 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def end(corpus, tmp_path, monkeypatch):
     """Run ranks to their end; what was printed, and status.json."""
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # for ranks that torchrun has to kill
     runs = []
 
     def run(*more, fault="", num_ranks=2):

@@ -28,8 +28,8 @@ LAUNCHER_VARIABLE = "LENGTHWISE_LAUNCHER"
 """How ranks know the process that started them, which may be gone before they look."""
 
 
-STOPPED_AFTER_S = 10
-"""How long ranks that are asked to end, because another rank failed, may take before they are killed."""
+STOPPED_AFTER_S = 30
+"""After so long torchrun kills ranks that have not ended by themselves after another rank had failed."""
 MOST_RANKS = 1024
 """Of one machine."""
 
@@ -84,7 +84,6 @@ def torchrun(
     except ImportError:
         raise InputError("this verb needs torch: pip install 'lengthwise[train]'") from None
     os.environ.setdefault("OMP_NUM_THREADS", "1" if nproc > 1 else str(os.cpu_count() or 1))
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(STOPPED_AFTER_S)
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks say what went wrong
     with TemporaryDirectory(prefix="lengthwise-", ignore_cleanup_errors=True) as folder:
@@ -113,8 +112,8 @@ def killed_first(failures: "Mapping[int, ProcessFailure]") -> str:
         return ""
     first = min(by_signal, key=lambda failure: failure.timestamp)
     begun = min(failure.timestamp for failure in failures.values())
-    if first.timestamp - begun >= STOPPED_AFTER_S - 1:
-        return ""  # by torchrun, as it did not end by itself after another rank had failed
+    if first.timestamp - begun > STOPPED_AFTER_S / 2:
+        return ""  # by torchrun; those that lose a rank end within seconds
     hint = ", as the system does where memory runs out" if -first.exitcode == signal.SIGKILL else ""
     return f"rank {first.local_rank} was killed by {first.signal_name()}{hint}"
 

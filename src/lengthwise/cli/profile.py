@@ -55,9 +55,10 @@ def run(
     made = make_folder(out.parent, setting="--out in")
     sizes = ["--max-length", str(longest), "--max-tokens", str(max_tokens or longest), "--repeats", str(repeats)]
     arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), *sizes]
-    if not torchrun(arguments, nproc=nproc):
+    ended = torchrun(arguments, nproc=nproc)
+    if not ended:
         remove_empty(made)
-        raise LengthwiseError("profiling failed; see the messages above")
+        raise LengthwiseError(f"profiling failed: {ended.killed or 'see the messages above'}")
     table = ProfileTable.load(out)
     found = _leave_out(resolved, table) if leave_out else ()
     if as_json:
