@@ -110,6 +110,15 @@ def test_every_setting_that_a_message_advises_exists(module):
                     assert match[2] in SECTIONS[match[1]].model_fields, f"{module}:{node.lineno} names {match[0]}"
 
 
+PICKLED = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_pickled_between_ranks(module):
+    names = {node.attr for node in ast.walk(MODULES[module]) if isinstance(node, ast.Attribute)}
+    assert not names & PICKLED, f"{module}: lengthwise.runtime.comm.objects sends JSON"
+
+
 def test_the_lock_holds_the_versions_of_the_constraints():
     constraints = ROOT.parents[1] / "constraints"
     pinned = dict(line.split("==") for line in _lines(constraints / "cpu.txt"))

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lengthwise.core.errors import CheckError, InputError
@@ -28,6 +27,7 @@ from lengthwise.runtime.adapt.shard import ALMOST_ONE
 from lengthwise.runtime.adapt.stock import Learned, learned_alone, learned_in_pack, parameter_names, random_states
 from lengthwise.runtime.adapt.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.objects import broadcast_json
 
 if TYPE_CHECKING:
     from lengthwise.runtime.adapt.run import Run
@@ -305,9 +305,8 @@ def _verdict(run: "Run", setting: Setting, packed: Learned | None, alone: Learne
     if setting.scalar != ALMOST_ONE:
         raise _decided_at_random(run)
     where = where_it_begins(run, setting.lengths, group_of(run.world, setting.degree), _flags(run, setting.recompute))
-    told: list[Any] = [(worst.name, worst.relative)]
-    dist.broadcast_object_list(told, src=int(ratios.nan_to_num(torch.inf).argmax()))
-    name, relative = told[0]
+    source = int(ratios.nan_to_num(torch.inf).argmax())
+    name, relative = broadcast_json(run.world, [worst.name, float(worst.relative)], source=source)
     raise CheckError(
         f"{type(run.model).__name__} learns something else from packs than from its sequences one by one, called as "
         f"its user calls it ({setting}): {name} differs by {relative:.1e} (limit {tolerance.relative:.0e}). {where}"

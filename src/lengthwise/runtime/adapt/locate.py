@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
@@ -17,6 +16,7 @@ from lengthwise.runtime.adapt.shard import active
 from lengthwise.runtime.adapt.stock import pack_of, shard_for, stock_output
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.objects import broadcast_json
 
 if TYPE_CHECKING:
     from lengthwise.runtime.adapt.run import Run
@@ -114,9 +114,8 @@ def where_it_begins(run: "Run", lengths: tuple[int, ...], group: Group | None, r
             "The outputs of all its modules agree, so the difference is in its loss, or in its backward: layers that "
             "share state beside their arguments cannot be recomputed; set recompute='none' for them" + _OUT
         )
-    told = [words]
-    dist.broadcast_object_list(told, src=earliest)
-    return f"It begins in {told[0]}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"
+    module = broadcast_json(run.world, words, source=earliest)
+    return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"
 
 
 _OUT = ". check=False trains it all the same"

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError
+from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.objects import broadcast_json
 
 if TYPE_CHECKING:
     from lengthwise.runtime.adapt.run import Run
@@ -34,17 +34,18 @@ def on_every_rank(run: "Run", compute: Callable[[], T], what: str = "", *, is_st
         is_stock: whether the model is called as before it was prepared.
     """
     result: Any = None
-    failure: list[tuple[str, str] | None] = [None]
+    failure: tuple[str, str] | None = None
     try:
         result = compute()
+    except CommunicationError:
+        raise  # ranks are gone, and nothing can be shared with the others
     except Exception as error:
-        failure = [_described(run, error, what, is_stock)]
-    failed = gather_rows(torch.tensor([failure[0] is not None], dtype=torch.int64, device=run.world.device)).tolist()
+        failure = _described(run, error, what, is_stock)
+    failed = gather_rows(torch.tensor([failure is not None], dtype=torch.int64, device=run.world.device)).tolist()
     first = next((rank for rank, (has_failed,) in enumerate(failed) if has_failed), None)
     if first is None:
         return result
-    dist.broadcast_object_list(failure, src=first)
-    kind, message = failure[0] or ("CheckError", "")
+    kind, message = broadcast_json(run.world, failure, source=first)
     if kind == "dtype":
         raise NotInThisDtype(CheckError(message))
     raise next(one for one in (InputError, InfeasibleError, CheckError) if one.__name__ == kind)(message)

@@ -29,9 +29,9 @@ def gather_json(world: World, value: Any) -> list[Any]:
     return gather_values(value, size=world.size, device=world.device)
 
 
-def broadcast_json(world: World, value: Any) -> Any:
-    """The value of the first rank; every rank calls this. Two broadcasts."""
-    return broadcast_value(value, is_source=world.is_first, device=world.device)
+def broadcast_json(world: World, value: Any, *, source: int = 0) -> Any:
+    """The value of rank ``source``; every rank calls this. Two broadcasts."""
+    return broadcast_value(value, is_source=world.rank == source, source=source, device=world.device)
 
 
 def gather_values(
@@ -50,16 +50,22 @@ def gather_values(
 
 
 def broadcast_value(
-    value: Any, *, is_source: bool, device: torch.device, group: Handle = None, activity: Activity = ACTIVITY
+    value: Any,
+    *,
+    is_source: bool,
+    device: torch.device,
+    source: int = 0,
+    group: Handle = None,
+    activity: Activity = ACTIVITY,
 ) -> Any:
-    """:func:`broadcast_json` over the ranks of ``group``, which the first rank is in."""
+    """:func:`broadcast_json` over the ranks of ``group``, which rank ``source`` of the world is in."""
     own = _to_bytes(value if is_source else None).to(device)
     size = torch.tensor([len(own)], device=device)
     with Waiting("broadcast", activity=activity):
-        dist.broadcast(size, 0, group=group)
+        dist.broadcast(size, source, group=group)
     content = own if is_source else own.new_empty(int(size))
     with Waiting("broadcast", activity=activity):
-        dist.broadcast(content, 0, group=group)
+        dist.broadcast(content, source, group=group)
     return _from_bytes(content)
 
 
