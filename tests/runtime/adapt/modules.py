@@ -51,6 +51,35 @@ MASKS = {
 """Of t slots."""
 
 
+def filled(logits, tril):
+    return logits.masked_fill(tril == 0, -math.inf)
+
+
+def filled_in_place(logits, tril):
+    logits.masked_fill_(tril == 0, torch.finfo(logits.dtype).min)
+    return logits
+
+
+def biased(logits, tril):
+    t = logits.shape[-1]
+    return torch.where(tril[:t, :t].bool(), logits + slopes(t, logits), torch.tensor(-1e9, dtype=logits.dtype))
+
+
+def capped(logits, tril):
+    return 5.0 * torch.tanh(filled(logits, tril) / 5.0)
+
+
+def scaled_by_length(logits, tril):
+    return filled(logits * math.log(logits.size(-1)), tril)
+
+
+BY_HAND = {
+    "filled": filled, "filled in place": filled_in_place, "biased": biased, "capped": capped,
+    "scaled by length": scaled_by_length,
+}  # fmt: skip
+"""What is done to logits; the second is the lower triangle."""
+
+
 class Attention(nn.Module):
     """nanoGPT's."""
 
@@ -94,6 +123,12 @@ class Attention(nn.Module):
         elif self.mask == "by hand":
             logits = (q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1))
             y = logits.masked_fill(self.tril[:, :, :t, :t] == 0, -math.inf).softmax(-1) @ v
+        elif self.mask in BY_HAND:
+            logits = BY_HAND[self.mask]((q @ k.transpose(-2, -1)) / math.sqrt(k.size(-1)), self.tril[0, 0, :t, :t])
+            y = F.dropout(logits.softmax(-1), p) @ v
+        elif self.mask == "einsum":
+            logits = torch.einsum("bhid,bhjd->bhij", q, k).masked_fill(self.tril[:, :, :t, :t] == 0, -math.inf)
+            y = torch.einsum("bhij,bhjd->bhid", logits.softmax(-1), v)
         return self.proj(y.transpose(1, 2).contiguous().view(b, t, c))
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -106,10 +107,12 @@ def in_double() -> Iterator[None]:
     """
     to, softmax = Tensor.to, F.softmax
 
+    @wraps(to)
     def to_double(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
         return to(self, *(torch.float64 if each is torch.float32 else each for each in args), **kwargs)
 
+    @wraps(softmax)
     def softmax_in_double(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("dtype") is torch.float32:
             kwargs["dtype"] = x.dtype

@@ -41,6 +41,16 @@ CASES = {
         ),
         **NEXT,
     ),
+    "Bloom: by hand, with a bias by position": Case(
+        build=partial(built, "BloomForCausalLM", n_layer=2, n_head=4, hidden_dropout=0.0, attention_dropout=0.0), **NEXT
+    ),
+    "GPT-J: by hand, rotary by position": Case(
+        build=partial(
+            built, "GPTJForCausalLM", n_embd=32, n_layer=2, n_head=4, n_positions=40, rotary_dim=4, attn_pdrop=0.0,
+            resid_pdrop=0.0, embd_pdrop=0.0,
+        ),
+        **NEXT,
+    ),
     "Llama 4: chunked attention": Case(
         build=partial(
             built_with_experts, "Llama4ForCausalLM", attention_chunk_size=4, intermediate_size_mlp=24, pad_token_id=0,

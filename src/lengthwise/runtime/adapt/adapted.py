@@ -12,11 +12,12 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt import shard as shards
 from lengthwise.runtime.adapt.anatomy import find_anatomy
+from lengthwise.runtime.adapt.attention_calls import AllAttendedError
 from lengthwise.runtime.adapt.by_sequence import SequenceBySequence
 from lengthwise.runtime.adapt.calls import Calls, Rules, compare
 from lengthwise.runtime.adapt.forwards import Memo, PreparedForward
 from lengthwise.runtime.adapt.hugging_face import Switch
-from lengthwise.runtime.adapt.intercept import AllAttendedError, Intercept
+from lengthwise.runtime.adapt.intercept import Intercept
 from lengthwise.runtime.adapt.kernels import Imported
 from lengthwise.runtime.adapt.labels import LabelConvention, loss_of_logits
 from lengthwise.runtime.adapt.layers import Layers, intercepted
@@ -150,6 +151,7 @@ class Adapted:
             self.by_sequence.learn(lengths)
             return
         seen = []
+        self._masks.use(next(iter(self.anatomy.parameters.values())).dtype)
         for forward in forwards:
             calls = Calls()
             self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
@@ -176,6 +178,7 @@ class Adapted:
         make_alone = shard.alone
         if not self._masks or make_alone is None:
             return
+        self._masks.use(next(iter(self.anatomy.parameters.values())).dtype)
         for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
             if self._masks.is_known(length):
                 continue

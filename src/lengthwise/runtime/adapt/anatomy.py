@@ -106,9 +106,31 @@ def find_anatomy(model: nn.Module, *, layers: str | None = None, of_any_class: b
             f"{type(model).__name__} has no nn.ModuleList of equal modules, so its layers are not known; put them into "
             "one, or name it: prepare(..., layers='transformer.blocks')"
         )
+    outer = {name: each for name, each in outer.items() if next(each[0].children(), None) is not None} or outer
     longest = max(len(each) for each in outer.values())
-    found = [name for name, each in outer.items() if len(each) == longest]
+    found = _nearest_to_tokens(model, [name for name, each in outer.items() if len(each) == longest])
     if len(found) > 1 and not of_any_class:
         told = " and ".join(found)
         raise InputError(f"{told} have {longest} layers each; say which: prepare(..., layers={found[0]!r})")
     return Anatomy(model=model, layers_name=found[-1], layers=outer[found[-1]])
+
+
+def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
+    """Of lists of layers those in the part of a model that has its token embedding: others are of image towers, say."""
+    embed = getattr(model, "get_input_embeddings", None)
+    try:
+        embedding = None if embed is None else embed()
+    except NotImplementedError:
+        embedding = None
+    home = next((name for name, module in model.named_modules() if module is embedding), None)
+    if home is None or len(names) < 2:
+        return names
+    shared = {name: _num_shared(name.split("."), home.split(".")) for name in names}
+    names = [name for name in names if shared[name] == max(shared.values())]
+    depths = {name: name.count(".") for name in names}
+    return [name for name in names if depths[name] == min(depths.values())]
+
+
+def _num_shared(one: list[str], other: list[str]) -> int:
+    """Parts of two paths before they differ."""
+    return next((depth for depth, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

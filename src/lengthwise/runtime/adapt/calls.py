@@ -4,6 +4,7 @@ A shape alone does not say which axis holds the slots: a pack may have as many o
 model computes two sequences of different length on one device; where a size followed the length, slots lie.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -22,6 +23,17 @@ class Call:
     layer: int | None = None
     mask: Tensor | None = field(default=None, repr=False)
     """That it was given."""
+    scale: float | None = None
+    """Of its logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product of two tensors, which may be that of an attention by hand."""
+
+    is_scores: bool
+    """Whether it is one of queries and keys: every slot with every other."""
+    layer: int | None = None
 
 
 @dataclass
@@ -33,6 +45,7 @@ class Calls:
     noise: list[Call] = field(default_factory=list)
     scalars: int = 0
     """Draws of a single uniform number, such as those of layer drop."""
+    products: list[Product] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +59,7 @@ class Rule:
     """In the first of the two forwards."""
     layer: int | None = None
     kind: str = ""
+    scale: float | None = None
 
     @property
     def is_over_slots(self) -> bool:
@@ -62,6 +76,8 @@ class Rules:
     noise: tuple[Rule, ...] = ()
     scalars: int = 0
     """Draws of a single uniform number."""
+    products: tuple[Product, ...] = ()
+    """None where there is no attention by hand."""
 
 
 def compare(first: Calls, second: Calls, lengths: tuple[int, int]) -> Rules:
@@ -79,7 +95,13 @@ def compare(first: Calls, second: Calls, lengths: tuple[int, int]) -> Rules:
                 "; a forward must not depend on the length of its sequences"
             )
         found[name] = tuple(_rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(ones, others)))
-    return Rules(**found, scalars=max(first.scalars, second.scalars))
+    products = first.products if any(product.is_scores for product in first.products) else []
+    if products and first.products != second.products:
+        raise InputError(
+            f"the model computes an attention by hand for {lengths[0]} slots in another way than for {lengths[1]}; a "
+            "forward must not depend on the length of its sequences"
+        )
+    return Rules(**found, scalars=max(first.scalars, second.scalars), products=tuple(products))
 
 
 def _rule(name: str, number: int, first: Call, second: Call, lengths: tuple[int, int]) -> Rule:
@@ -95,5 +117,17 @@ def _rule(name: str, number: int, first: Call, second: Call, lengths: tuple[int,
     if first.note != second.note:
         one, other = (call.note or "unmasked" for call in (first, second))
         raise InputError(f"{where} is {one} for {lengths[0]} slots, {other} for {lengths[1]}")
+    if not same_scale(first.scale, second.scale):
+        raise InputError(
+            f"{where} scales its logits by {first.scale} for {lengths[0]} slots and by {second.scale} for "
+            f"{lengths[1]}, and by what for others is not known"
+        )
     dim = changed[0] if changed else None
-    return Rule(dim=dim, note=first.note, shape=first.shape, layer=first.layer, kind=first.kind)
+    return Rule(
+        dim=dim, note=first.note, shape=first.shape, layer=first.layer, kind=first.kind, scale=first.scale
+    )  # fmt: skip
+
+
+def same_scale(one: float | None, other: float | None) -> bool:
+    """Whether two calls multiply their logits by the same."""
+    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-5))

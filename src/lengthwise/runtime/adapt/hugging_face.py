@@ -6,6 +6,7 @@ some models give their sliding window to the mask alone. A registered attention 
 """
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -132,7 +133,7 @@ class Switch:
         """The model keeps its attention until :meth:`on`.
 
         Raises:
-            InputError: its attention does not go through the registry, or it is no stack of self-attention.
+            InputError: it is no stack of self-attention, or one that long sequences compute in another way.
         """
         register()
         self._model: Any = model
@@ -141,6 +142,11 @@ class Switch:
             raise InputError(
                 f"{name} is an encoder with a decoder, which attends from one sequence to another; only self-attention "
                 "can be prepared"
+            )
+        if getattr(model.config, "attention_type", None) == "block_sparse":
+            raise InputError(
+                f"{name} attends to blocks of keys, drawn at random, where a sequence is long; set attention_type="
+                "'original_full' in its config"
             )
         self._with = [module for module in model.modules() if hasattr(module, "config")]
         self._shared = [module.config for module in self._with]
@@ -152,19 +158,15 @@ class Switch:
         self._copies = [config for config in used if id(config) not in of_models]  # of rotary embeddings, say
         self._configs = used + [each for config in used for each in _sub_configs(config)]
         self._before = [getattr(config, _CHOICE) for config in self._configs]
-        self.on()
-        missed = [type(config).__name__ for config in used if getattr(config, _CHOICE) != NAME]
-        self.off()
-        if missed:
-            self.release()
-            raise InputError(
-                f"{name} does not take its attention from transformers' AttentionInterface ({', '.join(missed)}), so "
-                "it cannot be sharded; use a model class that does"
-            )
 
     def on(self) -> None:
-        """Ours."""
-        self._model.set_attn_implementation(NAME)
+        """Ours, in the parts that take it from the registry; that of others is met where it calls torch."""
+        log = logging.getLogger("transformers.modeling_utils")
+        before, log.disabled = log.disabled, True  # it warns of those others
+        try:
+            self._model.set_attn_implementation(NAME)
+        finally:
+            log.disabled = before
         for config in self._copies:
             setattr(config, _CHOICE, NAME)
 

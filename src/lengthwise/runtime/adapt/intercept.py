@@ -5,8 +5,11 @@ Transformer acts on each token by itself. The model's code is untouched: calls a
 overridden, while the model's own forward runs.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt import kernels
 from lengthwise.runtime.adapt.attention import Kind, attend_shard
+from lengthwise.runtime.adapt.attention_calls import AttentionCalls, slots_first
 from lengthwise.runtime.adapt.calls import Call, Calls, Rule, Rules
 from lengthwise.runtime.adapt.noise import (
     ONE_NUMBER,
@@ -27,6 +31,7 @@ from lengthwise.runtime.adapt.noise import (
     uniform_like,
 )
 from lengthwise.runtime.adapt.own_masks import MaskTables
+from lengthwise.runtime.adapt.scores import ADDED_PRODUCTS, PRODUCTS, find_scores
 from lengthwise.runtime.adapt.shard import Shard
 
 _OTHER_NOISE = (
@@ -39,11 +44,7 @@ LOCAL = 1 << 21
 """Added to the numbers of calls of attention within a slot, when they draw."""
 
 
-class AllAttendedError(Exception):
-    """A forward that is to stop after its last call of attention has got there."""
-
-
-class Intercept(TorchFunctionMode):
+class Intercept(AttentionCalls, TorchFunctionMode):
     """While it is entered, calls are noted in ``calls`` or, where there are ``rules``, answered by them.
 
     With ``calls``, ``rules`` and ``masks``, the masks of one whole sequence are noted, and nothing attends.
@@ -58,13 +59,10 @@ class Intercept(TorchFunctionMode):
         rules: Rules | None = None,
         masks: MaskTables | None = None,
     ) -> None:
-        super().__init__()
+        AttentionCalls.__init__(self, calls, rules, masks)
+        TorchFunctionMode.__init__(self)
         self._tables = {id(each): each for each in constants}
-        self._calls, self._rules, self._imported = calls, rules, imported
-        self._masks = masks
-        self.shard: Shard | None = None
-        self.layer: int | None = None
-        """That is computed at the moment."""
+        self._imported = imported
         self._answers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head_attention,
@@ -75,9 +73,12 @@ class Intercept(TorchFunctionMode):
             torch.randn_like: self._randn_like,
             torch.rand_like: self._rand_like,
             **dict.fromkeys(_OTHER_NOISE, self._other_noise),
+            **dict.fromkeys((*PRODUCTS, *ADDED_PRODUCTS), self._product),
         }
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self._has_scores and find_scores((*args, *(kwargs or {}).values())) is not None:
+            return self._of_scores(func, args, kwargs or {})
         answer = self._answers.get(func)
         if answer is None:
             return func(*args, **(kwargs or {}))
@@ -117,18 +118,7 @@ class Intercept(TorchFunctionMode):
         for name in ("attention", "positions", "noise"):
             left_out = sum(rule.layer == layer for rule in getattr(self._rules, name))
             setattr(self.shard.counts, name, getattr(self.shard.counts, name) + left_out)
-
-    def _rule(self, name: str, call: Call) -> Rule | None:
-        """Note the call, or say what it is."""
-        assert self.shard is not None, "a micro-batch is computed"
-        number = getattr(self.shard.counts, name)
-        setattr(self.shard.counts, name, number + 1)
-        if self._calls is not None:
-            getattr(self._calls, name).append(call)
-            return None
-        assert self._rules is not None, "there are calls to note, or rules to follow"
-        known = getattr(self._rules, name)
-        return known[number] if number < len(known) else Rule(dim=None)
+        self.shard.counts.products += sum(product.layer == layer for product in self._rules.products)
 
     def _attention(
         self,
@@ -146,9 +136,10 @@ class Intercept(TorchFunctionMode):
         if self._calls is not None and key.shape[-2] != query.shape[-2]:
             note = f"refused: it has {query.shape[-2]} queries and {key.shape[-2]} keys"
         call = Call(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer, mask=attn_mask)
+        call = replace(call, scale=scale)
         rule = self._rule("attention", call)
         if self._is_dry(query):
-            return self._note_mask(query, value, attn_mask)
+            return self._note_mask(query, (*query.shape[:-1], value.shape[-1]), attn_mask)
         if rule is None:
             return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         assert self.shard is not None, "rules come with a micro-batch"
@@ -167,29 +158,14 @@ class Intercept(TorchFunctionMode):
             assert self._masks is not None, "masks come with rules"
             sees = self._masks.kind(number, attn_mask, self.shard)
         elif attn_mask is not None:
-            raise InputError(f"attention call {number} was given a mask where it had none when it was prepared")
+            assert self._masks is not None, "masks come with rules"
+            self._masks.check_band(number, attn_mask, self.shard, causal=rule.note == "causal")
+        self._check_scale(number, rule, scale)
         kind = Kind(scale=scale, dropout=dropout_p, call=number, **sees)
-        q, k, v = (_slots_first(x) for x in (query, key, value))
+        q, k, v = (slots_first(x) for x in (query, key, value))
         out = attend_shard(q, k, v, kind, self.shard)
         num_heads = query.shape[-3] if query.dim() > 2 else 1
         return out.unflatten(1, (-1, num_heads)).permute(1, 2, 0, 3).reshape(*query.shape[:-1], value.shape[-1])
-
-    def _is_dry(self, query: Tensor) -> bool:
-        """Whether the masks of a whole sequence are noted, and this call is about its slots."""
-        if self._calls is None or self._rules is None or self.shard is None:
-            return False
-        number = self.shard.counts.attention - 1
-        return number < len(self._rules.attention) and self._rules.attention[number].is_over_slots
-
-    def _note_mask(self, query: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Zeros, which masks do not follow from."""
-        assert self.shard is not None and self._rules is not None and self._masks is not None
-        number = self.shard.counts.attention - 1
-        if self._rules.attention[number].note == "masked" and mask is not None:
-            self._masks.note(number, mask, tuple(query.shape))
-        if number == len(self._rules.attention) - 1:
-            raise AllAttendedError
-        return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
     def _kernel(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Flash attention by a kernel's own function."""
@@ -199,7 +175,7 @@ class Intercept(TorchFunctionMode):
             note = note or kernels.ends_note(call) or ("causal" if call.causal else "")
         rule = self._rule("attention", Call(kind="flash", shape=tuple(query.shape), note=note, layer=self.layer))
         if self._is_dry(query):
-            return self._note_mask(query, call.value, None)
+            return self._note_mask(query, (*query.shape[:-1], call.value.shape[-1]), None)
         if rule is None or not rule.is_over_slots:
             if rule is not None and call.dropout:
                 raise InputError(f"{func.__name__} drops weights within slots; draw with dropout outside of attention")
@@ -280,6 +256,8 @@ class Intercept(TorchFunctionMode):
         end = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else kwargs.get("end")
         if not isinstance(end, int) or kwargs.get("start", 0) != 0 or kwargs.get("step", 1) != 1 or len(args) > 2:
             return func(*args, **kwargs)
+        if _is_called_in("transformers.masking_utils"):
+            return func(*args, **kwargs)  # masks of this rank's slots, whose positions they are given
         rule = self._rule("positions", Call(kind="arange", shape=(end,), layer=self.layer))
         if rule is None or rule.dim is None:
             return func(*args, **kwargs)
@@ -308,6 +286,14 @@ class Intercept(TorchFunctionMode):
         return func(table.index_select(axis, self.shard.positions), rest)
 
 
+def _is_called_in(module: str) -> bool:
+    """Whether the call of torch that is met was written there."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.overrides"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == module
+
+
 _SWITCHED = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
 """Those whose third argument says whether they draw."""
 
@@ -323,11 +309,6 @@ def _axis(table: Tensor, parts: tuple[Any, ...], cut: int) -> int:
     if any(part is Ellipsis for part in before):
         return table.dim() - sum(part is not None for part in after)
     return sum(part is not None for part in before)
-
-
-def _slots_first(x: Tensor) -> Tensor:
-    """[t, rows * heads, H] of [..., heads, t, H]."""
-    return x.movedim(-2, 0).flatten(1, -2) if x.dim() > 2 else x[:, None]
 
 
 @contextmanager

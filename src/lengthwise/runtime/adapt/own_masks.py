@@ -48,12 +48,16 @@ class MaskTables:
     def __init__(self, model: str) -> None:
         """``model``: its name, for messages."""
         self._model = model
-        self._tables: dict[int, _Table] = {}
-        self._lengths: set[int] = set()
+        self._by_dtype: dict[torch.dtype | None, tuple[dict[int, _Table], set[int]]] = {}
+        self.use(None)
         self._checked: tuple[Tensor | None, Shard | None, int] = (None, None, -1)
 
     def __bool__(self) -> bool:
-        return bool(self._tables)
+        return any(tables for tables, _ in self._by_dtype.values())
+
+    def use(self, dtype: torch.dtype | None) -> None:
+        """From now on the model computes in ``dtype``, which biases may follow."""
+        self._tables, self._lengths = self._by_dtype.setdefault(dtype, ({}, set()))
 
     def is_known(self, length: int) -> bool:
         """Whether masks of about this length were seen."""
@@ -88,7 +92,7 @@ class MaskTables:
                 f"attention call {number} of {self._model} adds a bias that is trained, which cannot be honoured on "
                 "packs"
             )
-        length, num_heads = query_shape[-2], query_shape[-3] if len(query_shape) > 2 else 1
+        length = query_shape[-2]
         values = mask.detach()[(None,) * max(0, 3 - mask.dim())]
         leading = values.shape[:-3]
         if any(size != 1 for size in leading) and not _equal(values, values[(slice(0, 1),) * len(leading)]):
@@ -97,7 +101,7 @@ class MaskTables:
                 "row, which cannot be honoured on packs"
             )
         values = values[(0,) * len(leading)]
-        return values.expand(num_heads if values.shape[0] > 1 else 1, length, length)
+        return _relative(values.expand(len(values), length, length))
 
     def _made(self, number: int, values: Tensor) -> _Table:
         length = values.shape[-1]
@@ -136,6 +140,10 @@ class MaskTables:
         is_open = table.before == _ANY and table.after in (0, _ANY)
         return {"causal": table.after == 0, "window": None if is_open else (table.before, table.after)}
 
+    def check_band(self, number: int, mask: Tensor, shard: Shard, *, causal: bool) -> None:
+        """Raise ``InputError`` unless a mask, of a call that has none for a sequence alone, only parts sequences."""
+        self._check(number, mask, _Table(length=shard.longest, before=_ANY, after=0 if causal else _ANY), shard)
+
     def _check(self, number: int, mask: Tensor, table: _Table, shard: Shard) -> None:
         """The mask is that of the indices, or that of the positions in sequences."""
         checked, of_shard, of_table = self._checked
@@ -143,7 +151,7 @@ class MaskTables:
             return
         values = mask.detach()[(None,) * max(0, 3 - mask.dim())].flatten(0, -3)
         t = shard.num_slots
-        values = values.expand(len(values), t, t)
+        values = _relative(values.expand(len(values), t, t))
         short = min(t, table.length)
         if not _equal(values[:, :short, :short], table.corner(short, values)):
             positions, sequences = shard.positions, _numbers(shard)
@@ -168,6 +176,15 @@ def _numbers(shard: Shard) -> Tensor:
     """[t] which sequence of the pack each slot of this rank is in; padding as well."""
     ends = torch.tensor(shard.cu_seqlens[1:])
     return torch.bucketize(torch.from_numpy(shard.places), ends, right=True).to(shard.device)
+
+
+def _relative(values: Tensor) -> Tensor:
+    """Biases less that of each slot with itself, which weights do not follow from."""
+    if values.dtype == torch.bool:
+        return values
+    own = values.diagonal(dim1=-2, dim2=-1)
+    is_seen = bool((own > torch.finfo(values.dtype).min / 2).all())
+    return values - own[..., None] if is_seen and bool(own.any()) else values
 
 
 def _reach(seen: Tensor) -> tuple[int, int]:

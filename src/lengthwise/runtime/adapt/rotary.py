@@ -67,7 +67,7 @@ class _Rotary:
         module = self._module
         for name, buffer in module._buffers.items():
             if buffer is not None and name in self._buffers:
-                module._buffers[name] = self._buffers[name].to(buffer.device).clone()
+                module._buffers[name] = self._buffers[name].to(buffer, copy=True)
         for name in set(vars(module)) - set(self._attributes):
             if not name.startswith("_") and name != "forward":
                 del module.__dict__[name]
@@ -75,6 +75,7 @@ class _Rotary:
 
     def _of_pack(self, *args: Any, **kwargs: Any) -> Any:
         if not shards.is_active() or self._is_plain():
+            self._restore()  # of a sequence before, the stock module would know how long it was
             return self._forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():  # calls of torch inside are not about this rank's slots
             return self._of_shard(shards.current(), *args, **kwargs)

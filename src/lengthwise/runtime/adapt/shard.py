@@ -41,6 +41,8 @@ class Counts:
     """Of attention through the registry of transformers."""
     positions: int = 0
     noise: int = 0
+    products: int = 0
+    """Of two tensors, such as that of queries and keys."""
     layers: int = 0
     """Of layers that a model asks to recompute by itself."""
 
