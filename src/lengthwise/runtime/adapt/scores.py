@@ -19,11 +19,8 @@ PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bm
 ADDED_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
 _DROPOUTS = (F.dropout, torch.dropout)
 _QUESTIONS = (Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.is_floating_point, Tensor.__len__)
-_FORMS = {
-    "to", "type", "type_as", "float", "double", "half", "bfloat16", "view", "reshape", "contiguous", "clone", "flatten",
-    "unflatten", "squeeze", "unsqueeze",
-}  # fmt: skip
-"""What may be done to weights: nothing that changes a number."""
+_TRIED = 1 << 16
+"""Weights that a function is tried on: as many as the sequences have that a model is learned from."""
 _HIDDEN = -5000.0
 """Logits this low have a weight of exactly 0."""
 _SHORT = 256
@@ -173,7 +170,7 @@ def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             raise _refusal(function)
         return Scores.of(replace(attended, is_weights=True), form, scores.device)
     if attended.is_weights:
-        if _name(function) not in _FORMS or form.shape[-2:] != scores.shape[-2:]:
+        if form.shape[-2:] != scores.shape[-2:] or not _keeps_numbers(function, args, kwargs, scores):
             raise _refusal(function)
         return Scores.of(attended, form, scores.device)
     others: list[Tensor] = []
@@ -189,6 +186,17 @@ def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         scores.attended, scores.form = attended, form
         return scores
     return Scores.of(attended, form, scores.device)
+
+
+def _keeps_numbers(function: Callable[..., Any], args: Any, kwargs: Any, scores: Scores) -> bool:
+    """Whether it changes no more than dtype and shape: what may be done to weights."""
+    if scores.numel() > _TRIED:
+        return True  # it was tried when the model was learned
+    numbers = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores.device, scores.dtype)
+    args, kwargs = _replaced((args, kwargs), lambda value: numbers.clone() if value is scores else value)
+    with torch.no_grad():
+        result = function(*args, **kwargs).flatten().to(scores.dtype)
+    return result.shape == numbers.flatten().shape and torch.allclose(result, numbers.flatten(), rtol=1e-2, atol=0.0)
 
 
 def _form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
