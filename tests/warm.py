@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -99,6 +100,7 @@ def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
 
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # a new process would look at TMPDIR
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", "1")))
     words = [word for word in words if word != "-u"]
     if words[0] == "-m":
