@@ -64,7 +64,7 @@ def corpus(kind: str) -> list[dict[str, Any]]:
     for number, length in enumerate(LENGTHS):
         rng = np.random.default_rng(number)
         ids = rng.integers(FIRST_TOKEN, VOCAB_SIZE, length)
-        item: dict[str, Any] = {"input_ids": ids.tolist()}
+        item: dict[str, Any] = {"input_ids": ids.tolist(), "labels": ids.tolist()}
         if kind == "masked":
             hidden = rng.random(length) < 0.4
             hidden[0] = True
@@ -84,7 +84,7 @@ def stock_gradients(model: Any, kind: str) -> dict[str, Any]:
     losses, weights = [], []
     for item in corpus(kind):
         ids = torch.tensor([item["input_ids"]])
-        labels = torch.tensor([item.get("labels", item["input_ids"])])
+        labels = torch.tensor([item["labels"]])
         output = model(input_ids=ids, labels=labels)
         losses.append(output.loss)
         weights.append(_num_targets(output, labels, kind))

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+import lengthwise as lw
 from lengthwise.api.sequences import read_sequences
 from lengthwise.core.errors import InputError
 from tests.api import models
 from tests.api.columns import OPTIONS, assert_equal, bert, following, gpt2, gradient, learned, learned_on_ranks, rows
+from tests.api.loops import as_started_by_torchrun
 
 FLOAT32 = 1e-5
 """Losses of transformers are computed in float32."""
@@ -332,3 +334,24 @@ def test_an_item_that_changes_later_is_noticed_when_it_is_computed():
     given[2]["completion_mask"] = [0, 0, 1]
     with pytest.raises(ValueError, match="item 2 is another one each time that it is read"):
         found.tokens(2)
+
+
+def refusals_of_unlabelled_rows():
+    """What a class whose loss does not shift labels says to rows without labels, and with the objective stated."""
+    as_started_by_torchrun()
+    from transformers import BartConfig, BartForCausalLM
+
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    config = BartConfig(vocab_size=61, max_position_embeddings=80, is_encoder_decoder=False, **sizes)
+    rows = [[7, 8, 9, 10, 11, 12], [13, 14, 15]]
+    options = {"cost": models.mixed_cost(), "memory_gib": 40, "verbose": False}
+    with pytest.raises(InputError) as refused:
+        lw.prepare(BartForCausalLM(config).double(), rows, **options)
+    lw.prepare(BartForCausalLM(config).double(), rows, objective="next-token", **options).close()
+    return str(refused.value)
+
+
+def test_rows_without_labels_are_refused_where_the_loss_does_not_shift_them(ranks):
+    (message,) = ranks(1).run(refusals_of_unlabelled_rows)
+    assert "compares the output of each token with the label at the same place" in message
+    assert "objective='next-token'" in message

@@ -85,6 +85,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
     if run.adapted.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
+        _check_labels_are_meant(run, chosen, sequences)
         _plan(run, chosen, sequences.lengths)
         run.counts_targets = chosen.count_targets
         for frozen in chosen.frozen:
@@ -95,6 +96,17 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         run.adapted.release()
         raise
     return run
+
+
+def _check_labels_are_meant(run: Run, options: Options, sequences: Sequences) -> None:
+    """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
+    if run.adapted.labels.shifts or sequences.labels is not None or options.objective is not None:
+        return
+    raise InputError(
+        f"the loss of {type(run.model).__name__} compares the output of each token with the label at the same place, "
+        "and the corpus has no labels. Say objective='next-token' to learn the token that follows, or give items "
+        "labels, which are used as they are"
+    )
 
 
 def _packed_or_by_sequence(model: nn.Module, chosen: Options, learned: Callable[[Options, bool], Run]) -> Run:
