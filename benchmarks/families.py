@@ -267,8 +267,9 @@ def can_be_built(model_class: ModelClass) -> str:
 def _try_stock(model_class: ModelClass, send: Any) -> None:
     _be_silent()
     try:
-        stock_gradients(build(model_class), model_class.kind)
-        send.send("")
+        gradients = stock_gradients(build(model_class), model_class.kind)
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
+        send.send("" if is_finite else "the stock model's own gradient is not finite")
     except BaseException as error:
         send.send(f"{type(error).__name__}: {error}".replace("\n", " ")[:200])
     os._exit(0)
