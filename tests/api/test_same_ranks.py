@@ -126,6 +126,42 @@ def check_rates():
     run.close()
 
 
+def test_a_rate_that_cannot_be_used_is_refused_on_every_rank(ranks):
+    ranks(2).run(check_bad_rates)
+
+
+def check_bad_rates():
+    as_started_by_torchrun()
+    rank = torch.distributed.get_rank()
+    bad = {
+        "failed with ZeroDivisionError": lambda step: 0.1 / (1 - step * rank),
+        "failed with TypeError": lambda step: None if rank else 0.1,
+        r"is -0\.1; give one number from 0": lambda step: -0.1,
+        "is nan; give one number from 0": lambda step: float("nan") if rank else 0.1,
+    }
+    for said, lr in bad.items():
+        run = prepare(models.gpt(), models.rows(), lr=lr, steps=2)
+        with pytest.raises(CheckError, match=rf"lr of step [01] {said}"):
+            step_through(run)
+        run.close()
+
+
+def test_inputs_that_fail_on_one_rank_are_refused_on_every_rank(ranks):
+    ranks(2).run(check_inputs_of_one_rank)
+
+
+def check_inputs_of_one_rank():
+    as_started_by_torchrun()
+
+    def inputs(micro_batch):
+        if torch.distributed.get_rank():
+            raise KeyError("film")
+        return {"idx": micro_batch.tokens[None], "targets": micro_batch.targets[None]}
+
+    with pytest.raises(InputError, match="KeyError: 'film'"):
+        prepare(models.gpt(), models.rows(), inputs=inputs)
+
+
 def test_preparing_leaves_buffers_and_random_numbers_as_they_were(tmp_path):
     class Counting(models.GPT):
         def forward(self, idx, targets=None):

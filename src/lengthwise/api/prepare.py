@@ -157,8 +157,8 @@ def _learn(
     run: Run | None = None
     try:
         run = _make_run(adapted, chosen, world, sequences)
-        with Lookups(run) as lookups, forward_errors_named(model):
-            learn(run)
+        with Lookups(run) as lookups:
+            together(world, partial(_learn_named, run))
         makes_loss = chosen.loss is not None or chosen.inputs is not None
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
         lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
@@ -170,6 +170,11 @@ def _learn(
             run.state.let_go()
         raise
     return run
+
+
+def _learn_named(run: Run) -> None:
+    with forward_errors_named(run.model):
+        learn(run)
 
 
 def _read(
@@ -208,6 +213,7 @@ def _make_run(adapted: Adapted, options: Options, world: World, sequences: Seque
             labels=sequences.labels,
             passed=sequences.passed,
             special=sequences.special,
+            kinds=sequences.kinds() if options.slot_tokens == 1 else {},
         ),
         optimizer=options.optimizer_settings,
         lr=lr if callable(lr) else lambda step: lr,

@@ -15,6 +15,7 @@ import numpy as np
 
 from lengthwise.api.columns import Columns
 from lengthwise.api.item_values import Expected, Row, is_mapping
+from lengthwise.api.kinds import Kinds, kinds_of
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lengths import LengthIndex
@@ -60,6 +61,7 @@ class Items:
     """The largest token id, and its item; None: items are no token ids."""
     largest_label: tuple[int, int] | None = None
     """The largest label that is predicted, and its item; None: items are no token ids."""
+    kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
     _last: dict[int, Row] = field(default_factory=dict)
 
     def tokens(self, id: int, /) -> np.ndarray:
@@ -150,6 +152,10 @@ class Sequences:
         store = self.store
         names = store.used - {"labels", "special"} if isinstance(store, Items) else ()
         return {name: _Passed(self, name) for name in sorted(names)}
+
+    def kinds(self) -> Mapping[str, np.ndarray]:
+        """Slots that differ, by column; nothing where slots are no tokens."""
+        return self.store.kinds if isinstance(self.store, Items) else kinds_of(self.tokens, len(self.lengths.lengths))
 
     def _column(self, name: str) -> Callable[[int], np.ndarray] | None:
         store = self.store
@@ -251,6 +257,7 @@ class _Scan:
     num_targets: int = 0
     used: frozenset[str] | None = None
     """Of the first item."""
+    kinds: Kinds = field(default_factory=Kinds)
 
 
 def _items(corpus: Any, columns: Columns, say: Callable[[str], None]) -> Items:
@@ -295,6 +302,7 @@ def _items(corpus: Any, columns: Columns, say: Callable[[str], None]) -> Items:
         used=scan.used or frozenset(),
         largest=scan.largest if size == 1 else None,
         largest_label=scan.largest_label if size == 1 else None,
+        kinds=scan.kinds.columns(),
     )
 
 
@@ -302,6 +310,7 @@ def _count(scan: _Scan, number: int, row: Row, expected: Expected) -> None:
     """Note the largest token and label, and how many tokens of the item have a loss."""
     if expected.slot_tokens > 1:
         return
+    scan.kinds.add(row.tokens, row.labels, row.passed)
     largest = int(row.tokens.max())
     if largest > scan.largest[0]:
         scan.largest = largest, number

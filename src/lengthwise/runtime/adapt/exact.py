@@ -19,7 +19,7 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt.bench import group_of
 from lengthwise.runtime.adapt.fully_sharded import FullySharded
 from lengthwise.runtime.adapt.gauge import Silent
-from lengthwise.runtime.adapt.learn import synthetic
+from lengthwise.runtime.adapt.learn import of_kinds, synthetic
 from lengthwise.runtime.adapt.locate import where_it_begins
 from lengthwise.runtime.adapt.neutral import quiet
 from lengthwise.runtime.adapt.scratch import changed_buffers, saved_buffers
@@ -82,6 +82,8 @@ class Setting:
     recompute: str = "none"
     scalar: float = ALMOST_ONE
     gradients: bool = True
+    kinds: bool = False
+    """Whether its slots are of all kinds that the corpus has, rather than those of the first sequence."""
 
     def __str__(self) -> str:
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
@@ -138,9 +140,17 @@ def settings_of(run: "Run", *, degrees: Sequence[int], recompute: Sequence[str],
     ]
     if run.adapted.rules.scalars:
         settings.append(Setting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
-    if longest is None or longest <= max(LENGTHS):
+    if longest is None:
         return settings
     work = WORK.get(run.world.device.type, WORK["cuda"])
+    if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
+        settings += [
+            Setting(lengths=kinds, degree=degree, recompute=recompute[-1], kinds=True)
+            for degree in sorted({1, most})
+            if sum(kinds) >= degree
+        ]
+    if longest <= max(LENGTHS):
+        return settings
     long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
     settings += [Setting(lengths=(long, 5), degree=degree, recompute=recompute[-1]) for degree in sorted({1, most})]
     beyond = {min(longest, limit + limit // 8 + 1) for limit in length_limits(run.model) if long <= limit < longest}
@@ -153,6 +163,19 @@ def settings_of(run: "Run", *, degrees: Sequence[int], recompute: Sequence[str],
             break
         settings.append(Setting(lengths=(length, 5), degree=most, recompute="none", gradients=False))
     return settings
+
+
+def _lengths_of_kinds(run: "Run", longest: int, most: int) -> tuple[int, ...]:
+    """Slots of ragged sequences in which all kinds of slots of the corpus come, as far as they can be computed."""
+    num_kinds = len(run.feeding.kinds.get("tokens", ()))
+    if run.adapted.by_sequence is not None or num_kinds < 2:
+        return ()
+    left, limit = max(2 * sum(LENGTHS), min(2 * num_kinds, max(most, 2 * sum(LENGTHS)))), max(longest, max(LENGTHS))
+    lengths = []
+    while left > 0:
+        lengths.append(min(limit, max(2, left - left // 2)))
+        left -= lengths[-1]
+    return tuple(lengths)
 
 
 _LIMITS = ("position", "window", "chunk", "block", "local", "span", "max_length", "seq_len", "n_ctx")
@@ -190,18 +213,20 @@ def _dtypes(run: "Run") -> list[torch.dtype | None]:
 
 
 def _compare(run: "Run", settings: list[Setting], tolerance: Tolerance) -> None:
-    before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool], Learned]()
-    dry = set[tuple[tuple[int, ...], int]]()
+    before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool, bool], Learned]()
+    dry = set[tuple[tuple[int, ...], int, bool]]()
     for setting in settings:
-        key, what = (setting.lengths, setting.gradients), str(setting)
+        key, what = (setting.lengths, setting.gradients, setting.kinds), str(setting)
         group = group_of(run.world, setting.degree)
-        with synthetic(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
+        made_up = of_kinds if setting.kinds else synthetic
+        with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
             if key not in alone:
                 stock = partial(learned_alone, run, setting.lengths, gradients=setting.gradients)
                 alone[key] = on_every_rank(run, stock, what, is_stock=True)
                 on_every_rank(run, partial(_check_buffers, run, before))
-            if setting.degree > 1 and (setting.lengths, setting.degree) not in dry:
-                dry.add((setting.lengths, setting.degree))
+            shape = (setting.lengths, setting.degree, setting.kinds)
+            if setting.degree > 1 and shape not in dry:
+                dry.add(shape)
                 _check_alike(run, setting, group)
             packed = on_every_rank(run, partial(_packed_undrawn, run, setting, group), what)
             _verdict(run, setting, packed, alone[key], tolerance)

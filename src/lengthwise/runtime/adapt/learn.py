@@ -13,6 +13,7 @@ from torch import Tensor
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.labels import learn_labels
+from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.neutral import quiet
 from lengthwise.runtime.adapt.observe import observed
 from lengthwise.runtime.adapt.shard import Shard, active
@@ -45,6 +46,55 @@ class Stretched:
         """The same of a further column of the first sequence."""
         values = values_of(0)
         return values[(np.arange(self.lengths[sequence]) + 3 * sequence) % len(values)]
+
+
+class OfKinds:
+    """Sequences of slots that differ, one after the other, and again in another order: none is first or last twice."""
+
+    def __init__(self, feeding: Feeding, lengths: tuple[int, ...]) -> None:
+        self._feeding, self._lengths = feeding, lengths
+        tokens, labels = feeding.kinds["tokens"], feeding.kinds.get("labels")
+        self._ignores = labels is not None and bool((labels == feeding.ignore_index).any())
+        stand_in = tokens if labels is None or feeding.objective == NEXT_TOKEN else np.maximum(labels, 0)
+        self._labels = stand_in if labels is None else np.where(labels == feeding.ignore_index, stand_in, labels)
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Each sequence goes on where the last one ended."""
+        return self.column("tokens", sequence)
+
+    def column(self, name: str, sequence: int, /) -> np.ndarray:
+        """The same of a further column."""
+        return self._cut(self._feeding.kinds[name], sequence)
+
+    def labels(self, sequence: int, /) -> np.ndarray:
+        """Where labels of the corpus are ignored, some are here as well: another share of every sequence."""
+        labels = self._cut(self._labels, sequence).copy()
+        if self._ignores:
+            labels[1 :: 2 + sequence % 3] = self._feeding.ignore_index
+        return labels
+
+    def _cut(self, values: np.ndarray, sequence: int) -> np.ndarray:
+        start = sum(self._lengths[:sequence])
+        values = np.concatenate([values, np.roll(values[::-1], len(values) // 3)])
+        return values[(start + np.arange(self._lengths[sequence])) % len(values)]
+
+
+@contextmanager
+def of_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
+    """The run's sequences 0, 1, ... have these many slots, of all kinds that the corpus has."""
+    before = run.feeding
+    source = OfKinds(before, lengths)
+    run.feeding = replace(
+        before,
+        source=source,
+        labels=before.labels and source.labels,
+        passed={name: partial(source.column, name) for name in before.passed},
+        special=None,
+    )
+    try:
+        yield
+    finally:
+        run.feeding = before
 
 
 @contextmanager

@@ -46,6 +46,9 @@ class Feeding:
     """Further arguments of the forward by name, one value for each token of a sequence."""
     special: Callable[[int], np.ndarray] | None = None
     """Which tokens of a sequence are never hidden; None: any may be."""
+    kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Slots of the corpus that differ, ``tokens`` and each further column, to compare the model on; nothing: the first
+    sequence is taken for all."""
 
     @property
     def has_all_targets(self) -> bool:
@@ -184,6 +187,7 @@ class MicroBatch:
         labels_of = self._feeding.labels or self._feeding.source.tokens
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             labels_T[start : start + length] = labels_of(sequence)
+        labels_T[labels_T == self._feeding.ignore_index] = IGNORE
         return self.own(labels_T)
 
     @cached_property

@@ -18,6 +18,7 @@ from lengthwise.runtime.adapt.meeting import Meeting, Operation, bits_of, float_
 from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch, laid_out
 from lengthwise.runtime.adapt.planned import make_shard
+from lengthwise.runtime.adapt.rate import rate_of
 from lengthwise.runtime.adapt.shard import Shard, active
 from lengthwise.runtime.adapt.stand_in import finish, finish_backward
 from lengthwise.runtime.adapt.terms import Totals
@@ -221,8 +222,8 @@ class Step:
             )
         self.is_over = True
         run, state = self.run, self.run.state
-        lr, clip = run.lr(self.number) * self.plan.lr_factor, run.clip_norm
-        met = self._meet_for_update(lr)
+        (lr, fault), clip = rate_of(run.lr, self.number, self.plan.lr_factor), run.clip_norm
+        met = self._meet_for_update(lr, fault)
         if any(pipeline >= 0 for pipeline in met.column(2)):
             run.give_up(self, met)
             return None
@@ -293,15 +294,15 @@ class Step:
                 )
             finish(shard, scripts)
 
-    def _meet_for_update(self, lr: float) -> Meeting:
-        """What all ranks bring to the update.
+    def _meet_for_update(self, lr: float, fault: str) -> Meeting:
+        """What all ranks bring to the update; ``fault``: why there is no rate.
 
         Raises:
             CheckError: a rank left the step, or what they bring does not agree.
         """
         run = self.run
         problem, fingerprint, is_changed = run.inspect()
-        problem = problem or run.gradient_problem(self._gradient_version)
+        problem = fault or problem or run.gradient_problem(self._gradient_version)
         pipeline, index = self.failure or (-1, -1)
         values = [
             bits_of(float(self._loss)), self._num_targets, pipeline, index, fingerprint, int(is_changed), bits_of(lr),

@@ -1,0 +1,16 @@
+"""The learning rate of a step, from the function that a user gave."""
+
+import math
+from collections.abc import Callable
+
+
+def rate_of(lr: Callable[[int], float], step: int, factor: float) -> tuple[float, str]:
+    """The rate times ``factor`` and nothing, or NaN and one sentence: ranks have to meet before any of them raises."""
+    way_out = "give one number from 0, the same on every rank, for each step"
+    try:
+        rate = float(lr(step))
+    except Exception as error:
+        return math.nan, f"lr of step {step} failed with {type(error).__name__}: {error}; {way_out}"
+    if not math.isfinite(rate) or rate < 0.0:
+        return math.nan, f"lr of step {step} is {rate}; {way_out}"
+    return rate * factor, ""
