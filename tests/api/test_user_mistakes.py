@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import data
 
 import lengthwise as lw
+from lengthwise.api.models import check_model
 from lengthwise.core.errors import InputError
 from tests.api import models
 from tests.api.columns import OPTIONS, bert, gpt2, learned
@@ -276,6 +277,15 @@ def test_a_model_that_cannot_be_prepared_is_refused_by_one_sentence(name):
     with pytest.raises(InputError, match=named) as refused:
         lw.prepare(make(), GOOD, **{"cost": models.mixed_cost(), **OPTIONS})
     assert "\n" not in str(refused.value)
+
+
+def test_a_hook_that_sees_parts_of_gradients_is_refused_until_it_is_removed():
+    model = models.gpt()
+    handle = model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(InputError, match=r"head\.weight of GPT has a hook .* remove it"):
+        lw.prepare(model, models.rows())
+    handle.remove()
+    check_model(model)
 
 
 def test_labels_and_masks_that_a_model_cannot_learn_are_refused():

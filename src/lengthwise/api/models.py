@@ -39,6 +39,12 @@ def check_model(model: Any, *, makes_inputs: bool = False) -> None:
             "whole model on its own: load it without device_map"
         )
     _check_adapters(model)
+    hooked = next((key for key, value in model.named_parameters() if _after_accumulation(value)), None)
+    if hooked is not None:
+        raise InputError(
+            f"{hooked} of {name} has a hook that runs after its gradient was accumulated, and here that is once for "
+            "each micro-batch, on a part of the step's gradient; remove it (register_post_accumulate_grad_hook)"
+        )
     config = getattr(model, "config", None)
     looks_at = getattr(model, "main_input_name", "input_ids") if config is not None else "input_ids"
     if looks_at in _LOOKS and not makes_inputs:
@@ -50,6 +56,10 @@ def check_model(model: Any, *, makes_inputs: bool = False) -> None:
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _after_accumulation(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _check_not_prepared(model: nn.Module) -> None:
