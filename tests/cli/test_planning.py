@@ -41,6 +41,14 @@ def test_plans_and_simulations_agree_and_need_no_profile(cli, lengths, tmp_path)
     assert summary == json.loads(cli("simulate", *arguments(lengths), "--steps", 3, "--json")[1])
 
 
+def test_the_advice_to_share_layers_can_be_followed(cli, lengths, tmp_path):
+    small = [*arguments(lengths, "--steps", 1), "model.preset=llama-tiny", "cluster.name=1x2xH200-141GB"]
+    code, _, err = cli("plan", *small)
+    advice = [word for word in err.split() if word.startswith("plan.max_") and "=" in word]
+    assert code == 0 and advice == ["plan.max_degree=2", "plan.max_stages=2"]
+    assert cli("plan", *small, *advice)[0] == 0
+
+
 def test_all_plans_of_a_file_are_simulated_and_what_is_not_is_said(cli, lengths, tmp_path):
     file = tmp_path / "plans.jsonl"
     code, _, err = cli("plan", *arguments(lengths, "plan.policy=static"), "--steps", 12, "--out", file)

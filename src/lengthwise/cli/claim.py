@@ -3,13 +3,15 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.folder import make_folder, reason, remove_empty, shown
-from lengthwise.core.lock import STALE_S, FolderLock
+from lengthwise.core.lock import STALE_S, FolderLock, InUseError
 from lengthwise.core.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ TOKEN_VARIABLE = "LENGTHWISE_LOCK"
 
 
 @contextmanager
-def claimed(folder: RunFolder, *, is_new: bool) -> Iterator[None]:
+def claimed(folder: RunFolder, *, is_new: bool) -> Iterator[RunFolder]:
     """Hold a run folder while ranks train into it; a new one is made, and removed again if nothing was put in it.
 
     Raises:
@@ -35,11 +37,36 @@ def claimed(folder: RunFolder, *, is_new: bool) -> Iterator[None]:
         if is_new:
             folder.check_new()
         os.environ[TOKEN_VARIABLE] = lock.token
-        yield
+        yield folder
     finally:
         os.environ.pop(TOKEN_VARIABLE, None)
         lock.release()
         remove_empty(made)
+
+
+@contextmanager
+def claimed_with_free_name(base: Path) -> Iterator[RunFolder]:
+    """Hold a new run folder named ``base``, with a number after it where other runs begin in the same second.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    with ExitStack() as stack:
+        for number in count(1):
+            folder = RunFolder(base if number == 1 else base.with_name(f"{base.name}-{number}"))
+            if os.path.lexists(folder.path):
+                continue
+            with suppress(InUseError):  # another process made it since
+                stack.enter_context(claimed(folder, is_new=True))
+                break
+        yield folder
+
+
+def check_unused(folder: RunFolder) -> None:
+    """Raise ``InUseError`` if a run is going on in the folder."""
+    for holder in (LAUNCHER_LOCK, RANKS_LOCK):
+        with suppress(OSError):  # a folder that cannot be written is refused when it is claimed
+            folder.lock(holder).check_free()
 
 
 class RanksClaim:

@@ -51,9 +51,11 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
     cost = make_cost(config, spec, cluster)
     planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus))
     if cluster.num_devices > 1 and max(config.plan.degree or 1, config.plan.max_degree, config.plan.max_stages) == 1:
+        stages = min(8, cluster.num_devices)
         stderr().print(
-            "every pipeline is one device, as plan.max_degree and plan.max_stages are 1; for any degree and up to 8 "
-            f"stages set plan.max_degree={cluster.num_devices} plan.max_stages=8",
+            "every pipeline is one device, as plan.max_degree and plan.max_stages are 1; for any degree and up to "
+            f"{stages} stages set plan.max_degree={cluster.num_devices} plan.max_stages={stages}"
+            + (" and plan.profile= (empty), for a profile is of one device" if config.plan.profile else ""),
             soft_wrap=True,
         )
     sampler = make_sampler(config, corpus)

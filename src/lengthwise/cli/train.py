@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lengthwise.cli.claim import claimed
+from lengthwise.cli.claim import check_unused, claimed, claimed_with_free_name
 from lengthwise.cli.console import emit_json, stderr
 from lengthwise.cli.ending import ask_to_stop, error_of, way_on
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, is_rank, split_arguments, torchrun
@@ -58,18 +58,20 @@ def run(
         _train_as_rank(resolved, resume, fall_back=fall_back)
         return
     check_nproc(nproc)
-    folder = resume or Path(resolved.run_folder) if resume or resolved.run_folder else _new_folder(resolved)
-    if resume is None:
-        RunFolder(folder).check_new()
-    elif not fall_back:
-        latest(RunFolder(folder).checkpoints)
+    folder = RunFolder(resume or Path(resolved.run_folder)) if resume or resolved.run_folder else None
+    if folder is not None and resume is None:
+        folder.check_new()
+    elif folder is not None:
+        check_unused(folder)
+        if not fall_back:
+            latest(folder.checkpoints)
     _check(resolved, nproc=nproc, is_resumed=resume is not None)
     arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
     arguments += ["--fall-back"] if fall_back else []
-    with claimed(RunFolder(folder), is_new=resume is None):
-        launch(RunFolder(folder), arguments, nproc=nproc, max_restarts=max_restarts)
+    with claimed(folder, is_new=resume is None) if folder else claimed_with_free_name(_by_time(resolved)) as run_folder:
+        launch(run_folder, arguments, nproc=nproc, max_restarts=max_restarts)
     if as_json:
-        emit_json({"run_folder": str(folder), "status": RunFolder(folder).read_json("status.json")})
+        emit_json({"run_folder": str(run_folder.path), "status": run_folder.read_json("status.json")})
 
 
 def _check(config: "Config", *, nproc: int, is_resumed: bool) -> None:
@@ -159,10 +161,5 @@ def _note_interrupted(folder: RunFolder) -> None:
     stderr().print(words, markup=False, soft_wrap=True)
 
 
-def _new_folder(config: "Config") -> Path:
-    base = Path(config.output) / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder, number = base, 1
-    while folder.exists():
-        number += 1
-        folder = base.with_name(f"{base.name}-{number}")
-    return folder
+def _by_time(config: "Config") -> Path:
+    return Path(config.output) / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")

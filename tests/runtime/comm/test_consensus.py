@@ -33,6 +33,14 @@ def test_a_message_lists_a_few_differences_and_counts_the_rest():
     assert message.count(" on rank 1") == MOST_TOLD and f"and {20 - MOST_TOLD} more" in message
 
 
+@pytest.mark.parametrize(("key", "is_seeded"), [("parameters", True), ("buffers", True), ("training", False)])
+def test_ranks_that_draw_random_weights_of_their_own_are_advised_to_seed_them(key, is_seeded):
+    trees = {rank: {"model": {key: {"head.weight": rank}} if is_seeded else {key: rank}} for rank in range(2)}
+    assert ("torch.manual_seed(0)" in message_of(differences(trees))) == is_seeded
+    others = {rank: tree | {"seed": rank} for rank, tree in trees.items()}
+    assert "torch.manual_seed" not in message_of(differences(others)), "the seed is told, and is the reason"
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [((3,), "rank 3"), ((0, 1), "ranks 0-1"), ((5, 0, 2, 1), "ranks 0-2 and 5"), ((1, 3, 5), "ranks 1, 3 and 5")],

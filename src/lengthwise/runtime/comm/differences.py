@@ -9,6 +9,8 @@ from typing import Any
 
 MOST_TOLD = 8
 """Keys that a message lists."""
+OF_WEIGHTS = ("model.parameters.", "model.buffers.", "model.weights.")
+"""Keys of what a model holds, which differs where every rank draws random weights of its own."""
 MOST_CHARACTERS = 80
 """Of a value in a message."""
 NOT_SET = "not set"
@@ -51,9 +53,14 @@ def message_of(found: Sequence[Difference]) -> str:
     """One sentence on what differs, and the way out."""
     told = "; ".join(map(str, found[:MOST_TOLD]))
     more = f"; and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
-    return (
-        f"the ranks do not agree: {told}{more}. Start all ranks with the same configuration, data, weights and versions"
-    )
+    if all(difference.key.startswith(OF_WEIGHTS) for difference in found):
+        way_out = (
+            "Make the model the same on all ranks: seed its random weights (torch.manual_seed(0) before it is made), "
+            "or load them from the same file"
+        )
+    else:
+        way_out = "Start all ranks with the same configuration, data, weights and versions"
+    return f"the ranks do not agree: {told}{more}. {way_out}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -58,7 +58,8 @@ def latest(folder: Path) -> Path:
     complete = candidates(folder)
     if not complete:
         raise InputError(
-            f"no complete checkpoint in {folder}: the run stopped before its first one; remove it and start anew"
+            f"no complete checkpoint in {folder}: the run stopped before its first one, or has not saved it yet; "
+            "if it is over, remove its folder and start anew"
         )
     pointer = folder / POINTER
     if not pointer.is_file():
