@@ -55,6 +55,7 @@ _SIZES: dict[str, Any] = {
     "attention_chunk_size": 8,
     "vocab_size_per_layer_input": VOCAB_SIZE,
     "hidden_size_per_layer_input": 8,
+    "entity_vocab_size": 16,
     "num_kv_shared_layers": 0,
     "use_mamba_kernels": False,
     "use_cache": False,
