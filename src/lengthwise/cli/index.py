@@ -1,4 +1,4 @@
-"""``lengthwise index``: text, code, DNA, ready tokens or bare lengths into a memory-mapped index."""
+"""``lengthwise index``: text, code, DNA, ready tokens or bare lengths into an index."""
 
 import os
 from enum import StrEnum
