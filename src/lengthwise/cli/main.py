@@ -22,7 +22,7 @@ USAGE = 2
 
 VERBS = {
     "demo": "Index real text, profile, train under three policies, and write the report.",
-    "index": "Turn text, code, FASTA, Parquet or lengths into a memory-mapped index.",
+    "index": "Turn text, code, FASTA, Parquet or lengths into an index.",
     "stats": "Show what the lengths of an index cost: padding, imbalance, what max_length would cut.",
     "analyze": "Compute a metric of every sequence, such as a model's loss, to order training by.",
     "profile": "Measure a model on this device and fit its cost.",
