@@ -92,7 +92,7 @@ def stock_gradients(model: Any, kind: str) -> dict[str, Any]:
     sum(loss * (weight / total) for loss, weight in zip(losses, weights, strict=True)).backward()
     return {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in model.named_parameters() if p.requires_grad
+        for name, p in model.named_parameters() if p.requires_grad and p.numel()
     }  # fmt: skip
 
 
