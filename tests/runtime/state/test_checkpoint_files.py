@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.state.checkpoint_files import Keep, begin, candidates, digest_of, latest, publish, read_state
+from lengthwise.runtime.state.checkpoint_files import (
+    STATE_FILE,
+    Keep,
+    begin,
+    candidates,
+    digest_of,
+    latest,
+    publish,
+    read_state,
+)
 
 OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")
 """Of ``os``: all that changes names, and the end of every write."""
@@ -197,3 +206,22 @@ def test_what_cannot_be_removed_of_an_earlier_save_is_named_unless_a_network_fil
     (partial / "__0_0.distcp").write_text("x")
     with pytest.raises(OSError, match=r"__0_0\.distcp of an earlier save cannot be removed"):
         begin(tmp_path, "step_00000001")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "is no JSON object"),
+        (b"7", "is no JSON object"),
+        (b"", "is no JSON document"),
+        (b"\xff\xfe", "is no JSON document"),
+        (b"[" * 100_000, "is no JSON document"),
+    ],
+)
+def test_a_state_that_is_something_else_is_refused_in_words(tmp_path, content, words):
+    checkpoint = tmp_path / "step_00000001"
+    checkpoint.mkdir()
+    (checkpoint / STATE_FILE).write_bytes(content)
+    with pytest.raises(InputError, match=words) as refused:
+        read_state(checkpoint)
+    assert "Error" not in str(refused.value)

@@ -221,9 +221,13 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         document = json.loads(text)
-        digest = document.pop(_DIGEST, None)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise damaged(path, f"cannot be read ({type(error).__name__}: {error})") from None
+    except OSError as error:
+        raise damaged(path, f"cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):  # the first is also what bytes raise that are no text
+        raise damaged(path, "is no JSON document") from None
+    if not isinstance(document, dict):
+        raise damaged(path, "is no JSON object")
+    digest = document.pop(_DIGEST, None)
     version = document.get("schema_version")
     is_intact = digest is not None and _encoded(document) == text
     if version != CHECKPOINT_SCHEMA_VERSION and (is_intact or digest is None):
