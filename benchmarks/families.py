@@ -146,20 +146,25 @@ def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any
 
 @contextmanager
 def in_double() -> Any:
-    """Classes that cast to float32 by ``.float()`` or ``.to(torch.float32)`` stay in float64."""
+    """Casts to float32, by ``.float()``, ``.to(torch.float32)`` or a softmax, go to float64 instead."""
     from torch import Tensor, float32, float64
+    from torch.nn import functional as F
 
-    to = Tensor.to
+    to, softmax = Tensor.to, F.softmax
+
+    def softmax_in_double(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        return softmax(x, dim, _stacklevel, float64 if dtype is float32 else dtype)
 
     def to_double(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: float64 if value is float32 else value for name, value in kwargs.items()}
         return to(self, *(float64 if value is float32 else value for value in args), **kwargs)
 
-    Tensor.to, Tensor.float = to_double, Tensor.double  # type: ignore[method-assign]
+    Tensor.to, Tensor.float, F.softmax = to_double, Tensor.double, softmax_in_double  # type: ignore[method-assign]
     try:
         yield
     finally:
         del Tensor.to, Tensor.float
+        F.softmax = softmax
 
 
 def trained_gradients(model: Any, kind: str) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -267,7 +272,8 @@ def can_be_built(model_class: ModelClass) -> str:
 def _try_stock(model_class: ModelClass, send: Any) -> None:
     _be_silent()
     try:
-        gradients = stock_gradients(build(model_class), model_class.kind)
+        with in_double():
+            gradients = stock_gradients(build(model_class), model_class.kind)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
         send.send("" if is_finite else "the stock model's own gradient is not finite")
     except BaseException as error:

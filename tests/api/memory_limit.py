@@ -91,6 +91,7 @@ def train(limit_mib: int | None) -> tuple[list[float], list[str], Tensor]:
     run = lengthwise.prepare(
         model, corpus(), policy="dcp-intra", cost=Lying(cluster_preset("2xcpu", memory_gib=1 / 1024)), device="cpu",
         sequences_per_step=6, lr=0.1, optimizer="sgd", memory_gib=1 / 1024, verbose=False,
+        check=False,  # what a check has freed, the allocator would give out again beyond the limit
     )  # fmt: skip
     refiner = run.on_void.__self__  # type: ignore[union-attr]
     assert isinstance(refiner, Refiner) and len(model.layers) == LAYERS

@@ -9,7 +9,7 @@ from typing import Any
 
 MOST_TOLD = 8
 """Keys that a message lists."""
-OF_WEIGHTS = ("model.parameters.", "model.buffers.", "model.weights.")
+OF_WEIGHTS = tuple(f"model.{kind}." for kind in ("parameters", "buffers", "weights"))
 """Keys of what a model holds, which differs where every rank draws random weights of its own."""
 MOST_CHARACTERS = 80
 """Of a value in a message."""
