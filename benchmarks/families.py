@@ -132,7 +132,9 @@ def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any
     ids = sorted(lengths)
     if max_degree == 1 or num_ranks == 1:
         shares = [ids[rank::num_ranks] for rank in range(num_ranks)]
-        pipelines = [pipeline((rank,), [share[:2], share[2:]][: len(share)], 0) for rank, share in enumerate(shares)]
+        pipelines = [
+            pipeline((rank,), [part for part in (share[:2], share[2:]) if part], 0) for rank, share in enumerate(shares)
+        ]
     else:
         wide = tuple(range(num_ranks - 1)) if num_ranks > 2 else (0, 1)
         others = tuple(rank for rank in range(num_ranks) if rank not in wide)

@@ -63,4 +63,4 @@ def reason_of(message: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(table([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]))
+    sys.stdout.write(table([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]) + "\n")
