@@ -87,7 +87,7 @@ def stock_gradients(model: Any, kind: str) -> dict[str, Any]:
         labels = torch.tensor([item["labels"]])
         output = model(input_ids=ids, labels=labels)
         losses.append(output.loss)
-        weights.append(_num_targets(output, labels, kind))
+        weights.append(_num_targets(model, ids, labels, kind))
     total = sum(weights)
     sum(loss * (weight / total) for loss, weight in zip(losses, weights, strict=True)).backward()
     return {
@@ -96,19 +96,20 @@ def stock_gradients(model: Any, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _num_targets(output: Any, labels: Any, kind: str) -> int:
-    """How many targets the mean behind the stock loss is over."""
+def _num_targets(model: Any, ids: Any, labels: Any, kind: str) -> int:
+    """How many targets the mean behind the stock loss is over; the first label counts where the class shifts none."""
     import torch
-    from torch.nn import functional as F
 
     if kind == "sequences":
         return 1
     count = int((labels != IGNORE).sum())
     if kind != "causal":
         return count
-    logits, loss = output.logits[0], output.loss
-    unshifted = F.cross_entropy(logits.double(), labels[0]) if len(logits) == labels.shape[1] else torch.tensor(np.nan)
-    return count if torch.isclose(unshifted, loss.double(), rtol=1e-5) else count - 1
+    first = torch.full_like(labels, IGNORE)
+    first[0, 0] = labels[0, 0]
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=first).loss)
+    return count if loss == loss and loss != 0.0 else count - 1
 
 
 def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any:
@@ -275,9 +276,14 @@ def _try_stock(model_class: ModelClass, send: Any) -> None:
     _be_silent()
     try:
         with in_double():
-            gradients = stock_gradients(build(model_class), model_class.kind)
+            model = build(model_class)
+            gradients = stock_gradients(model, model_class.kind)
+            model.zero_grad()
+            again = stock_gradients(model, model_class.kind)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients.values())
-        send.send("" if is_finite else "the stock model's own gradient is not finite")
+        is_same = all(bool((again[name] - gradients[name]).abs().max() < TOLERANCE) for name in gradients)
+        message = "" if is_same else "the stock model draws random numbers without dropout"
+        send.send(message if is_finite else "the stock model's own gradient is not finite")
     except BaseException as error:
         send.send(f"{type(error).__name__}: {error}".replace("\n", " ")[:200])
     os._exit(0)
