@@ -5,7 +5,7 @@
 A small Llama on the demo's corpus, every training on the same sequences, each once, in batches of the same token
 budget: shuffled against a curriculum of rising length, each with the learning-rate as scheduled, and scaled to the
 sequences of each batch by the two published rules. Trainings that are done are kept in the work folder. Writes
-convergence.md, results/convergence.json and docs/convergence.svg.
+convergence.md, results/convergence.json and docs/internals/convergence.svg.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from lengthwise.data.build import build_index
 from lengthwise.data.settings import IndexSettings
 from lengthwise.report.lines import LineStyle, Series, line_chart
 
-FIGURE = Path(__file__).parent.parent / "docs" / "convergence.svg"
+FIGURE = Path(__file__).parent.parent / "docs" / "internals" / "convergence.svg"
 STYLE = (
     ":root{--ink:#16191d;--soft:#555c66;--rule:#dfe3e8;--paper:#ffffff;--s0:#0072b2;--s1:#d55e00;--s2:#00875f;"
     "--s3:#a8467f;--s4:#9a6b00;--s5:#6b7280}@media(prefers-color-scheme:dark){:root{--ink:#e9ebee;--soft:#a7afba;"
