@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from lengthwise.cli import worker
+from lengthwise.cli.claim import RanksClaim
 from lengthwise.cli.restart import (
     CRASHED,
     DONE,
@@ -140,6 +141,41 @@ def test_on_a_full_disk_the_end_of_a_run_is_written_over_the_room_that_status_js
     status = folder.read_json("status.json")
     assert (status["state"], status["exit_code"]) == (FAILED, 1) and status["error"].startswith("the disk is full")
     assert (folder.path / "status.json").stat().st_size == size
+
+
+def _follows_from_a_full_disk() -> RuntimeError:
+    try:
+        try:
+            raise OSError(28, "No space left on device", "/disk/step_3.partial")
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 704 vs 598")  # noqa: B904 - as torch does
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "/disk/step_3.partial"), _follows_from_a_full_disk()]
+)
+def test_what_follows_from_a_full_disk_is_a_sentence_and_no_traceback(folder, monkeypatch, capfd, error):
+    ended = []
+    monkeypatch.setattr("os._exit", ended.append)
+    worker._end(folder, RanksClaim(folder), error)
+    printed = capfd.readouterr().err
+    assert ended == [1] and "Traceback" not in printed
+    assert "the run cannot go on (No space left on device: /disk/step_3.partial); no checkpoint is complete" in printed
+    assert folder.read_json("status.json")["state"] == FAILED
+
+
+def test_a_fault_of_ours_keeps_its_traceback_whatever_files_it_looked_for(folder, monkeypatch, capfd):
+    monkeypatch.setattr("os._exit", lambda code: None)
+    try:
+        try:
+            raise FileNotFoundError(2, "No such file or directory", "/cache")
+        except FileNotFoundError:
+            raise KeyError("a key that we misspelled")  # noqa: B904
+    except KeyError as error:
+        worker._end(folder, RanksClaim(folder), error)
+    assert "Traceback" in capfd.readouterr().err
 
 
 PARENT = """

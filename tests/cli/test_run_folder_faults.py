@@ -356,7 +356,6 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.deep  # one run in ten still prints a traceback beside its message (docs/guides/faults.md)
 def test_a_run_whose_disk_fills_ends_with_what_is_safe(small_disk, start, tmp_path):
     (small_disk / "run").mkdir()
     (tmp_path / "run").symlink_to(small_disk / "run")

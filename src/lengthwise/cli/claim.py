@@ -121,4 +121,7 @@ def check_seen_by_all(folder: RunFolder, world: "World") -> None:
     from lengthwise.runtime.comm.objects import gather_json
     from lengthwise.runtime.state.shared_folder import check_shared
 
-    check_shared(folder.path, partial(gather_json, world), is_first=world.is_first)
+    try:
+        check_shared(folder.path, partial(gather_json, world), is_first=world.is_first)
+    except OSError as error:
+        raise InputError(f"{shown(folder.path)} cannot be written ({reason(error)}); name another folder") from None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.config import Config, load
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
-from lengthwise.core.folder import is_of_disk, reason, write_text
+from lengthwise.core.folder import full_disk_behind, is_of_disk, reason, write_text
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
 
@@ -118,12 +118,18 @@ def reason_of(error: Exception) -> str:
 
 
 def of_disk_in_words(error: Exception, folder: RunFolder) -> Exception:
-    """An error of files or disks as a sentence that says what is safe; others as they are."""
-    if not is_of_disk(error):
+    """An error of files or disks as a sentence that says what is safe; others as they are.
+
+    Also one that only follows from a full disk, as what torch and other packages raise.
+    """
+    if isinstance(error, LengthwiseError):
         return error
-    assert isinstance(error, OSError)
-    sentence = LengthwiseError(f"the run cannot go on ({reason(error)}); {outlook(folder.checkpoints)}")
-    sentence.__cause__ = error
+    refusal = error if is_of_disk(error) else full_disk_behind(error)
+    if refusal is None:
+        return error
+    assert isinstance(refusal, OSError)
+    sentence = LengthwiseError(f"the run cannot go on ({reason(refusal)}); {outlook(folder.checkpoints)}")
+    sentence.__cause__ = refusal
     return sentence
 
 

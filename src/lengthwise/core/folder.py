@@ -15,6 +15,8 @@ _DISK = {
     errno.EACCES, errno.EPERM, errno.ESTALE, errno.ENAMETOOLONG, errno.ELOOP, errno.EMFILE, errno.ENFILE, errno.EEXIST,
     errno.ENODEV, errno.ENXIO, errno.ENOTEMPTY, errno.EBUSY, errno.ENOTSUP,
 }  # fmt: skip
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
+"""No bug of a program causes these, unlike a missing file."""
 
 
 def shown(path: Path | str) -> str:
@@ -32,6 +34,24 @@ def reason(error: OSError) -> str:
 def is_of_disk(error: BaseException | None) -> bool:
     """Whether a file or a disk is to blame, and not a connection."""
     return isinstance(error, OSError) and error.errno in _DISK
+
+
+def full_disk_behind(error: BaseException) -> OSError | None:
+    """The refusal of a full or broken disk that led to ``error``, which may say nothing of it; None: there was none.
+
+    torch's writer raises that a position is unexpected where the file under it could not grow.
+    """
+    seen: set[int] = set()
+    following: list[BaseException | None] = [error]
+    while following:
+        link = following.pop()
+        if link is None or id(link) in seen:
+            continue
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return link
+        seen.add(id(link))
+        following += [link.__context__, link.__cause__]
+    return None
 
 
 def make_folder(path: Path, *, setting: str) -> list[Path]:

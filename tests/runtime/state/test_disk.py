@@ -165,6 +165,44 @@ def _refuse_each(path, is_lasting) -> int:
     return num_failed
 
 
+def test_a_file_of_a_checkpoint_that_stops_growing_at_any_byte_is_refused_as_what_it_is(ranks, tmp_path):
+    """Also where torch raises that a position is unexpected: the disk is to blame, and nothing is tried again."""
+    told = ranks(1).run(_limit_files, str(tmp_path / "checkpoints"))[0]
+    assert len(told) == 6
+    for num_bytes, error, cause, words in told:
+        assert (error, cause) == ("LengthwiseError", "OSError"), (num_bytes, words)
+        assert "step 3 could not be written" in words and "File too large" in words, (num_bytes, words)
+        assert "the newest is step_00000002" in words and "Traceback" not in words, (num_bytes, words)
+
+
+def _limit_files(path) -> list[tuple[int, str, str, str]]:
+    folder = Path(path)
+    model, state = trained()
+    writer = Saver(folder, state, keep=1, makes_parents=True)
+    writer.save({"step": 2}, wait=True)
+    writer.close()
+    writer = Saver(folder, state, keep=1)
+    train(model, state, first=2, steps=1)
+    largest = max(file.stat().st_size for file in folder.rglob("*.distcp"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)  # it takes long
+        told = [_save_with_files_of_at_most(writer, part * (largest - 1) // 5) for part in range(6)]
+    writer.close()
+    return told
+
+
+def _save_with_files_of_at_most(writer, num_bytes) -> tuple[int, str, str, str]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        with pytest.raises(LengthwiseError) as refused:
+            writer.save({"step": 3}, wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = refused.value
+    return num_bytes, type(error).__name__, type(error.__cause__).__name__, str(error)
+
+
 def test_a_run_whose_disk_is_full_ends_with_the_step_that_is_safe(ranks, tmp_path):
     told = ranks(1).run(_fill_disk, str(tmp_path))[0]
     assert "File too large" in told and "the newest is step_00000003" in told and "Traceback" not in told

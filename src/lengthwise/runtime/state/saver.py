@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
 
 from lengthwise import __version__
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.core.folder import shown
+from lengthwise.core.folder import full_disk_behind, reason, shown
 from lengthwise.core.lock import FolderLock
 from lengthwise.runtime.comm.activity import Activity, Waiting
 from lengthwise.runtime.comm.objects import broadcast_value, gather_values
@@ -55,6 +58,17 @@ class HostGroup:
     def close(self) -> None:
         """End it; no rank may use it any more."""
         dist.destroy_process_group(self.handle)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Raises what the disk refused, where torch's own error speaks of positions in a file and hides it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors."""
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise full_disk_behind(error) or error from None
 
 
 class Saver:
@@ -157,7 +171,7 @@ def _write(
     _first_does(lambda: files.begin(folder, name), group, world)
     check_shared(partial, group.gather, is_first=world.is_first)
     tensors = {key: content.on(group.mesh) for key, content in shares.items()}
-    writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=0)  # everything is in host memory already
+    writer = _Writer(partial, per_thread_copy_ahead=0)  # everything is in host memory already
     dcp.save(tensors, storage_writer=writer, process_group=group.handle)
     outcomes = group.gather(_tried(lambda: _digests(partial, world)))
     document = {**document, "files": _joined(outcomes)}
@@ -239,4 +253,4 @@ def _reason(error: BaseException) -> tuple[BaseException, str]:
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
         return cause, f"rank {rank}: {type(cause).__name__}: {cause}"
-    return error, str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return error, reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

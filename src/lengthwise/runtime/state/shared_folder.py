@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import reason, shown
+from lengthwise.core.folder import shown
 
 PATIENCE_S = 10.0
 """A file that another machine wrote may appear so much later on a network file system."""
@@ -18,15 +18,20 @@ _POLL_S = 0.1
 
 
 def check_shared(folder: Path, gather: Callable[[Any], list[Any]], *, is_first: bool) -> None:
-    """Raise ``InputError`` on all ranks unless all of them see in ``folder`` a file that the first rank writes.
+    """Raise an error on all ranks unless all of them see in ``folder`` a file that the first rank writes.
 
     ``gather`` returns what every rank gives, by rank; every rank calls this.
+
+    Raises:
+        InputError: some rank does not see it.
+        OSError: the first rank cannot write it.
     """
     token = uuid.uuid4().hex if is_first else ""
-    problem = _write(folder / f".seen-{token}") if is_first else ""
-    token, problem = gather((token, problem))[0]
-    if problem:
-        raise InputError(f"{shown(folder)} cannot be written by rank 0 ({problem}); name another folder")
+    refusal = _write(folder / f".seen-{token}") if is_first else None
+    token, refusal = gather((token, refusal))[0]
+    if refusal is not None:
+        number, words = refusal
+        raise OSError(number, f"rank 0: {words}", str(folder))
     file = folder / f".seen-{token}"
     views = gather((platform.node(), _sees(file)))
     if is_first:
@@ -41,13 +46,15 @@ def check_shared(folder: Path, gather: Callable[[Any], list[Any]], *, is_first: 
         )
 
 
-def _write(file: Path) -> str:
-    """Why it could not be written; empty: it was."""
+def _write(file: Path) -> tuple[int | None, str] | None:
+    """Number and words of the error if it could not be written; nothing is left of it then."""
     try:
         file.write_text(file.name)
     except OSError as error:
-        return reason(error)
-    return ""
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+        return error.errno, error.strerror or str(error)
+    return None
 
 
 def _sees(file: Path) -> bool:

@@ -5,6 +5,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread, current_thread, main_thread
 from types import FrameType
@@ -64,7 +65,8 @@ class StopRequest:
         signal.set_wakeup_fd(-1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        os.write(self._wakeup, b"\0")  # so that the thread looks
+        with suppress(BrokenPipeError):  # it has looked
+            os.write(self._wakeup, b"\0")  # so that the thread looks
         os.close(self._wakeup)
 
     def _watch(self) -> None:
