@@ -16,6 +16,7 @@ with and without recomputed layers; what every parameter moved by is compared. T
 
 import argparse
 import copy
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -25,8 +26,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,8 +202,8 @@ def largest_difference(model: Any, kind: str) -> tuple[float, tuple[int, ...]]:
     with in_double():
         expected = stock_gradients(copy.deepcopy(model), kind)
         moved, degrees = trained_gradients(model, kind)
-    size = max(float(gradient.abs().max()) for gradient in expected.values())
-    return max(float((moved[name] - expected[name]).abs().max()) for name in expected) / size, degrees
+    size = np.max([float(gradient.abs().max()) for gradient in expected.values()])
+    return float(np.max([float((moved[name] - expected[name]).abs().max()) for name in expected]) / size), degrees
 
 
 def rank_main(model_class: ModelClass, rank: int, num_ranks: int, port: int, results: Any) -> None:
@@ -230,35 +232,58 @@ def rank_main(model_class: ModelClass, rank: int, num_ranks: int, port: int, res
     os._exit(0)
 
 
-def trial(model_class: ModelClass, num_ranks: int) -> Outcome:
-    """The worst outcome of the ranks of one trial, each a process forked from this one."""
-    context = mp.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.Queue()
-    arguments = [(model_class, rank, num_ranks, port, results) for rank in range(num_ranks)]
-    ranks = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments]
-    for process in ranks:
-        process.start()
-    by_rank: dict[int, dict[str, Any]] = {}
-    end = time.monotonic() + LIMIT_S
-    while len(by_rank) < num_ranks and time.monotonic() < end:
-        try:
-            rank, outcome = results.get(timeout=1.0)
-            by_rank[rank] = outcome
-        except Exception:
-            if not any(process.is_alive() for process in ranks):
-                break
-    for process in ranks:
-        process.kill()
-        process.join()
-    if len(by_rank) < num_ranks and not any(one["outcome"] == "failed" for one in by_rank.values()):
-        missing = sorted(set(range(num_ranks)) - set(by_rank))
-        by_rank[-1] = {"outcome": "failed", "message": f"ranks {missing} died or did not end in {LIMIT_S:.0f} s"}
-    order = ("failed", "wrong", "refused", "exact")
-    worst = min(by_rank.values(), key=lambda outcome: (order.index(outcome["outcome"]), -(outcome.get("error") or 0.0)))
-    return Outcome(kind=model_class.kind, name=model_class.name, ranks=num_ranks, **worst)
+class Trial:
+    """One class on some number of ranks, each a process forked from this one; they compute from the start."""
+
+    def __init__(self, model_class: ModelClass, num_ranks: int) -> None:
+        self.model_class, self.num_ranks = model_class, num_ranks
+        context = mp.get_context("fork")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._results = context.Queue()
+        arguments = [(model_class, rank, num_ranks, port, self._results) for rank in range(num_ranks)]
+        self._ranks = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments]
+        self._end = time.monotonic() + LIMIT_S
+        for process in self._ranks:
+            process.start()
+
+    def outcome(self) -> Outcome:
+        """The worst outcome of the ranks."""
+        by_rank: dict[int, dict[str, Any]] = {}
+        while len(by_rank) < self.num_ranks and time.monotonic() < self._end:
+            try:
+                rank, outcome = self._results.get(timeout=1.0)
+                by_rank[rank] = outcome
+            except Exception:
+                if not any(process.is_alive() for process in self._ranks):
+                    break
+        for process in self._ranks:
+            process.kill()
+            process.join()
+        if len(by_rank) < self.num_ranks and not any(one["outcome"] == "failed" for one in by_rank.values()):
+            missing = sorted(set(range(self.num_ranks)) - set(by_rank))
+            by_rank[-1] = {"outcome": "failed", "message": f"ranks {missing} died or did not end in {LIMIT_S:.0f} s"}
+        order = ("failed", "wrong", "refused", "exact")
+        worst = min(by_rank.values(), key=lambda one: (order.index(one["outcome"]), -(one.get("error") or 0.0)))
+        return Outcome(kind=self.model_class.kind, name=self.model_class.name, ranks=self.num_ranks, **worst)
+
+
+def outcomes(model_class: ModelClass, sizes: list[int]) -> list[Outcome]:
+    """Of a class on each number of ranks; one rank computes beside the most, which wait for each other."""
+    with suppress(Exception):  # the ranks have the reason
+        model_class.load()
+    results: list[Outcome] = []
+    for num_ranks in sorted((size for size in sizes if size > 1 or len(sizes) == 1), reverse=True):
+        trials = [Trial(model_class, num_ranks)]
+        if not results and num_ranks > 1 and 1 in sizes:
+            trials.append(Trial(model_class, 1))
+        results += [trial.outcome() for trial in trials]
+    reason = "" if all(result.outcome == "exact" for result in results) else can_be_built(model_class)
+    if reason:
+        not_built = partial(Outcome, kind=model_class.kind, name=model_class.name, outcome="not built", message=reason)
+        return [not_built(ranks=result.ranks) for result in results]
+    return results
 
 
 def can_be_built(model_class: ModelClass) -> str:
@@ -296,6 +321,25 @@ def _be_silent() -> None:
     os.dup2(nowhere, 2)
 
 
+def _import_once() -> None:
+    """Import what trials need before they fork: they compute for a second, and imports would take each of them four."""
+    import torch
+    import torch._dynamo
+    import torch.distributed
+    import torch.utils.checkpoint
+    import transformers
+
+    import lengthwise
+    from lengthwise.runtime.state import optimizer  # noqa: F401
+    from tests.plan import costs  # noqa: F401
+
+    assert lengthwise.prepare
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+    gc.freeze()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--classes", default="", help="names, separated by commas; all of --kinds without")
@@ -305,12 +349,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore")
+    _import_once()
     chosen = [name for name in arguments.classes.split(",") if name]
     done, counts = set(), Counter[str]()
     out = Path(arguments.out) if arguments.out else None
@@ -320,14 +359,7 @@ def main() -> None:
         if chosen and model_class.name not in chosen:
             continue
         sizes = [int(n) for n in arguments.ranks.split(",") if (model_class.kind, model_class.name, int(n)) not in done]
-        reason = can_be_built(model_class) if sizes else ""
-        for num_ranks in sizes:
-            if reason:
-                result = Outcome(
-                    kind=model_class.kind, name=model_class.name, ranks=num_ranks, outcome="not built", message=reason
-                )  # fmt: skip
-            else:
-                result = trial(model_class, num_ranks)
+        for result in outcomes(model_class, sizes):
             counts[result.outcome] += 1
             line = json.dumps(asdict(result))
             print(line, flush=True)

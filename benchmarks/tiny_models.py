@@ -36,7 +36,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ("qk_rope_head_dim", "kv_channels", "rotary_dim", "mamba_d_head", "linear_key_head_dim"), HEAD_SIZE
     ),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "global_head_dim", "swa_head_dim"), HEAD_SIZE),
+    **dict.fromkeys(("linear_head_dim", "linear_value_head_dim", "global_head_dim", "swa_head_dim"), HEAD_SIZE),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
@@ -44,7 +44,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"), MAX_POSITIONS),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_ssm"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), NUM_KV_HEADS),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), NUM_KV_HEADS),
     **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_num_groups"), 1),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "mamba_chunk"), 16),
     "type_vocab_size": 2,

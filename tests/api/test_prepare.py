@@ -170,6 +170,15 @@ def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_
     assert "17 tokens, LlamaForCausalLM was made for 16 positions; rotary positions" in caplog.text
 
 
+def test_a_limit_of_positions_below_one_is_none():
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    model = XLNetLMHeadModel(XLNetConfig(vocab_size=50, d_model=8, n_layer=2, n_head=2, d_inner=8)).double()
+    assert model.config.max_position_embeddings == -1
+    options = {"cost": models.mixed_cost(), "memory_gib": 40, "objective": "next-token"}
+    lw.prepare(model, [list(range(17)), [1, 2, 3]], **(OPTIONS | options)).close()
+
+
 def test_a_position_that_a_model_of_ones_own_lacks_is_named():
     with pytest.raises(InputError, match=r"GPT looked up a row that one of its tables has not .* at least 11"):
         lw.prepare(models.GPT(max_length=8).double(), models.rows(), cost=models.mixed_cost(), memory_gib=40)

@@ -270,7 +270,7 @@ def _check_takes(model: nn.Module, sequences: Sequences) -> None:
             f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
         )
     limit, longest = getattr(config, "max_position_embeddings", None), sequences.lengths.max_length
-    if limit is None or longest <= limit:
+    if not isinstance(limit, int) or limit < 1 or longest <= limit:  # XLNet, which has no limit, says -1
         return
     told = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
     if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):

@@ -303,12 +303,13 @@ def _check_buffers(run: "Run", before: dict[str, Tensor]) -> None:
     changed = changed_buffers(run.model, before)
     if not changed:
         return
-    module = changed[0].rpartition(".")[0]
+    module = run.model.get_submodule(changed[0].rpartition(".")[0])
+    is_norm = "norm" in type(module).__name__.lower()
     raise CheckError(
         f"a forward of {type(run.model).__name__} in training mode changes its buffer {changed[0]} "
-        f"({type(run.model.get_submodule(module)).__name__}), which would differ between ranks and depend on how "
-        "sequences are packed; freeze such modules with eval() before preparing the model in training mode, or use "
-        "LayerNorm or GroupNorm instead"
+        f"({type(module).__name__}), which would differ between ranks and depend on how sequences are packed; freeze "
+        f"such modules with eval() before preparing the model in training mode"
+        f"{', or use LayerNorm or GroupNorm instead' if is_norm else ''}"
     )
 
 

@@ -172,7 +172,9 @@ def _sum_over(group: Group, gradients: list[Tensor]) -> None:
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
     """Of all generators that a forward may draw from without being seen to; equal if none drew."""
-    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state())]
+    drawn = np.random.get_state(legacy=False)
+    keys = {name: each.tobytes() if isinstance(each, np.ndarray) else each for name, each in drawn.pop("state").items()}
+    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), keys, drawn]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
     return tuple(states)
