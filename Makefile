@@ -1,4 +1,4 @@
-# make demo: the main job on real text, report at the end.   make test: every test.   Both work from nothing.
+# make demo: the main job on real text, report at the end.   make test: every test.   make docs: the site.   All work from nothing.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 # The half that needs no torch; its tests run with torch blocked from import.
 DECIDING := tests/core tests/data tests/cost tests/plan tests/sim tests/report tests/test_config.py
 
-.PHONY: demo test test-deep lint bench clean
+.PHONY: demo test test-deep lint docs bench clean
 
 demo: $(STAMP)
 	$(BIN)/lengthwise demo
@@ -23,6 +23,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(MAKE) docs
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/demo_policies.py
@@ -34,4 +38,4 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	touch $@
 
 clean:
-	rm -rf .venv outputs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv outputs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,36 @@
+"""The files of a user that README and docs speak of, small."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+TALK = ("How long is a coastline?", "It depends on the ruler.", "And a genome?", "Three billion letters. " * 3)
+
+
+def write_chats(path: Path, *, count: int = 24) -> None:
+    """Chats of different lengths, one a line."""
+    numbers = np.random.default_rng(0)
+    lines = []
+    for _ in range(count):
+        turns = 2 * int(numbers.geometric(0.5))
+        messages = [{"role": ("user", "assistant")[k % 2], "content": TALK[k % 4]} for k in range(turns)]
+        lines.append(json.dumps({"messages": messages}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def write_model(folder: Path) -> None:
+    """A tiny Llama with a tokenizer of bytes, as `from_pretrained` reads them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: k for k, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped.chat_template = CHAT_TEMPLATE
+    wrapped.save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=4096, **sizes)).save_pretrained(folder)
