@@ -5,6 +5,7 @@ import pytest
 from lengthwise.config import Config, check, load
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_yaml import parse_yaml
+from lengthwise.foreign_settings import SETTING_OF
 
 
 def test_saved_configurations_load_as_they_were(tmp_path):
@@ -71,6 +72,32 @@ def test_all_mistakes_are_named_at_once_with_the_nearest_key():
     ):
         assert expected in text
     assert "'hydraulis' or 'auto', not 'fast'" in text
+
+
+@pytest.mark.parametrize("foreign", SETTING_OF)
+def test_names_of_other_trainers_are_answered_with_a_setting_that_exists(foreign):
+    node = Config
+    for part in SETTING_OF[foreign].split("."):
+        node = node.model_fields[part].annotation
+    for key in (foreign, f"train.{foreign}", f"optim.{foreign.replace('_', '-').upper()}"):
+        with pytest.raises(InputError, match=f"unknown key; did you mean {SETTING_OF[foreign]}[?]"):
+            load(None, [f"{key}=1"])
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("train.grad_clip", "optim.clip_norm"),
+        ("train.max_grad_norm", "optim.clip_norm"),
+        ("optim.grad_clip", "optim.clip_norm"),
+        ("train.lr", "optim.lr"),
+        ("optim.steps", "train.steps"),
+        ("train.max_length", "data.max_length"),
+    ],
+)
+def test_a_setting_is_found_by_its_name_elsewhere(key, ours):
+    with pytest.raises(InputError, match=f"{key}: unknown key; did you mean {ours}[?]"):
+        load(None, [f"{key}=1"])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from lengthwise.core.lr_scaling import MAX_LR_FACTOR
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
 from lengthwise.core.specs import MAX_DEVICES, nearest
+from lengthwise.foreign_settings import setting_of
 
 MAX_CONFIG_BYTES = 256 << 10
 MAX_TEXT = 4096
@@ -341,6 +342,13 @@ def _apply(tree: dict[str, Any], override: str) -> str:
     return ""
 
 
+def _same_name_elsewhere(name: str) -> str | None:
+    """The setting of this name, if exactly one section has it."""
+    sections = {key: field.annotation for key, field in Config.model_fields.items()}
+    having = [key for key, kind in sections.items() if name in getattr(kind, "model_fields", ())]
+    return f"{having[0]}.{name}" if len(having) == 1 else None
+
+
 def _explain(location: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
     key = ".".join(brief(str(part))[1:-1] for part in location)
     if kind == "extra_forbidden":
@@ -348,6 +356,8 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
         for part in location[:-1]:
             section = section.model_fields[part].annotation if isinstance(part, str) else get_args(section)[0]
         prefix = "".join(f"{part}." for part in location[:-1])
+        if ours := setting_of(key) or _same_name_elsewhere(str(location[-1])):
+            return f"  {key}: unknown key; did you mean {ours}?"
         return f"  {key}: unknown key; {nearest(key, [prefix + name for name in section.model_fields])}"
     message = message.removeprefix("Value error, ")
     return f"  {key}: {message[0].lower()}{message[1:]}, not {brief(value)}"

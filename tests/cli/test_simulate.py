@@ -69,6 +69,11 @@ def test_a_table_is_printed_for_people(cli, staged):
         assert words in out
 
 
+def test_a_peak_of_a_few_kilobytes_is_not_printed_as_nothing(cli, staged, tmp_path):
+    printed = cli("simulate", staged, "--html", tmp_path / "page.html")[1]
+    assert "1.6\u00a0KiB" in printed and "1.6\u00a0KiB" in (tmp_path / "page.html").read_text()
+
+
 def test_a_trace_has_every_pass_and_switch_and_no_overlaps(cli, staged, tmp_path):
     path = tmp_path / "trace.json.gz"
     assert cli("simulate", staged, "--trace", path)[0] == 0

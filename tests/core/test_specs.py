@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import GIB, MODELS, ModelSpec, cluster_preset, model_preset, needed_and_available
+from lengthwise.core.specs import (
+    GIB,
+    MODELS,
+    ModelSpec,
+    bytes_in_words,
+    cluster_preset,
+    model_preset,
+    needed_and_available,
+)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +108,16 @@ def test_digest_counts_fields_of_some_families_only_where_they_are_set():
 def test_a_model_that_sees_what_comes_later_predicts_masked_tokens():
     masked = {name for name, spec in MODELS.items() if spec.objective == "masked"}
     assert masked == {"bert-1024", "bert-tiny", "transformer-2d-1.2b", "transformer-2d-tiny"}
+
+
+@pytest.mark.parametrize("digits", [1, 2])
+@pytest.mark.parametrize("exponent", range(0, 50))
+def test_a_size_that_is_not_nothing_never_reads_like_it(exponent, digits):
+    for num_bytes in (2**exponent, 2**exponent * 3 // 2, max(1, 2**exponent // 10), 2**exponent / 10):
+        number, unit = bytes_in_words(max(1, num_bytes), digits=digits).split()
+        size = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}[unit]
+        assert float(number.replace(",", "")) * size == pytest.approx(max(1, num_bytes), rel=0.5)
+    assert bytes_in_words(0) == "0 bytes"
 
 
 def test_what_is_needed_is_rounded_up():

@@ -8,7 +8,7 @@ from typing import Any
 from lengthwise.config import TrainConfig
 from lengthwise.core.folder import shown
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.specs import GIB
+from lengthwise.core.specs import bytes_in_words
 from lengthwise.runtime.state.checkpoint_files import candidates
 
 NUM_STEPS = 3
@@ -29,8 +29,8 @@ def space_warning(folder: RunFolder, *, num_bytes: int, keep: int) -> str | None
     if free >= num_more * num_bytes:
         return None
     return (
-        f"warning: {shown(folder.path)} has {free / GIB:,.1f} GiB free, {num_more} checkpoints to come need "
-        f"{num_more * num_bytes / GIB:,.1f} GiB (train.keep_checkpoints={keep}): the run ends where the disk is full"
+        f"warning: {shown(folder.path)} has {bytes_in_words(free)} free, {num_more} checkpoints to come need "
+        f"{bytes_in_words(num_more * num_bytes)} (train.keep_checkpoints={keep}): the run ends where the disk is full"
     )
 
 

@@ -174,7 +174,7 @@ def _document(
 def _print(spec: ModelSpec, cluster: ClusterSpec, kinds: Sequence[Kind]) -> None:
     from rich.table import Table
 
-    from lengthwise.report.units import compact
+    from lengthwise.report.units import compact, memory
 
     console = stdout()
     console.print(
@@ -198,7 +198,7 @@ def _print(spec: ModelSpec, cluster: ClusterSpec, kinds: Sequence[Kind]) -> None
     for (degree, stages, method), held in rows.items():
         longest = {kind.scheme.num_recomputed: kind.max_tokens for kind in held}
         cells = [f"{longest[level]:,}" if longest.get(level) else "-" for level in levels]
-        shown.add_row(str(degree), str(stages), method, f"{held[0].state_bytes / GIB:.1f} GiB", *cells)
+        shown.add_row(str(degree), str(stages), method, memory(held[0].state_bytes), *cells)
     console.print(shown)
     best = max(kinds, key=lambda kind: kind.max_tokens)
     console.print(f"longest: {best.max_tokens:,} tokens under {best.scheme.name}", soft_wrap=True)
@@ -207,7 +207,7 @@ def _print(spec: ModelSpec, cluster: ClusterSpec, kinds: Sequence[Kind]) -> None
 def _print_fits(fits: Sequence[Fit], length: int) -> None:
     from rich.table import Table
 
-    from lengthwise.report.units import seconds
+    from lengthwise.report.units import memory, seconds
 
     console = stdout()
     console.print(
@@ -219,7 +219,7 @@ def _print_fits(fits: Sequence[Fit], length: int) -> None:
         shown.add_column(heading, justify="right")
     for fit in fits[:SHOWN]:
         shown.add_row(
-            fit.kind.scheme.name, f"{fit.device_s:,.2f}", seconds(fit.time_s), f"{fit.peak_bytes / GIB:.1f} GiB",
+            fit.kind.scheme.name, f"{fit.device_s:,.2f}", seconds(fit.time_s), memory(fit.peak_bytes),
             f"{fit.kind.max_tokens:,}",
         )  # fmt: skip
     console.print(shown)

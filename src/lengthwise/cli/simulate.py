@@ -147,7 +147,7 @@ def _traced(plans: Sequence[StepPlan], options: "SimOptions") -> Iterator["Timel
 def _print(document: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from lengthwise.report.units import count, seconds, share
+    from lengthwise.report.units import count, memory, seconds, share
 
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column()
@@ -160,7 +160,7 @@ def _print(document: dict[str, Any]) -> None:
         ("  imbalance between pipelines", share(document["imbalance"])),
         ("padding", share(document["padding"])),
         ("gap to the bound, median", f"{document['gap_median']:.2%}"),
-        ("peak memory per device", f"{document['peak_gib']:.1f} GiB"),
+        ("peak memory per device", memory(document["peak_gib"] * GIB)),
     ):
         shown.add_row(words, value)
     console = stdout()
@@ -174,7 +174,7 @@ def _page(
 ) -> str:
     """The page: figures over all steps, timeline and memory of a typical step and of the one that idles longest."""
     from lengthwise.report.simulation import SimulationPage, render_simulation
-    from lengthwise.report.units import count, seconds, share
+    from lengthwise.report.units import count, memory, seconds, share
     from lengthwise.report.words import Tile
 
     return render_simulation(
@@ -187,7 +187,7 @@ def _page(
                 Tile("idle", share(document["idle"]), "of the device time"),
                 Tile("padding", share(document["padding"]), "of the computed tokens"),
                 Tile("gap to the bound", share(document["gap_median"]), "median over plans, above the proven bound"),
-                Tile("peak memory", f"{document['peak_gib']:.1f} GiB", "of the device that holds most"),
+                Tile("peak memory", memory(document["peak_gib"] * GIB), "of the device that holds most"),
             ),
             shares=_parts(document),
             shown=tuple(_shown(plans, found, options)),
@@ -236,10 +236,10 @@ def _conditions(num_steps: int, options: "SimOptions") -> list[str]:
 
 
 def _row(plan: StepPlan, step: "SimulatedStep") -> tuple[str, ...]:
-    from lengthwise.report.units import seconds, share
+    from lengthwise.report.units import memory, seconds, share
 
     return (
         f"{step.step:,}", seconds(step.step_time_s), seconds(plan.time_s), seconds(plan.lower_bound_s),
         share(step.idle), share(step.bubble), share(step.losses.imbalance), share(plan.padding_fraction),
-        f"{step.peak_bytes / GIB:.1f} GiB",
+        memory(step.peak_bytes),
     )  # fmt: skip

@@ -295,10 +295,10 @@ DEVICES = {
 }  # fmt: skip
 
 
-def bytes_in_words(num_bytes: float) -> str:
-    """A size in the unit that suits it, such as 1.5 GiB or 40.0 MiB."""
+def bytes_in_words(num_bytes: float, *, digits: int = 1) -> str:
+    """A size in the unit that suits it, such as 1.5 GiB or 40.0 MiB: what is not nothing never reads like it."""
     unit, word = next(((unit, word) for unit, word in _UNITS if num_bytes >= unit / 10), (1, "bytes"))
-    return f"{num_bytes / unit:,.1f} {word}" if unit > 1 else f"{num_bytes:,.0f} bytes"
+    return f"{num_bytes / unit:,.{digits}f} {word}" if unit > 1 else f"{num_bytes:,.0f} bytes"
 
 
 def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from lengthwise.core.plan import StepPlan
 from lengthwise.core.specs import GIB
 from lengthwise.core.timeline import Timeline
 from lengthwise.report.histogram import LengthBin
-from lengthwise.report.units import count, ratio, seconds, share
+from lengthwise.report.units import count, memory, ratio, seconds, share
 from lengthwise.report.words import Tile
 
 PARTS = {
@@ -197,11 +197,6 @@ def row(cluster: ClusterResult, one: PolicyResult) -> tuple[str, ...]:
         share(one.idle), share(one.bubble), share(one.padding), share(one.gap), memory(one.peak_bytes),
         seconds(one.planning_s),
     )  # fmt: skip
-
-
-def memory(num_bytes: float) -> str:
-    """Bytes in GiB."""
-    return f"{num_bytes / GIB:.1f}\u00a0GiB"
 
 
 def strategy_words(plan: StepPlan) -> str:

@@ -2,6 +2,8 @@
 
 import math
 
+from lengthwise.core.specs import bytes_in_words
+
 MISSING = "n/a"
 """What stands where a number is not known."""
 _GLUE = "\u00a0"
@@ -37,6 +39,11 @@ def seconds(value: float | None) -> str:
         if abs(value) >= size * 0.9995:
             return f"{significant(value / size, 3)}{_GLUE}{unit}"
     return f"{significant(value / 1e-6, 3)}{_GLUE}µs" if value else f"0{_GLUE}s"
+
+
+def memory(num_bytes: float) -> str:
+    """A size in the unit that suits it: ``1.5 GiB``, ``40.0 MiB``; never 0 for what is more."""
+    return bytes_in_words(num_bytes).replace(" ", _GLUE)
 
 
 def share(value: float | None, *, signed: bool = False) -> str:

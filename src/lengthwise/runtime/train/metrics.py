@@ -13,7 +13,7 @@ import torch
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.plan import StepPlan
-from lengthwise.core.specs import GIB, ModelSpec
+from lengthwise.core.specs import GIB, ModelSpec, bytes_in_words
 from lengthwise.core.timeline import SpanKind, Timeline
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import World
@@ -123,7 +123,9 @@ def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
     error = "" if row["plan/pred_error"] is None else f" (predicted {row['plan/pred_error']:+.0%})"
     recompiles = f"recompiles: {row['compile/recompiles']}  " if row["compile/recompiles"] else ""
     factor = f" (x{row['lr_factor']:.2f})" if row["lr_factor"] != 1 else ""
-    memory = f"{row['memory/max_reserved_gib']:.2f}GiB({row['memory/max_reserved_gib'] / device_gib:.0%})"
+    peak_gib = row["memory/max_reserved_gib"]
+    of_device = "<1%" if 0 < peak_gib / device_gib < 0.005 else f"{peak_gib / device_gib:.0%}"
+    memory = f"{bytes_in_words(peak_gib * GIB, digits=2).replace(' ', '')}({of_device})"
     return (
         f"step: {row['step'] + 1}/{num_steps}  loss: {row['loss/avg']:.4f}  grad_norm: {row['grad_norm']:.2f}  "
         f"lr: {row['lr']:.1e}{factor}  tokens: {row['data/num_tokens']:,}  seqs: {row['data/num_sequences']} "
