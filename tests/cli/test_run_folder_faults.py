@@ -302,7 +302,8 @@ def test_a_kill_before_the_first_checkpoint_says_what_is_lost(start, tmp_path):
 def test_a_folder_may_have_any_name(corpus, tmp_path, cli):
     folder = tmp_path / "a b [red] {x} 'q' ünï-☃ $HOME"
     lengthwise("train", *settings(corpus, folder, *SMALL, "train.steps=2"))
-    lengthwise("train", "--resume", folder, "train.steps=3")
+    resumed = lengthwise("train", "--resume", folder, "train.steps=3").stderr
+    assert resumed.count(f"goes on from step 2 (checkpoint {folder}/checkpoints/step_00000002)\n") == 1
     assert latest(folder / "checkpoints").name == "step_00000003"
     assert [row["step"] for row in RunFolder(folder).read_metrics()] == [0, 1, 2]
     assert not list(folder.glob("*.lock"))

@@ -23,7 +23,7 @@ from lengthwise.cli.options import (
     ModelName,
 )  # fmt: skip
 from lengthwise.cli.what_if import make_cluster, open_source, parse_counts, parse_methods, parse_names
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.specs import GIB, ClusterSpec, model_preset
 from lengthwise.data.rules import Ledger, View, apply_max_length
 from lengthwise.plan.policies import POLICIES
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 TOKENS_PER_DEVICE = 200_000 / 64
 """Of a global batch by default: Hydraulis' 200K tokens on 64 devices, 3.2M on 1024."""
+
+
+MOST_DEVICES = 1024
+"""All ten policies plan a step of so many in about ten seconds on one core; of four times as many, in minutes."""
 
 
 class OverLength(StrEnum):
@@ -82,10 +86,14 @@ def run(
     from lengthwise.report.whole_file import check_place
 
     spec = model_preset(model)
-    clusters = [
-        make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm)
-        for count in parse_counts(gpus, "--gpus")
-    ]
+    counts = parse_counts(gpus, "--gpus")
+    if max(counts) > MOST_DEVICES:
+        raise InputError(
+            f"--gpus {max(counts)}: at most {MOST_DEVICES:,} devices are compared, for the time that all policies plan "
+            "them grows faster than their number; for more, plan and simulate one policy (lengthwise simulate CONFIG "
+            f"plan.policy=NAME cluster.name=NxMx{device})"
+        )
+    clusters = [make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm) for count in counts]
     names = tuple(parse_names(policies, list(POLICIES), "--policies"))
     pool = Pool(
         max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), recompute=recompute,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.config import Config, load
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
-from lengthwise.core.folder import full_disk_behind, is_of_disk, reason, write_text
+from lengthwise.core.folder import full_disk_behind, is_of_disk, reason, shown, write_text
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
 
@@ -210,6 +210,8 @@ class Start:
             if error is None:
                 if first is not None and world.is_first:
                     sys.stderr.write(f"warning: {first}. Going on from an older one: {path}\n")
+                if self.resume and world.is_first:
+                    sys.stderr.write(f"goes on from step {trainer.next_step} (checkpoint {shown(path)})\n")
                 return
             if not broadcast_json(world, world.is_first and _is_damaged(path)):
                 raise error
