@@ -1,0 +1,119 @@
+"""Links lead somewhere, the README is one page in the words of the field; tour, reference and pictures are current."""
+
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import yaml
+
+import lengthwise
+from lengthwise.cli.main import VERBS
+from lengthwise.config import Config
+from tests.docs.blocks import FENCE, PAGES, ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import concept_pictures
+import reference
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+GENERATED = {f"docs/reference/{name}.md" for name in reference.PAGES}
+FIELD = (
+    "sequence / context parallel", "tensor parallel", "pipeline parallel", "gradient accumulation",
+    "activation checkpointing", "load balancing", "long-context",
+)  # fmt: skip
+
+
+def prose(page):
+    """The lines of a page outside of blocks."""
+    inside, lines = False, []
+    for line in (ROOT / page).read_text().splitlines():
+        if FENCE.match(line):
+            inside = not inside
+        elif not inside:
+            lines.append(line)
+    return lines
+
+
+def anchors(page):
+    """The names of a page's headings, as GitHub makes them."""
+    heads = [line.lstrip("#").strip() for line in prose(page) if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page):
+    for target in LINK.findall("\n".join(prose(page))):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        place = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        name = place.relative_to(ROOT).as_posix()
+        assert place.exists() or name in GENERATED, f"{page}: {target}"
+        assert not anchor or name in GENERATED or anchor in anchors(name), f"{page}: {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} | {
+        name.removeprefix("docs/") for name in GENERATED
+    }
+    assert pages <= set(leaves(site["nav"]))
+
+
+def leaves(tree):
+    if isinstance(tree, str):
+        return [tree]
+    return [leaf for part in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(part)]
+
+
+def test_the_readme_is_one_page_in_the_words_of_the_field():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 110
+    assert not [word for word in FIELD if word not in " ".join(text.split())]
+
+
+def test_the_tour_names_files_and_what_is_in_them():
+    rows = re.findall(r"^\| `(\S+\.py)` \| (.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(rows) == 5
+    for path, names in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^(def|class) {name}\b", (ROOT / path).read_text(), re.M), f"{path} has no {name}"
+
+
+def test_paths_that_contributing_names_exist():
+    paths = re.findall(
+        r"`((?:src|tests|benchmarks|docs|tools|examples|\.ci)/[\w./-]*)`", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert paths and not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_the_reference_has_every_setting_command_and_public_name():
+    settings = [
+        f"{section}.{name}"
+        for section, field in Config.model_fields.items()
+        for name in getattr(field.annotation, "model_fields", ())
+    ]
+    page = reference.configuration()
+    assert len(settings) > 50 and not [name for name in settings if f"| `{name}` |" not in page]
+    page = reference.command_line()
+    assert not [verb for verb in VERBS if f"## lengthwise {verb}\n" not in page]
+    assert "| `--nproc" in page and "`--resume" in page
+    page = reference.python()
+    assert not [name for name in lengthwise.__all__ if name[0] != "_" and f"## {name}\n" not in page]
+
+
+@pytest.mark.parametrize("name", concept_pictures.PICTURES)
+def test_pictures_of_the_glossary_are_as_their_script_makes_them(name):
+    path = ROOT / "docs" / "images" / f"{name}.svg"
+    assert path.read_text() == concept_pictures.PICTURES[name](), "run: python tools/concept_pictures.py"
+    assert path.name in (ROOT / "docs" / "concepts" / "glossary.md").read_text()
+
+
+def test_the_picture_of_a_step_shows_three_policies_in_colours_that_it_has():
+    path = Path(ROOT / "docs" / "images" / "step.svg")
+    words = {element.text for element in ElementTree.parse(path).iter() if element.tag.endswith("text")}
+    assert {"padded", "static", "auto", "compute", "update weights"} <= words
+    text = path.read_text()
+    assert not [kind for kind in set(re.findall(r"k-(\w+)", text)) if f".k-{kind}{{" not in text]
