@@ -72,7 +72,7 @@ class PartConfig(_Section):
 
 
 class DataConfig(_Section):
-    """Which sequences."""
+    """Which sequences are trained, and in which order."""
 
     index: str = Field(default="", description="folder made by `lengthwise index`")
     mixture: tuple[PartConfig, ...] = Field(default=(), description="or: several, each {index, name, repeat or share}")
@@ -113,7 +113,7 @@ class DataConfig(_Section):
 
 
 class ModelConfig(_Section):
-    """Which model."""
+    """Which model is trained."""
 
     preset: str = Field(default="llama-tiny", description="a model preset; see `lengthwise config --presets`")
     hf: str = Field(default="", description="or: a folder with Hugging Face config.json and safetensors to start from")
@@ -130,7 +130,7 @@ class ClusterConfig(_Section):
 
 
 class PlanConfig(_Section):
-    """Who computes what."""
+    """How each step is planned: parallelism, gradient accumulation, activation checkpointing, load balancing."""
 
     policy: Literal[
         "padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis", "auto"
@@ -158,16 +158,21 @@ class PlanConfig(_Section):
         "", "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring"
     ] = Field(
         default="",
-        description="how devices share every layer; empty: whatever is fastest (train: of ulysses and ring); random: "
-        "drawn anew for every layer and micro-batch",
+        description="parallel method, by which devices share every layer; empty: whatever is fastest (train: of ulysses "
+        "and ring); random: drawn anew for every layer and micro-batch",
     )
     degree: NumDevices | None = Field(
-        default=None, description="devices that share a layer, exactly; none: any number up to max_degree"
+        default=None, description="sequence, context or tensor parallel size, exactly; none: any up to max_degree"
     )
-    max_degree: NumDevices = Field(default=1, description="most devices that share a layer")
-    max_stages: NumDevices = Field(default=1, description="most pipeline stages")
+    max_degree: NumDevices = Field(
+        default=1,
+        description="most devices that share a layer: the largest sequence, context or tensor parallel size",
+    )
+    max_stages: NumDevices = Field(default=1, description="most pipeline stages: the largest pipeline parallel size")
     recompute: Literal["auto", "none", "all"] = Field(
-        default="auto", description="layers computed again in the backward; auto: as few as a micro-batch needs to fit"
+        default="auto",
+        description="activation checkpointing: which layers are computed again in the backward; auto: as few as a "
+        "micro-batch needs to fit",
     )
     objective: Literal["flow-shop", "max-times-count"] = Field(
         default="flow-shop", description="how a pipeline's time is reckoned; max-times-count: Hydraulis Eq. (1)"
@@ -222,7 +227,7 @@ class OptimConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """The loop."""
+    """The training loop: steps, precision, checkpoints, records."""
 
     steps: NumSteps = 100
     compile: bool = Field(default=False, description="torch.compile of every layer for the static sizes of plan.shapes")
