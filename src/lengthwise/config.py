@@ -158,7 +158,7 @@ class PlanConfig(_Section):
         "", "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring"
     ] = Field(
         default="",
-        description="parallel method, by which devices share every layer; empty: whatever is fastest (train: of ulysses "
+        description="parallel method by which devices share every layer; empty: whatever is fastest (train: of ulysses "
         "and ring); random: drawn anew for every layer and micro-batch",
     )
     degree: NumDevices | None = Field(
