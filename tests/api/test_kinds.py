@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import lengthwise as lw
-from lengthwise.api.kinds import Kinds
+from lengthwise.api.kinds import MOST, Kinds
 from lengthwise.core.errors import CheckError
 from tests.api import models
 
@@ -66,3 +66,11 @@ def test_each_value_of_each_column_is_kept_once():
     kinds.add(np.array([5, 3, 3, 9]), np.array([5, 3, 3, 3]), {"types": np.array([0, 0, 1, 0])})
     columns = {name: values.tolist() for name, values in kinds.columns().items()}
     assert columns == {"tokens": [3, 3, 5, 3, 9], "labels": [3, -100, 5, 3, 3], "types": [0, 0, 0, 1, 0]}
+
+
+def test_of_a_corpus_with_more_kinds_of_slots_than_are_kept_the_first_are_kept():
+    kinds = Kinds()
+    kinds.add(np.array([7, 7, 8, 7]), np.array([1, 1, 1, -100]), {})
+    assert kinds.columns()["tokens"].tolist() == [7, 8, 7] and kinds.columns()["labels"].tolist() == [1, 1, -100]
+    kinds.add(np.arange(100, 100 + 2 * MOST), np.arange(2 * MOST), {})
+    assert len(kinds.columns()["tokens"]) == MOST

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from lengthwise.api.options import read_options
-from lengthwise.api.planning import make_sampler, with_metric_of
+from lengthwise.api.planning import make_planner, make_sampler, with_metric_of
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.data.rules import apply_max_length
+from lengthwise.data.synthetic import synthetic_lengths
 
 LENGTHS = LengthIndex(lengths=np.array([5, 40, 7, 9, 3]))
 METRIC = [3.0, 1.0, 2.0, 5.0, 4.0]
@@ -35,3 +38,18 @@ def test_a_metric_that_is_not_one_number_per_sequence_is_refused():
     view = apply_max_length(LENGTHS, max_length=None, rule="error")
     with pytest.raises(InputError, match="one number for each of 5 sequences"):
         with_metric_of(read_options({"order": "sorted", "metric": [1.0]}), view)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_policies_are_tuned_on_batches_that_the_run_does_not_compute(order):
+    """Random ones, whatever the order: a sorted run's first batches are alike."""
+    lengths = LengthIndex(lengths=synthetic_lengths("commoncrawl", 3000, 0))
+    options = read_options({"order": order, "sequences_per_step": 50, "policy": "static"})
+    cluster = cluster_preset("2xcpu")
+    cost = AnalyticCost(model=model_preset("llama-tiny"), cluster=cluster, dtype="float32")
+    planner = make_planner(options, cost, cluster=cluster, num_layers=4, lengths=lengths, objective="next-token")
+    samples = planner.problem.samples
+    sampler = make_sampler(options, lengths, "next-token")
+    computed = [np.array(next(sampler).lengths) for _ in samples]
+    assert samples and not any(np.array_equal(sample, batch) for sample in samples for batch in computed)
+    assert max(map(np.mean, samples)) < 4 * min(map(np.mean, samples))

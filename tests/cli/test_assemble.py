@@ -17,6 +17,7 @@ from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic import AnalyticCost
 from lengthwise.data.corpus import Corpus, Part, open_corpus
 from lengthwise.data.rules import apply_max_length
+from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.runtime.model.hf_config import write_config
 
 TWO_SEQUENCES = Corpus(
@@ -151,6 +152,19 @@ def test_degree_and_stages_are_limited_by_the_settings_alone(settings, expected)
     assert {(scheme.degree, scheme.num_stages) for scheme in schemes} == expected
     if expected - {(1, 1), (1, 2), (1, 4)}:
         assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
+
+
+def test_policies_are_tuned_on_batches_that_the_run_does_not_compute():
+    lengths = LengthIndex(lengths=synthetic_lengths("commoncrawl", 3000, 0))
+    view = apply_max_length(lengths, max_length=None, rule="error")
+    corpus = Corpus(parts=(Part(name="made up", store=None, view=view),))
+    config = load(None, ["data.sequences_per_step=50", "plan.policy=static"])
+    cluster, spec = cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    samples = make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus).problem.samples
+    sampler = make_sampler(config, corpus)
+    computed = [np.array(next(sampler).lengths) for _ in samples]
+    assert samples and not any(np.array_equal(sample, batch) for sample in samples for batch in computed)
 
 
 def test_compiled_runs_plan_a_few_sizes_that_divide_by_every_degree_with_methods_that_are_compiled():

@@ -1,6 +1,7 @@
 """The pool's bound holds for every strategy, every packing and every switch within a step."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +74,21 @@ def test_the_bound_is_tight_where_one_device_fills_its_packs():
     arrangement = Arrangement(phases=((Lane(kind=kind, ranks=(0,), packs=((0, 1), (2, 3))),),))
     bound = PoolBound(problem, problem.kinds)
     np.testing.assert_allclose(bound(priced), step_times_s(priced, arrangement)[0], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("stages", "lengths"), [(2, [50]), (2, [60, 50, 50]), (2, [50] * 4), (4, [60, 30, 20])])
+def test_the_bound_is_tight_where_one_pipeline_computes_a_pack_after_the_other(stages, lengths):
+    """Its bubble is that of the longest pack, which the others wait for once at each later stage."""
+    problem = make_problem(SimpleCost(capacity=60, c_s=0.0), num_devices=stages, degrees=[1], stages=[stages])
+    priced = PricedBatch(problem, make_batch(lengths))
+    packs = tuple((number,) for number in range(len(lengths)))
+    lane = Lane(kind=problem.kinds[0], ranks=tuple(range(stages)), packs=packs)
+    step_s, _, update_s = step_times_s(priced, Arrangement(phases=((lane,),)))
+    bound = PoolBound(problem, problem.kinds)
+    np.testing.assert_allclose(bound(priced), step_s, rtol=TOLERANCE)
+    np.testing.assert_allclose(bound.step_s(priced), step_s + update_s, rtol=TOLERANCE)
+    if len(set(lengths)) == 1:
+        np.testing.assert_allclose(bound.of(priced.lengths), step_s, rtol=TOLERANCE)
 
 
 def test_a_scheme_that_does_not_hold_a_sequence_is_no_part_of_its_bound():

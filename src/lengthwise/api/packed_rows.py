@@ -37,7 +37,7 @@ def _by_positions(where: str, length: int, positions: np.ndarray) -> tuple[int, 
     starts = np.flatnonzero(positions == 0)
     bounds = (*starts.tolist(), length)
     expected = np.concatenate([np.arange(end - start) for start, end in pairwise(bounds)] or [np.array([])])
-    if len(positions) != length or not np.array_equal(positions, expected):
+    if not np.array_equal(positions, expected):
         raise InputError(
             f"position_ids of {where} do not count up from 0 in each of its sequences, one position per token; leave "
             "them out (positions are counted in each sequence), or give inputs=lambda micro_batch: {...}"

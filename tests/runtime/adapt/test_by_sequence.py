@@ -1,14 +1,16 @@
 """Models that packs would change train exactly, sequence by sequence."""
 
+import random
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.adapt.by_sequence import SequenceBySequence
+from lengthwise.runtime.adapt.by_sequence import SequenceBySequence, drawing_for
 from tests.runtime.adapt.modules import VOCAB
 from tests.runtime.adapt.odd_modules import Odd
 from tests.runtime.adapt.runs import EXACT, Case, Packs, assert_exact, shard_of, step_on_ranks
@@ -119,3 +121,55 @@ def test_outputs_are_put_together_as_a_pack_has_them_or_refuse_to_be_used():
     for use in (lambda: output["length"] + 1, lambda: output["first"].sum(), lambda: torch.stack([output["first"]])):
         with pytest.raises(InputError, match="has one value for each of several sequences"):
             use()
+
+
+def test_outputs_of_sequences_without_targets_do_not_count_even_if_they_are_no_numbers():
+    forward = SequenceBySequence(lambda x: {"loss": x.mean() / (x.shape[1] != 2)}, "Outputs")
+    x, shard = torch.arange(1.0, 9.0).view(1, 8), shard_of((5, 2, 1), ids=(4, 7, 2))
+    shard.targets_of = lambda: (3, 0, 1)
+    assert float(forward(shard, (x,), {})["loss"]) == (3 * 3.0 + 8.0) / 4
+    shard.targets_of = lambda: (0, 0, 0)
+    assert float(forward(shard, (x,), {})["loss"]) == 3.0, "there is a loss, which nobody weighs"
+
+
+def test_padding_after_the_sequences_is_zeros_and_forms_do_not_differ():
+    forward = SequenceBySequence(lambda x: {"states": x * 2.0}, "Outputs")
+    x, shard = torch.ones(1, 9, 3), shard_of((1, 5, 3), ids=(4, 7))
+    shard.targets_of = lambda: (1, 4)
+    assert torch.equal(forward(shard, (x,), {})["states"], torch.cat([x[:, :6] * 2.0, x[:, 6:] * 0.0], dim=1))
+    assert shard.preserves_rng, "layers that recompute draw the same again"
+    odd = SequenceBySequence(lambda x: {"states" if x.shape[1] > 1 else "state": x}, "Outputs")
+    with pytest.raises(InputError, match="returns outputs of different forms for sequences of different lengths"):
+        odd(shard, (x,), {})
+
+
+def test_axes_are_those_that_grew_whatever_sizes_there_are():
+    forward = SequenceBySequence(lambda x: x * torch.arange(1.0, x.shape[1] + 1), "Outputs")
+    for length in (5, 7):
+        shard = shard_of((length,))
+        shard.targets_of = lambda: (1,)
+        forward(shard, (torch.ones(8, length),), {})
+    forward.learn((5, 7))
+    shard = shard_of((5, 3))
+    shard.targets_of = lambda: (1, 1)
+    expected = torch.tensor([1.0, 2, 3, 4, 5, 1, 2, 3]).expand(8, 8)
+    assert torch.equal(forward(shard, (torch.ones(8, 8),), {}), expected)
+
+
+def test_every_generator_draws_for_a_sequence_in_its_step_and_goes_on_as_before():
+    def numbers():
+        return random.random(), float(np.random.rand()), float(torch.rand([]))
+
+    def drawn(sequence, **options):
+        with drawing_for(shard_of((4,), **options), sequence):
+            return numbers()
+
+    first = drawn(3)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    expected = numbers()
+    for set_state, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states):
+        set_state(state)
+    assert drawn(3) == first
+    assert numbers() == expected
+    for other in (drawn(4), drawn(3, step=1), drawn(3, seed=1)):
+        assert all(one != two for one, two in zip(first, other))

@@ -62,3 +62,23 @@ def test_dropout_of_attention_weights_keeps_the_mean_over_longer_sequences():
 def test_dropout_of_attention_within_slots_has_the_scale_of_torch():
     x = torch.ones(500, 40, 1, 1, dtype=torch.float64)
     assert_scaled_as_in_torch(attend_rows_dropping(x, x, x, None, P, False, None, 0, 0, shard_of((300, 200))))
+
+
+WITHIN = {
+    "open": (None, False, None),
+    "causal": (None, True, None),
+    "scale": (None, False, 0.7),
+    "mask": (torch.ones(6, 6, dtype=torch.bool).tril().triu(-2), False, None),
+    "bias": (torch.linspace(-2, 2, 36, dtype=torch.float64).view(6, 6), False, None),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_attention_within_slots_is_that_of_torch_where_nothing_is_dropped(name):
+    """Slots of 6 places, 4 query heads and 2 key heads."""
+    mask, causal, scale = WITHIN[name]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, heads, 6, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2))
+    expected = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=True)
+    out = attend_rows_dropping(q, k, v, mask, 0.0, causal, scale, 0, 0, shard_of((3, 2)))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

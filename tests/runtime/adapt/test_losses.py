@@ -90,7 +90,14 @@ def test_a_loss_of_the_micro_batch_before_is_refused():
     run.close()
 
 
-def test_a_loss_made_by_loss_is_compared_with_it_and_what_changes_later_is_seen():
+LATER = {
+    "with another term": lambda loss, logits, m: loss + 0.01 * logits.square().mean(),
+    "of other operations before the last": lambda loss, logits, m: logits.square().sum() / (m.targets != -100).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_loss_made_by_loss_is_compared_with_it_and_what_changes_later_is_seen(name):
     run = make_run(model_of(), degree=1)
     run.adapted._loss = lambda output, m: masked_mean(output[0], m.targets)
     numbers = []
@@ -99,7 +106,7 @@ def test_a_loss_made_by_loss_is_compared_with_it_and_what_changes_later_is_seen(
             for micro_batch in step:
                 logits = run.model(**micro_batch.inputs)[0]
                 loss = masked_mean(logits, micro_batch.targets)
-                step.backward(loss if step.number == 0 else loss + 0.01 * logits.square().mean())
+                step.backward(loss if step.number == 0 else LATER[name](loss, logits, micro_batch))
                 numbers.append(step.number)
             step.update()
     assert numbers == [0, 0, 0, 1], "the next micro-batch is looked at when losses are made otherwise"

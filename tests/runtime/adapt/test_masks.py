@@ -84,6 +84,7 @@ def functions(kinds):
         "causal": masks.causal_mask_function,
         "window": masks.sliding_window_causal_mask_function(3),
         "window both ways": masks.sliding_window_bidirectional_mask_function(3),
+        "two windows": masks.and_masks(masks.sliding_window_causal_mask_function(3), masks.sliding_window_overlay(6)),
         "chunks": masks.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long)),
         "sinks and window": sinks_and_window,
         "strides": strided(3),
@@ -115,7 +116,7 @@ def test_a_mask_function_is_evaluated_for_the_positions_of_each_sequence(name, m
     qkv = [torch.randn(1, 4, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     kinds, weights = torch.randint(-1, 2, (20,)), torch.randn(20, 4, 8, dtype=torch.float64)
     module = nn.Module()
-    module.is_causal = name in ("causal", "window")
+    module.is_causal = name in ("causal", "window", "two windows")
     with active(shard):
         out = attention(module, *qkv, make_mask(mask_function=functions(kinds)[name]))[0]
     grads = torch.autograd.grad((out[0] * weights).sum(), qkv)
@@ -128,11 +129,25 @@ def test_a_mask_function_is_evaluated_for_the_positions_of_each_sequence(name, m
         assert torch.allclose(grad, right, atol=1e-12)
 
 
+class Holding:
+    """A mask that is an object."""
+
+    def __init__(self, kinds):
+        self.kinds = kinds
+
+    def __call__(self, batch, head, query, key):
+        return self.kinds[query] == self.kinds[key]
+
+
 def test_a_mask_that_reads_values_of_slots_is_refused_where_ranks_share_them():
     kinds = torch.zeros(10, dtype=torch.long)
     q = torch.zeros(1, 4, 10, 8)
     with active(shard_of(LENGTHS, rank=0, degree=2)), pytest.raises(InputError, match="set max_degree=1"):
         attention(nn.Module(), q, q, q, make_mask(mask_function=functions(kinds)["blocks"]))
+    with active(shard_of((4, 6))), pytest.raises(InputError, match=r"reads a tensor .* of the slots"):
+        attention(nn.Module(), q, q, q, make_mask(mask_function=lambda b, h, query, key: kinds[query] == kinds[key]))
+    with active(shard_of((4, 6))), pytest.raises(InputError, match=r"Holding object .*, an object that holds tensors"):
+        attention(nn.Module(), q, q, q, make_mask(mask_function=Holding(kinds)))
     with pytest.raises(InputError, match="attention_mask hides tokens"):
         make_mask(mask_function=functions(kinds)["causal"], attention_mask=torch.tensor([[True, False]]))
 

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from lengthwise.core.batch import Pack
 from lengthwise.runtime.adapt import attention, noise
 from lengthwise.runtime.adapt.attention import Kind, attend_shard
+from lengthwise.runtime.adapt.calls import Rule, Rules
+from lengthwise.runtime.adapt.intercept import Intercept
 from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 from lengthwise.runtime.adapt.noise import attention_keep, keep_like, mix, mix_word, normal_like, uniform_like
 from tests.runtime.adapt.modules import CHANNELS, GPT, PLACES, TorchEncoder
@@ -178,6 +180,45 @@ def test_draws_differ_between_steps_seeds_calls_sequences_positions_and_channels
     for what, other in others.items():
         agree = float((first == other).double().mean())
         assert abs(agree - 0.5) < 5 * 0.5 / num, f"{what}: {agree} agree"
+
+
+def test_weights_of_attention_are_dropped_by_call_sequence_and_head():
+    """Heads that another rank computes have the draws that they have where one rank computes all."""
+    num, shard = 64, shard_of((64,))
+
+    def keep(sequence=0, call=0, first_head=0, num_heads=4):
+        return attention_keep(shard, sequence, call, first_head, 0.5, num_heads, range(num), range(num))
+
+    whole = keep()
+    assert torch.equal(keep(first_head=2, num_heads=2), whole[2:])
+    for other in (keep(sequence=1)[0], keep(call=1)[0], whole[1], whole[0].T):
+        assert abs(float((whole[0] == other).double().mean()) - 0.5) < 5 * 0.5 / num
+
+
+@pytest.mark.parametrize("draw", ["dropout", "randn_like", "rand_like", "attention", "attention within slots"])
+def test_calls_of_one_forward_draw_differently(draw):
+    x = torch.zeros(12, 1, 4, 12, 12, dtype=torch.float64) if "within" in draw else torch.zeros(1, 4, 12, 12)
+    rules = {
+        "attention": Rules(attention=(Rule(dim=2, shape=(1, 4, 11, 12)),) * 2),
+        "attention within slots": Rules(attention=(Rule(dim=0, shape=(11, 1, 4, 12, 12)),) * 2),
+    }
+    intercept = Intercept([], rules=rules.get(draw, Rules(noise=(Rule(dim=2, shape=(1, 4, 11, 12)),) * 2)))
+    intercept.shard = shard_of((12,))
+    calls = {
+        "dropout": lambda: F.dropout(x + 1.0, 0.5),
+        "randn_like": lambda: torch.randn_like(x),
+        "rand_like": lambda: torch.rand_like(x),
+    }
+    attends = partial(F.scaled_dot_product_attention, x, x, torch.rand(x.shape, dtype=x.dtype), dropout_p=0.5)
+    with intercept:
+        first, second = (calls.get(draw, attends)() for _ in range(2))
+    assert not torch.allclose(first, second)
+
+
+def test_draws_outside_of_the_forward_are_not_those_within():
+    one = shard_of((7,))
+    within = normal_like(torch.empty(7, 2), 0, 0, one)
+    assert not torch.equal(noise.normal_slots(one, (2,), 0), within)
 
 
 def test_normal_numbers_are_normal_and_uniform_ones_uniform():

@@ -1,14 +1,19 @@
 """Positions, and what is made of them, are those that the stock model derives for each sequence alone."""
 
+import copy
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from lengthwise.core.batch import MASKED
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.adapted import Adapted
+from lengthwise.runtime.adapt.rotary import LengthwiseRotary
+from lengthwise.runtime.adapt.shard import active
 from lengthwise.runtime.model.targets import Masking
 from tests.runtime.adapt.runs import (
     VOCAB,
@@ -108,6 +113,53 @@ def test_a_long_sequence_leaves_no_rotary_factors_to_a_later_one_or_to_the_relea
         assert torch.allclose(_logits_alone(model, 1, 5), expected[21:26], atol=1e-10)
 
 
+@pytest.mark.parametrize("name", ["Phi-3 with longrope", "Llama with dynamic NTK"])
+def test_rotary_factors_are_those_of_each_sequence_in_any_order_also_of_plain_calls_and_of_copies(name):
+    lengths = (21, 12, 5, 9)
+    with in_double():
+        expected = [_logits_alone(CASES[name].build(), i, length) for i, length in enumerate(lengths)]
+        model = CASES[name].build()
+        adapted = learned(model)
+        logits = packed(model, shard_of(lengths)).logits[0]
+        assert torch.allclose(logits, torch.cat(expected), atol=1e-10)
+        twin = copy.deepcopy(model)
+        with adapted.plain():
+            for i, length in enumerate(lengths):
+                assert torch.allclose(_logits_alone(model, i, length), expected[i], atol=1e-10)
+        assert torch.allclose(_logits_alone(twin, 1, 12), expected[1], atol=1e-10)
+        with adapted.plain():
+            _logits_alone(model, 0, 21)
+        adapted.release()
+        assert set(vars(model.model.rotary_emb)) == set(vars(CASES[name].build().model.rotary_emb))
+        assert torch.allclose(_logits_alone(model, 1, 12), expected[1], atol=1e-10)
+
+
+class OddRotary(nn.Module):
+    """Factors that grow with the length, their slots in the first axis if they are flipped."""
+
+    rope_type = "dynamic"
+
+    def forward(self, x, position_ids, flipped=False, square=False):
+        factors = position_ids[..., None].double() * (position_ids.max() + 1)
+        if square:
+            return factors * factors.mT
+        return factors.movedim(0, 1) if flipped else factors
+
+
+def test_the_slots_of_rotary_factors_are_where_the_arguments_of_the_call_say():
+    model = nn.ModuleDict({"rotary": OddRotary()})
+    rotary = LengthwiseRotary(model, is_plain=lambda: False)
+    with active(shard_of((3, 2))) as shard:
+        given = torch.zeros(1, 5, 4), shard.positions[None]
+        expected = torch.tensor([0.0, 3, 6, 0, 2], dtype=torch.float64)
+        assert torch.equal(model["rotary"](*given), expected[None, :, None])
+        assert torch.equal(model["rotary"](*given, flipped=True), expected[:, None, None])
+        with pytest.raises(InputError, match="so where its slots lie is not known"):
+            model["rotary"](*given, square=True)
+    rotary.release()
+    assert "forward" not in vars(model["rotary"])
+
+
 def test_rotary_factors_by_length_refuse_positions_that_do_not_tell_the_length():
     model = CASES["Phi-3 with longrope"].build()
     learned(model)
@@ -116,14 +168,85 @@ def test_rotary_factors_by_length_refuse_positions_that_do_not_tell_the_length()
         packed(model, shard, position_ids=shard.positions[None] + 4)
 
 
-def test_positions_that_no_position_ids_can_repeat_are_refused():
+def doubled(embeddings, position_ids):
+    return None if position_ids is None else position_ids * 2 % 40
+
+
+def limited(embeddings, position_ids):
+    return None if position_ids is None else position_ids.clamp(max=position_ids.numel() - 1)
+
+
+def after_other_lookups(embeddings, position_ids):
+    embeddings.word_embeddings(torch.tensor([1] if position_ids is None else [1, 2]))
+    return position_ids
+
+
+def two_lookups_more(embeddings, position_ids):
+    embeddings.word_embeddings(torch.tensor([1, 2 + (position_ids is None)]))
+    return position_ids
+
+
+def with_embeddings(change):
+    """A RoBERTa whose embeddings are given other positions."""
     model = CASES["RoBERTa"].build()
     embeddings = model.roberta.embeddings
     forward = embeddings.forward
 
-    def doubled(position_ids=None, **options):
-        return forward(position_ids=None if position_ids is None else position_ids * 2 % 40, **options)
+    def changed(position_ids=None, **options):
+        return forward(position_ids=change(embeddings, position_ids), **options)
 
-    embeddings.forward = doubled
+    embeddings.forward = changed
+    return model
+
+
+@pytest.mark.parametrize("change", [doubled, limited, after_other_lookups, two_lookups_more])
+def test_positions_that_no_position_ids_can_repeat_are_refused(change):
     with pytest.raises(InputError, match="cannot repeat"):
-        Adapted(model, objective=MASKED).inputs_of(micro_batch_of((9,)))
+        Adapted(with_embeddings(change), objective=MASKED).inputs_of(micro_batch_of((9,)))
+
+
+class Later(nn.Embedding):
+    """Its rows begin at the third."""
+
+    def forward(self, ids):
+        return F.embedding(ids + 2, self.weight)
+
+
+def starting_later():
+    model = CASES["RoBERTa"].build()
+    rows = model.roberta.embeddings.position_embeddings.weight
+    model.roberta.embeddings.position_embeddings = Later(len(rows) + 2, rows.shape[1]).double()
+    return model
+
+
+def leaving_padding_out(embeddings, position_ids):
+    """From 0 where nothing is padding."""
+    kept = embeddings.seen_ids != PAD
+    return kept.cumsum(1).sub(1).clamp(min=0) if position_ids is None else position_ids
+
+
+def counting_from_zero():
+    model = with_embeddings(leaving_padding_out)
+    embeddings = model.roberta.embeddings
+    embeddings.register_forward_pre_hook(
+        lambda module, args, kwargs: setattr(module, "seen_ids", kwargs["input_ids"]), with_kwargs=True
+    )
+    return model
+
+
+@pytest.mark.parametrize("build", [CASES["RoBERTa"].build, starting_later])
+def test_positions_that_follow_from_padding_tokens_are_those_of_each_sequence(build):
+    given = Adapted(build(), objective=MASKED).inputs_of(micro_batch_of((21, 30), ids=(2, 5)))
+    tokens = given["input_ids"][0]
+    assert int((tokens == PAD).sum()), "one is inside"
+    kept = torch.cat([(part != PAD).cumsum(0) * (part != PAD) for part in tokens.split((21, 30))])
+    assert torch.equal(given["position_ids"][0], kept + PAD)
+
+
+def test_tokens_with_a_meaning_that_the_first_micro_batch_lacks_are_tried():
+    adapted, first = Adapted(counting_from_zero(), objective=MASKED), micro_batch_of((5,), ids=(0,))
+    assert not int((first.tokens == PAD).sum())
+    assert adapted.inputs_of(first)["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+    given = adapted.inputs_of(micro_batch_of((21, 30), ids=(2, 5)))
+    expected = [(part != PAD).cumsum(0).sub(1).clamp(min=0) for part in given["input_ids"][0].split((21, 30))]
+    assert torch.equal(given["position_ids"][0], torch.cat(expected))

@@ -67,6 +67,28 @@ def test_draws_that_ranks_would_not_share_are_refused(name):
         learned(built(WithNoise, DRAWS[name]))
 
 
+@pytest.mark.parametrize(
+    "draw", [lambda x: F.alpha_dropout(x, 0.5, False), lambda x: F.dropout1d(x[0], training=False)[None]]
+)
+def test_what_would_draw_and_is_told_not_to_is_let_through(draw):
+    model = built(WithNoise, draw)
+    learned(model)
+    packed(model, shard_of((9,)))
+
+
+def test_products_of_a_layer_that_is_left_out_keep_their_numbers():
+    model = built(GPT, mask="by hand")
+    whole = learned(model)
+    shard = shard_of((9,))
+    packed(model, shard)
+    intercept = whole._intercept
+    intercept.shard = shard_of((9,))
+    for layer in range(3):
+        intercept.skip(layer)
+    assert shard.counts.products == intercept.shard.counts.products > 0
+    assert shard.counts.attention == intercept.shard.counts.attention == 3
+
+
 def test_dropout_of_what_no_token_owns_is_refused():
     model = built(WithNoise, lambda x: x * F.dropout(torch.ones(VOCAB), 0.5))
     learned(model)

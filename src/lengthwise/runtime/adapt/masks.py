@@ -164,7 +164,7 @@ def _held(name: str, value: Any, values_within: Callable[[str, Tensor], Tensor])
 
 def _values_within(start: int, end: int, num_slots: int, is_shared: bool, name: str, values: Tensor) -> Tensor:
     """Of a tensor [rows, slots] those of one sequence; others are left as they are."""
-    if name == "chunked_overlay" or values.numel() == 1 or values.shape[-1] != num_slots:
+    if values.numel() == 1 or values.shape[-1] != num_slots:
         return values
     if is_shared or values.dim() == 1:
         raise InputError(

@@ -101,11 +101,8 @@ class StockPositions:
             return shard.positions
         tokens_T = micro_batch.whole().tokens
         whole_T = shard.positions.new_empty(shard.cu_seqlens[-1])
-        for number, (start, end) in enumerate(pairwise(shard.cu_seqlens)):
-            if number < len(shard.ids):
-                whole_T[start:end] = self._derived(tokens_T[start:end], self._rule)
-            else:  # padding of the pack, which nobody learns from
-                whole_T[start:end] = torch.arange(end - start)
+        for start, end in pairwise(shard.cu_seqlens):
+            whole_T[start:end] = self._derived(tokens_T[start:end], self._rule)
         return whole_T[torch.from_numpy(shard.places).to(whole_T.device)]
 
     def _learn(self, tokens: Tensor) -> _Rule | None:
@@ -124,12 +121,10 @@ class StockPositions:
                 break
             if lookup.values.numel() != len(tokens) or torch.equal(lookup.values, ours.values):
                 continue
-            offsets = ours.values.flatten() - counted
-            rule = _Rule(number=number, offset=int(offsets[0]))
-            if bool((offsets == offsets[0]).all()):
-                again = self._lookups(tokens, lookup.values.flatten() - rule.offset)
-                if again is not None and _agree(stock, again):
-                    return rule
+            rule = _Rule(number=number, offset=int(ours.values.flatten()[0]))  # of position 0
+            again = self._lookups(tokens, lookup.values.flatten() - rule.offset)
+            if again is not None and _agree(stock, again):
+                return rule
         raise InputError(
             f"{type(self._model).__name__} derives positions from input_ids in a way that position_ids cannot repeat, "
             "so its sequences cannot be packed; give them as an argument: prepare(..., inputs=lambda micro_batch: "
