@@ -80,6 +80,57 @@ def test_the_lock_of_a_process_that_died_is_taken_over(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
 
 
+def test_the_lock_of_a_process_that_is_gone_is_taken_over_and_that_of_another_user_is_not(tmp_path, monkeypatch):
+    process = FORK.Process(target=os.getpid)
+    process.start()
+    process.join()
+    write(tmp_path, replace(Holder.this_process(), pid=process.pid))
+    make(tmp_path).check_free()
+    write(tmp_path, replace(Holder.this_process(), started=""))
+
+    def forbidden(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", forbidden)
+    with pytest.raises(InUseError):
+        make(tmp_path).acquire()
+
+
+def test_who_waits_takes_the_lock_as_soon_as_it_is_free(tmp_path, monkeypatch):
+    first, second = make(tmp_path), make(tmp_path)
+    first.acquire()
+    monkeypatch.setattr(time, "sleep", lambda seconds: first.release())
+    second.acquire(wait_s=PATIENCE_S)
+    assert second.is_held()
+    second.release()
+
+
+def test_age_is_told_by_the_clock_of_the_file_system(tmp_path, monkeypatch):
+    write(tmp_path, replace(Holder.this_process(), machine="another boot"), age_s=STALE_S / 2)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 10 * STALE_S)
+    with pytest.raises(InUseError, match=r"sign of life is 3\d s old"):
+        make(tmp_path).acquire()
+
+
+def test_a_lock_that_is_away_for_a_moment_is_not_lost(tmp_path, monkeypatch):
+    """Another process moves it aside to look whether it is stale."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    held, lost, looks, seen = make(tmp_path), threading.Event(), iter([False]), threading.Event()
+    is_held = held.is_held
+
+    def look():
+        answer = next(looks, None)
+        if answer is None:
+            seen.set()
+        return is_held() if answer is None else answer
+
+    monkeypatch.setattr(held, "is_held", look)
+    held.acquire(on_lost=lost.set)
+    assert seen.wait(PATIENCE_S) and not lost.is_set()
+    held.release()
+
+
 def test_another_process_with_the_number_of_the_holder_is_not_taken_for_it(tmp_path):
     write(tmp_path, replace(Holder.this_process(), started="1"))
     with make(tmp_path).held():

@@ -79,7 +79,7 @@ class Holder:
         except OSError:  # another user's
             return True
         started = _start_time(self.pid)
-        return started != "dead" and (not started or not self.started or started == self.started)
+        return not started or not self.started or started == self.started
 
 
 class FolderLock:

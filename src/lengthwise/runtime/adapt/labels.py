@@ -73,5 +73,6 @@ def loss_of_logits(output: Any, targets: Tensor) -> Tensor:
 
 
 def _is_same(loss: Tensor, other: Tensor) -> bool:
-    same = SAME * (100.0 if loss.dtype in (torch.bfloat16, torch.float16) else 1.0)
+    is_half = {loss.dtype, other.dtype} & {torch.bfloat16, torch.float16}
+    same = SAME * (100.0 if is_half else 1.0)
     return bool((loss.double() - other.double()).abs() <= same * other.double().abs())
