@@ -163,6 +163,14 @@ def test_by_hand_what_is_trained_or_unknown_between_the_products_is_refused():
             noted(torch.softmax, again, {})
 
 
+@pytest.mark.parametrize("drop", [F.dropout, torch.dropout])
+def test_weights_by_hand_are_dropped_only_where_the_model_says_that_it_trains(drop):
+    q = torch.zeros(1, 4, 9, 8)
+    weights = noted(torch.softmax, (begun(q, q.transpose(2, 3)), -1), {})
+    assert noted(drop, (weights, 0.3, True), {}).attended.dropout == 0.3
+    assert noted(drop, (weights, 0.3, False), {}).attended.dropout == 0.0
+
+
 def test_a_product_added_to_a_bias_is_that_of_torch():
     bias, q, k = torch.randn(4, 9, 9), torch.randn(4, 9, 8), torch.randn(4, 8, 9)
     for factors in ({"beta": 0.5, "alpha": 0.25}, {"alpha": 2.0}, {"beta": 0.0}, {}):
