@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.hugging_face import attention
-from lengthwise.runtime.adapt.masks import make_mask
+from lengthwise.runtime.adapt.masks import make_mask, sequence_mask
 from lengthwise.runtime.adapt.shard import active
 from tests.runtime.adapt.runs import Case, assert_exact, cross_entropy, shard_of, step_on_ranks
 from tests.runtime.adapt.test_families import HEADS, next_token_losses
@@ -90,6 +90,7 @@ def functions(kinds):
         "strides": strided(3),
         "prefix": masks.or_masks(masks.causal_mask_function, lambda b, h, q, k: k < 3),
         "partial": partial(lambda n, b, h, q, k: (k <= q) & (q - k != n), 2),
+        "partial by name": partial(lambda b, h, q, k, n: (k <= q) & (q - k != n), n=2),
         "blocks": masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(kinds[None])),
         "within a pack": masks.packed_sequence_compatibility_function(
             strided(2), torch.arange(len(kinds))[None], packed
@@ -127,6 +128,20 @@ def test_a_mask_function_is_evaluated_for_the_positions_of_each_sequence(name, m
     assert torch.allclose(out, expected, atol=1e-12)
     for grad, right in zip(grads, torch.autograd.grad((expected[0] * weights).sum(), qkv)):
         assert torch.allclose(grad, right, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["within a pack", "causal and packed"])
+def test_what_a_mask_function_knows_of_packs_is_left_out_where_ranks_share_them(name):
+    from transformers import masking_utils as masks
+
+    shard, packed = shard_of(LENGTHS, rank=0, degree=2), torch.zeros(1, 10, dtype=torch.long)
+    made = {
+        "within a pack": functions(torch.zeros(10))["within a pack"],
+        "causal and packed": masks.and_masks(strided(2), masks.packed_sequence_mask_function(packed)),
+    }
+    seen = sequence_mask(made[name], shard)(0, range(1), range(13), range(13))
+    distance = torch.arange(13)[:, None] - torch.arange(13)
+    assert torch.equal(seen.expand(13, 13), distance % 2 == 0)
 
 
 class Holding:
