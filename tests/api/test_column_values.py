@@ -66,7 +66,7 @@ def test_what_would_be_learned_otherwise_is_refused(item, expected, named):
 
 
 def test_numbers_of_an_item_are_harmless_and_a_class_is_at_the_first_token():
-    assert read({"words": np.array(["a", "b", "c"]), "times": np.array(["a", "b"])}).passed == {}
+    assert read({"target_words": np.array(["a", "b", "c"]), "times": np.array(["a", "b"])}).passed == {}
     assert read({"mask_id": 3, "target_number": 4}).passed == {}
     assert read({"labels": [1, 2, 8]}, label_limit=9).labels.tolist() == [1, 2, 8]
     assert read({"number": 3}, slot_tokens=4).passed == {}
