@@ -163,6 +163,27 @@ def test_what_cannot_be_resumed_is_refused_at_once_and_stays_as_it_is(cli, copie
     assert listing(copied) == before
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "plans.jsonl", "timeline/rank_00000.jsonl"])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [(b"\0\0\0\n", "damaged"), (b"[1]\n", "an object"), (b'{"step": -1}\n', "-1"), (b"\n", "damaged")],
+)
+def test_a_damaged_record_is_refused_at_resume_with_its_file_and_line(cli, copied, name, line, words):
+    path = copied / name
+    lines = path.read_bytes().splitlines(keepends=True)
+    content = b"".join([*lines[:1], line, *lines[1:]])
+    path.write_bytes(content)
+    told = refusal(cli, "train", "--resume", copied, "train.steps=6")
+    assert f"{path}:2 is damaged" in told and words in told and "delete that line" in told
+    assert path.read_bytes() == content
+
+
+def test_a_record_that_a_kill_cut_off_is_no_damage(copied):
+    with (copied / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 4, "loss')
+    RunFolder(copied).check_records()
+
+
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_their_names(copied):
     for path in candidates(copied / "checkpoints"):
         file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)

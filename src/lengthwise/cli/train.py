@@ -63,6 +63,7 @@ def run(
         folder.check_new()
     elif folder is not None:
         check_unused(folder)
+        folder.check_records()
         if not fall_back:
             latest(folder.checkpoints)
     _check(resolved, nproc=nproc, is_resumed=resume is not None)

@@ -123,6 +123,24 @@ class RunFolder:
                 "put config.yaml back, remove the folder, or name another run_folder"
             )
 
+    def check_records(self) -> None:
+        """Raise ``InputError`` if a line of metrics, plans or timelines is damaged: no run adds to it unnoticed.
+
+        The last line may be cut off, as by a kill.
+        """
+        for path in (self.metrics, self.plans, *sorted((self.path / "timeline").glob("rank_*.jsonl"))):
+            try:
+                for number, row in enumerate(read_jsonl(path), 1):
+                    step = row.get("step")
+                    if type(step) is not int or step < 0:
+                        raise InputError(
+                            f"{path}:{number} is damaged: its step is {brief(step)}, no whole number from 0"
+                        )
+            except InputError as error:
+                raise InputError(
+                    f"{error}; restore the file, or delete that line, whose record is lost then, and resume again"
+                ) from None
+
     def _check_folders(self) -> None:
         """Raise ``InputError`` if something else has the name of a folder that a run writes to, perhaps hours later."""
         for path in (self.checkpoints, self.path / "timeline", self.tensorboard, self.compiler):

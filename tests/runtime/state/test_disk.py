@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state import checkpoint, checkpoint_files, saver, shared_folder
 from lengthwise.runtime.state.saver import Saver
@@ -308,6 +308,38 @@ def _diverge(path, every, poisoned_after):
     with pytest.raises(LengthwiseError) as told:
         trainer.fit()
     return str(told.value), safe
+
+
+def test_a_run_stopped_before_its_first_loss_after_a_resume_keeps_the_last_good_checkpoint(ranks, tmp_path):
+    """The newest checkpoint holds finite weights whose loss is not, and nobody has computed that loss yet."""
+    told = ranks(2).run(_resume_twice, str(tmp_path))[0]
+    assert "step_00000004 holds the weights of that loss, so the latest checkpoint is now step_00000003" in told
+    assert checkpoint.latest(tmp_path / "checkpoints").name == "step_00000003"
+
+
+def _resume_twice(path) -> str:
+    options = {"checkpoint_every": 1, "keep_checkpoints": 1}
+    trainer = make_trainer(path, steps=4, **options)
+    step = trainer.state.step
+
+    def then_poisoned(**rates):
+        step(**rates)
+        if trainer.next_step + 1 == 4:
+            trainer.state.master.mul_(1e200)
+            trainer.state.forget_weights()
+
+    trainer.state.step = then_poisoned
+    trainer.fit()
+    trainer = make_trainer(path, steps=8, **options)
+    trainer.resume(checkpoint.latest(trainer.folder.checkpoints))
+    trainer.folder.stop.touch()
+    with pytest.raises(Preempted):
+        trainer.fit()
+    trainer = make_trainer(path, steps=8, **options)
+    trainer.resume(checkpoint.latest(trainer.folder.checkpoints))
+    with pytest.raises(LengthwiseError) as told:
+        trainer.fit()
+    return str(told.value)
 
 
 def _weights_of(path):

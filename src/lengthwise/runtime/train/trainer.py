@@ -128,6 +128,7 @@ class Trainer:
         if self.ledger is not None:
             self.ledger.load_state_dict(extra.get("seen", {}))
         self.next_step = extra["step"]
+        self._saver.good_step = self.next_step - 1  # the step that led here had a finite loss; the next may not
 
     def fit(self) -> None:
         """Train until ``train.steps``; write metrics, plans, timelines and checkpoints as it goes.
