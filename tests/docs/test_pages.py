@@ -54,6 +54,14 @@ def test_every_link_leads_somewhere(page):
         assert not anchor or name in GENERATED or anchor in anchors(name), f"{page}: {target}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_has_a_head(page):
+    lines = ["", *prose(page), ""]
+    for before, line, after in zip(lines, lines[1:], lines[2:]):
+        if line.startswith("|") and not before.startswith("|"):
+            assert not before and after.startswith("| ---"), f"{page}: {line[:80]}"
+
+
 def test_every_page_is_in_the_navigation():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     pages = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")} | {
