@@ -8,6 +8,7 @@ import numpy as np
 
 from lengthwise.api.columns import LOSS_MASKS, PADDING, PROMPT_MASK
 from lengthwise.api.item_values import as_array
+from lengthwise.api.units import members_of
 from lengthwise.core.errors import InputError
 
 _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -34,6 +35,12 @@ class Collated:
     def _differs(self, number: int) -> bool:
         """Whether the same item is collated in two ways; one that is random itself is noticed when lengths are read."""
         item = self._dataset[number]
+        if (members := members_of(f"item {number} of train_dataset", item, slot_tokens=1)) is not None:
+            raise InputError(
+                f"item {number} of train_dataset is a {type(item).__name__} of {len(members)} sequences that share a "
+                "micro-batch, and lengthwise.Trainer computes losses of single ones; make the loss of them in a loop "
+                "of your own: lengthwise.prepare"
+            )
         once, again = (self._collated(number, copy.copy(item)) for _ in range(2))
         return once.keys() != again.keys() or any(not np.array_equal(once[key], again[key]) for key in once)
 

@@ -7,6 +7,7 @@ import torch
 
 from lengthwise.api.item_values import Expected, Row, as_array, first_leaf, is_mapping, without_padding
 from lengthwise.api.packed_rows import sequence_bounds
+from lengthwise.api.units import joined, members_of
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.adapted import POSITIONS as POSITION_ARGUMENTS
@@ -54,12 +55,21 @@ class Columns:
         """Names of columns that are not used, with the reason."""
 
     def read(self, number: int, item: Any) -> Row:
-        """What the item with this number holds.
+        """What the item with this number holds; of a unit, all of its members end to end.
 
         Raises:
             InputError: it holds no tokens, or a column would change what is learned and cannot be used.
         """
         where = f"item {number}"
+        members = members_of(where, item, slot_tokens=self.expected.slot_tokens)
+        if members is None:
+            return self._read(where, item)
+        return joined(
+            where, [self._read(f"member {member} of {where}", values) for member, values in enumerate(members)]
+        )
+
+    def _read(self, where: str, item: Any) -> Row:
+        """One sequence, or a row of several that were packed before."""
         if not is_mapping(item):
             tokens = self._tokens(where, item)
             self._check_labels_given(where, None)

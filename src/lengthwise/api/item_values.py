@@ -23,6 +23,14 @@ class Row:
     """True for tokens that are never hidden."""
     bounds: tuple[int, ...] = ()
     """Where the sequences of the row begin, and its end."""
+    num_members: int | None = None
+    """Of a unit, whose members are the sequences of the row; None: it is no unit."""
+
+    @property
+    def used(self) -> frozenset[str]:
+        """What it has beside tokens: ``labels``, ``special``, or arguments of the forward."""
+        labels, special = self.labels is not None, self.special is not None
+        return frozenset([*["labels"] * labels, *["special"] * special, *self.passed])
 
 
 @dataclass(frozen=True, kw_only=True)

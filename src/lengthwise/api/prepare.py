@@ -19,9 +19,9 @@ from lengthwise.api.planning import form, make_planner, make_sampler, steps_of, 
 from lengthwise.api.refine import Refiner
 from lengthwise.api.same_ranks import to_compare
 from lengthwise.api.sequences import Sequences, read_sequences
+from lengthwise.api.units import units_named
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.plan import StepPlan
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import GIB, ClusterSpec
@@ -35,6 +35,7 @@ from lengthwise.runtime.adapt.meeting import together
 from lengthwise.runtime.adapt.micro_batch import Feeding
 from lengthwise.runtime.adapt.recompute import selective_contexts
 from lengthwise.runtime.adapt.run import Run
+from lengthwise.runtime.adapt.units import Units
 from lengthwise.runtime.adapt.untouched import untouched
 from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device, local_size
@@ -58,7 +59,8 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
     Args:
         model: of transformers, or any ``nn.Module`` whose attention is ``scaled_dot_product_attention``.
         corpus: a folder made by ``lengthwise index``, or anything with a length and items: rows of token ids,
-            dictionaries with ``input_ids`` (and ``labels``), arrays whose first axis is slots.
+            dictionaries with ``input_ids`` (and ``labels``), arrays whose first axis is slots; or units, tuples of
+            such dictionaries, whose sequences share a micro-batch.
         options: see :class:`~lengthwise.api.options.Options`.
 
     Raises:
@@ -86,7 +88,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: Options) -> Run:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
         _check_labels_are_meant(run, chosen, sequences)
-        _plan(run, chosen, sequences.lengths)
+        with units_named(sequences.num_members):
+            _plan(run, chosen, sequences)
         run.counts_targets = chosen.count_targets
         for frozen in chosen.frozen:
             run.frozen(frozen, check=chosen.check)
@@ -163,7 +166,7 @@ def _learn(
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
         lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
         if chosen.check:
-            _check(run, chosen, sequences.lengths.max_length)
+            _check(run, chosen, sequences.computed_lengths.max_length)
     except BaseException:
         adapted.release()
         if run is not None:
@@ -214,6 +217,7 @@ def _make_run(adapted: Adapted, options: Options, world: World, sequences: Seque
             passed=sequences.passed,
             special=sequences.special,
             kinds=sequences.kinds() if options.slot_tokens == 1 else {},
+            units=_units(sequences),
         ),
         optimizer=options.optimizer_settings,
         lr=lr if callable(lr) else lambda step: lr,
@@ -221,6 +225,11 @@ def _make_run(adapted: Adapted, options: Options, world: World, sequences: Seque
         num_steps=steps_of(options, sequences.lengths, objective),
         seed=options.seed,
     )
+
+
+def _units(sequences: Sequences) -> Units | None:
+    num_members = sequences.num_members
+    return None if num_members is None else Units(num_members=num_members, lengths=sequences.computed_lengths.lengths)
 
 
 def _check(run: Run, options: Options, longest: int) -> None:
@@ -234,10 +243,10 @@ def _check(run: Run, options: Options, longest: int) -> None:
     )
 
 
-def _plan(run: Run, options: Options, lengths: LengthIndex) -> None:
+def _plan(run: Run, options: Options, sequences: Sequences) -> None:
     """Find out what things cost, and give the run a planner."""
-    cluster = _cluster(options, run.world)
-    cost = options.cost or find_cost(run, options, cluster=cluster, lengths=lengths)
+    cluster, lengths = _cluster(options, run.world), sequences.lengths
+    cost = options.cost or find_cost(run, options, cluster=cluster, lengths=sequences.computed_lengths)
     plan_with = partial(
         make_planner,
         options,
@@ -269,13 +278,15 @@ def _check_takes(model: nn.Module, sequences: Sequences) -> None:
         raise InputError(
             f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
         )
-    limit, longest = getattr(config, "max_position_embeddings", None), sequences.lengths.max_length
+    limit, longest = getattr(config, "max_position_embeddings", None), sequences.computed_lengths.max_length
     if not isinstance(limit, int) or limit < 1 or longest <= limit:  # XLNet, which has no limit, says -1
         return
     told = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
     if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):
         _log.warning("%s; rotary positions beyond are computed all the same", told)
         return
+    if sequences.num_members is not None:
+        raise InputError(f"{told}; cut the members of units in the dataset, which max_length does not")
     raise InputError(f"{told}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from lengthwise import __version__
+from lengthwise.api.items import Items
 from lengthwise.api.options import Options
-from lengthwise.api.sequences import Items, Sequences
+from lengthwise.api.sequences import Sequences
 from lengthwise.runtime.adapt.fully_sharded import wrapped_modules
 from lengthwise.runtime.model.checksum import checksum
 

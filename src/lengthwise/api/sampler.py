@@ -70,7 +70,8 @@ class BatchSampler(data.Sampler[list[int]]):
         shapes: with ``padded``, the only ones that micro-batches have, (rows, length) as those of a
             :class:`~lengthwise.data.lattice.Lattice`; see ``shape``. For models compiled for them.
         objective: what has a loss, as in :func:`lengthwise.prepare`.
-        targets: how many tokens of each item have a loss, where labels leave out some.
+        targets: how many tokens of each item have a loss, where labels leave out some; 1 for each item gives the weight
+            of a mean over items, such as pairs.
         equal_at: length of a sequence whose attention takes as long as all else; about twelve times the model's
             hidden size, six times without a causal mask.
         ordering: order, pacing, pacing_start, pacing_stages, curriculum_epochs and window, as in
@@ -102,7 +103,7 @@ class BatchSampler(data.Sampler[list[int]]):
         Raises:
             InputError: budgets are contradictory, an item is over the budget, or the rank is not known.
         """
-        index = LengthIndex(lengths=np.asarray(lengths, dtype=np.int64))
+        index = LengthIndex(lengths=_one_each(lengths))
         self._rank, self._num_ranks = _place(rank, num_ranks)
         _check_items(index, tokens_per_micro_batch, targets)
         self._lengths, self._budget = index.lengths, tokens_per_micro_batch
@@ -323,6 +324,21 @@ def _place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
     if not 0 <= rank < num_ranks:
         raise InputError(f"rank {rank} of {num_ranks}: ranks count from 0")
     return rank, num_ranks
+
+
+def _one_each(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The lengths as an array.
+
+    Raises:
+        InputError: some items have several.
+    """
+    several = next((number for number, length in enumerate(lengths) if np.ndim(length)), None)
+    if several is not None:
+        raise InputError(
+            f"item {several} has {np.size(lengths[several])} lengths; give each item one number, of a unit of several "
+            "sequences the sum of theirs, with targets=[1, 1, ...] for the weight of a mean over units"
+        )
+    return np.asarray(lengths, dtype=np.int64)
 
 
 def _check_items(index: LengthIndex, budget: int, targets: Sequence[int] | np.ndarray | None) -> None:

@@ -1,11 +1,12 @@
 """Loops of users who do what a loop may do: catch errors, leave steps, change weights; on every rank of a pool."""
 
 import numpy as np
+import pytest
 import torch
 from torch.nn import functional as F
 
 from lengthwise.core.batch import NEXT_TOKEN
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.adapt.adapted import Adapted
 from lengthwise.runtime.adapt.learn import learn
 from lengthwise.runtime.adapt.micro_batch import Feeding
@@ -334,3 +335,60 @@ def two_forwards_alone():
                 parameter -= LR * parameter.grad
                 parameter.grad = None
     return weights_of(model)
+
+
+def couple(sums, others):
+    """A loss of each sequence that its slots do not add up to."""
+    return torch.tanh(sums / 50 - others / 50).square()
+
+
+def train_with_sums(degree, recomputed, fails, teacher_first):
+    """Two steps of a loss over sums by sequence of the model and of a teacher; the steps that were void."""
+    model, teacher = model_of(), teacher_of()
+    run, void = make_run(model, degree=degree, recomputed=recomputed, num_steps=2), []
+    run.frozen(teacher)
+    run.on_void = lambda step, failures: void.append(step.number)
+    for step in run.steps():
+        memory_runs._fails_at.clear()
+        if step.number == step.attempt == 0:
+            memory_runs._fails_at.update(fails.get(run.world.rank, ()))
+        for micro_batch in step:
+            called = [
+                micro_batch.per_sequence(each(**micro_batch.inputs)[0].logsumexp(-1))
+                for each in ((teacher, model) if teacher_first else (model, teacher))
+            ]
+            others, sums = called if teacher_first else reversed(called)
+            (mine,), (theirs,) = ((x[micro_batch.units].unbind(1)) for x in (sums, others))
+            step.backward(couple(mine, theirs).mean(), mean_over="units")
+        step.update()
+    memory_runs._fails_at.clear()
+    run.close()
+    return weights_of(model), void
+
+
+def sums_alone():
+    model, teacher = model_of(), teacher_of()
+    for _ in range(2):
+        losses = []
+        for sequence in range(len(LENGTHS)):
+            tokens = torch.from_numpy(Source().tokens(sequence))[None]
+            sums, others = (each(tokens, tokens)[0][0].logsumexp(-1).sum() for each in (model, teacher))
+            losses.append(couple(sums, others.detach()))
+        torch.stack(losses).mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= LR * parameter.grad
+                parameter.grad = None
+    return weights_of(model)
+
+
+def train_with_other_calls(degree):
+    """What a rank is told whose values have another shape than those of the other ranks of its group."""
+    run = make_run(model_of(), degree=degree, num_steps=1)
+    with pytest.raises(InputError) as refused:
+        for step in run.steps():
+            for micro_batch in step:
+                logits = run.model(**micro_batch.inputs)[0][0]
+                micro_batch.per_sequence(logits if run.world.rank else logits[:, 0])
+    run.close()
+    return str(refused.value)

@@ -12,10 +12,13 @@ from tests.runtime.adapt.loops import (
     masked_mean,
     masked_mean_alone,
     model_of,
+    sums_alone,
     teacher_alone,
     teacher_of,
     terms_alone,
     train_with_masked_mean,
+    train_with_other_calls,
+    train_with_sums,
     train_with_teacher,
     train_with_terms,
     train_with_two_forwards,
@@ -122,9 +125,9 @@ def test_a_mean_over_what_labels_leave_uncounted_is_refused():
                 micro_batch.mean(logits[0].sum(-1), over="tokens")
             with pytest.raises(InputError, match="one value for each of the 23 slots"):
                 micro_batch.mean(logits, over="targets")
-            with pytest.raises(InputError, match="over 'targets', 'tokens' or 'sequences', not over 'layers'"):
+            with pytest.raises(InputError, match="over 'targets', 'tokens', 'sequences' or 'units', not over 'layers'"):
                 micro_batch.mean(logits[0].sum(-1), over="layers")
-            with pytest.raises(InputError, match="mean_over is 'targets', 'tokens' or 'step', not 'sequences'"):
+            with pytest.raises(InputError, match="mean_over is 'targets', 'tokens', 'units' or 'step', not 'seq"):
                 step.backward(loss, mean_over="sequences")
             break
         break
@@ -198,3 +201,26 @@ def test_a_model_that_is_called_several_times_in_a_micro_batch_is_exact_also_whe
     for places in fails:
         for weights in ranks(num_ranks).run(train_with_two_forwards, degree, recomputed, places):
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("num_ranks", "degree", "recomputed"), [(1, 1, 0), (2, 2, 1), (3, 3, 0)])
+def test_a_loss_over_sums_by_sequence_is_exact_also_where_it_does_not_fit(ranks, num_ranks, degree, recomputed):
+    """The very first micro-batch does not fit: in the trained model, in the teacher, or in the backward."""
+    expected, last = sums_alone(), num_ranks - 1
+    ways = [
+        (False, ()),
+        (False, ("forward of layer 0",)),
+        (True, ("forward of layer 1",)),
+        (True, ("backward of layer 1",)),
+    ]
+    for teacher_first, places in ways:
+        fails = {last: places} if places else {}
+        for weights, void in ranks(num_ranks).run(train_with_sums, degree, recomputed, fails, teacher_first):
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-11)
+            assert void == ([0] if fails else [])
+
+
+def test_ranks_that_share_a_micro_batch_sum_values_of_one_shape(ranks):
+    first, second = ranks(2).run(train_with_other_calls, 2)
+    assert "got values of [] for each slot here and of [61] on rank 1" in first
+    assert "got values of [61] for each slot here and of [] on rank 0" in second

@@ -16,7 +16,7 @@ from torch import Tensor
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.adapt.memory import NotComputed
 
-MeanOver = Literal["targets", "tokens", "step"]
+MeanOver = Literal["targets", "tokens", "units", "step"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference of two computations of one loss; of other dtypes, and under autocast:"""
 LOW_PRECISION = 2e-2

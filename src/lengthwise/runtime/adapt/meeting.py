@@ -21,7 +21,7 @@ from lengthwise.runtime.comm.objects import gather_json
 from lengthwise.runtime.comm.world import World
 
 Result = TypeVar("Result")
-NUM_VALUES = 12
+NUM_VALUES = 13
 """Integers that a rank sends beside the operation, the step and the length of its note."""
 
 

@@ -5,6 +5,7 @@ planned again. What the model's forward would have returned is a :class:`NotComp
 unharmed.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 class NotComputed:
     """Stands for a tensor that was not computed: whatever is done with it gives another."""
+
+    def __init__(self, parts: int = 0) -> None:
+        """``parts``: what it is unpacked into, such as the members of a unit; 0: that is not known."""
+        self.parts = parts
+
+    def __iter__(self) -> "Iterator[NotComputed]":
+        if not self.parts:
+            raise TypeError("what was not computed for lack of memory cannot be unpacked; use its elements by number")
+        return iter([self] * self.parts)
 
     def __getattr__(self, name: str) -> "NotComputed":
         if name.startswith("__"):
@@ -53,7 +63,8 @@ class NotComputed:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Any function of torch."""
-        return cls()
+        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return max(given, key=lambda each: each.parts)
 
 
 def _arithmetic(self: NotComputed, *others: Any) -> NotComputed:

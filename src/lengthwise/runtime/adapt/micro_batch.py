@@ -12,8 +12,10 @@ from torch import Tensor
 from lengthwise.core.batch import EVERY_TOKEN, NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.adapt.noise import normal_slots, uniform_sequences
+from lengthwise.runtime.adapt.per_sequence import num_sequences, sums_by_sequence
 from lengthwise.runtime.adapt.shard import Shard
 from lengthwise.runtime.adapt.terms import Over, Totals, share_of_mean
+from lengthwise.runtime.adapt.units import Units
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.model.targets import IGNORE, Masking, masked_targets
 from lengthwise.runtime.train.feed import feed
@@ -49,6 +51,13 @@ class Feeding:
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Slots of the corpus that differ, ``tokens`` and each further column, to compare the model on; nothing: the first
     sequence is taken for all."""
+
+    units: Units | None = None
+    """Of which sequences those consist that are planned; None: of one each."""
+
+    def computed(self, pack: Pack) -> Pack:
+        """A pack as it was planned, of the sequences that are computed."""
+        return pack if self.units is None else self.units.members(pack)
 
     @property
     def has_all_targets(self) -> bool:
@@ -88,9 +97,12 @@ class MicroBatch:
         self.shard, self.pack = shard, pack
         self._feeding, self._make_inputs = feeding, make_inputs
         self.totals = Totals(
-            targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // feeding.slot_tokens, sequences=len(pack.ids)
-        )
+            targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // feeding.slot_tokens,
+            sequences=len(pack.ids), units=max(1, len(pack.ids) // self._num_members),
+        )  # fmt: skip
         """What means over the step divide by; of a micro-batch of no step, its own."""
+        self.means: set[Over] = set()
+        """What :meth:`mean` was asked for."""
         shard.alone = self._alone
         shard.targets_of = lambda: self.targets_by_sequence
 
@@ -206,13 +218,57 @@ class MicroBatch:
         """What this rank adds to a mean over the whole step, of one value for each of its slots, [t] or [1, t].
 
         ``over``: "targets", those that have a target; "tokens", all; "sequences", the mean over sequences of the mean
-        of each. The sum over micro-batches and ranks is that mean: give it as ``step.backward(loss, side=...)``, or
-        instead of a loss as ``step.backward(..., mean_over="step")``.
+        of each; "units", of one value for each of the u units of this micro-batch instead, [u], made of
+        :meth:`per_sequence` and so the same on every rank that shares it. The sum over micro-batches and ranks is that
+        mean: give it as ``step.backward(loss, side=...)``, or instead of a loss as
+        ``step.backward(..., mean_over="step")``.
 
         Raises:
             InputError: there is not one value for each slot, or the number of targets is not known.
         """
-        return share_of_mean(self, values, over)
+        share = share_of_mean(self, values, over)
+        self.means.add(over)
+        return share
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """[s, ...] the sum over each of the s sequences of this micro-batch of ``values`` [t, ...] or [1, t, ...].
+
+        The same on every rank that shares the micro-batch, whichever slots it has; each of them calls it, and makes the
+        same loss of it, a mean over units: ``step.backward(loss, mean_over="units")``, or a term by
+        ``micro_batch.mean(values, over="units")``. Differentiable; in float32 or more. Two small exchanges.
+
+        Raises:
+            InputError: there is not one value for each slot, or ranks that share the micro-batch have other shapes.
+        """
+        return sums_by_sequence(self.shard, values, self._num_members)
+
+    @cached_property
+    def units(self) -> Tensor:
+        """[u, M] int64: for each unit of this micro-batch, which of its sequences are the unit's M members, in order.
+
+        ``per_sequence(values)[micro_batch.units]`` is [u, M, ...]. Where items are single sequences, M is 1.
+
+        Raises:
+            InputError: it is no micro-batch of a step, and has other sequences than whole units.
+        """
+        count, num_members = num_sequences(self.shard), self._num_members
+        if count % num_members:
+            raise InputError(
+                f"units have {num_members} sequences, and these are {count} by which the model is compared before the "
+                "run; loss= is the mean over targets that is compared. Make a loss over units in the loop: "
+                "step.backward(loss, mean_over='units')"
+            )
+        return torch.arange(count, device=self.shard.device).view(-1, num_members)
+
+    @cached_property
+    def is_last(self) -> Tensor:
+        """[t] bool: whether each slot of this rank is the last one of its sequence."""
+        ends = np.asarray(self.shard.cu_seqlens[1:]) - 1
+        return torch.from_numpy(np.isin(self.shard.places, ends)).to(self.shard.device) & (self.shard.sequences >= 0)
+
+    @property
+    def _num_members(self) -> int:
+        return 1 if self._feeding.units is None else self._feeding.units.num_members
 
     @property
     def slot_tokens(self) -> int:

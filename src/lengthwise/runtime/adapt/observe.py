@@ -31,7 +31,7 @@ def _watched(run: "Run", num_slots: int, recompute: tuple[bool, ...]) -> tuple[C
     with active(shard):
         micro_batch = run.make(shard, pack)
         loss = run.adapted.loss_of(run.model(**micro_batch.inputs), micro_batch)
-        calls = {number: call for (_, number), call in zip(events, shard.attended, strict=True)}
+        calls: Calls = {number: call for (_, number), call in zip(events, shard.attended, strict=True)}
         num_forward = len(events)
         backward([Term(value=loss, weight=0.0)])
     return calls, tuple(events[num_forward:])

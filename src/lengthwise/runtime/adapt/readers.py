@@ -30,10 +30,16 @@ class Readers:
     """
 
     def __init__(
-        self, source: Source, labels: Labels | None, *, num_workers: int, columns: Mapping[str, Labels] | None = None
+        self,
+        source: Source,
+        labels: Labels | None,
+        *,
+        num_workers: int,
+        columns: Mapping[str, Labels] | None = None,
+        name: Callable[[int], str] = "item {}".format,
     ) -> None:
-        """``columns``: what else is read of a sequence, by name."""
-        self._items = _Items(source, labels, columns or {})
+        """``columns``: what else is read of a sequence, by name; ``name``: what an error calls a sequence."""
+        self._items = _Items(source, labels, columns or {}, name)
         self._order = _Order()
         self._loader: DataLoader[list[Item]] | None = DataLoader(
             self._items,
@@ -84,7 +90,8 @@ class Readers:
 def read_ahead(feeding: Feeding, num_workers: int) -> tuple[Readers, Feeding]:
     """So many processes that read sequences with all their columns, and the feeding that takes them from there."""
     columns = {**feeding.passed, **({} if feeding.special is None else {_SPECIAL: feeding.special})}
-    readers = Readers(feeding.source, feeding.labels, num_workers=num_workers, columns=columns)
+    named = {} if feeding.units is None else {"name": feeding.units.name}
+    readers = Readers(feeding.source, feeding.labels, num_workers=num_workers, columns=columns, **named)
     return readers, replace(
         feeding,
         source=readers,
@@ -110,8 +117,10 @@ class _Order(Sampler[tuple[int, ...]]):
 class _Items(Dataset[list[Item]]):
     """All sequences of a micro-batch by their ids."""
 
-    def __init__(self, source: Source, labels: Labels | None, columns: Mapping[str, Labels]) -> None:
-        self._source, self._labels, self._columns = source, labels, columns
+    def __init__(
+        self, source: Source, labels: Labels | None, columns: Mapping[str, Labels], name: Callable[[int], str]
+    ) -> None:
+        self._source, self._labels, self._columns, self._name = source, labels, columns, name
 
     def __getitem__(self, ids: tuple[int, ...]) -> list[Item]:
         return [self.read(id) for id in ids]
@@ -122,7 +131,7 @@ class _Items(Dataset[list[Item]]):
             labels = None if self._labels is None else self._labels(id)
             return self._source.tokens(id), labels, {name: read(id) for name, read in self._columns.items()}
         except Exception as error:
-            raise LengthwiseError(f"item {id} could not be read: {type(error).__name__}: {error}") from error
+            raise LengthwiseError(f"{self._name(id)} could not be read: {type(error).__name__}: {error}") from error
 
 
 def _as_it_is(items: Any) -> Any:

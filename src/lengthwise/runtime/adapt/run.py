@@ -122,7 +122,8 @@ class Run:
     @property
     def usual_scripts(self) -> tuple[Script, ...]:
         """Exchanges of the forwards that a micro-batch of this loop usually has; none where that is not known yet."""
-        return self.seen_scripts or (() if self._frozen else (self.adapted.script,))
+        is_known = not self._frozen and self.feeding.units is None
+        return self.seen_scripts or ((self.adapted.script,) if is_known else ())
 
     @property
     def group(self) -> Group:

@@ -37,7 +37,20 @@ class Gathered:
     layer: int | None
 
 
-Calls = dict[int, Attended | Gathered]
+@dataclass(frozen=True, kw_only=True)
+class Summed:
+    """A sum over all ranks of numbers of every sequence: one exchange of whether all ranks have them, one of them.
+
+    A rank that has none says so in the first, and there is no second. None in its backward.
+    """
+
+    count: int = 0
+    """Numbers of this rank that the others wait for; 0 until all ranks have some."""
+    dtype: torch.dtype = torch.float32
+    layer: int | None = None
+
+
+Calls = dict[int, Attended | Gathered | Summed]
 """What ranks exchange in a forward, by number."""
 
 

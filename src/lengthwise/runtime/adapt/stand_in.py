@@ -12,7 +12,7 @@ from itertools import islice, pairwise
 import torch
 
 from lengthwise.core.scheme import head_bounds
-from lengthwise.runtime.adapt.script import Attended, Event, Gathered, Script
+from lengthwise.runtime.adapt.script import Attended, Event, Gathered, Script, Summed
 from lengthwise.runtime.adapt.shard import Pass, Shard
 
 Exchanged = tuple[list[int], list[int]]
@@ -22,6 +22,16 @@ Exchanged = tuple[list[int], list[int]]
 def gathered(sizes: tuple[int, ...], rank: int, width: int) -> Exchanged:
     """Of ``width`` numbers of every slot, which all ranks get. The backward goes the other way."""
     return [sizes[rank] * width] * len(sizes), [size * width for size in sizes]
+
+
+SAID = 8
+"""Integers that a rank says of its sums by sequence: 1 if it has some, their dtype, and their shape."""
+
+
+def said_and_summed(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]]:
+    """What each of ``size`` ranks says of its sums to all, then the sums, if they are waited for."""
+    numbers = [(SAID, torch.int64), (call.count, call.dtype)]
+    return [(([number] * size, [number] * size), dtype) for number, dtype in numbers if number]
 
 
 def exchanges(call: Attended | Gathered, sizes: tuple[int, ...], rank: int) -> tuple[Exchanged, ...]:
@@ -78,12 +88,20 @@ def _send(shard: Shard, script: Script, events: Iterable[Event], num_done: int) 
     """Zeros for all exchanges of ``events`` but the first ``num_done``."""
     if shard.group.size == 1:
         return
-    sizes, rank, number = shard.stage.shards.sizes, shard.group.rank, 0
+    number = 0
     for kind, call_number in events:
-        call = script.calls[call_number]
-        there = exchanges(call, sizes, rank)
-        for send, receive in there if kind == "forward" else [each[::-1] for each in reversed(there)]:
+        for (send, receive), dtype in _sent(shard, script.calls[call_number], kind == "forward"):
             if number >= num_done:
-                zeros = torch.zeros(sum(send), dtype=shard.dtype or call.dtype, device=shard.device)
+                zeros = torch.zeros(sum(send), dtype=dtype, device=shard.device)
                 shard.group.exchange(zeros, send, receive)
             number += 1
+
+
+def _sent(
+    shard: Shard, call: Attended | Gathered | Summed, is_forward: bool
+) -> Iterable[tuple[Exchanged, torch.dtype]]:
+    """The exchanges of a call, and what is exchanged."""
+    if isinstance(call, Summed):
+        return said_and_summed(call, shard.group.size)
+    dtype, there = shard.dtype or call.dtype, exchanges(call, shard.stage.shards.sizes, shard.group.rank)
+    return [(each, dtype) for each in (there if is_forward else [(back, send) for send, back in reversed(there)])]

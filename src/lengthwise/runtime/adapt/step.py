@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from lengthwise.core.plan import MicroBatch as Planned
 from lengthwise.core.plan import Pipeline, StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.adapt.loss_check import MeanOver, check_form
-from lengthwise.runtime.adapt.losses import Term, backward
+from lengthwise.runtime.adapt.losses import backward
 from lengthwise.runtime.adapt.meeting import Meeting, Operation, bits_of, float_of, meet
 from lengthwise.runtime.adapt.memory import is_out_of_memory
 from lengthwise.runtime.adapt.micro_batch import MicroBatch, laid_out
@@ -22,6 +22,7 @@ from lengthwise.runtime.adapt.rate import rate_of
 from lengthwise.runtime.adapt.shard import Shard, active
 from lengthwise.runtime.adapt.stand_in import finish, finish_backward
 from lengthwise.runtime.adapt.terms import Totals
+from lengthwise.runtime.adapt.weighing import Uses, Weighing
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.train.clock import StepClock
@@ -60,8 +61,6 @@ class Step:
         self.measured: list[Measured] = []
         self.failure: tuple[int, int] | None = None
         """Pipeline and micro-batch in which this rank ran out of memory."""
-        self._loss = torch.zeros((), dtype=torch.float64, device=run.world.device)
-        self._direct, self._num_targets = 0.0, 0
         self._own = self._planned_for_this_rank()
         self._shards: dict[int, Shard] = {}
         self._current: MicroBatch | None = None
@@ -70,9 +69,8 @@ class Step:
         """Whether a loop went through its micro-batches to their end."""
         self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
         self._position = -1
-        is_exact, slot_tokens = run.feeding.labels is None, run.feeding.slot_tokens
-        counted = None if is_exact or not run.counts_targets else self._count_targets()
-        self._totals = Totals.of(plan, slot_tokens=slot_tokens, targets=counted, is_exact=is_exact)
+        counted = None if run.feeding.labels is None or not run.counts_targets else self._count_targets()
+        self._weighing = Weighing(Totals.of(plan, run.feeding, targets=counted), run.world.device)
         if run.readers is not None:
             run.readers.start([planned.pack for *_, planned in self._own])
 
@@ -114,7 +112,7 @@ class Step:
                 meter = self.run.meter.start()
                 pack = laid_out(planned.pack, shard.group.size, self.run.feeding)
                 self._current = self.run.make(shard, pack)
-                self._current.totals = self._totals
+                self._current.totals = self._weighing.totals
                 self.run.adapted.keeps_output = self.run.loss_check.needs_output
                 yield self._current
                 if self._current is not None:
@@ -131,8 +129,9 @@ class Step:
         """Add the gradient of ``loss``, the mean over this rank's targets, with the weight that it has in the step.
 
         ``side``: a further term, a sum of ``micro_batch.mean(...)``. ``mean_over``: what ``loss`` is a mean over where
-        it is not the loss that was checked before the run: this rank's "targets" or "tokens", or the whole "step", as
-        a sum of ``micro_batch.mean(...)``.
+        it is not the loss that was checked before the run: this rank's "targets" or "tokens"; the "units" of the
+        micro-batch, of sums by ``micro_batch.per_sequence``, the same on every rank that shares it; or the whole
+        "step", as a sum of ``micro_batch.mean(...)``.
 
         Raises:
             CheckError: there is no micro-batch that waits for it, gradients were changed by hand, or the loss is not
@@ -148,11 +147,12 @@ class Step:
             check_form(loss, len(shard.passes))
             if mean_over is None:
                 run.loss_check.check(loss, run.adapted, micro_batch)
-            terms = self._terms(micro_batch, loss, side, mean_over)
+            terms = self._weighing.terms(micro_batch, loss, side, mean_over)
             shard.backward_begun = shard.num_exchanges
             try:
                 # Without a mean over targets, other ranks still need this rank's part of the backward.
-                backward(terms, shard if len(terms) == (side is not None) or mean_over == "step" else None)
+                has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
+                backward(terms, None if has_all else shard)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -165,32 +165,6 @@ class Step:
         shard.is_finished = True
         shard.passes.clear()
         self._current, self._gradient_version = None, run.gradient_version
-
-    def _terms(
-        self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
-    ) -> list[Term]:
-        """What is differentiated, with the weights in the step; a mean over nothing, 0 / 0, is left out."""
-        totals, count, terms = self._totals, micro_batch.num_targets, list[Term]()
-        self._num_targets += count
-        if mean_over in (None, "targets"):
-            if count:
-                terms.append(Term(value=loss, weight=count / totals.targets))
-                self._loss += loss.detach().double() * count
-        elif mean_over == "tokens":
-            totals.check_exact("tokens")
-            if num_slots := int((micro_batch.shard.sequences >= 0).sum()):
-                terms.append(Term(value=loss, weight=num_slots / totals.slots))
-                self._direct += float(loss.detach()) * num_slots / totals.slots
-        elif mean_over == "step":
-            terms.append(Term(value=loss, weight=1.0))
-            self._direct += float(loss.detach())
-        else:
-            raise InputError(f"mean_over is 'targets', 'tokens' or 'step', not {mean_over!r}")
-        if side is not None:
-            check_form(side, 1, "side")
-            terms.append(Term(value=side, weight=1.0))
-            self._direct += float(side.detach())
-        return terms
 
     def _count_targets(self) -> int:
         """Targets of the whole step; every rank calls this."""
@@ -231,14 +205,17 @@ class Step:
         with self.clock.span(SpanKind.UPDATE, "push"):
             state.finish_push()
         loss, num_targets = sum(map(float_of, met.column(0))), sum(met.column(1))
-        if not num_targets:
+        if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in met.column(12)):
             raise self._fail(
                 f"step {self.number}: no token of it has a loss; look at the labels of its sequences", LengthwiseError
             )
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
-        factor = self._totals.targets / num_targets
-        norm = state.global_norm(self._loss.new_zeros(()))[0] * factor
-        mean = loss / num_targets + factor * sum(map(float_of, met.column(11)))
+        try:
+            factor = self._weighing.factor(met.column(12), num_targets)
+        except InputError as error:
+            raise self._fail(f"step {self.number}: {error}", InputError) from None
+        norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0] * factor
+        mean = loss / max(1, num_targets) + factor * sum(map(float_of, met.column(11)))
         if not torch.isfinite(torch.tensor([norm, mean])).all():
             raise self._fail(
                 f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged "
@@ -300,13 +277,13 @@ class Step:
         Raises:
             CheckError: a rank left the step, or what they bring does not agree.
         """
-        run = self.run
+        run, weighing = self.run, self._weighing
         problem, fingerprint, is_changed = run.inspect()
         problem = fault or problem or run.gradient_problem(self._gradient_version)
         pipeline, index = self.failure or (-1, -1)
         values = [
-            bits_of(float(self._loss)), self._num_targets, pipeline, index, fingerprint, int(is_changed), bits_of(lr),
-            *self._read_digests(), bits_of(self._direct),
+            bits_of(float(weighing.by_target)), weighing.num_targets, pipeline, index, fingerprint, int(is_changed),
+            bits_of(lr), *self._read_digests(), bits_of(weighing.direct), int(weighing.uses),
         ]  # fmt: skip
         met = meet(run.world, Operation.UPDATE, self.number, values=values, note=problem)
         met.check_same(Operation.LEAVE, Operation.UPDATE)
@@ -360,7 +337,7 @@ class Step:
         """Number of the pipeline, number of the micro-batch, and both, in the order of computing."""
         rank = self.run.world.rank
         return [
-            (number, index, pipeline, planned)
+            (number, index, pipeline, replace(planned, pack=self.run.feeding.computed(planned.pack)))
             for phase in range(self.plan.num_phases)
             for number, pipeline in enumerate(self.plan.pipelines)
             if pipeline.phase == phase and rank in pipeline.ranks

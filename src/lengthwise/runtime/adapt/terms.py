@@ -8,14 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lengthwise.core.batch import num_targets
 from lengthwise.core.errors import InputError
 from lengthwise.core.plan import StepPlan
 from lengthwise.runtime.adapt.memory import NotComputed
 
 if TYPE_CHECKING:
-    from lengthwise.runtime.adapt.micro_batch import MicroBatch
+    from lengthwise.runtime.adapt.micro_batch import Feeding, MicroBatch
 
-Over = Literal["targets", "tokens", "sequences"]
+Over = Literal["targets", "tokens", "sequences", "units"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +27,23 @@ class Totals:
     slots: int
     """Of all sequences, without padding: tokens, or frames where sequences are videos."""
     sequences: int
+    units: int
+    """Sequences, or groups of sequences that share a micro-batch."""
     is_exact: bool = True
     """False where labels leave out targets that nobody has counted yet; the update then scales the gradient."""
 
     @classmethod
-    def of(cls, plan: StepPlan, *, slot_tokens: int, targets: int | None, is_exact: bool) -> "Totals":
+    def of(cls, plan: StepPlan, feeding: "Feeding", *, targets: int | None) -> "Totals":
         """Those of a step; ``targets``: as they were counted, None: as lengths say."""
-        packs = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
+        planned = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
+        packs, is_exact = [feeding.computed(pack) for pack in planned], feeding.labels is None
+        if targets is None and feeding.units is not None and is_exact:  # members have other targets than their sum
+            targets = sum(num_targets(pack.lengths, objective=feeding.objective) for pack in packs)
         return cls(
-            targets=plan.loss_normaliser if targets is None else targets,
-            slots=sum(sum(pack.lengths) for pack in packs) // slot_tokens,
+            targets=max(1, plan.loss_normaliser if targets is None else targets),
+            slots=sum(sum(pack.lengths) for pack in packs) // feeding.slot_tokens,
             sequences=sum(len(pack.ids) for pack in packs),
+            units=sum(len(pack.ids) for pack in planned),
             is_exact=is_exact or targets is not None,
         )
 
@@ -58,8 +65,10 @@ def share_of_mean(micro_batch: "MicroBatch", values: Tensor, over: Over) -> Tens
     if isinstance(values, NotComputed):
         return values  # stands for a term; Step.backward does not look at it
     shard, totals = micro_batch.shard, micro_batch.totals
-    if over not in ("targets", "tokens", "sequences"):
-        raise InputError(f"a mean is over 'targets', 'tokens' or 'sequences', not over {over!r}")
+    if over not in ("targets", "tokens", "sequences", "units"):
+        raise InputError(f"a mean is over 'targets', 'tokens', 'sequences' or 'units', not over {over!r}")
+    if over == "units":
+        return _share_of_units(micro_batch, values)
     if values.numel() != shard.num_slots:
         raise InputError(
             f"a mean over {over} needs one value for each of the {shard.num_slots} slots of this rank, [t] or [1, t]; "
@@ -79,6 +88,16 @@ def share_of_mean(micro_batch: "MicroBatch", values: Tensor, over: Over) -> Tens
             weights = 1.0 / (lengths.to(values.dtype) * totals.sequences)
     weights = weights.reshape(values.shape)
     return torch.where(mask.to(values.device).reshape(values.shape), values * weights, values.new_zeros(())).sum()
+
+
+def _share_of_units(micro_batch: "MicroBatch", values: Tensor) -> Tensor:
+    """What this rank adds to a mean over the units of the step: the p ranks of a group have the same values."""
+    if values.shape != (num_units := len(micro_batch.units),):
+        raise InputError(
+            f"a mean over units needs one value for each of the {num_units} units of this micro-batch, [{num_units}]; "
+            f"got {list(values.shape)}"
+        )
+    return values.sum() / (micro_batch.totals.units * micro_batch.degree)
 
 
 def lengths_of_slots(cu_seqlens: tuple[int, ...], places: np.ndarray) -> np.ndarray:
