@@ -17,6 +17,7 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.adapt.units import Units
 from tests.api import models
+from tests.api.loops import step_through
 from tests.api.pairs import (
     STEPS,
     UNITS_A_STEP,
@@ -216,6 +217,29 @@ def test_means_over_units_and_over_targets_need_the_number_of_targets():
         run = prepared(pairs(), count_targets=True, **options)
         mixed(run, way)
         run.close()
+
+
+def test_a_step_whose_members_have_no_targets_has_a_loss_over_units():
+    corpus = [(row(1), row(1)), (row(6), row(5))]
+    run = prepared(corpus, sequences_per_step=1, steps=2)
+    losses = []
+    for step in run.steps():
+        for micro_batch in step:
+            sums = micro_batch.per_sequence(run.model(**micro_batch.inputs)[0][0].logsumexp(-1))
+            step.backward(sums[micro_batch.units].diff().square().mean(), mean_over="units")
+        losses.append((micro_batch.num_targets, step.update().loss))
+    run.close()
+    assert sorted(count for count, _ in losses) == [0, 9]
+    assert dict(losses)[0] == pytest.approx(0, abs=1e-12) and dict(losses)[9] > 0.1
+
+
+def test_costs_are_measured_on_sequences_no_longer_than_members(tmp_path):
+    """The model has positions for 96 tokens, and the units have 120."""
+    corpus = [tuple({"input_ids": np.arange(length) % models.VOCAB} for length in (60, 60)) for _ in range(4)]
+    run = prepared(corpus, cost=None, profile=str(tmp_path / "profile.json"), sequences_per_step=2, steps=1)
+    losses, *_ = step_through(run)
+    run.close()
+    assert np.isfinite(losses).all()
 
 
 def test_what_is_no_value_for_each_slot_or_unit_is_refused():
