@@ -109,6 +109,8 @@ def learn_preferences(run, frozen, way="units"):
             with torch.no_grad():
                 expected = log_probabilities(frozen, micro_batch)
             gains = log_probabilities(run.model, micro_batch) - expected
+            counted = micro_batch.per_sequence(torch.ones(micro_batch.shard.num_slots, 1))
+            assert counted.flatten().tolist() == list(micro_batch.pack.lengths), "padding belongs to no sequence"
             assert gains.shape == (len(micro_batch.pack.ids),)
             members = torch.tensor(micro_batch.pack.ids)[micro_batch.units] % 2
             assert (members == torch.tensor([0, 1])).all(), "a unit's members are there, in order"

@@ -1,13 +1,9 @@
 """Sequences that share a micro-batch, and losses that couple them: what a plain loop over units trains."""
 
-import re
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-import lengthwise as lw
 from lengthwise.api.collated import Collated
 from lengthwise.api.sampler import BatchSampler
 from lengthwise.api.sequences import read_sequences
@@ -297,12 +293,3 @@ def test_a_batch_sampler_weighs_pairs_if_each_counts_as_one_target():
             [[len(member["input_ids"]) for member in unit] for unit in pairs()],
             tokens_per_micro_batch=60, sequences_per_step=12, rank=0, num_ranks=1,
         )  # fmt: skip
-
-
-def test_the_snippet_of_the_documentation_learns(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))  # profiles are kept there
-    text = (Path(lw.__file__).parents[2] / "docs" / "any-model.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if 'mean_over="units"' in block)
-    exec(code, {"__name__": "snippet"})
-    losses = [float(line) for line in capsys.readouterr().out.split()]
-    assert len(losses) >= 5 and losses[0] == pytest.approx(np.log(2), abs=1e-4) and losses[-1] < losses[0]

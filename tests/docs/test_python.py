@@ -69,9 +69,9 @@ AROUND = {
     "README.md#0": "",
     "docs/guides/any-model.md#0": MODEL,
     "docs/guides/any-model.md#1": MODEL + IN_A_STEP,
-    "docs/guides/any-model.md#2": MODEL
+    "docs/guides/any-model.md#3": MODEL
     + "def pack_or_pad(items): return lw.pad(items)\ndef mean_loss(model, batch): return model(**batch).loss\n",
-    "docs/guides/any-model.md#3": MODEL,
+    "docs/guides/any-model.md#4": MODEL,
     "docs/guides/shapes.md#0": MODEL
     + "torch.compile = lambda module, **_: module  # the compiler has tests of its own\n",
     "docs/guides/sort.md#0": "import torch, torch.distributed\n"
