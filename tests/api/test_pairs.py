@@ -32,6 +32,7 @@ from tests.api.pairs import (
     triplets,
 )
 from tests.api.test_prepare import assert_equal_weights
+from tests.plan.costs import SimpleCost
 
 EXACT = 1e-11
 
@@ -58,7 +59,7 @@ def alone():
 WAYS = (
     {"policy": "dcp-intra"},
     {"policy": "auto", "way": "step", "check": True},
-    {"policy": "padded"},
+    {"policy": "padded", "cost": SimpleCost(capacity=400, loss=0.4, c_s=5.0)},  # rows of several units, with padding
     {"policy": "packed", "packing": "always"},
     {"policy": "static", "packing": "never"},
 )
