@@ -40,8 +40,8 @@ def test_means_over_slots_of_several_tokens_are_over_slots():
     assert float(micro_batch.mean(values, over="sequences")) == pytest.approx((2.5 + 15) / 2)
     batch = GlobalBatch(step=0, ids=(0, 1), lengths=source.lengths, objective=EVERY_TOKEN)
     plan = plan_of(batch, (Packs(ranks=(0,), packs=((0,), (1,))),), 1)
-    totals = Totals.of(plan, slot_tokens=PLACES, targets=None, is_exact=True)
-    assert (totals.targets, totals.slots, totals.sequences) == (6 * PLACES, 6, 2)
+    totals = Totals.of(plan, feeding, targets=None)
+    assert (totals.targets, totals.slots, totals.sequences, totals.units) == (6 * PLACES, 6, 2, 2)
 
 
 def test_a_loss_over_no_target_is_compared_with_nothing():
