@@ -93,7 +93,7 @@ CORPORA = {
     "an item without tokens": ([[1, 2], []], r"item 1 is empty"),
     "a tensor without tokens": ([torch.zeros(0, dtype=torch.int64)], r"item 0 is empty"),
     "a batch of one": ([[[1, 2]]], r"item 0 is int64 of shape \(1, 2\)"),
-    "pairs of tensors": ([(torch.tensor([1, 2]), torch.tensor([2, 3]))], r"item 0 is a tuple of 2 rows; .* a tuple of dictionaries"),
+    "pairs of tensors": ([(torch.tensor([1, 2]), torch.tensor([2, 3]))], r"item 0 is a tuple of 2 rows; a sequence"),
     "ragged pairs": ([([1, 2], [3])], r"item 0 is a tuple of 2 rows; a sequence is one row of token ids"),
     "fractions": ([[0.5, 1.5]], r"item 0 is float64 of shape \(2,\)"),
     "whole numbers as floats": ([[1, 2], [3.0, 4.0]], r"item 1 is float64 of shape \(2,\)"),
