@@ -75,6 +75,7 @@ def corpus(kind: str) -> list[dict[str, Any]]:
             item["labels"] = rng.integers(0, NUM_LABELS, length).tolist()
         elif kind == "sequences":
             item["labels"] = int(rng.integers(0, NUM_LABELS))
+            item["input_ids"][-1] = SPECIAL_TOKENS["eos_token_id"]  # Bart reads what it says of the whole there
         items.append(item)
     return items
 
@@ -151,11 +152,12 @@ def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any
 
 @contextmanager
 def in_double() -> Any:
-    """Casts to float32, by ``.float()``, ``.to(torch.float32)`` or a softmax, go to float64 instead."""
+    """Casts to float32, by ``.float()``, ``.to(torch.float32)`` or a softmax, and new tensors of it are float64."""
+    import torch
     from torch import Tensor, float32, float64
     from torch.nn import functional as F
 
-    to, softmax = Tensor.to, F.softmax
+    to, softmax, zeros_like, full = Tensor.to, F.softmax, torch.zeros_like, torch.full
 
     def softmax_in_double(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
         return softmax(x, dim, _stacklevel, float64 if dtype is float32 else dtype)
@@ -164,12 +166,19 @@ def in_double() -> Any:
         kwargs = {name: float64 if value is float32 else value for name, value in kwargs.items()}
         return to(self, *(float64 if value is float32 else value for value in args), **kwargs)
 
+    def zeros_in_double(x: Any, **kwargs: Any) -> Any:
+        return zeros_like(x, **{name: float64 if value is float32 else value for name, value in kwargs.items()})
+
+    def full_in_double(size: Any, value: Any, **kwargs: Any) -> Any:
+        return full(size, value, **({"dtype": float64} if isinstance(value, float) else {}) | kwargs)
+
     Tensor.to, Tensor.float, F.softmax = to_double, Tensor.double, softmax_in_double  # type: ignore[method-assign]
+    torch.zeros_like, torch.full = zeros_in_double, full_in_double
     try:
         yield
     finally:
         del Tensor.to, Tensor.float
-        F.softmax = softmax
+        F.softmax, torch.zeros_like, torch.full = softmax, zeros_like, full
 
 
 def trained_gradients(model: Any, kind: str) -> tuple[dict[str, Any], tuple[int, ...]]:

@@ -69,12 +69,27 @@ FIRST_TOKEN = 6
 _MAMBA_2 = {"expand": 2, "num_heads": 8, "head_dim": 8}
 _ZAMBA = {"layer_types": ["mamba", "hybrid", "mamba"], "attention_head_dim": 16, "attention_hidden_size": 64}
 _EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "DbrxConfig": {"attn_config": {"kv_n_heads": NUM_KV_HEADS, "rope_theta": 1e4, "clip_qkv": 8}},
+    "Dots1Config": {"n_routed_experts": 4, "n_shared_experts": 1},
     "EsmConfig": {"vocab_size": VOCAB_SIZE, "pad_token_id": 1, "mask_token_id": 5},
     "EsmcConfig": {"num_key_value_heads": NUM_HEADS},
     "FalconH1Config": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "GPTNeoConfig": {"attention_types": [[["global", "local", "global"], 1]], "window_size": 6},
+    "LayoutLMv3Config": {"coordinate_size": 4, "shape_size": 8, "visual_embed": False},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
+    "LiltConfig": {"hidden_size": 48},
     "Mamba2Config": {"expand": 2, "num_heads": 8, "head_dim": 8},
+    "LongformerConfig": {"attention_window": 8},
+    "Mistral4Config": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 8,
+        }
+    },
+    "NeoMMEConfig": {"hidden_act": "relu2", "head_dim": 16},
+    "PerceiverConfig": {"d_latents": HIDDEN_SIZE, "num_latents": 8, "num_self_attends_per_block": NUM_LAYERS},
+    "Qwen4ExpConfig": {"hidden_act": "silu"},
+    "Qwen4ExpTextConfig": {"hidden_act": "silu"},
     "ReformerConfig": {"axial_pos_embds": False},
     "XmodConfig": {"languages": ("en_XX",), "default_language": "en_XX"},
     "Zamba2Config": {**_ZAMBA, "hybrid_layer_ids": [1], "mamba_headdim": 8},
@@ -133,7 +148,7 @@ def build(model_class: ModelClass) -> nn.Module:
             parameter.copy_(torch.nan_to_num(parameter) + 0.1 * noise)
     for module in model.modules():
         for name in vars(module):
-            if "drop" in name and isinstance(getattr(module, name), float):
+            if ("drop" in name or "jitter" in name) and isinstance(getattr(module, name), float):
                 setattr(module, name, 0.0)
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -156,7 +171,7 @@ def tiny_config(config_class: Any, depth: int = 0) -> Any:
         if isinstance(getattr(default, name, None), int):
             values[name] = token
     for name in vars(default):
-        if "drop" in name and isinstance(getattr(default, name), float):
+        if ("drop" in name or "jitter" in name) and isinstance(getattr(default, name), float):
             values[name] = 0.0
     if getattr(default, "pad_token_id", None) is None and depth == 0:
         values["pad_token_id"] = SPECIAL_TOKENS["pad_token_id"]
