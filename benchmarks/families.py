@@ -155,12 +155,12 @@ def in_double() -> Any:
     """Casts to float32, by ``.float()``, ``.to(torch.float32)`` or a softmax, and new tensors of it are float64."""
     import torch
     from torch import Tensor, float32, float64
-    from torch.nn import functional as F
 
-    to, softmax, zeros_like, full = Tensor.to, F.softmax, torch.zeros_like, torch.full
+    # Not functional.softmax: it names itself to those who intercept it, and attention by hand would not be known.
+    to, softmax, zeros_like, full = Tensor.to, Tensor.softmax, torch.zeros_like, torch.full
 
-    def softmax_in_double(x: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-        return softmax(x, dim, _stacklevel, float64 if dtype is float32 else dtype)
+    def softmax_in_double(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return softmax(self, *args, **kwargs | ({"dtype": float64} if kwargs.get("dtype") is float32 else {}))
 
     def to_double(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name: float64 if value is float32 else value for name, value in kwargs.items()}
@@ -172,13 +172,13 @@ def in_double() -> Any:
     def full_in_double(size: Any, value: Any, **kwargs: Any) -> Any:
         return full(size, value, **({"dtype": float64} if isinstance(value, float) else {}) | kwargs)
 
-    Tensor.to, Tensor.float, F.softmax = to_double, Tensor.double, softmax_in_double  # type: ignore[method-assign]
+    Tensor.to, Tensor.float, Tensor.softmax = to_double, Tensor.double, softmax_in_double  # type: ignore[method-assign]
     torch.zeros_like, torch.full = zeros_in_double, full_in_double
     try:
         yield
     finally:
-        del Tensor.to, Tensor.float
-        F.softmax, torch.zeros_like, torch.full = softmax, zeros_like, full
+        del Tensor.to, Tensor.float, Tensor.softmax
+        torch.zeros_like, torch.full = zeros_like, full
 
 
 def trained_gradients(model: Any, kind: str) -> tuple[dict[str, Any], tuple[int, ...]]:

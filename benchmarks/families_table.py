@@ -1,9 +1,15 @@
-"""The outcome of the sweep over transformers' classes as Markdown: ``python benchmarks/families_table.py FILE``."""
+"""The outcome of the sweep over transformers' classes as Markdown.
+
+    python benchmarks/families_table.py benchmarks/results/families.jsonl
+
+The last row of a class on a number of ranks in the files counts. ``--rows`` prints the rows instead.
+"""
 
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 KINDS = {
@@ -28,20 +34,33 @@ def worst_by_class(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str
     return worst
 
 
+def latest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of each class on each number of ranks, by kind and name."""
+    kinds = list(KINDS)
+    of_trial = {(kinds.index(row["kind"]), row["name"], row["ranks"]): row for row in rows}
+    return [row for _, row in sorted(of_trial.items())]
+
+
 def table(rows: list[dict[str, Any]]) -> str:
-    """Counts by kind, then the classes by outcome."""
+    """Counts by kind and number of ranks, then the classes by outcome."""
     worst = worst_by_class(rows)
-    lines = [f"| | {' | '.join(OUTCOMES)} |", f"| --- |{' --- |' * len(OUTCOMES)}"]
+    lines = [f"| | ranks | {' | '.join(OUTCOMES)} |", f"| --- | --- |{' --- |' * len(OUTCOMES)}"]
+    counts = Counter((row["kind"], row["ranks"], row["outcome"]) for row in rows)
+    for kind, ranks in sorted({(list(KINDS).index(row["kind"]), row["ranks"]) for row in rows}):
+        title = list(KINDS)[kind]
+        cells = " | ".join(str(counts[title, ranks, outcome]) for outcome in OUTCOMES)
+        lines.append(f"| {KINDS[title]} | {ranks} | {cells} |")
     for kind, title in KINDS.items():
-        outcomes = [row["outcome"] for (of_kind, _), row in worst.items() if of_kind == kind]
-        if outcomes:
-            lines.append(f"| {title} | {' | '.join(str(outcomes.count(name)) for name in OUTCOMES)} |")
-    shared, alone = [], []
-    for (_, name), row in sorted(worst.items()):
-        if row["outcome"] == "exact":
-            (shared if max(row["degrees"]) > 1 else alone).append(name)
-    lines += ["", f"Exact, and ranks may share a sequence ({len(shared)}): {', '.join(shared)}."]
-    lines += ["", f"Exact, each sequence on one rank ({len(alone)}): {', '.join(alone)}."]
+        exact = sorted((name, row) for (of, name), row in worst.items() if of == kind and row["outcome"] == "exact")
+        shared = [_short(name) for name, row in exact if max(row["degrees"]) > 1]
+        alone = [_short(name) for name, row in exact if max(row["degrees"]) == 1]
+        if shared:
+            lines += [
+                "",
+                f"{_title(title)}, exact, and ranks may share a sequence ({len(shared)}): {', '.join(shared)}.",
+            ]
+        if alone:
+            lines += ["", f"{_title(title)}, exact, each sequence on one rank ({len(alone)}): {', '.join(alone)}."]
     by_reason = defaultdict(list)
     for (_, name), row in sorted(worst.items()):
         if row["outcome"] in ("refused", "wrong", "failed"):
@@ -53,7 +72,16 @@ def table(rows: list[dict[str, Any]]) -> str:
         "",
         f"Not tried, because no tiny model of the class computes a loss here ({len(missing)}): {', '.join(missing)}.",
     ]
-    return "\n".join(lines)
+    return "\n".join(line if line.startswith("|") else fill(line, 120, break_on_hyphens=False) for line in lines)
+
+
+def _short(name: str) -> str:
+    """A class without the end that all of its kind have."""
+    return name.removesuffix("ForTokenClassification").removesuffix("ForSequenceClassification")
+
+
+def _title(title: str) -> str:
+    return title[0].upper() + title[1:]
 
 
 def reason_of(message: str, name: str) -> str:
@@ -63,4 +91,7 @@ def reason_of(message: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table([json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]) + "\n")
+    files = [Path(name) for name in sys.argv[1:] if name != "--rows"]
+    read = latest([json.loads(line) for file in files for line in file.read_text().splitlines()])
+    text = "\n".join(json.dumps(row) for row in read) if "--rows" in sys.argv else table(read)
+    sys.stdout.write(text + "\n")

@@ -82,7 +82,10 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "LongformerConfig": {"attention_window": 8},
     "Mistral4Config": {
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0, "llama_4_scaling_beta": 0.1,
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "llama_4_scaling_beta": 0.1,
             "original_max_position_embeddings": 8,
         }
     },

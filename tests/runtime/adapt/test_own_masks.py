@@ -14,12 +14,26 @@ from lengthwise.runtime.adapt.scores import begun, begun_added, noted
 from lengthwise.runtime.adapt.shard import active
 from tests.runtime.adapt.modules import BY_HAND as MASKED_BY_HAND
 from tests.runtime.adapt.modules import GPT, HEADS, MASKS, filled
-from tests.runtime.adapt.runs import Case, assert_exact, learned, micro_batch_of, packed, shard_of, step_on_ranks
+from tests.runtime.adapt.runs import (
+    LENGTHS,
+    Case,
+    Packs,
+    assert_exact,
+    learned,
+    micro_batch_of,
+    packed,
+    shard_of,
+    step_on_ranks,
+)
 from tests.runtime.adapt.test_plain_modules import IGNORES, built, gpt_losses
 from tests.runtime.adapt.test_positions import DEGREES
 
 MASKED = ("sinks", "strides", "sinks by arange", "slopes", "both ways", "window", "narrow window", "alibi")
 BY_HAND = ("by hand", "filled in place", "biased")
+
+
+LONG = (Packs(ranks=(0,), packs=((5, 2, 9), (0, 1, 3, 4, 6, 7, 8)), recompute=(True, False)),)
+"""The first has 68 slots, more than any table of the model."""
 
 
 def sums(model, tokens, targets):
@@ -30,6 +44,14 @@ def sums(model, tokens, targets):
 def test_a_mask_by_position_is_that_of_each_sequence_at_degrees_1_to_3(ranks, mask):
     case = Case(build=partial(built, GPT, num_layers=2, mask=mask), sum_of_losses=sums, **IGNORES)
     for result in ranks(3).run(step_on_ranks, case, DEGREES):
+        assert_exact(case, result, mask)
+
+
+@pytest.mark.parametrize("mask", ["buffer", *BY_HAND])
+def test_a_pack_may_be_longer_than_the_table_of_a_mask(ranks, mask):
+    assert sum(LENGTHS[number] for number in LONG[0].packs[0]) > len(GPT().transformer.h[0].attn.tril[0, 0])
+    case = Case(build=partial(built, GPT, num_layers=2, mask=mask), sum_of_losses=sums, **IGNORES)
+    for result in ranks(1).run(step_on_ranks, case, LONG):
         assert_exact(case, result, mask)
 
 

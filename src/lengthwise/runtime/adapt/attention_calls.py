@@ -80,7 +80,7 @@ class AttentionCalls:
     def _of_scores(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         is_product = func in PRODUCTS and isinstance(args[0], Scores) and args[0].attended.is_weights
         if not is_product or not isinstance(args[1], Tensor):
-            return noted(func, args, kwargs)
+            return noted(func, args, kwargs, is_known=self._calls is None)
         assert self.shard is not None, "a micro-batch is computed"
         self.shard.counts.products += 1
         if self._rules is None:
@@ -94,7 +94,8 @@ class AttentionCalls:
         query, scale, bias = attended.query, None, None
         leading = torch.broadcast_shapes(scores.shape[:-2], value.shape[:-2])
         shape = (*leading, scores.shape[-2], value.shape[-1])
-        if self._calls is not None or self._num_checked[number] < BY_HAND_CHECKS:
+        is_checked = self._num_checked[number] >= BY_HAND_CHECKS or attended.is_beyond
+        if self._calls is not None or not is_checked:
             scale, bias = attended.scale_and_bias()
         call = Call(
             kind="by hand", shape=tuple(query.shape), note="masked", layer=self.layer, mask=bias, scale=scale

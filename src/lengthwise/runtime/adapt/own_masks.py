@@ -145,16 +145,16 @@ class MaskTables:
         self._check(number, mask, _Table(length=shard.longest, before=_ANY, after=0 if causal else _ANY), shard)
 
     def _check(self, number: int, mask: Tensor, table: _Table, shard: Shard) -> None:
-        """The mask is that of the indices, or that of the positions in sequences."""
+        """The mask is that of the indices, or that of the positions in sequences: as far as the model's table goes."""
         checked, of_shard, of_table = self._checked
         if checked is mask and of_shard is shard and of_table == id(table):
             return
         values = mask.detach()[(None,) * max(0, 3 - mask.dim())].flatten(0, -3)
-        t = shard.num_slots
+        t = min([shard.num_slots, *(size for size in mask.shape[-2:] if size > 1)])
         values = _relative(values.expand(len(values), t, t))
         short = min(t, table.length)
         if not _equal(values[:, :short, :short], table.corner(short, values)):
-            positions, sequences = shard.positions, _numbers(shard)
+            positions, sequences = shard.positions[:t], _numbers(shard)[:t]
             whole = table.corner(table.length, values)
             right = whole[:, positions][:, :, positions]
             together = (sequences[:, None] == sequences).expand_as(values)

@@ -53,6 +53,8 @@ class Attended:
     steps: tuple[Step, ...] = ()
     is_weights: bool = False
     dropout: float = 0.0
+    is_beyond: bool = False
+    """There are more slots than a table has that was applied: the steps cannot be computed."""
 
     def logits(self, product: Tensor) -> Tensor:
         """What becomes of the product before its softmax."""
@@ -149,8 +151,14 @@ def find_scores(args: Any) -> Scores | None:
     return None
 
 
-def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def noted(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool = False
+) -> Any:
     """What a function of scores returns: scores again, or an answer about their shape.
+
+    Args:
+        is_known: what follows from positions was learned from whole sequences. A pack may be longer than any of them,
+            and than the tables of the model, such as a triangle that it keeps.
 
     Raises:
         InputError: it cannot be noted.
@@ -163,7 +171,12 @@ def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if function in _DROPOUTS:
         p, training = [*args[1:], *(kwargs[name] for name in ("p", "training", "train") if name in kwargs)][:2]
         return Scores.of(replace(attended, dropout=p if training else 0.0), scores.form, scores.device)
-    form = _form(function, args, kwargs)
+    try:
+        form = _form(function, args, kwargs)
+    except InputError:
+        if not is_known or attended.is_weights or not _is_cut(scores, (*args, *kwargs.values())):
+            raise
+        form, attended = scores.form, replace(attended, is_beyond=True)
     if _name(function) == "softmax":  # that of torch, of torch.nn.functional, or of tensors
         dim = kwargs["dim"] if "dim" in kwargs else args[1]
         if attended.is_weights or dim not in (-1, scores.dim() - 1):
@@ -186,6 +199,12 @@ def noted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
         scores.attended, scores.form = attended, form
         return scores
     return Scores.of(attended, form, scores.device)
+
+
+def _is_cut(scores: Scores, others: tuple[Any, ...]) -> bool:
+    """Whether one of the other arguments is a table that ends before the scores do."""
+    tables = [other for other in others if isinstance(other, Tensor) and other is not scores and other.dim() > 1]
+    return any(1 < size < of for table in tables for size, of in zip(table.shape[-2:], scores.shape[-2:], strict=True))
 
 
 def _keeps_numbers(function: Callable[..., Any], args: Any, kwargs: Any, scores: Scores) -> bool:
