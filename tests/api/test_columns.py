@@ -238,6 +238,23 @@ def test_ranks_classify_sequences_together(ranks):
         assert_equal(found, expected)
 
 
+def test_a_classifier_that_reads_the_token_that_ends_a_sequence_is_exact():
+    from transformers import BartConfig, BartForSequenceClassification
+
+    sizes = {"vocab_size": 40, "d_model": 16, "max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0}
+    layers = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    torch.manual_seed(0)
+    end = 39
+    config = BartConfig(**sizes, **layers, encoder_ffn_dim=16, decoder_ffn_dim=16, eos_token_id=end, num_labels=3)
+    model = BartForSequenceClassification(config).double()
+    rows = [[*(np.asarray(row) % 30 + 3).tolist(), end] for row in ROWS]
+    for row, label in zip(rows, CLASSES):
+        (model(input_ids=torch.tensor([row]), labels=torch.tensor([label])).loss / len(rows)).backward()
+    expected = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+    assert_equal(learned(model, [{"input_ids": row, "label": label} for row, label in zip(rows, CLASSES)]), expected)
+
+
 def make_classifier():
     return CLASSIFIERS["last token"]()
 

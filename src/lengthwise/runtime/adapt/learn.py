@@ -28,15 +28,17 @@ LENGTHS = (11, 7)
 class Stretched:
     """The first sequence of a source at any length: repeated, or cut."""
 
-    def __init__(self, tokens: np.ndarray, slot_tokens: int) -> None:
-        self._values, self._slot_tokens = tokens, slot_tokens
+    def __init__(self, tokens: np.ndarray, slot_tokens: int, *, is_ended: bool) -> None:
+        """``is_ended``: its last token is the last of each, such as one that says where a sequence ends."""
+        self._values, self._slot_tokens, self._is_ended = tokens, slot_tokens, is_ended
         self.lengths: dict[int, int] = {}
         """Tokens by sequence id."""
 
     def tokens(self, sequence: int, /) -> np.ndarray:
         """Each id begins elsewhere, so that sequences differ."""
         num_slots = self.lengths[sequence] // self._slot_tokens
-        return self._values[(np.arange(num_slots) + 3 * sequence) % len(self._values)]
+        tokens = self._values[(np.arange(num_slots) + 3 * sequence) % len(self._values)]
+        return _ended(tokens, self._values) if self._is_ended else tokens
 
     def labels(self, labels_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
         """Labels as the first sequence has them, with a loss for every token."""
@@ -51,8 +53,9 @@ class Stretched:
 class OfKinds:
     """Sequences of slots that differ, one after the other, and again in another order: none is first or last twice."""
 
-    def __init__(self, feeding: Feeding, lengths: tuple[int, ...]) -> None:
-        self._feeding, self._lengths = feeding, lengths
+    def __init__(self, feeding: Feeding, lengths: tuple[int, ...], *, is_ended: bool) -> None:
+        """``is_ended``: the last token of each is that of the first sequence."""
+        self._feeding, self._lengths, self._is_ended = feeding, lengths, is_ended
         tokens, labels = feeding.kinds["tokens"], feeding.kinds.get("labels")
         self._ignores = labels is not None and bool((labels == feeding.ignore_index).any())
         stand_in = tokens if labels is None or feeding.objective == NEXT_TOKEN else np.maximum(labels, 0)
@@ -60,7 +63,8 @@ class OfKinds:
 
     def tokens(self, sequence: int, /) -> np.ndarray:
         """Each sequence goes on where the last one ended."""
-        return self.column("tokens", sequence)
+        tokens = self.column("tokens", sequence)
+        return _ended(tokens, np.asarray(self._feeding.source.tokens(0))) if self._is_ended else tokens
 
     def column(self, name: str, sequence: int, /) -> np.ndarray:
         """The same of a further column."""
@@ -79,11 +83,16 @@ class OfKinds:
         return values[(start + np.arange(self._lengths[sequence])) % len(values)]
 
 
+def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """With the last token of another sequence: Bart's classifier reads what it says at the token that ends it."""
+    return np.concatenate([tokens[:-1], like[-1:]])
+
+
 @contextmanager
 def of_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
     """The run's sequences 0, 1, ... have these many slots, of all kinds that the corpus has."""
     before = run.feeding
-    source = OfKinds(before, lengths)
+    source = OfKinds(before, lengths, is_ended=run.adapted.by_sequence is not None)
     run.feeding = replace(
         before,
         source=source,
@@ -101,7 +110,8 @@ def of_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
 def synthetic(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
     """The run's sequences 0, 1, ... have these many slots, whatever its corpus holds."""
     before = run.feeding
-    source = Stretched(np.asarray(before.source.tokens(0)), before.slot_tokens)
+    is_ended = run.adapted.by_sequence is not None
+    source = Stretched(np.asarray(before.source.tokens(0)), before.slot_tokens, is_ended=is_ended)
     source.lengths = {number: length * before.slot_tokens for number, length in enumerate(lengths)}
     passed = {name: partial(source.column, values_of) for name, values_of in before.passed.items()}
     labels = before.labels and (
