@@ -13,8 +13,8 @@ from exact import Optimum, Packing, cbc, highs, optima
 from pages import Goal, Section, at_most, number
 from published import Solver, pack
 
-from lengthwise.plan.pool import first_batches
-from lengthwise.plan.solve.shop import Machines, Objective, Schedule, schedule
+from lengthwise.plan.solve.shop import Machines, Objective, ShopSchedule, schedule
+from lengthwise.plan.space.search_space import first_batches
 
 OURS = "**ours**, with certificate"
 SEED = 1
@@ -115,7 +115,7 @@ def packs(folder: Path | None, *, quick: bool) -> Section:
     )
 
 
-def _ours(instances: Sequence[Instance], objective: Objective) -> list[tuple[Schedule, float]]:
+def _ours(instances: Sequence[Instance], objective: Objective) -> list[tuple[ShopSchedule, float]]:
     return [timed(schedule, each.work, each.sizes, each.machines, objective=objective) for each in instances]
 
 
@@ -215,7 +215,7 @@ def _solvers(folder: Path | None, *, limit_s: float) -> dict[str, Solver | None]
 def _best(
     folder: Path | None,
     instances: Sequence[Instance],
-    found: Sequence[tuple[Schedule, float]],
+    found: Sequence[tuple[ShopSchedule, float]],
     objective: Objective,
     limit_s: float,
 ) -> list[Optimum] | str:

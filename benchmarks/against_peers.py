@@ -13,9 +13,9 @@ from clock import timed
 from pages import Goal, Section, number
 from published import dispatch
 
-from lengthwise.plan.pool import first_batches
 from lengthwise.plan.solve.binpack import first_fit_decreasing
-from lengthwise.plan.solve.shop import Schedule, schedule
+from lengthwise.plan.solve.shop import ShopSchedule, schedule
+from lengthwise.plan.space.search_space import first_batches
 
 SETTINGS = (
     ("llama-32b", 64, "cc", "4 x <16,1>"),
@@ -113,7 +113,7 @@ def splits(folder: Path | None, *, quick: bool) -> Section:
     )
 
 
-def _parts(plan: Schedule) -> list[list[int]]:
+def _parts(plan: ShopSchedule) -> list[list[int]]:
     return [[job for batch in batches for job in batch] for batches in plan.batches]
 
 

@@ -11,7 +11,7 @@ from exact import cbc, highs
 from pages import Goal, Section, at_least, at_most, number
 from published import Published, Solver, plan
 
-from lengthwise.plan.solve.shop import Objective, Schedule, schedule
+from lengthwise.plan.solve.shop import Objective, ShopSchedule, schedule
 
 HOMOGENEOUS, MIXED, STAGES = "4 x <16,1>", "<16,1> + 6 x <8,1>", "<16,1> + 2 x <2,4> + 8 x <1,4>"
 SETTINGS = (
@@ -69,14 +69,14 @@ def _solver(folder: Path | None, *, limit_s: float) -> tuple[Solver, str]:
         return highs(limit_s), f"HiGHS (SciPy's; CBC not run: {error})"
 
 
-def _theirs(ours: Sequence[tuple[Schedule, float]], theirs: Sequence[tuple[Published, float]]) -> tuple[str, str]:
+def _theirs(ours: Sequence[tuple[ShopSchedule, float]], theirs: Sequence[tuple[Published, float]]) -> tuple[str, str]:
     late = fmean(other.makespan / mine.lower_bound - 1 for (mine, _), (other, _) in zip(ours, theirs))
     unsolved = sum(other.unsolved for other, _ in theirs)
     note = f" ({unsolved} pipelines unsolved in time)" if unsolved else ""
     return number(median(time_s for _, time_s in theirs), "ms"), f"+{number(late, '%')}{note}"
 
 
-def _ours(ours: Sequence[tuple[Schedule, float]]) -> tuple[str, str]:
+def _ours(ours: Sequence[tuple[ShopSchedule, float]]) -> tuple[str, str]:
     late = fmean(mine.makespan / mine.lower_bound - 1 for mine, _ in ours)
     return number(median(time_s for _, time_s in ours), "ms"), f"+{number(late, '%')}"
 

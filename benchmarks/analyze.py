@@ -25,10 +25,10 @@ from clock import timed
 from measure import save
 
 from lengthwise.core.specs import model_preset
-from lengthwise.data.metrics import open_metric
-from lengthwise.data.store import TokenStore, open_index
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.model.hf import save_pretrained
+from lengthwise.index.sequence_metrics import open_metric
+from lengthwise.index.store import TokenStore, open_index
+from lengthwise.runtime.models.hf_folder import save_pretrained
+from lengthwise.runtime.models.registry import build_model
 
 MAX_LENGTH, ROWS, NUM_RANKS = 512, 8, 2
 CLOSE = 1e-3

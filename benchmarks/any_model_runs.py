@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import lengthwise
 from lengthwise.core.specs import GIB
-from lengthwise.cost.dual_layer import DualLayerCost
-from lengthwise.runtime.adapt.run import Run
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.loop.run import Run
 
 VOCABULARY, PATCHES, CHANNELS = 512, 16, 8
 LENGTHS = tuple(32 * 2**k for k in range(6))

@@ -21,11 +21,11 @@ from batching_peers import TRL_ROWS, Batching, load
 from pages import Cell, Goal, Section, at_most, on_one_core, say, write
 
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.budget import Budget
+from lengthwise.data.batch_budget import Budget
 from lengthwise.data.curriculum import PACINGS
-from lengthwise.data.difficulty import by_length
 from lengthwise.data.order import OrderSettings, make_order
 from lengthwise.data.sampler import Sampler
+from lengthwise.data.sort_key import by_length
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.solve.binpack import first_fit_decreasing
 

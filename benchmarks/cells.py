@@ -9,16 +9,16 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.scheme import Method, uniform_scheme
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, cluster_preset
-from lengthwise.cost.hydraulis import TABLES
-from lengthwise.cost.tables import PublishedCost
+from lengthwise.cost.profiled.hydraulis_constants import TABLES
+from lengthwise.cost.profiled.hydraulis_cost import PublishedCost
 from lengthwise.data.synthetic import synthetic_lengths
-from lengthwise.plan.dispatch import PlacedStrategy, Tile
-from lengthwise.plan.kind import Kind, make_kinds
-from lengthwise.plan.pool import first_batches, sample_lengths
-from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.solve.shop import Machines, Objective
+from lengthwise.plan.space.candidate import Candidate, make_kinds
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.search_space import first_batches, sample_lengths
 
 CONTEXT_TOKENS = 32_768
 """Where longer sequences are cut, as in the published experiments."""
@@ -63,7 +63,7 @@ class Cell:
         return corpus(self.data, self.context)
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> PlanningProblem:
         """The published pool, with typical batches that are not those of :meth:`batches`."""
         return _problem(self)
 
@@ -75,14 +75,14 @@ class Cell:
         """A batch of which nothing is priced yet."""
         return PricedBatch(self.problem, batch)
 
-    def kind(self, place: tuple[int, int]) -> Kind:
+    def kind(self, place: tuple[int, int]) -> Candidate:
         """The pipeline of a degree and a number of stages."""
         return next(kind for kind in self.problem.kinds if (kind.scheme.degree, kind.num_stages) == place)
 
     def strategy(self, words: str) -> PlacedStrategy:
         """Pipelines such as ``<16,1> + 6 x <8,1>``, those that hold the longest sequences first."""
         counts = parse_strategy(words)
-        tiles = [Tile(kind=self.kind(place), count=count) for place, count in counts]
+        tiles = [PipelineGroup(kind=self.kind(place), count=count) for place, count in counts]
         return PlacedStrategy(self.problem, sorted(tiles, key=lambda tile: -tile.max_length))
 
 
@@ -111,9 +111,9 @@ class Instance:
 
 
 @cache
-def _problem(cell: Cell) -> Problem:
+def _problem(cell: Cell) -> PlanningProblem:
     cluster = a800s(cell.num_devices)
-    return Problem(
+    return PlanningProblem(
         kinds=published_kinds(cell.model, cell.num_devices),
         num_devices=cell.num_devices,
         devices_per_node=cluster.devices_per_node,
@@ -139,7 +139,7 @@ def a800s(num_devices: int) -> ClusterSpec:
 
 
 @lru_cache(maxsize=16)
-def published_kinds(model: str, num_devices: int) -> tuple[Kind, ...]:
+def published_kinds(model: str, num_devices: int) -> tuple[Candidate, ...]:
     """Every scheme that was measured and fits."""
     cost = PublishedCost(model, cluster=a800s(num_devices))
     table = TABLES[model]
@@ -166,7 +166,7 @@ def homogeneous_strategies(cell: Cell) -> list[PlacedStrategy]:
     """Equal pipelines that tile the cluster and hold the longest sequence."""
     problem = cell.problem
     return [
-        PlacedStrategy(problem, [Tile(kind=kind, count=problem.num_devices // kind.num_devices)])
+        PlacedStrategy(problem, [PipelineGroup(kind=kind, count=problem.num_devices // kind.num_devices)])
         for kind in problem.kinds
         if problem.num_devices % kind.num_devices == 0 and kind.max_tokens >= problem.max_length
     ]

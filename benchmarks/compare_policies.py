@@ -15,7 +15,7 @@ from clock import timed
 from contests import play
 from pages import Cell, Goal, Section, number, on_one_core, say, write
 
-from lengthwise.report.policies import ClusterResult, PolicyResult
+from lengthwise.report.pages.compare_results import ClusterResult, PolicyResult
 
 TITLE = "Policies compared"
 FIRST = (

@@ -31,13 +31,13 @@ from measure import save
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.specs import ModelSpec
-from lengthwise.data.lattice import Lattice, packed_lattice
+from lengthwise.data.size_buckets import SizeBuckets, packed_lattice
 from lengthwise.plan.solve.binpack import first_fit_decreasing
-from lengthwise.runtime.compile import layers
-from lengthwise.runtime.compile.layers import CompiledLayers
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.train.feed import feed
+from lengthwise.runtime.compile import compiled_layers as layers
+from lengthwise.runtime.compile.compiled_layers import CompiledLayers
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.train.micro_batch_tensors import feed
 
 WAYS = ("eager", "1 size", "4 sizes", "4 sizes, resumed", "8 sizes", "dynamic=True", "any size, static")
 VOCABULARY = 256
@@ -89,13 +89,13 @@ class Files:
                 yield Pack(ids=tuple(int(drawn[at]) for at in held), lengths=tuple(lengths[at] for at in held))
 
 
-def filled(pack: Pack, lattice: Lattice | None) -> Pack:
+def filled(pack: Pack, lattice: SizeBuckets | None) -> Pack:
     """The pack at a size of the lattice."""
     filler = 0 if lattice is None else lattice.size_of(pack.num_tokens) - pack.num_tokens
     return Pack(ids=pack.ids, lengths=pack.lengths, filler=filler)
 
 
-def compiled_of(way: str, device: torch.device, lattice: Lattice | None) -> CompiledLayers | None:
+def compiled_of(way: str, device: torch.device, lattice: SizeBuckets | None) -> CompiledLayers | None:
     """What runs the layers; None: they run as they are."""
     if way == "eager":
         return None

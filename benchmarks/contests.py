@@ -1,13 +1,13 @@
 """Policies against each other by name: what ``lengthwise compare`` runs, for the tables."""
 
-from lengthwise.cli.compare import TOKENS_PER_DEVICE
-from lengthwise.cli.contest import Contest
-from lengthwise.cli.what_if import make_cluster, open_source
-from lengthwise.core.scheme import Method
+from lengthwise.cli.commands.compare import TOKENS_PER_DEVICE
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import model_preset
 from lengthwise.plan.policies import POLICIES
-from lengthwise.plan.pool import Pool
-from lengthwise.report.policies import ClusterResult
+from lengthwise.plan.space.search_space import SearchSpace
+from lengthwise.report.pages.compare_results import ClusterResult
+from lengthwise.session.compare_policies import PolicyComparison
+from lengthwise.session.planning_args import make_cluster, open_source
 
 SEED = 0
 METHODS = (
@@ -37,10 +37,10 @@ def play(
     """
     cluster = make_cluster(device, gpus, devices_per_node=8, memory_gib=memory_gib)
     index = open_source(lengths, seed=SEED)
-    contest = Contest(
+    contest = PolicyComparison(
         model=model_preset(model),
         dtype="bfloat16",
-        pool=Pool(methods=METHODS),
+        pool=SearchSpace(methods=METHODS),
         policies=policies,
         lengths=index,
         num_steps=steps,

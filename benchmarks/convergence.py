@@ -20,9 +20,9 @@ from typing import Any
 from convergence_runs import CLAMP, LONG, MAX_LENGTH, ORDERS, SCALINGS, SIZES, Study, train
 from pages import Section, say, write
 
-from lengthwise.data.build import build_index
-from lengthwise.data.settings import IndexSettings
-from lengthwise.report.lines import LineStyle, Series, line_chart
+from lengthwise.index.build import build_index
+from lengthwise.index.settings import IndexSettings
+from lengthwise.report.charts.lines import LineStyle, Series, line_chart
 
 FIGURE = Path(__file__).parent.parent / "docs" / "internals" / "convergence.svg"
 STYLE = (

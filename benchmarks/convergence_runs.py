@@ -38,8 +38,8 @@ class Study:
     def rows(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Sequences to train on, longer ones in pieces, and beginnings of held-out documents."""
         from lengthwise.core.lengths import LengthIndex
-        from lengthwise.data.rules import apply_max_length
-        from lengthwise.data.store import open_index
+        from lengthwise.data.max_length import apply_max_length
+        from lengthwise.index.store import open_index
 
         store = open_index(self.index)
         chosen = [i for i in range(len(store)) if i % self.every == 1 and i % HELD_OUT]
@@ -69,8 +69,8 @@ def _train(study: Study, order: str, scaling: str, seed: int) -> dict[str, Any]:
 
     import lengthwise as lw
     from lengthwise.core.specs import ModelSpec, cluster_preset
-    from lengthwise.cost.analytic import AnalyticCost
-    from lengthwise.data.store import open_index
+    from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+    from lengthwise.index.store import open_index
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)

@@ -13,7 +13,7 @@ from published import Solver
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, hstack, kron
 
-from lengthwise.plan.solve.shop import Machines, Objective, Schedule
+from lengthwise.plan.solve.shop import Machines, Objective, ShopSchedule
 
 WORKER = Path(__file__).with_name("cpsat.py")
 """CP-SAT runs in a process of its own: ortools and the HiGHS of other packages cannot be loaded into one."""
@@ -83,7 +83,7 @@ class Packing:
 
     @classmethod
     def of(
-        cls, work: np.ndarray, sizes: np.ndarray, machines: Machines, objective: Objective, found: Schedule
+        cls, work: np.ndarray, sizes: np.ndarray, machines: Machines, objective: Objective, found: ShopSchedule
     ) -> "Packing":
         """The problem of which ``found`` is a solution, on one machine."""
         tokens, batches = int(sizes.sum()), found.batches[0]

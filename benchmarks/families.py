@@ -118,8 +118,8 @@ def _num_targets(model: Any, ids: Any, labels: Any, kind: str) -> int:
 def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any:
     """Packs of one and of many sequences, at degree 1 and at the largest, some layers recomputed in some."""
     from lengthwise.core.batch import Pack
-    from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
-    from lengthwise.core.scheme import Method, uniform_scheme
+    from lengthwise.core.pipeline_config import Method, uniform_scheme
+    from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 
     lengths = dict(zip(batch.ids, batch.lengths, strict=True))
 
@@ -128,7 +128,7 @@ def plan_of(batch: Any, num_layers: int, num_ranks: int, max_degree: int) -> Any
         for number, ids in enumerate(packs):
             flags = [(layer + number) % 2 == 0 for layer in range(num_layers)] if number else [False] * num_layers
             pack = Pack(ids=tuple(ids), lengths=tuple(lengths[i] for i in ids))
-            planned.append(MicroBatch(pack=pack, time_s=1.0, peak_bytes=0, recompute=tuple(flags)))
+            planned.append(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=0, recompute=tuple(flags)))
         method = Method.DENSE if len(ranks) == 1 else Method.ULYSSES
         scheme = uniform_scheme(num_layers, degree=len(ranks), method=method, recomputed=min(1, num_layers))
         return Pipeline(ranks=ranks, phase=phase, scheme=scheme, micro_batches=tuple(planned))

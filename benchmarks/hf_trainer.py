@@ -18,10 +18,10 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from lengthwise.cli.assemble import make_sampler, resolve_model
-from lengthwise.config import load
+from lengthwise.config.run_config import load
 from lengthwise.data.corpus import open_corpus
-from lengthwise.runtime.model.targets import IGNORE
+from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.session.planning import make_sampler, resolve_model
 
 
 class Sequences(Dataset):

@@ -8,10 +8,10 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lengthwise.cli import index, profile, train
-from lengthwise.cli.demo import NUM_RANKS, demo_config, demo_share
+from lengthwise.cli.commands import index, profile, train
+from lengthwise.cli.commands.demo import NUM_RANKS, demo_config, demo_share
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.report.summary import RunSummary, summarise
+from lengthwise.report.run_summary import RunSummary, summarise
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -28,7 +28,7 @@ def prepare(work: Path, steps: int) -> Path:
 
 def profile_again(work: Path) -> None:
     """Measure the model anew, because this machine changes speed from minute to minute."""
-    from lengthwise.config import load
+    from lengthwise.config.run_config import load
 
     share = demo_share(load(work / "config.yaml", []))
     out = work / "profile.json"

@@ -7,12 +7,12 @@ import torch
 from pages import Section
 from torch.nn import functional as F
 
-from lengthwise.core.scheme import Method, Weights
+from lengthwise.core.pipeline_config import Method, WeightPlacement
 from lengthwise.core.specs import model_preset
-from lengthwise.cost.volume import layer_volume
+from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.parallel.execution import StageExecution
+from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "A800": 312e12}
 """bfloat16 FLOP/s without sparsity."""
@@ -39,7 +39,7 @@ def section(*, lengths: tuple[int, ...] = (4096, 16_384, 32_768)) -> Section:
             tokens = torch.zeros(length, dtype=torch.int64, device="cuda")
             execution = StageExecution(
                 model, Group(rank=0), tokens_T=tokens, targets_T=tokens, cu_seqlens=(0, length), methods=(method,),
-                weights=Weights.WHOLE,
+                weights=WeightPlacement.WHOLE,
             )  # fmt: skip
             took_s = _seconds(lambda x=x, run=execution: model.layers[0](x, run.operators(0)))
             rows.append([f"{length:,}", f"layer, {method}", *_cells(took_s, plain_s, attention + products, peak)])

@@ -7,9 +7,9 @@ from statistics import median
 from method_ranks import METHODS, Ranks, layer_bytes, layer_seconds
 from pages import Goal, Section, at_most
 
-from lengthwise.core.scheme import Method
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ModelSpec
-from lengthwise.cost.volume import LayerVolume, Sent, layer_volume
+from lengthwise.cost.analytic.volume import LayerVolume, Sent, layer_volume
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "ring", "broadcast", "reduce")
 CLEAR = 1.10

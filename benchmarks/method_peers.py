@@ -23,10 +23,10 @@ from pages import Section, at_most
 from torch import Tensor
 from torch.nn import functional as F
 
-from lengthwise.runtime.model.attention import attend
-from lengthwise.runtime.model.view import in_order
-from lengthwise.runtime.parallel.blocks import attend_block, attend_block_backward
-from lengthwise.runtime.parallel.exchange import Exchange, exchange_attention
+from lengthwise.runtime.models.attention_view import in_order
+from lengthwise.runtime.models.varlen_attention import attend
+from lengthwise.runtime.parallel.attention_blocks import attend_block, attend_block_backward
+from lengthwise.runtime.parallel.head_exchange import UlyssesShards, exchange_attention
 from lengthwise.runtime.parallel.ring_attention import ring_attention
 from lengthwise.runtime.parallel.tokens import TokenShards
 
@@ -159,7 +159,7 @@ def _our_ulysses(shards: TokenShards, num_tokens: int) -> Attention:
     into = shards.into(view)
     order = None if into is None else torch.from_numpy(into)
     back = None if order is None else torch.argsort(order)
-    exchange = Exchange(group=group(), sizes=shards.sizes, view=view, into=order, back=back)
+    exchange = UlyssesShards(group=group(), sizes=shards.sizes, view=view, into=order, back=back)
     return lambda q, k, v: exchange_attention(q, k, v, exchange)
 
 

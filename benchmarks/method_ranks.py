@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.comm.groups import Groups
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.parallel.execution import StageExecution
+from lengthwise.runtime.comm.groups import GroupRegistry
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
 
 METHODS = (*WEIGHTS_OF,)
@@ -96,16 +96,16 @@ def _serve(rank: int, count: int, port: int, pipe: Connection) -> None:
 @cache
 def group() -> Group:
     """All ranks."""
-    made = Groups(dist.get_rank()).of(tuple(range(dist.get_world_size())))
+    made = GroupRegistry(dist.get_rank()).of(tuple(range(dist.get_world_size())))
     assert made is not None
     return made
 
 
 @cache
-def model_of(spec: ModelSpec, weights: Weights) -> Transformer:
+def model_of(spec: ModelSpec, weights: WeightPlacement) -> Transformer:
     """Whole, or this rank's rows of it."""
     model = build_model(spec, seed=0)
-    if weights is Weights.SHARDED:
+    if weights is WeightPlacement.SHARDED:
         keep_own_rows(model, spec, rank=group().rank, degree=group().size)
     return model
 
@@ -113,7 +113,7 @@ def model_of(spec: ModelSpec, weights: Weights) -> Transformer:
 def execution_of(spec: ModelSpec, method: Method, lengths: Sequence[int]) -> tuple[Transformer, StageExecution]:
     """Every layer under ``method``; what depends on the pack's lengths alone is made already, as it is once for all
     layers of a micro-batch."""
-    weights = WEIGHTS_OF.get(method, Weights.WHOLE)
+    weights = WEIGHTS_OF.get(method, WeightPlacement.WHOLE)
     model = model_of(spec, weights)
     model.zero_grad(set_to_none=True)
     tokens_T, targets_T = torch.randint(spec.vocab_size, (2, sum(lengths)), generator=torch.Generator().manual_seed(1))

@@ -8,9 +8,9 @@ from method_layers import layer
 from method_ranks import METHODS, Kept, Ranks, execution_of
 from pages import Section
 
-from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
-from lengthwise.cost.volume import layer_volume
+from lengthwise.cost.analytic.volume import layer_volume
 
 DEGREE = 4
 STEP = 2 * DEGREE
@@ -110,7 +110,7 @@ def _row(one: Reach, spec: ModelSpec, second: int) -> list[str]:
     volume = layer_volume(spec, one.method, degree=DEGREE, dtype="float32")
     fits = one.num_tokens > 0
     return [
-        one.method, "sharded" if WEIGHTS_OF[one.method] is Weights.SHARDED else "whole",
+        one.method, "sharded" if WEIGHTS_OF[one.method] is WeightPlacement.SHARDED else "whole",
         f"{one.num_tokens:,}" if fits else "none", f"{one.num_tokens / second:.2f}x", f"{one.bytes_per_token:,.0f}",
         f"{volume.kept_bytes:,.0f}", f"{one.fixed_bytes / MIB:.1f}", f"{one.held_bytes / MIB:.2f}" if fits else "",
         f"{one.with_live:,}",

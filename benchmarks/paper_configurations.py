@@ -10,17 +10,17 @@ from pages import Section
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.scheme import Method
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import model_preset
-from lengthwise.cost.analytic import AnalyticCost
-from lengthwise.plan.arrangement import Arrangement, Phase, time_s
-from lengthwise.plan.kind import Kind
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.policies.hotspa import HotSpa
-from lengthwise.plan.policies.static import static
-from lengthwise.plan.pool import Pool, make_problem, sample_lengths
-from lengthwise.plan.problem import PricedBatch, Problem
-from lengthwise.plan.ranges import Mode, Range
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.search_space import SearchSpace, make_problem, sample_lengths
+from lengthwise.plan.uniform.hotspa import HotSpaPolicy
+from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy
+from lengthwise.plan.uniform.static import static
 
 Place = tuple[int, int]
 """Degree and stages."""
@@ -154,14 +154,14 @@ def _alone_s(cell: Cell, length: int) -> float:
     return min(kind.num_stages * (float(kind.times_s(lengths)[0]) + kind.overhead_s) for kind in holding)
 
 
-def _kind(cell: Cell, place: Place) -> Kind | None:
+def _kind(cell: Cell, place: Place) -> Candidate | None:
     try:
         return cell.kind(STAND_IN.get(place, place))
     except StopIteration:
         return None  # does not fit any token
 
 
-def _static_s(problem: Problem, kind: Kind | None, batches: list[GlobalBatch]) -> float | None:
+def _static_s(problem: PlanningProblem, kind: Candidate | None, batches: list[GlobalBatch]) -> float | None:
     """None where the longest sequence does not fit."""
     if kind is None or kind.max_tokens < max(max(batch.lengths) for batch in batches):
         return None
@@ -177,16 +177,16 @@ def _hotspa_s(cell: Cell, places: tuple[Place, ...], batches: list[GlobalBatch])
     times_s = []
     for rounds in (1, 2, 4, 8):
         ranges = tuple(
-            Range(mode=Mode(kind=kind, rounds=rounds if kind.num_stages > 1 else 1), up_to=edge)
+            LengthRange(mode=RangeStrategy(kind=kind, rounds=rounds if kind.num_stages > 1 else 1), up_to=edge)
             for kind, edge in zip(kinds, EDGES)
             if kind is not None
         )
-        policy = HotSpa(problem=cell.problem, ranges=ranges)
+        policy = HotSpaPolicy(problem=cell.problem, ranges=ranges)
         times_s.append(fmean(_step_s(cell.problem, policy.phases, batch) for batch in batches))
     return min(times_s)
 
 
-def _policy_s(name: str, problem: Problem, batches: list[GlobalBatch]) -> float | None:
+def _policy_s(name: str, problem: PlanningProblem, batches: list[GlobalBatch]) -> float | None:
     try:
         planner = Planner(policy=name, problem=problem)
         return fmean(planner(batch).time_s for batch in batches)
@@ -194,9 +194,9 @@ def _policy_s(name: str, problem: Problem, batches: list[GlobalBatch]) -> float 
         return None
 
 
-def _step_s(problem: Problem, phases: Phases, batch: GlobalBatch) -> float:
+def _step_s(problem: PlanningProblem, phases: Phases, batch: GlobalBatch) -> float:
     priced = PricedBatch(problem, batch)
-    return time_s(priced, Arrangement(phases=phases(priced)))
+    return time_s(priced, DraftPlan(phases=phases(priced)))
 
 
 def _seconds(time: float | None) -> str:
@@ -228,7 +228,7 @@ def _closed_row(scenario: Scenario, workload: str, *, steps: int) -> tuple[str, 
         tokens=TOKENS[workload],
     )
     model, cluster = model_preset(scenario.model), a800s(scenario.num_devices)
-    pool = Pool(max_degree=16, methods=(Method.ULYSSES, Method.ULYSSES_Z, Method.MEGATRON_TS))
+    pool = SearchSpace(max_degree=16, methods=(Method.ULYSSES, Method.ULYSSES_Z, Method.MEGATRON_TS))
     problem = make_problem(
         AnalyticCost(model=model, cluster=cluster),
         cluster=cluster,
@@ -248,7 +248,7 @@ def _closed_row(scenario: Scenario, workload: str, *, steps: int) -> tuple[str, 
     return f"{scenario.name}, {workload}", *shown, gain  # type: ignore[return-value]
 
 
-def _find(problem: Problem, place: Place, method: Method, recomputed: int) -> Kind | None:
+def _find(problem: PlanningProblem, place: Place, method: Method, recomputed: int) -> Candidate | None:
     for kind in problem.kinds:
         scheme = kind.scheme
         shape = (scheme.degree, scheme.num_stages, scheme.num_recomputed)

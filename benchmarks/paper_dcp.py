@@ -6,7 +6,7 @@ from contests import play
 from pages import Section, number
 from published import accumulation
 
-from lengthwise.plan.accumulate import AccumulationRange, accumulate, idle_share
+from lengthwise.plan.dcp.accumulation import AccumulationRange, accumulate, idle_share
 
 SEEDS = 12
 MOST = 5

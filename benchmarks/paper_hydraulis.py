@@ -13,11 +13,11 @@ from plan_cells import measure, proposals, proposed
 from published import dispatch, pack
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.plan.arrangement import pack_times_s, pipeline_time_s
-from lengthwise.plan.policies.static import static
-from lengthwise.plan.propose.parametric import integer_strategies
-from lengthwise.plan.propose.workload import make_workload
+from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
+from lengthwise.plan.heterogeneous.propose.workload import make_workload
 from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.draft_plan import pack_times_s, pipeline_time_s
+from lengthwise.plan.uniform.static import static
 
 HOMOGENEOUS = "4 x <16,1>"
 HETEROGENEOUS = "<16,1> + 6 x <8,1>"

@@ -7,12 +7,12 @@ from pages import Section
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.scheme import Method, uniform_scheme
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.specs import ModelSpec, cluster_preset, model_preset
-from lengthwise.cost.analytic import AnalyticCost
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.pool import Pool, Recompute, make_problem
+from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace, make_problem
 
 METHODS = (Method.MEGATRON_TS, Method.MEGATRON_CZ, Method.ULYSSES_Z, Method.METP)
 """Those of its experiments; ColossalZ was left out there and is not in its code."""
@@ -227,7 +227,7 @@ def _run(methods: tuple[Method, ...], lengths: np.ndarray) -> tuple[int, np.ndar
     model = replace(model_preset("gpt-12288"), num_layers=LAYERS_RUN, causal=False)
     cluster = cluster_preset(CLUSTER)
     cost = AnalyticCost(model=model, cluster=cluster)
-    pool = Pool(max_degree=DEGREE, max_stages=1, methods=methods, recompute=Recompute.NONE)
+    pool = SearchSpace(max_degree=DEGREE, max_stages=1, methods=methods, recompute=RecomputeMode.NONE)
     schemes = pool.schemes(LAYERS_RUN, cluster)
     longest = max(cost.max_tokens(scheme, num_devices=DEGREE) for scheme in schemes if scheme.degree == DEGREE)
     fitting = lengths[lengths <= longest]

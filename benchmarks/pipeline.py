@@ -31,10 +31,10 @@ from pipeline_runs import (
     stage_cost,
 )
 
-from lengthwise.core.plan import StepPlan
-from lengthwise.core.scheme import Schedule
+from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind, Timeline, merge
-from lengthwise.plan.problem import Problem
+from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.sim.engine import simulate
 
 TITLE = "Pipeline stages: how long they wait"
@@ -67,10 +67,10 @@ IDLE_AFTER = (
     "equal length that are sorted by cost leave a small one for the end, which drains sooner than a balanced one, "
     "and only the order matters. Where no sequence is that long, more and smaller packs of equal cost idle less."
 )
-Variant = tuple[str, Schedule]
+Variant = tuple[str, PipelineSchedule]
 VARIANTS: tuple[Variant, ...] = (
-    *((name, Schedule.ONE_F_ONE_B) for name in PACKINGS),
-    *((name, Schedule.GPIPE) for name in (OURS, FILLED)),
+    *((name, PipelineSchedule.ONE_F_ONE_B) for name in PACKINGS),
+    *((name, PipelineSchedule.GPIPE) for name in (OURS, FILLED)),
 )
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     write("pipeline", title=TITLE, first=first, sections=sections)
 
 
-def measure(ranks: Ranks, problem: Problem, drawn: Lengths, *, rounds: int) -> dict[Variant, Steps]:
+def measure(ranks: Ranks, problem: PlanningProblem, drawn: Lengths, *, rounds: int) -> dict[Variant, Steps]:
     """Step after step; the same sequences for all variants of a round."""
     found = {variant: Steps() for variant in VARIANTS}
     for step in range(rounds):
@@ -167,9 +167,9 @@ def idle_section(found: Mapping[Lengths, Mapping[Variant, Steps]], *, rounds: in
     off = []
     gains: dict[str, list[float]] = {FILLED: [], UNSORTED: []}
     for drawn, variants in found.items():
-        ours = variants[OURS, Schedule.ONE_F_ONE_B]
+        ours = variants[OURS, PipelineSchedule.ONE_F_ONE_B]
         for (name, schedule), steps in variants.items():
-            is_simulated = schedule is Schedule.ONE_F_ONE_B
+            is_simulated = schedule is PipelineSchedule.ONE_F_ONE_B
             rows.append([drawn.name, str(schedule), name, *_cells(steps, ours, is_simulated=is_simulated)])
             if is_simulated:
                 off.append(abs(median(_differences(steps))))
@@ -203,7 +203,7 @@ def balance_section(found: Mapping[Lengths, Mapping[Variant, Steps]]) -> Section
     rows: list[list[Cell]] = []
     for drawn, variants in found.items():
         for name in PACKINGS:
-            steps = variants[name, Schedule.ONE_F_ONE_B]
+            steps = variants[name, PipelineSchedule.ONE_F_ONE_B]
             planned = [[m.time_s for m in plan.pipelines[0].micro_batches] for plan in steps.plans]
             taken = [
                 [m.time_s for m in with_times(plan, timeline).pipelines[0].micro_batches]

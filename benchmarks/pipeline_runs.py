@@ -10,25 +10,25 @@ from switching_runs import Tokens, world
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import ProfileTable
-from lengthwise.core.plan import StepPlan
-from lengthwise.core.scheme import Schedule, uniform_scheme
+from lengthwise.core.pipeline_config import PipelineSchedule, uniform_scheme
 from lengthwise.core.specs import ModelSpec, cluster_preset
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost.fitted import FittedCost
+from lengthwise.cost.profiled.fitted import FittedCost
 from lengthwise.data.synthetic import synthetic_lengths
-from lengthwise.plan.arrangement import Arrangement, Lane, to_plan
-from lengthwise.plan.dispatch import PlacedStrategy, Tile
-from lengthwise.plan.homogeneous import Pack
-from lengthwise.plan.kind import make_kinds
-from lengthwise.plan.policies.static import static
-from lengthwise.plan.problem import PricedBatch, Problem
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.build import build_model
+from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
+from lengthwise.plan.space.candidate import make_kinds
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, to_plan
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.uniform.equal_pipelines import Pack
+from lengthwise.plan.uniform.static import static
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.profile.measure import ladder, profile
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.step import agree, run_step
+from lengthwise.runtime.train.execute_step import agree, run_step
 
 STAGES = 2
 SPEC = ModelSpec(
@@ -73,29 +73,29 @@ def stage_cost(table: ProfileTable) -> FittedCost:
     return FittedCost([(SCHEME, halved)], model=SPEC, cluster=cluster_preset(f"{STAGES}xcpu"))
 
 
-def problem_of(cost: FittedCost) -> Problem:
+def problem_of(cost: FittedCost) -> PlanningProblem:
     """One pipeline of two stages, packs of at most ``CAPACITY`` tokens."""
     kinds = make_kinds([SCHEME], cost, num_devices=STAGES, token_limit=CAPACITY)
-    return Problem(
+    return PlanningProblem(
         kinds=kinds, num_devices=STAGES, devices_per_node=STAGES, memory_bytes=cost.cluster.device.memory_bytes,
         max_length=CAPACITY,
     )  # fmt: skip
 
 
-def balanced(problem: Problem, batch: GlobalBatch) -> StepPlan:
+def balanced(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
     """Our packer: packs of equal cost, as many as end earliest."""
     priced = PricedBatch(problem, batch)
-    phase, found = PlacedStrategy(problem, [Tile(kind=problem.kinds[0], count=1)]).assign(priced)
-    return to_plan(priced, Arrangement(phases=(phase,), lower_bound_s=found.lower_bound), policy="balanced")
+    phase, found = PlacedStrategy(problem, [PipelineGroup(kind=problem.kinds[0], count=1)]).assign(priced)
+    return to_plan(priced, DraftPlan(phases=(phase,), lower_bound_s=found.lower_bound), policy="balanced")
 
 
-def filled(problem: Problem, batch: GlobalBatch) -> StepPlan:
+def filled(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
     """Packs of equal length, first fit decreasing, the costliest first: what policy ``static`` runs."""
     priced = PricedBatch(problem, batch)
     return to_plan(priced, static(problem, problem.kinds[0])(priced), policy="filled")
 
 
-def as_they_come(problem: Problem, batch: GlobalBatch) -> StepPlan:
+def as_they_come(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
     """Packs of equal length, each sequence into the first with room, in the order of the stream."""
     plan = to_plan(*_arranged(problem, batch, first_fit(batch.lengths, CAPACITY)), policy="as they come")
     pipeline = plan.pipelines[0]
@@ -103,9 +103,9 @@ def as_they_come(problem: Problem, batch: GlobalBatch) -> StepPlan:
     return replace(plan, pipelines=(replace(pipeline, micro_batches=tuple(in_order)),))
 
 
-def _arranged(problem: Problem, batch: GlobalBatch, packs: Sequence[Pack]) -> tuple[PricedBatch, Arrangement]:
-    lane = Lane(kind=problem.kinds[0], ranks=tuple(range(STAGES)), packs=tuple(packs))
-    return PricedBatch(problem, batch), Arrangement(phases=((lane,),), lower_bound_s=0.0)
+def _arranged(problem: PlanningProblem, batch: GlobalBatch, packs: Sequence[Pack]) -> tuple[PricedBatch, DraftPlan]:
+    lane = PipelineDraft(kind=problem.kinds[0], ranks=tuple(range(STAGES)), packs=tuple(packs))
+    return PricedBatch(problem, batch), DraftPlan(phases=((lane,),), lower_bound_s=0.0)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[Pack]:
@@ -135,7 +135,7 @@ def measured_profile(*, repeats: int) -> ProfileTable:
     return profile(build_model(SPEC, seed=0), SPEC, world(), packs=packs, recompute=False, repeats=repeats)
 
 
-def one_step(plan: StepPlan, drawn: Lengths, schedule: Schedule) -> Timeline:
+def one_step(plan: StepPlan, drawn: Lengths, schedule: PipelineSchedule) -> Timeline:
     """Train one step; what this rank recorded."""
     model, state = trained()
     source = Tokens(batch_of(drawn, plan.step), SPEC.vocab_size)

@@ -10,11 +10,11 @@ from clock import timed
 from pages import Goal, Section, at_most, number
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.plan.arrangement import Phase
-from lengthwise.plan.candidates import Candidates
-from lengthwise.plan.dispatch import PlacedStrategy, Tile
-from lengthwise.plan.propose import Proposal, propose
-from lengthwise.plan.solve.shop import Objective, Schedule
+from lengthwise.plan.heterogeneous.propose import Proposal, propose
+from lengthwise.plan.heterogeneous.strategy_candidates import Candidates
+from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
+from lengthwise.plan.solve.shop import Objective, ShopSchedule
+from lengthwise.plan.space.draft_plan import Phase
 
 MOST_CANDIDATES = 8
 TUNING_BATCHES = 3
@@ -72,7 +72,8 @@ def proposed(cell: Cell) -> list[PlacedStrategy]:
     """What our proposer says for the corpus, under the flow shop whatever the objective."""
     found, _ = proposals(replace(cell, objective=Objective.FLOW_SHOP))
     return [
-        PlacedStrategy(cell.problem, [Tile(kind=kind, count=count) for kind, count in each.counts]) for each in found
+        PlacedStrategy(cell.problem, [PipelineGroup(kind=kind, count=count) for kind, count in each.counts])
+        for each in found
     ]
 
 
@@ -102,7 +103,7 @@ def measure(cell: Cell, role: str, strategy: PlacedStrategy, batches: list[Globa
     )
 
 
-def _assign(strategy: PlacedStrategy, cell: Cell, batch: GlobalBatch) -> tuple[Phase, Schedule]:
+def _assign(strategy: PlacedStrategy, cell: Cell, batch: GlobalBatch) -> tuple[Phase, ShopSchedule]:
     return strategy.assign(cell.priced(batch))
 
 

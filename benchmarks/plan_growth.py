@@ -8,11 +8,11 @@ from pages import Goal, Section, number
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.specs import cluster_preset, model_preset
-from lengthwise.cost.analytic import AnalyticCost
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES, prepare
-from lengthwise.plan.pool import Pool, make_problem
-from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.search_space import SearchSpace, make_problem
 
 MODEL, CLUSTER, LONGEST = "llama-7b", "8x8xH100-80GB", 32_768
 SIZES = (10_000, 100_000, 1_000_000)
@@ -36,7 +36,7 @@ def lengths(count: int, *, seed: int) -> np.ndarray:
     return np.clip(drawn, 16, LONGEST).astype(np.int64)
 
 
-def problem_of(count: int) -> Problem:
+def problem_of(count: int) -> PlanningProblem:
     """64 GPUs, and samples of steps of as many sequences."""
     model, cluster = model_preset(MODEL), cluster_preset(CLUSTER)
     return make_problem(
@@ -44,12 +44,12 @@ def problem_of(count: int) -> Problem:
         cluster=cluster,
         num_layers=model.num_layers,
         max_length=LONGEST,
-        pool=Pool(),
+        pool=SearchSpace(),
         samples=[lengths(count, seed=100 + sample) for sample in range(SAMPLES)],
     )
 
 
-def measure(policy: str, problem: Problem, batch: GlobalBatch) -> Measured:
+def measure(policy: str, problem: PlanningProblem, batch: GlobalBatch) -> Measured:
     """Prepare and plan one step, as if no other policy had planned it."""
     start_s = process_time()
     prepare(policy, problem)

@@ -9,13 +9,13 @@ from pages import Goal, Section, at_most, number
 from plan_cells import MOST_CANDIDATES, all_cells, proposals, proposed
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.plan.candidates import Candidates
-from lengthwise.plan.dispatch import PlacedStrategy, Tile
-from lengthwise.plan.problem import PricedBatch
-from lengthwise.plan.propose.closed_form import relax
-from lengthwise.plan.propose.parametric import integer_strategies
-from lengthwise.plan.propose.workload import make_workload
+from lengthwise.plan.heterogeneous.propose.closed_form import relax
+from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
+from lengthwise.plan.heterogeneous.propose.workload import make_workload
+from lengthwise.plan.heterogeneous.strategy_candidates import Candidates
+from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.problem import PricedBatch
 
 HELD_OUT = 16
 TUNED_ON = 8
@@ -146,5 +146,5 @@ def eq4_strategy(cell: Cell, *, bubble: bool) -> PlacedStrategy:
     while left := cell.num_devices - int(counts @ devices):
         fitting = np.flatnonzero((devices <= left) & (left % devices == 0))
         counts[fitting[np.argmax(devices[fitting])]] += 1
-    tiles = [Tile(kind=kind, count=int(count)) for kind, count in zip(workload.kinds, counts) if count]
+    tiles = [PipelineGroup(kind=kind, count=int(count)) for kind, count in zip(workload.kinds, counts) if count]
     return PlacedStrategy(problem, sorted(tiles, key=lambda tile: -tile.max_length))

@@ -7,7 +7,7 @@ from switching_runs import POOL, RANKS, SPEC, plan_of
 from switching_time import Visits
 
 from lengthwise.core.layout import Layout, transfers
-from lengthwise.runtime.model.build import empty_model
+from lengthwise.runtime.models.registry import empty_model
 from lengthwise.runtime.state.table import ParameterTable
 
 ELEMENT_BYTES = torch.float32.itemsize

@@ -12,19 +12,19 @@ import numpy as np
 import torch.distributed as dist
 
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
-from lengthwise.core.scheme import Method, Scheme, Weights, uniform_scheme
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, uniform_scheme
 from lengthwise.core.specs import ModelSpec
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.timeline import Timeline
 from lengthwise.data.synthetic import synthetic_lengths
-from lengthwise.runtime.comm.world import World, start_world
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.comm.world import DistContext, start_world
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.step import agree, run_step
+from lengthwise.runtime.train.execute_step import agree, run_step
 
 RANKS = 4
 SPEC = ModelSpec(
@@ -65,20 +65,20 @@ class PatientState(ShardedState):
             super().push_from(unit)
 
 
-def _several(count: int, scheme: Scheme) -> tuple[Scheme, ...]:
+def _several(count: int, scheme: PipelineConfig) -> tuple[PipelineConfig, ...]:
     return (scheme,) * count
 
 
-def _pool() -> dict[str, tuple[Scheme, ...]]:
+def _pool() -> dict[str, tuple[PipelineConfig, ...]]:
     layers = SPEC.num_layers
     one = uniform_scheme(layers)
     two = uniform_scheme(layers, degree=2, method=Method.MEGATRON_TS)
-    a_method_per_layer = Scheme(
+    a_method_per_layer = PipelineConfig(
         degree=4,
         stage_layers=(layers,),
         methods=(Method.MEGATRON_TS, Method.ULYSSES_Z, Method.MEGATRON_CZ, Method.METP),
         recompute=(False,) * layers,
-        weights=Weights.SHARDED,
+        weights=WeightPlacement.SHARDED,
     )
     return {
         "<4,1> sharded, a method per layer": (a_method_per_layer,),
@@ -140,9 +140,9 @@ def _deal(batch: GlobalBatch, order: Sequence[int], weights: Sequence[int]) -> l
     return held
 
 
-def _micro_batch(batch: GlobalBatch, positions: Sequence[int]) -> MicroBatch:
+def _micro_batch(batch: GlobalBatch, positions: Sequence[int]) -> PlannedMicroBatch:
     pack = Pack(ids=tuple(batch.ids[i] for i in positions), lengths=tuple(batch.lengths[i] for i in positions))
-    return MicroBatch(pack=pack, time_s=1.0, peak_bytes=1)
+    return PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1)
 
 
 def random_order(rounds: int, *, seed: int) -> list[str]:
@@ -157,7 +157,7 @@ def random_order(rounds: int, *, seed: int) -> list[str]:
 
 
 @cache
-def world() -> World:
+def world() -> DistContext:
     """All ranks."""
     return start_world("cpu")
 

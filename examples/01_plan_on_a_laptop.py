@@ -7,11 +7,11 @@ import numpy as np
 
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import cluster_preset, model_preset
-from lengthwise.cost.analytic import AnalyticCost
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
-from lengthwise.plan.pool import Pool, Recompute, make_problem, sample_lengths
+from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace, make_problem, sample_lengths
 from lengthwise.sim.engine import simulate
 
 # A long-tailed corpus: half of the sequences below 700 tokens, the longest twenty times that and more.
@@ -20,7 +20,7 @@ corpus = LengthIndex(lengths=lengths)
 model, cluster = model_preset("llama-7b"), cluster_preset("1x8xH200-141GB")
 cost = AnalyticCost(model=model, cluster=cluster)
 
-pool = Pool(max_stages=1, recompute=Recompute.ALL)
+pool = SearchSpace(max_stages=1, recompute=RecomputeMode.ALL)
 problem = make_problem(
     cost,
     cluster=cluster,

@@ -11,13 +11,13 @@ from collections import Counter
 from itertools import islice
 from pathlib import Path
 
-from lengthwise.cli.assemble import make_sampler, resolve_model
-from lengthwise.config import check
+from lengthwise.config.run_config import check
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.scheme import Method, uniform_scheme
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.data.corpus import open_corpus
+from lengthwise.session.planning import make_sampler, resolve_model
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 
@@ -38,10 +38,10 @@ STRATEGIES = [[(shared, (0, 1)), (alone, (2,)), (alone, (3,))], [(staged, (0, 1)
 
 def plan(batch: GlobalBatch) -> StepPlan:
     """The longest sequences first, each to the pipeline with the fewest tokens a device."""
-    pipelines = [(scheme, ranks, list[MicroBatch]()) for scheme, ranks in STRATEGIES[batch.step % 2]]
+    pipelines = [(scheme, ranks, list[PlannedMicroBatch]()) for scheme, ranks in STRATEGIES[batch.step % 2]]
     for length, sequence in sorted(zip(batch.lengths, batch.ids), reverse=True):
         held = min(pipelines, key=lambda p: sum(m.pack.num_tokens for m in p[2]) / len(p[1]))[2]
-        held.append(MicroBatch(pack=Pack(ids=(sequence,), lengths=(length,)), time_s=0.0, peak_bytes=0))
+        held.append(PlannedMicroBatch(pack=Pack(ids=(sequence,), lengths=(length,)), time_s=0.0, peak_bytes=0))
     done = tuple(Pipeline(scheme=s, ranks=r, micro_batches=tuple(held)) for s, r, held in pipelines)
     times = dict.fromkeys(("update_s", "time_s", "lower_bound_s"), 0.0)
     return StepPlan(step=batch.step, policy="hand", pipelines=done, loss_normaliser=batch.num_targets, **times)

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 TORCH_FREE = [
-    "lengthwise.cli.index", "lengthwise.cli.stats", "lengthwise.cli.plan", "lengthwise.cli.simulate",
-    "lengthwise.cli.report", "lengthwise.cli.config", "lengthwise.cli.analyze", "lengthwise.runtime.model.hf_config",
+    "lengthwise.cli.commands.index", "lengthwise.cli.commands.stats", "lengthwise.cli.commands.plan", "lengthwise.cli.commands.simulate",
+    "lengthwise.cli.commands.report", "lengthwise.cli.commands.config", "lengthwise.cli.commands.analyze", "lengthwise.models.hf_config",
 ]  # fmt: skip
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import lengthwise
-from lengthwise.config import Config
+from lengthwise.config.run_config import Config
 
 ROOT = Path(lengthwise.__file__).parent
 MODULES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
-CONSOLES = ("cli/console.py", "api/costs.py")
+CONSOLES = ("session/console.py", "session/calibration.py")
 """The modules that make consoles of rich, all of them without markup."""
 RESTRICTED_UNPICKLER = "runtime/state/metadata_reader.py"
 """PyTorch writes the metadata of a checkpoint as a pickle; its reader finds the few classes of metadata alone."""
@@ -99,7 +99,7 @@ NO_SETTINGS = ("model.json", "model.safetensors", "model._orig_mod")
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_setting_that_a_message_advises_exists(module):
-    if module == "runtime/model/hf_names.py":
+    if module == "models/hf_names.py":
         return  # names of parameters alone
     tree = MODULES[module]
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

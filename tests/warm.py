@@ -26,11 +26,11 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch._dynamo",  # the first optimizer imports it
     "transformers.models.llama.modeling_llama",
-    "lengthwise.api.prepare",
-    "lengthwise.cli.train",
+    "lengthwise.session.prepare",
+    "lengthwise.cli.commands.train",
     "lengthwise.cli.worker",
     "lengthwise.plan.policies",
-    "lengthwise.runtime.model.hf",
+    "lengthwise.runtime.models.hf_folder",
     "lengthwise.runtime.train.trainer",
 ]
 POLL_S = 0.01

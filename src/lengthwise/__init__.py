@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from lengthwise.api.padded import pad
-    from lengthwise.api.prepare import prepare
-    from lengthwise.api.sampler import BatchSampler
-    from lengthwise.api.trainer import Trainer, TrainerCallback
-    from lengthwise.runtime.adapt.recompute import recompute
-    from lengthwise.runtime.compile.padded import compile
+    from lengthwise.integrations.dataloader import BatchSampler
+    from lengthwise.integrations.hf_trainer import Trainer, TrainerCallback
+    from lengthwise.integrations.padding import pad
+    from lengthwise.runtime.compile.padded_model import compile
     from lengthwise.runtime.train.scaled_lr import ScaledLR
+    from lengthwise.runtime.wrap.recompute_layers import recompute
+    from lengthwise.session.prepare import prepare
 
 __all__ = [
     "BatchSampler",
@@ -26,14 +26,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "prepare": "lengthwise.api.prepare",
-    "BatchSampler": "lengthwise.api.sampler",
-    "pad": "lengthwise.api.padded",
-    "compile": "lengthwise.runtime.compile.padded",
-    "recompute": "lengthwise.runtime.adapt.recompute",
+    "prepare": "lengthwise.session.prepare",
+    "BatchSampler": "lengthwise.integrations.dataloader",
+    "pad": "lengthwise.integrations.padding",
+    "compile": "lengthwise.runtime.compile.padded_model",
+    "recompute": "lengthwise.runtime.wrap.recompute_layers",
     "ScaledLR": "lengthwise.runtime.train.scaled_lr",
-    "Trainer": "lengthwise.api.trainer",
-    "TrainerCallback": "lengthwise.api.trainer",
+    "Trainer": "lengthwise.integrations.hf_trainer",
+    "TrainerCallback": "lengthwise.integrations.hf_trainer",
 }
 """Modules of what is imported when it is first asked for: planning needs no torch."""
 

@@ -14,12 +14,12 @@ from unittest import mock
 
 from torch import Tensor
 
-from lengthwise.cli.assemble import resolve_model
 from lengthwise.cli.main import main
-from lengthwise.config import load
+from lengthwise.config.run_config import load
 from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import latest, load_weights
+from lengthwise.session.planning import resolve_model
 from tests.warm import Command
 
 STARTS_RANKS = ("train", "profile")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lengthwise.cli.advice import CheckpointAdvice, space_warning
-from lengthwise.config import check
+from lengthwise.config.run_config import check
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import GIB
 

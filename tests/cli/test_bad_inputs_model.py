@@ -84,7 +84,7 @@ def test_a_model_that_cannot_be_meant_is_refused(case, refuse):
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", 7, None, "a/b.safetensors"])
 def test_an_index_of_weights_names_files_beside_it_alone(tmp_path, name):
-    from lengthwise.runtime.model.hf import weight_files
+    from lengthwise.runtime.models.hf_folder import weight_files
 
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(InputError, match="no file beside it"):

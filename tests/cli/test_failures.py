@@ -8,8 +8,8 @@ from io import StringIO
 
 import pytest
 
-from lengthwise.cli.console import emit_json, printable, progress, stderr, stdout
 from lengthwise.core.errors import InputError
+from lengthwise.session.console import emit_json, printable, progress, stderr, stdout
 
 NASTY = "[/] [/b] [bold]exp[lr=3][/bold] :smile: [link=x]"
 
@@ -18,7 +18,7 @@ def failing(monkeypatch, error):
     def fail(*arguments, **options):
         raise error
 
-    monkeypatch.setattr("lengthwise.cli.config.load", fail)
+    monkeypatch.setattr("lengthwise.cli.commands.config.load", fail)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lengthwise.cli.assemble import make_sampler
-from lengthwise.config import load
+from lengthwise.config.run_config import load
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import candidates
+from lengthwise.session.planning import make_sampler
 from tests.cli.runs import Run, lengthwise, make_corpus, settings, wait_until, weights
 
 STEPS, EVERY = 16, 8

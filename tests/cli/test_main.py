@@ -32,7 +32,7 @@ def test_interrupts_exit_with_130(cli, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lengthwise.cli.config.load", interrupt)
+    monkeypatch.setattr("lengthwise.cli.commands.config.load", interrupt)
     assert cli("config")[0] == 130
 
 

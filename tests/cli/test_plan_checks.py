@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from lengthwise.cli.assemble import resolve_cluster, resolve_model
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
 from lengthwise.cli.worker import with_memory_at_most
-from lengthwise.config import load
+from lengthwise.config.run_config import load
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.core.specs import GIB, GPU_SHARE
 from lengthwise.data.corpus import open_corpus
-from lengthwise.plan.from_file import PlanFile
+from lengthwise.plan.plan_file import PlanFile
+from lengthwise.session.planning import resolve_cluster, resolve_model
 from tests.cli.bad_inputs import good_inputs
 
 

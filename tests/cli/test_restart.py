@@ -20,7 +20,7 @@ from lengthwise.cli.restart import (
     tell,
     write_status,
 )
-from lengthwise.config import check, load
+from lengthwise.config.run_config import check, load
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
 

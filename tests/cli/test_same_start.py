@@ -2,12 +2,12 @@
 
 import pytest
 
-from lengthwise.cli.assemble import resolve_model
 from lengthwise.cli.same_start import run_to_compare, settings_to_compare
-from lengthwise.config import load
+from lengthwise.config.run_config import load
 from lengthwise.core.specs import cluster_preset
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.comm.differences import differences
+from lengthwise.session.planning import resolve_model
 from tests.cli.runs import make_corpus, settings
 
 MAY_DIFFER = [
@@ -55,7 +55,7 @@ def corpus(tmp_path_factory):
 
 
 def compared(corpus, tmp_path, *more, seed=0):
-    from lengthwise.runtime.model.build import build_model
+    from lengthwise.runtime.models.registry import build_model
 
     config = load(None, settings(corpus, tmp_path, *more))
     opened = open_corpus(config.data)

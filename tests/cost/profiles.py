@@ -1,7 +1,7 @@
 """Profiles with known coefficients."""
 
 from lengthwise.core.cost import ProfileRow, ProfileTable
-from lengthwise.core.scheme import Method, uniform_scheme
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.specs import cluster_preset, model_preset
 
 MODEL = model_preset("llama-tiny")

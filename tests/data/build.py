@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from lengthwise.data.build import build_index
-from lengthwise.data.settings import IndexSettings
-from lengthwise.data.store import TokenStore, open_index
+from lengthwise.index.build import build_index
+from lengthwise.index.settings import IndexSettings
+from lengthwise.index.store import TokenStore, open_index
 
 SMALL_UNIT = 4096
 """Bytes: many work units from little text."""

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from lengthwise.data import pool
-from lengthwise.data.build import build_index
-from lengthwise.data.settings import IndexSettings
+from lengthwise.index import worker_pool as pool
+from lengthwise.index.build import build_index
+from lengthwise.index.settings import IndexSettings
 from tests.data.build import build, files_of, write_tree
 from tests.data.test_read_arrow import pa, save
 from tests.data.test_read_megatron import write_pair

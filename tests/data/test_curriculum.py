@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import InputError
 from lengthwise.data.curriculum import MOST_BLOCKS, PACINGS, Curriculum, Pacing, paced_order
 from lengthwise.data.order import Shuffled
-from lengthwise.data.permutation import draw, raw_stream
+from lengthwise.data.rng import draw, raw_stream
 
 PACED = ("linear", "root", "step")
 CHI_SQUARE_TAIL = 4.0

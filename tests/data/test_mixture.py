@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.config import DataConfig, PartConfig, check, load
+from lengthwise.config.run_config import DataConfig, PartConfig, check, load
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
-from lengthwise.core.scheme import uniform_scheme
+from lengthwise.core.pipeline_config import uniform_scheme
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.data.curriculum import PACINGS
-from lengthwise.data.ledger import RunLedger
 from lengthwise.data.mixture import Mixture, solve_repeats
-from lengthwise.data.order import ORDERS, Everything, OrderSettings, make_order
+from lengthwise.data.order import ORDERS, EverySequence, OrderSettings, make_order
+from lengthwise.data.run_ledger import RunLedger
 from lengthwise.data.sampler import Sampler
-from lengthwise.plan.ahead import PlanAhead
+from lengthwise.plan.prefetch import PlanAhead
 from tests.data.build import build, write_jsonl
 
 repeats = st.sampled_from(["1", "2", "1/2", "5/2", "1/3", "7/10", "0", "3"]).map(Fraction)
@@ -93,7 +93,7 @@ def test_the_sequences_of_a_pass_are_those_of_the_first_release():
 def test_one_part_passed_once_is_the_corpus():
     mixture = Mixture(sizes=(30,), repeats=(Fraction(1),), seed=3)
     lengths = LengthIndex(lengths=np.arange(1, 31))
-    mixed, plain = (Sampler(lengths, seed=3, tokens_per_step=90, selection=one) for one in (mixture, Everything(30)))
+    mixed, plain = (Sampler(lengths, seed=3, tokens_per_step=90, selection=one) for one in (mixture, EverySequence(30)))
     assert list(islice(mixed, 30)) == list(islice(plain, 30))
 
 
@@ -170,7 +170,7 @@ def even_planner(num_ranks):
             pipelines=tuple(
                 Pipeline(
                     ranks=(rank,), scheme=scheme,
-                    micro_batches=tuple(MicroBatch(pack=p, time_s=1.0, peak_bytes=1) for p in packs[rank::num_ranks]),
+                    micro_batches=tuple(PlannedMicroBatch(pack=p, time_s=1.0, peak_bytes=1) for p in packs[rank::num_ranks]),
                 )
                 for rank in range(num_ranks)
             ),

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.budget import Budget
-from lengthwise.data.difficulty import by_length, of_values
+from lengthwise.data.batch_budget import Budget
 from lengthwise.data.order import ORDERS, OrderSettings, make_order
+from lengthwise.data.sort_key import by_length, of_values
 from lengthwise.data.synthetic import synthetic_lengths
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.source import find_sources
-from lengthwise.data.units import split_units
+from lengthwise.index.sources import find_sources
+from lengthwise.index.work_units import split_units
 from tests.data.build import build, places_of, write_tree
 
 RNG = np.random.default_rng(0)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.budget import Budget
-from lengthwise.data.difficulty import by_length
+from lengthwise.data.batch_budget import Budget
 from lengthwise.data.order import OrderSettings, epoch_order, make_order
 from lengthwise.data.sampler import Sampler
+from lengthwise.data.sort_key import by_length
 
 lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 budgets = st.one_of(

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from lengthwise.cli.main import app, main
-from lengthwise.config import check, load
+from lengthwise.config.run_config import check, load
 from lengthwise.core.read_yaml import parse_yaml
 from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, commands, in_language, unfenced
 

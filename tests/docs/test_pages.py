@@ -10,7 +10,7 @@ import yaml
 
 import lengthwise
 from lengthwise.cli.main import VERBS
-from lengthwise.config import Config
+from lengthwise.config.run_config import Config
 from tests.docs.blocks import FENCE, PAGES, ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import lengthwise
-from lengthwise.data.build import build_index
-from lengthwise.data.settings import IndexSettings
+from lengthwise.index.build import build_index
+from lengthwise.index.settings import IndexSettings
 from tests.docs.blocks import BLOCKS, NOTEBOOKS, cells, in_language
 from tests.docs.test_commands import named
 from tests.docs.user_files import write_chats, write_model
@@ -57,9 +57,9 @@ DEVICE = """
 import numpy as np, torch
 from lengthwise.core.batch import Pack
 from lengthwise.core.specs import model_preset
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.model.hf import load_weights, save_pretrained
-from lengthwise.runtime.model.targets import next_token_targets
+from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.models.hf_folder import load_weights, save_pretrained
+from lengthwise.runtime.models.targets import next_token_targets
 pack = Pack(ids=(0, 1), lengths=(5, 3))
 tokens_T, folder = torch.arange(8), "first"
 class step: num_targets = 6

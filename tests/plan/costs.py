@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.scheme import Method
-from lengthwise.plan.kind import degrees_of, make_kinds, schemes_of, stages_of
-from lengthwise.plan.problem import Problem
+from lengthwise.core.pipeline_config import Method
+from lengthwise.plan.space.candidate import degrees_of, make_kinds, schemes_of, stages_of
+from lengthwise.plan.space.problem import PlanningProblem
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def make_problem(
         recomputed=recomputed,
     )
     kinds = make_kinds(schemes, cost, num_devices=num_devices, token_limit=options.pop("token_limit", None))
-    return Problem(
+    return PlanningProblem(
         kinds=kinds,
         num_devices=num_devices,
         devices_per_node=devices_per_node,

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.scheme import Method
+from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
-from lengthwise.plan.problem import PricedBatch
+from lengthwise.plan.space.problem import PricedBatch
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 OTHERS = [name for name in POLICIES if name != "auto"]

@@ -6,14 +6,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.scheme import Method, Weights
-from lengthwise.plan.arrangement import time_s
-from lengthwise.plan.deal import evenly
-from lengthwise.plan.device_groups import Demand, GroupPlanner, Tiling
+from lengthwise.core.pipeline_config import Method, WeightPlacement
+from lengthwise.plan.dcp.dcp import prepare_inter, prepare_intra
+from lengthwise.plan.dcp.deal_buckets import evenly
+from lengthwise.plan.dcp.device_groups import Demand, GroupPlanner, Tiling
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.policies.dcp import prepare_inter, prepare_intra
-from lengthwise.plan.problem import PricedBatch
 from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.draft_plan import time_s
+from lengthwise.plan.space.problem import PricedBatch
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 POLICIES = pytest.mark.parametrize("policy", ["dcp-inter", "dcp-intra"])
@@ -162,10 +162,10 @@ def test_whole_weights_are_taken_where_they_hold_the_longest_sequence(policy):
     methods = (Method.ULYSSES, Method.ULYSSES_Z)
     problem = problem_of(num_devices=4, methods=methods)
     plan = Planner(policy=policy, problem=problem)(make_batch([100, 5, 7]))
-    assert {pipeline.scheme.weights for pipeline in plan.pipelines} == {Weights.WHOLE}
+    assert {pipeline.scheme.weights for pipeline in plan.pipelines} == {WeightPlacement.WHOLE}
     sharded = problem_of(num_devices=4, methods=(Method.ULYSSES_Z,), degrees=[2, 4])
     plan = Planner(policy=policy, problem=sharded)(make_batch([100, 5, 7]))
-    assert {pipeline.scheme.weights for pipeline in plan.pipelines} == {Weights.SHARDED}
+    assert {pipeline.scheme.weights for pipeline in plan.pipelines} == {WeightPlacement.SHARDED}
 
 
 @POLICIES

@@ -5,16 +5,16 @@ import sys
 import numpy as np
 import pytest
 
-from lengthwise.core.scheme import Method
+from lengthwise.core.pipeline_config import Method
+from lengthwise.plan.heterogeneous.propose.planned import MOST_PLANNED, PlannedSteps
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES, prepare
-from lengthwise.plan.pool import FEWEST_SAMPLES, NUM_SAMPLES, SAMPLED_SEQUENCES, lengths_of
-from lengthwise.plan.problem import PricedBatch
-from lengthwise.plan.propose.planned import MOST_PLANNED, PlannedSteps
 from lengthwise.plan.solve.shop import Machines, Objective, schedule
-from lengthwise.plan.solve.shop.exchange import MOST_JOBS, MOST_PAIRS, Assignment, _few_jobs, estimating
+from lengthwise.plan.solve.shop.exchange_moves import MOST_JOBS, MOST_PAIRS, Assignment, _few_jobs, estimating
 from lengthwise.plan.solve.shop.model import make_problem as make_shop
 from lengthwise.plan.solve.shop.pack import fewest_conceivable, pack, spread
+from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.space.search_space import FEWEST_SAMPLES, NUM_SAMPLES, SAMPLED_SEQUENCES, lengths_of
 
 from .costs import make_batch, make_problem
 

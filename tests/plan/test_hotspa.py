@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.plan.arrangement import Arrangement, time_s
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
-from lengthwise.plan.policies.hotspa import ROUNDS, HotSpa
-from lengthwise.plan.problem import PricedBatch
-from lengthwise.plan.ranges import Mode, Range, estimates_s, propose_ranges
 from lengthwise.plan.solve.segments import best_segmentations
-from lengthwise.plan.tune import tiles, tuning_batches
+from lengthwise.plan.space.draft_plan import DraftPlan, time_s
+from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.uniform.hotspa import ROUNDS, HotSpaPolicy
+from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, estimates_s, propose_ranges
+from lengthwise.plan.uniform.tune import tiles, tuning_batches
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 SKEWED = [400, *[10] * 60]
@@ -32,14 +32,14 @@ def kind_of(problem, degree):
 
 def two_ranges(problem):
     ranges = (
-        Range(mode=Mode(kind=kind_of(problem, 1)), up_to=100),
-        Range(mode=Mode(kind=kind_of(problem, 4)), up_to=400),
+        LengthRange(mode=RangeStrategy(kind=kind_of(problem, 1)), up_to=100),
+        LengthRange(mode=RangeStrategy(kind=kind_of(problem, 4)), up_to=400),
     )
-    return HotSpa(problem=problem, ranges=ranges)
+    return HotSpaPolicy(problem=problem, ranges=ranges)
 
 
 def mean_s(policy, batches):
-    return np.mean([time_s(batch, Arrangement(phases=policy.phases(batch))) for batch in batches])
+    return np.mean([time_s(batch, DraftPlan(phases=policy.phases(batch))) for batch in batches])
 
 
 def test_long_and_short_sequences_get_strategies_of_their_own():
@@ -90,7 +90,7 @@ def test_no_single_strategy_is_faster_on_the_samples(samples, num_devices, capac
     )
     batches = tuning_batches(problem)
     every = [
-        HotSpa(problem=problem, ranges=(Range(mode=Mode(kind=kind, rounds=rounds), up_to=100),))
+        HotSpaPolicy(problem=problem, ranges=(LengthRange(mode=RangeStrategy(kind=kind, rounds=rounds), up_to=100),))
         for kind in problem.kinds
         if tiles(problem, kind) and kind.max_tokens >= 100
         for rounds in (ROUNDS if kind.num_stages > 1 else (1,))
@@ -103,14 +103,14 @@ def test_no_single_strategy_is_faster_on_the_samples(samples, num_devices, capac
 def test_floor_and_bound_are_below_the_time(lengths):
     problem = skewed_problem()
     policy, priced = two_ranges(problem), PricedBatch(problem, make_batch(lengths))
-    took_s = time_s(priced, Arrangement(phases=policy.phases(priced))) - 0.25
+    took_s = time_s(priced, DraftPlan(phases=policy.phases(priced))) - 0.25
     assert policy.floor_s(priced) <= took_s * (1 + 1e-9)
     assert policy.bound_s(priced) <= took_s * (1 + 1e-9)
 
 
 def test_a_proposed_range_never_holds_more_than_its_strategy_fits():
     problem = skewed_problem()
-    modes = [Mode(kind=kind) for kind in problem.kinds if tiles(problem, kind)]
+    modes = [RangeStrategy(kind=kind) for kind in problem.kinds if tiles(problem, kind)]
     proposals = propose_ranges(problem, modes, tuning_batches(problem))
     assert any(len(ranges) > 1 for ranges in proposals)
     for ranges in proposals:
@@ -122,14 +122,14 @@ def test_a_proposed_range_never_holds_more_than_its_strategy_fits():
 def test_the_estimate_of_balanced_sequences_is_their_time(stages):
     problem = make_problem(degrees=[1], stages=[stages])
     priced = PricedBatch(problem, make_batch([20] * 16 + [50] * 8))
-    mode = Mode(kind=problem.kinds[0], rounds=stages)
+    mode = RangeStrategy(kind=problem.kinds[0], rounds=stages)
     edges = np.array([0, 20, 100])
     estimated_s = estimates_s(priced, [mode], edges)[0]
     for (i, low), (j, high) in combinations(enumerate(edges.tolist()), 2):
         lengths = [length for length in priced.lengths.tolist() if low < length <= high]
         part = PricedBatch(problem, make_batch(lengths))
-        policy = HotSpa(problem=problem, ranges=(Range(mode=mode, up_to=100),))
-        took_s = time_s(part, Arrangement(phases=policy.phases(part))) - 0.25
+        policy = HotSpaPolicy(problem=problem, ranges=(LengthRange(mode=mode, up_to=100),))
+        took_s = time_s(part, DraftPlan(phases=policy.phases(part))) - 0.25
         if len(set(lengths)) == 1:
             assert estimated_s[i, j] == pytest.approx(took_s, rel=1e-9)
         else:  # lengths that differ are not balanced perfectly

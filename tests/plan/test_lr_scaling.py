@@ -9,9 +9,9 @@ import pytest
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling
 from lengthwise.data.sampler import Sampler
-from lengthwise.plan.ahead import PlanAhead
+from lengthwise.plan.layerwise.random_methods import RandomMethods
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.random_methods import RandomMethods
+from lengthwise.plan.prefetch import PlanAhead
 from tests.plan.costs import make_problem
 
 CORPUS = LengthIndex(lengths=np.arange(1, 91))

@@ -4,12 +4,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.scheme import Method, Weights
-from lengthwise.plan.assign import SMOOTHING
+from lengthwise.core.pipeline_config import Method, WeightPlacement
+from lengthwise.plan.layerwise.layer_assignment import SMOOTHING
+from lengthwise.plan.layerwise.paradyse import prepare
 from lengthwise.plan.planner import Planner
-from lengthwise.plan.policies.paradyse import prepare
-from lengthwise.plan.problem import PricedBatch
 from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.problem import PricedBatch
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 SHARDED = (Method.MEGATRON_TS, Method.ULYSSES_Z, Method.METP)
@@ -130,9 +130,9 @@ def test_the_group_grows_beyond_a_node_where_a_node_does_not_hold_the_longest_se
 
 def test_sharded_weights_are_taken_where_the_pool_has_them():
     both = problem_of(num_devices=4, methods=(*SHARDED, Method.ULYSSES))
-    assert {kind.scheme.weights for kind in prepare(both).ladder.kinds} == {Weights.SHARDED}
+    assert {kind.scheme.weights for kind in prepare(both).ladder.kinds} == {WeightPlacement.SHARDED}
     whole = problem_of(num_devices=4, methods=(Method.ULYSSES, Method.RING))
-    assert {kind.scheme.weights for kind in prepare(whole).ladder.kinds} == {Weights.WHOLE}
+    assert {kind.scheme.weights for kind in prepare(whole).ladder.kinds} == {WeightPlacement.WHOLE}
 
 
 def test_packs_do_not_exceed_the_context_length():

@@ -6,15 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.plan.arrangement import time_s
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
-from lengthwise.plan.policies.bucket import batch_sizes, bucket, bucket_edges
-from lengthwise.plan.policies.packed import packed
-from lengthwise.plan.policies.padded import padded, step_s
-from lengthwise.plan.policies.static import static
-from lengthwise.plan.problem import PricedBatch
 from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.draft_plan import time_s
+from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.uniform.bucket import batch_sizes, bucket, bucket_edges
+from lengthwise.plan.uniform.packed import packed
+from lengthwise.plan.uniform.padded import padded, step_s
+from lengthwise.plan.uniform.static import static
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 BASELINES = ("padded", "static", "bucket", "packed", "hotspa")

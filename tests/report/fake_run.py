@@ -5,11 +5,11 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lengthwise import config
+from lengthwise.config import run_config as config
 from lengthwise.core.batch import Pack, num_targets
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.pipeline_config import dense_scheme
 from lengthwise.core.run_folder import RunFolder, timeline_to_row
-from lengthwise.core.scheme import dense_scheme
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
 
 SCHEME = dense_scheme(4)
@@ -84,13 +84,13 @@ def _plan(step: int, fake: Fake) -> StepPlan:
     lengths = lengths_of(step, fake.sequences_per_step)
     items = list(enumerate(lengths, start=step * fake.sequences_per_step))
     packs = _padded_packs(items) if fake.policy == "padded" else _packs(items)
-    loads: list[list[MicroBatch]] = [[] for _ in range(fake.num_ranks)]
+    loads: list[list[PlannedMicroBatch]] = [[] for _ in range(fake.num_ranks)]
     balanced = fake.policy == "auto"
     order = sorted(packs, key=cost_s, reverse=True) if balanced else packs
     for k, pack in enumerate(order):
         lightest = min(range(fake.num_ranks), key=lambda r: sum(m.time_s for m in loads[r]))
         target = loads[lightest if balanced else k % fake.num_ranks]
-        target.append(MicroBatch(pack=pack, time_s=cost_s(pack), peak_bytes=2**28 + pack.num_tokens * 20_000))
+        target.append(PlannedMicroBatch(pack=pack, time_s=cost_s(pack), peak_bytes=2**28 + pack.num_tokens * 20_000))
     busy = [sum(m.time_s for m in load) for load in loads]
     return StepPlan(
         step=step,

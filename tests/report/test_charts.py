@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.timeline import Span, SpanKind, Timeline
-from lengthwise.report.bars import bar_chart, share_bar
-from lengthwise.report.gantt import MOST_ROWS, drawn, gantt_chart, shown_ranks
-from lengthwise.report.histogram import LengthBin, length_histogram
-from lengthwise.report.lines import LineStyle, Series, line_chart, thin
-from lengthwise.report.scatter import scatter_chart
-from lengthwise.report.svg import WIDTH
+from lengthwise.report.charts.bars import bar_chart, share_bar
+from lengthwise.report.charts.gantt import MOST_ROWS, drawn, gantt_chart, shown_ranks
+from lengthwise.report.charts.histogram import LengthBin, length_histogram
+from lengthwise.report.charts.lines import LineStyle, Series, line_chart, thin
+from lengthwise.report.charts.scatter import scatter_chart
+from lengthwise.report.charts.svg import WIDTH
 
 NASTY = '<b>"a" & b</b>'
 MOST_BYTES = 6_000

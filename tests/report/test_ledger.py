@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
+from lengthwise.report.pages.run_text import order_words, what_ran
 from lengthwise.report.record import read_record
-from lengthwise.report.summary import summarise
-from lengthwise.report.words import order_words, what_ran
+from lengthwise.report.run_summary import summarise
 from tests.report.fake_run import make_run
 
 WEB = {"name": "web", "repeat": 1.0, "sequences_seen": 1200, "tokens_seen": 98765, "passes": 1.5, "refused": {}}

@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 
 from lengthwise.core.batch import Pack
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
-from lengthwise.core.scheme import Method, uniform_scheme
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 
 LAYERS = 12
 STATE = 1000
@@ -17,7 +17,7 @@ def lane(*times_s, degree=1, stages=1, recomputed=0, comm=0.0, held=(), padded_t
         method=Method.ULYSSES if degree > 1 else Method.DENSE,
     )  # fmt: skip
     micro_batches = tuple(
-        MicroBatch(
+        PlannedMicroBatch(
             pack=Pack(ids=(i,), lengths=(5,), padded_to=padded_to),
             time_s=time_s,
             comm_s=comm * time_s,

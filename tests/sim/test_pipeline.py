@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.plan import Pipeline
-from lengthwise.core.scheme import issue_order
+from lengthwise.core.pipeline_config import issue_order
+from lengthwise.core.step_plan import Pipeline
 from lengthwise.sim.pipeline import run_pipeline
 from tests.sim.plans import LAYERS, lane, seconds
 

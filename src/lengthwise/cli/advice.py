@@ -5,8 +5,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from lengthwise.config import TrainConfig
-from lengthwise.core.folder import shown
+from lengthwise.config.run_config import TrainConfig
+from lengthwise.core.atomic_write import shown
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import bytes_in_words
 from lengthwise.runtime.state.checkpoint_files import candidates

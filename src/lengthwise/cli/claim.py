@@ -9,13 +9,13 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lengthwise.core.atomic_write import make_folder, reason, remove_empty, shown
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import make_folder, reason, remove_empty, shown
 from lengthwise.core.lock import STALE_S, FolderLock, InUseError
 from lengthwise.core.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from lengthwise.runtime.comm.world import World
+    from lengthwise.runtime.comm.world import DistContext
 
 LAUNCHER_LOCK, RANKS_LOCK = "launcher", "ranks"
 TOKEN_VARIABLE = "LENGTHWISE_LOCK"
@@ -116,7 +116,7 @@ def _acquire(lock: FolderLock, *, wait_s: float = 0.0, ends_if_lost: bool = Fals
         raise InputError(f"run_folder {shown(folder)} cannot be written ({reason(error)}); name another") from None
 
 
-def check_seen_by_all(folder: RunFolder, world: "World") -> None:
+def check_seen_by_all(folder: RunFolder, world: "DistContext") -> None:
     """Raise ``InputError`` on all ranks unless all of them see the first rank's folder. Every rank calls this."""
     from lengthwise.runtime.comm.objects import gather_json
     from lengthwise.runtime.state.shared_folder import check_shared

@@ -11,7 +11,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from lengthwise.core.folder import write_text
+from lengthwise.core.atomic_write import write_text
 
 _MARK = "made_by_this_user"
 

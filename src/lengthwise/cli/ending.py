@@ -3,9 +3,9 @@
 from contextlib import suppress
 
 from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
-from lengthwise.config import load
+from lengthwise.config.run_config import load
+from lengthwise.core.atomic_write import reason, shown
 from lengthwise.core.errors import InputError, LengthwiseError
-from lengthwise.core.folder import reason, shown
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import candidates
 

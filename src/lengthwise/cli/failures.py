@@ -16,7 +16,7 @@ _MACHINE_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EMFILE, errno.EN
 """Errors of the machine at work; other errors of files say that a path cannot be used as given."""
 
 
-class VerbFailed(Exception):  # noqa: N818 - carries an end, whatever it was
+class CommandFailed(Exception):  # noqa: N818 - carries an end, whatever it was
     """The end of a verb: what to print on stderr, what to print under ``--json``, and the exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -24,48 +24,48 @@ class VerbFailed(Exception):  # noqa: N818 - carries an end, whatever it was
         self.message, self.exit_code = message, exit_code
 
 
-def explain(error: BaseException) -> VerbFailed:
+def explain(error: BaseException) -> CommandFailed:
     """The end that an exception means for the user."""
     if isinstance(error, LengthwiseError):
-        return VerbFailed(str(error), error.exit_code)
+        return CommandFailed(str(error), error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return VerbFailed("interrupted", INTERRUPTED)
+        return CommandFailed("interrupted", INTERRUPTED)
     if isinstance(error, OSError):
         return _explain_os_error(error)
     if isinstance(error, MemoryError):
-        return VerbFailed(
+        return CommandFailed(
             "there is not enough memory for this; use a smaller corpus, cluster or number of steps"
             + (f" ({error})" if str(error) else ""),
             LengthwiseError.exit_code,
         )
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("lengthwise"):
-        return VerbFailed(
+        return CommandFailed(
             f"the package {error.name.partition('.')[0]} is not installed; pip install 'lengthwise[train,hf,data]'",
             InputError.exit_code,
         )
     return _explain_bug(error)
 
 
-def _explain_os_error(error: OSError) -> VerbFailed:
+def _explain_os_error(error: OSError) -> CommandFailed:
     reason = error.strerror or str(error) or type(error).__name__
     names = " and ".join(str(name)[:300] for name in (error.filename, error.filename2) if name is not None)
     is_of_machine = error.errno in _MACHINE_ERRNOS or not names
     where = f"cannot use {names}: " if names else "reading or writing failed: "
-    return VerbFailed(f"{where}{reason}", LengthwiseError.exit_code if is_of_machine else InputError.exit_code)
+    return CommandFailed(f"{where}{reason}", LengthwiseError.exit_code if is_of_machine else InputError.exit_code)
 
 
-def _explain_bug(error: BaseException) -> VerbFailed:
+def _explain_bug(error: BaseException) -> CommandFailed:
     """Name the file that holds the traceback, or print the traceback if ``LENGTHWISE_DEBUG`` asks for it."""
     text = "".join(traceback.format_exception(error))
     first_line = (str(error).splitlines() or [""])[0][:500]
     words = f"unexpected {type(error).__name__}: {first_line}. This is a fault of lengthwise, please report it"
     if os.environ.get(DEBUG_VARIABLE):
         sys.stderr.write(text)
-        return VerbFailed(words, LengthwiseError.exit_code)
+        return CommandFailed(words, LengthwiseError.exit_code)
     try:
         with tempfile.NamedTemporaryFile("w", prefix="lengthwise-", suffix=".traceback", delete=False) as file:
             file.write(text)
         where = f"with {Path(file.name)}, which holds the traceback"
     except OSError:
         where = f"with the traceback that {DEBUG_VARIABLE}=1 prints"
-    return VerbFailed(f"{words} {where}", LengthwiseError.exit_code)
+    return CommandFailed(f"{words} {where}", LengthwiseError.exit_code)

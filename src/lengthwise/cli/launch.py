@@ -35,7 +35,7 @@ MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class LaunchOutcome:
     """How the ranks ended; true if all of them well."""
 
     well: bool
@@ -65,7 +65,7 @@ def torchrun(
     variables: dict[str, str] | None = None,
     on_stop: Callable[[], None] | None = None,
     max_restarts: int = 0,
-) -> Ended:
+) -> LaunchOutcome:
     """Run ``lengthwise ARGUMENTS`` as ``nproc`` ranks of one machine, again up to ``max_restarts`` times if one dies.
 
     One thread a rank unless OMP_NUM_THREADS says otherwise. Ranks listen on the loopback interface alone. The first
@@ -94,11 +94,13 @@ def torchrun(
         with SignalsOfRanks(on_stop) as signals:
             try:
                 torch_run.run(torch_run.parse_args(command))
-                ended = Ended(well=True, was_asked=bool(signals.received))
+                ended = LaunchOutcome(well=True, was_asked=bool(signals.received))
             except ChildFailedError as failed:
-                ended = Ended(well=False, killed=killed_first(failed.failures), was_asked=bool(signals.received))
+                ended = LaunchOutcome(
+                    well=False, killed=killed_first(failed.failures), was_asked=bool(signals.received)
+                )
             except KeyboardInterrupt:  # raised below torchrun when the ranks were killed, so that it starts none again
-                ended = Ended(well=False, was_asked=True)
+                ended = LaunchOutcome(well=False, was_asked=True)
     signals.raise_again(has_on_stop=on_stop is not None)
     return ended
 

@@ -12,10 +12,10 @@ import typer
 import typer.core
 import typer.main
 
-from lengthwise.cli.console import emit_json, prepare_streams, print_error
-from lengthwise.cli.failures import VerbFailed, explain
+from lengthwise.cli.failures import CommandFailed, explain
 from lengthwise.cli.signals import stoppable_start
 from lengthwise.core.errors import Preempted
+from lengthwise.session.console import emit_json, prepare_streams, print_error
 
 USAGE = 2
 """The exit code of a command line that cannot be read."""
@@ -49,7 +49,9 @@ class LazyGroup(typer.core.TyperGroup):
         if cmd_name not in VERBS:
             return None
         verb = typer.Typer(add_completion=False, rich_markup_mode=None)
-        verb.command(name=cmd_name, help=VERBS[cmd_name])(_guarded(import_module(f"lengthwise.cli.{cmd_name}").run))
+        verb.command(name=cmd_name, help=VERBS[cmd_name])(
+            _guarded(import_module(f"lengthwise.cli.commands.{cmd_name}").run)
+        )
         return typer.main.get_command(verb)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -80,7 +82,7 @@ def main() -> None:
     except Preempted as stopped:  # before the verb was called
         print_error(str(stopped))
         sys.exit(stopped.exit_code)
-    except VerbFailed as failed:
+    except CommandFailed as failed:
         if "--json" in sys.argv:
             emit_json({"error": failed.message, "exit_code": failed.exit_code})
         print_error(failed.message)

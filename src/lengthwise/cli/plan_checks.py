@@ -4,15 +4,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lengthwise.cli.assemble import make_sampler
-from lengthwise.config import Config
+from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.specs import ClusterSpec, ModelSpec, needed_and_available
-from lengthwise.cost.analytic import AnalyticCost
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.session.planning import make_sampler
 
 if TYPE_CHECKING:
     from lengthwise.data.corpus import Corpus
-    from lengthwise.plan.from_file import PlanFile
+    from lengthwise.plan.plan_file import PlanFile
 
 
 def check_plans_of_run(config: Config, plans: "PlanFile", corpus: "Corpus", *, first_step: int = 0) -> None:

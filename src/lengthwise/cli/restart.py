@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
-from lengthwise.config import Config, load
+from lengthwise.config.run_config import Config, load
+from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shown, write_text
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
-from lengthwise.core.folder import full_disk_behind, is_of_disk, reason, shown, write_text
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest, outlook, step_of
 
 if TYPE_CHECKING:
-    from lengthwise.runtime.comm.world import World
-    from lengthwise.runtime.train.trainer import Trainer
+    from lengthwise.runtime.comm.world import DistContext
+    from lengthwise.runtime.train.trainer import TrainingLoop
 
 STATUS = "status.json"
 RUNNING, DONE, PREEMPTED, FAILED, CRASHED = "running", "done", "preempted", "failed", "crashed"
@@ -180,7 +180,7 @@ def end_with_parent() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResumePoint:
     """From where a run goes on."""
 
     folder: RunFolder
@@ -189,7 +189,7 @@ class Start:
     fall_back: bool = False
     """Whether an older checkpoint will do where the newest is damaged."""
 
-    def restore(self, trainer: "Trainer", world: "World") -> None:
+    def restore(self, trainer: "TrainingLoop", world: "DistContext") -> None:
         """Go on from the newest complete checkpoint, if there is one. Every rank calls this.
 
         Raises:
@@ -236,7 +236,7 @@ class Start:
             return complete
 
 
-def _try(trainer: "Trainer", path: Path, world: "World") -> InputError | None:
+def _try(trainer: "TrainingLoop", path: Path, world: "DistContext") -> InputError | None:
     """Resume from ``path``; the error that any rank met, the same on all of them."""
     from lengthwise.runtime.comm.objects import gather_json
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lengthwise.config import Config
+from lengthwise.config.run_config import Config
 
 if TYPE_CHECKING:
     from lengthwise.core.specs import ClusterSpec, ModelSpec
-    from lengthwise.data.corpus import Corpus, Part
-    from lengthwise.runtime.model.base import Transformer
+    from lengthwise.data.corpus import Corpus, CorpusPart
+    from lengthwise.runtime.models.base import Transformer
 
 NUM_PROBES, PROBE_TOKENS = 64, 512
 """Places of an index whose tokens are compared, and tokens at each; its digest covers all of them."""
@@ -36,7 +36,7 @@ def run_to_compare(
     config: Config, corpus: "Corpus", *, spec: "ModelSpec", cluster: "ClusterSpec", model: "Transformer"
 ) -> dict[str, Any]:
     """What those settings stand for on this rank: the content of files, the model's first weights, the devices."""
-    from lengthwise.runtime.model.checksum import weight_checksums
+    from lengthwise.runtime.models.checksum import weight_checksums
 
     files = {"plan.file": config.plan.file, "plan.profile": config.plan.profile}
     return {
@@ -47,7 +47,7 @@ def run_to_compare(
     }
 
 
-def _content(part: "Part") -> dict[str, Any]:
+def _content(part: "CorpusPart") -> dict[str, Any]:
     """What an index says of itself, and a digest over tokens at places all over it."""
     view = part.view.lengths
     last = len(view.lengths) - 1

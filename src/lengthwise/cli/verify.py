@@ -2,11 +2,11 @@
 
 import os
 
-from lengthwise.cli.console import progress
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
-from lengthwise.config import Config
+from lengthwise.config.run_config import Config
 from lengthwise.data.corpus import Corpus, open_corpus
-from lengthwise.data.store import TokenStore
+from lengthwise.index.store import TokenStore
+from lengthwise.session.console import progress
 
 
 def verify_corpus(config: Config, corpus: Corpus) -> None:

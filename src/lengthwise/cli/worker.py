@@ -10,26 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from lengthwise.cli.advice import CheckpointAdvice, space_warning
-from lengthwise.cli.assemble import (
-    check_num_ranks,
-    make_cost,
-    make_planner,
-    make_sampler,
-    open_plans,
-    resolve_cluster,
-    resolve_model,
-    with_draws,
-)
 from lengthwise.cli.claim import RanksClaim, check_seen_by_all
-from lengthwise.cli.compiled import compiled_layers, sizes_of, tell_sizes
 from lengthwise.cli.compiler_cache import set_aside_foreign
-from lengthwise.cli.console import stderr
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
 from lengthwise.cli.restart import (
     DONE,
     RUNNING,
     STATUS,
-    Start,
+    ResumePoint,
     end_with_parent,
     is_first,
     num_restarts,
@@ -40,28 +28,40 @@ from lengthwise.cli.restart import (
     write_status,
 )
 from lengthwise.cli.same_start import run_to_compare, settings_to_compare
-from lengthwise.cli.sampling import sampling_report, unused_settings
-from lengthwise.config import Config
+from lengthwise.config.run_config import Config
+from lengthwise.core.atomic_write import make_folder
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
-from lengthwise.core.folder import make_folder
 from lengthwise.core.lock import InUseError
-from lengthwise.core.plan import StepPlan
 from lengthwise.core.processes import num_cores
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import Corpus, open_corpus
-from lengthwise.data.ledger import RunLedger
+from lengthwise.data.length_stats import histogram
 from lengthwise.data.order import SHUFFLED
-from lengthwise.data.stats import histogram
-from lengthwise.plan.ahead import PlanAhead
-from lengthwise.plan.from_file import PlanFile
+from lengthwise.data.run_ledger import RunLedger
+from lengthwise.plan.plan_file import PlanFile
+from lengthwise.plan.prefetch import PlanAhead
 from lengthwise.runtime.train.stop import StopRequest
+from lengthwise.session.compile_sizes import compiled_layers, sizes_of, tell_sizes
+from lengthwise.session.console import stderr
+from lengthwise.session.planning import (
+    check_num_ranks,
+    make_cost,
+    make_planner,
+    make_sampler,
+    open_plans,
+    resolve_cluster,
+    resolve_model,
+    with_draws,
+)
+from lengthwise.session.sampling_report import sampling_report, unused_settings
 
 if TYPE_CHECKING:
-    from lengthwise.runtime.comm.world import World
-    from lengthwise.runtime.model.base import Transformer
-    from lengthwise.runtime.train.metrics import Callback, Row
+    from lengthwise.runtime.comm.world import DistContext
+    from lengthwise.runtime.models.base import Transformer
+    from lengthwise.runtime.train.step_metrics import Row, StepCallback
     from lengthwise.runtime.train.trainer import BatchStream
 
 
@@ -95,7 +95,7 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
         check_seen_by_all(folder, world)
         if world.is_first:
             write_status(folder, RUNNING)
-        _train(config, world, Start(folder=folder, resume=resume, fall_back=fall_back), stop)
+        _train(config, world, ResumePoint(folder=folder, resume=resume, fall_back=fall_back), stop)
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
         stop_world(world)
@@ -143,10 +143,10 @@ def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
     os._exit(error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code)
 
 
-def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> None:
+def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopRequest) -> None:
     from lengthwise.runtime.comm.activity import ACTIVITY
     from lengthwise.runtime.comm.consensus import require_equal
-    from lengthwise.runtime.train.trainer import Trainer
+    from lengthwise.runtime.train.trainer import TrainingLoop
 
     corpus = open_corpus(config.data)
     corpus.check_tokens()
@@ -160,7 +160,7 @@ def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> N
     try:
         callbacks = _callbacks(config, start.folder, cluster) if world.is_first else []
         on_size = next((one.on_compiled for one in callbacks if isinstance(one, ConsoleLog)), None)
-        trainer = Trainer(
+        trainer = TrainingLoop(
             config=config,
             spec=spec,
             model=model,
@@ -196,7 +196,7 @@ def _train(config: Config, world: "World", start: Start, stop: StopRequest) -> N
 
 
 def _plans(
-    config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec, world: "World"
+    config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec, world: "DistContext"
 ) -> "tuple[BatchStream, Callable[[GlobalBatch], StepPlan], tuple[int, ...]]":
     """The stream of batches, what plans them (the file of plans, or the policy, ahead of training), and for which sizes
     layers are compiled.
@@ -221,7 +221,7 @@ def _plans(
     return ahead, ahead, sizes_of(config, planner)
 
 
-def _workers(config: Config, world: "World") -> int:
+def _workers(config: Config, world: "DistContext") -> int:
     """``plan.workers``, but no more than ``WORKERS_PER_CORE`` for each core over all ranks of this machine."""
     from lengthwise.runtime.comm.devices import local_size
 
@@ -235,12 +235,12 @@ def _workers(config: Config, world: "World") -> int:
     return min(asked, most)
 
 
-def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":
+def build(config: Config, spec: ModelSpec, world: "DistContext") -> "Transformer":
     """The model with its first weights: from ``model.hf``, or drawn from the seed."""
     import torch
 
-    from lengthwise.runtime.model.build import build_model
-    from lengthwise.runtime.model.hf import load_weights
+    from lengthwise.runtime.models.hf_folder import load_weights
+    from lengthwise.runtime.models.registry import build_model
 
     model = build_model(spec, dtype=getattr(torch, config.train.dtype), device=world.device, seed=config.seed)
     if config.model.hf:
@@ -248,7 +248,7 @@ def build(config: Config, spec: ModelSpec, world: "World") -> "Transformer":
     return model
 
 
-def find_cluster(config: Config, world: "World") -> ClusterSpec:
+def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
     """The named cluster, which must have as many devices as there are ranks, or the devices the ranks run on."""
     from lengthwise.runtime.comm.devices import find_device, local_size, memory_of_gpu
 
@@ -304,11 +304,11 @@ def _octaves(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(longest.bit_length()))
 
 
-def _callbacks(config: Config, folder: RunFolder, cluster: ClusterSpec) -> list["Callback"]:
-    from lengthwise.runtime.train.metrics import TensorBoard, log_line
+def _callbacks(config: Config, folder: RunFolder, cluster: ClusterSpec) -> list["StepCallback"]:
+    from lengthwise.runtime.train.step_metrics import TensorBoard, log_line
 
     device_gib = cluster.device.memory_bytes / GIB
-    callbacks: list[Callback] = [
+    callbacks: list[StepCallback] = [
         ConsoleLog(config, lambda row: log_line(row, num_steps=config.train.steps, device_gib=device_gib)),
         CheckpointAdvice(config.train, lambda words: stderr().print(words, soft_wrap=True)),
     ]
@@ -321,7 +321,7 @@ class ConsoleLog:
     """The log line of every ``train.log_every`` steps on stderr, above a progress bar on a terminal."""
 
     def __init__(self, config: Config, line: Callable[["Row"], str]) -> None:
-        from lengthwise.cli.console import progress
+        from lengthwise.session.console import progress
 
         self._every = config.train.log_every
         self._line = line

@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lengthwise.core.atomic_write import write_text
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import write_text
 from lengthwise.core.lengths import MOST_TOKENS
+from lengthwise.core.pipeline_config import PipelineConfig, Strategy
 from lengthwise.core.read_file import brief, read_json
-from lengthwise.core.scheme import Scheme, Strategy
 from lengthwise.core.specs import MAX_DEVICES
 from lengthwise.core.typed_json import from_document
 
@@ -30,18 +30,18 @@ class CostModel(Protocol):
     ``overhead_s(scheme) + sum(sequence_times_s(lengths, scheme))``, which is what ``time_s`` returns.
     """
 
-    def sequence_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+    def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds, forward and backward, that each sequence adds to a micro-batch (one stage of ``scheme``).
 
         More than 0, and never less for a longer sequence.
         """
         ...
 
-    def overhead_s(self, scheme: Scheme) -> float:
+    def overhead_s(self, scheme: PipelineConfig) -> float:
         """Seconds that a micro-batch costs before its first token."""
         ...
 
-    def time_s(self, lengths: Sequence[int], scheme: Scheme) -> float:
+    def time_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
         """Seconds of one micro-batch that packs sequences of ``lengths``, forward and backward."""
         ...
 
@@ -52,7 +52,7 @@ class CostModel(Protocol):
         """
         ...
 
-    def comm_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+    def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Of ``sequence_times_s``, the seconds in communication that computation does not hide; 0 where unknown."""
         ...
 
@@ -60,7 +60,7 @@ class CostModel(Protocol):
         """Seconds to move weights and gradients between two phases of one step; 0 where nothing moves."""
         ...
 
-    def peak_bytes(self, num_tokens: ArrayLike, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+    def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device while micro-batches of ``num_tokens`` are computed on a cluster of ``num_devices``.
 
         The bytes of the model state at 0 tokens. With stages, those of the first one, which keeps the most
@@ -68,11 +68,11 @@ class CostModel(Protocol):
         """
         ...
 
-    def max_tokens(self, scheme: Scheme, *, num_devices: int) -> int:
+    def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
         ...
 
-    def util_tokens(self, scheme: Scheme) -> int:
+    def util_tokens(self, scheme: PipelineConfig) -> int:
         """Mean tokens of a micro-batch below which more micro-batches are not worth a try; 1 where unknown."""
         ...
 

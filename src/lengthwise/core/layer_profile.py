@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
+from lengthwise.core.atomic_write import write_text
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import write_text
 from lengthwise.core.read_file import read_json
 from lengthwise.core.typed_json import from_document
 

@@ -10,8 +10,8 @@ from typing import Any
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.core.lr_scaling import MAX_LR_FACTOR
+from lengthwise.core.pipeline_config import Method, WeightPlacement
 from lengthwise.core.read_file import brief
-from lengthwise.core.scheme import Method, Weights
 from lengthwise.core.specs import MAX_DEVICES
 
 MAX_PACK_TOKENS = 1 << 32
@@ -28,7 +28,7 @@ _PLAN = {
 _SCHEME = {"degree", "stage_layers", "methods", "recompute", "weights"}
 _PIPELINE = {"ranks", "phase", "scheme", "state_bytes", "micro_batches"}
 _MICRO_BATCH = {"ids", "lengths", "padded_to", "time_s", "comm_s", "peak_bytes", "methods", "recompute"}
-_METHODS, _WEIGHTS = {str(method) for method in Method}, {str(weights) for weights in Weights}
+_METHODS, _WEIGHTS = {str(method) for method in Method}, {str(weights) for weights in WeightPlacement}
 
 
 def check_plan_values(document: Any) -> None:

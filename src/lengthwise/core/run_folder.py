@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lengthwise.core.atomic_write import reason, shown, write_text
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import reason, shown, write_text
 from lengthwise.core.lock import FolderLock
-from lengthwise.core.plan import StepPlan
 from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_json
 from lengthwise.core.specs import MAX_DEVICES, ModelSpec, whole_number
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, merge
 from lengthwise.core.typed_json import from_document
 

@@ -7,7 +7,7 @@ port; a hop of a plain ring crosses from one node to the next through one port.
 """
 
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.cost.volume import Sent
+from lengthwise.cost.analytic.volume import Sent
 
 LINK_EFFICIENCY = 0.8
 """Share of the data sheet's rate that large messages reach: NCCL's all-gather over eight A100s runs at 230-240 of 300

@@ -8,10 +8,10 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lengthwise.core.scheme import Scheme, Strategy
+from lengthwise.core.pipeline_config import PipelineConfig, Strategy
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.holdings import Mover, held_params
-from lengthwise.cost.memory import state_bytes
+from lengthwise.cost.memory_model import state_bytes
+from lengthwise.cost.weight_shards import WeightTraffic, held_params
 
 PROBES = 128
 """Parts in which a range of tokens is cut while the most that fits is searched."""
@@ -30,12 +30,12 @@ class SchemeCache(Generic[Made]):
 
     MAX_OBJECTS = 4096
 
-    def __init__(self, make: Callable[[Scheme], Made]) -> None:
+    def __init__(self, make: Callable[[PipelineConfig], Made]) -> None:
         self._make = make
-        self._by_id: dict[int, tuple[Scheme, Made]] = {}
-        self._made: dict[Scheme, Made] = {}
+        self._by_id: dict[int, tuple[PipelineConfig, Made]] = {}
+        self._made: dict[PipelineConfig, Made] = {}
 
-    def __call__(self, scheme: Scheme) -> Made:
+    def __call__(self, scheme: PipelineConfig) -> Made:
         """What ``make`` made of ``scheme``. What it raises is raised every time."""
         known = self._by_id.get(id(scheme))
         if known is not None and known[0] is scheme:  # an id is used again once its object is gone or unpickled
@@ -48,7 +48,7 @@ class SchemeCache(Generic[Made]):
         return self._made[scheme]
 
 
-class LineMemory:
+class PiecewiseLinearMemory:
     """Bytes that are the largest of a few lines over the tokens of a micro-batch; one line per stage, made once."""
 
     def __init__(self, make: Callable[..., tuple[Line, ...]]) -> None:
@@ -56,7 +56,7 @@ class LineMemory:
         self._make = make
         self._lines: dict[int, SchemeCache[tuple[Line, ...]]] = {}
 
-    def __call__(self, tokens: np.ndarray, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+    def __call__(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device on a cluster of ``num_devices``; the shape of ``tokens``."""
         if num_devices not in self._lines:
             self._lines[num_devices] = SchemeCache(partial(self._make, num_devices=num_devices))
@@ -89,25 +89,25 @@ class SeparableCost(ABC):
         self.model = model
         self.cluster = cluster
         self.dtype = dtype
-        self.mover = Mover(model=model, cluster=cluster, dtype=dtype)
+        self.mover = WeightTraffic(model=model, cluster=cluster, dtype=dtype)
 
     @abstractmethod
-    def sequence_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+    def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds, forward and backward, that each sequence adds to a micro-batch (one stage of ``scheme``)."""
 
     @abstractmethod
-    def overhead_s(self, scheme: Scheme) -> float:
+    def overhead_s(self, scheme: PipelineConfig) -> float:
         """Seconds that a micro-batch costs before its first token."""
 
     @abstractmethod
-    def _bytes(self, tokens: np.ndarray, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+    def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device for micro-batches of ``tokens``: the same shape, never fewer for more tokens."""
 
-    def time_s(self, lengths: Sequence[int], scheme: Scheme) -> float:
+    def time_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
         """Seconds of one micro-batch that packs sequences of ``lengths``, forward and backward."""
         return float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
 
-    def comm_times_s(self, lengths: np.ndarray, scheme: Scheme) -> np.ndarray:
+    def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Unknown: zeros."""
         return np.zeros(len(lengths))
 
@@ -119,16 +119,16 @@ class SeparableCost(ABC):
         """Seconds to move weights and gradients between two phases of one step; 0 where nothing moves."""
         return self.mover.switch_s(before, after)
 
-    def util_tokens(self, scheme: Scheme) -> int:
+    def util_tokens(self, scheme: PipelineConfig) -> int:
         """Fewest tokens of a micro-batch that use a device well; 1 where the model knows no such limit."""
         return 1
 
-    def peak_bytes(self, num_tokens: ArrayLike, scheme: Scheme, *, num_devices: int) -> np.ndarray:
+    def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device while micro-batches of ``num_tokens`` are computed on a cluster of ``num_devices``."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
         return np.asarray(self._bytes(tokens, scheme, num_devices=num_devices)).astype(np.int64)
 
-    def max_tokens(self, scheme: Scheme, *, num_devices: int) -> int:
+    def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
         return most_tokens(
             lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.memory_limit_bytes
@@ -139,7 +139,7 @@ class SeparableCost(ABC):
         """Bytes that a micro-batch and everything beside it may take."""
         return self.cluster.device.memory_bytes
 
-    def _state_bytes(self, scheme: Scheme, num_devices: int) -> tuple[int, ...]:
+    def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Bytes of the model state on a device of each stage."""
         held = (held_params(self.model, scheme, stage=stage) for stage in range(scheme.num_stages))
         return tuple(

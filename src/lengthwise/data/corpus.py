@@ -9,23 +9,23 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.config import DataConfig, PartConfig
+from lengthwise.config.run_config import DataConfig, PartConfig
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.max_length import CorpusView, LengthLedger, apply_max_length
 from lengthwise.data.mixture import Mixture, solve_repeats
-from lengthwise.data.order import Everything, Selection
-from lengthwise.data.rules import Ledger, View, apply_max_length
-from lengthwise.data.store import TokenStore, open_index
-from lengthwise.data.tokenizer import file_digest
+from lengthwise.data.order import EverySequence, Selection
+from lengthwise.index.store import TokenStore, open_index
+from lengthwise.index.tokenizers import file_digest
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class CorpusPart:
     """One index of a run."""
 
     name: str
     store: TokenStore
-    view: View
+    view: CorpusView
     repeat: Fraction = Fraction(1)
     """Passes over it in an epoch."""
 
@@ -39,7 +39,7 @@ class Part:
 class Corpus:
     """Token ids by sequence id, after the length rule; the ids of several parts are laid end to end."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[CorpusPart, ...]
     is_mixture: bool = False
 
     def __len__(self) -> int:
@@ -80,12 +80,12 @@ class Corpus:
         return self.parts[0].store.eos_id
 
     @cached_property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> LengthLedger:
         """What the length rule did, to all parts together."""
         ledgers = [part.view.ledger for part in self.parts]
-        counted = [field.name for field in fields(Ledger) if field.name not in ("rule", "max_length")]
+        counted = [field.name for field in fields(LengthLedger) if field.name not in ("rule", "max_length")]
         sums = {name: sum(getattr(ledger, name) for ledger in ledgers) for name in counted}
-        return Ledger(rule=ledgers[0].rule, max_length=ledgers[0].max_length, **sums)
+        return LengthLedger(rule=ledgers[0].rule, max_length=ledgers[0].max_length, **sums)
 
     def mixture(self, seed: int) -> Mixture:
         """How often each part is passed over."""
@@ -94,7 +94,7 @@ class Corpus:
 
     def selection(self, seed: int) -> Selection:
         """Which sequences an epoch holds."""
-        return self.mixture(seed) if self.is_mixture else Everything(len(self))
+        return self.mixture(seed) if self.is_mixture else EverySequence(len(self))
 
     def part_of(self, ids: np.ndarray) -> np.ndarray:
         """Number of the part that each sequence is of."""
@@ -126,7 +126,7 @@ def open_corpus(config: DataConfig) -> Corpus:
         raise InputError("data.index is not set; make an index with `lengthwise index` and give its folder")
     store = open_index(config.index)
     view = apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
-    return Corpus(parts=(Part(name=_name(config.index), store=store, view=view),))
+    return Corpus(parts=(CorpusPart(name=_name(config.index), store=store, view=view),))
 
 
 def _open_mixture(config: DataConfig) -> Corpus:
@@ -140,7 +140,7 @@ def _open_mixture(config: DataConfig) -> Corpus:
     views = [_view(config, name, store) for name, store in zip(names, stores)]
     repeats = _repeats(config.mixture, names, views)
     parts = (
-        Part(name=name, store=store, view=view, repeat=repeat)
+        CorpusPart(name=name, store=store, view=view, repeat=repeat)
         for name, store, view, repeat in zip(names, stores, views, repeats)
     )
     return Corpus(parts=tuple(parts), is_mixture=True)
@@ -150,14 +150,14 @@ def _name(index: str) -> str:
     return Path(index).resolve().name
 
 
-def _view(config: DataConfig, name: str, store: TokenStore) -> View:
+def _view(config: DataConfig, name: str, store: TokenStore) -> CorpusView:
     try:
         return apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
     except InputError as error:
         raise InputError(f"part {name} of data.mixture: {error}") from None
 
 
-def _repeats(parts: tuple[PartConfig, ...], names: list[str], views: list[View]) -> tuple[Fraction, ...]:
+def _repeats(parts: tuple[PartConfig, ...], names: list[str], views: list[CorpusView]) -> tuple[Fraction, ...]:
     return solve_repeats(
         names,
         repeats=[part.repeat for part in parts],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.permutation import epoch_order
+from lengthwise.data.rng import epoch_order
 
 MAX_IN_EPOCH = 1 << 30
 """Sequences of an epoch that repeats corpora; its order is kept in memory."""

@@ -8,7 +8,7 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import nearest
 from lengthwise.data.curriculum import NATURAL, ROOT, Curriculum, Difficulty, Pacing
-from lengthwise.data.permutation import epoch_order as epoch_order
+from lengthwise.data.rng import epoch_order as epoch_order
 
 SHUFFLED, CORPUS, SORTED, CURRICULUM, WINDOWED = ORDERS = ("shuffled", "corpus", "sorted", "curriculum", "windowed")
 WINDOW = 4096
@@ -49,7 +49,7 @@ class OrderOfBatches(Order, Protocol):
 
 
 @dataclass(frozen=True)
-class Everything:
+class EverySequence:
     """Every sequence of a corpus, once an epoch."""
 
     num_sequences: int

@@ -8,9 +8,9 @@ import numpy as np
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.data.budget import Budget
-from lengthwise.data.order import Everything, Order, OrderOfBatches, Selection, Shuffled
-from lengthwise.data.permutation import BATCHES, epoch_order
+from lengthwise.data.batch_budget import Budget
+from lengthwise.data.order import EverySequence, Order, OrderOfBatches, Selection, Shuffled
+from lengthwise.data.rng import BATCHES, epoch_order
 
 _SCHEMA_VERSION = 2
 _PLACE = ("epoch", "position", "step")
@@ -44,7 +44,7 @@ class Sampler:
         if budget is not None and (tokens_per_step or sequences_per_step):
             raise InputError("a budget is given, and data.tokens_per_step or data.sequences_per_step too; give one")
         self._lengths, self._objective, self._seed = lengths, objective, seed
-        self._order_of, self._selection = order or Shuffled(), selection or Everything(len(lengths))
+        self._order_of, self._selection = order or Shuffled(), selection or EverySequence(len(lengths))
         self._identity: dict[str, Any] = {
             "digest": lengths.digest,
             "seed": seed,

@@ -6,10 +6,10 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.lr_scaling import LrScaling
-from lengthwise.core.plan import StepPlan
-from lengthwise.plan.arrangement import to_plan
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.plan.policies import prepare
-from lengthwise.plan.problem import PricedBatch, Problem
+from lengthwise.plan.space.draft_plan import to_plan
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Planner:
     """Plans steps under one policy. Deterministic: equal input, equal plan on every rank."""
 
     policy: str
-    problem: Problem
+    problem: PlanningProblem
     lr_scaling: LrScaling | None = None
     """How the learning-rate of a step follows its batch; None: not at all."""
 

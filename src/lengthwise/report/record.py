@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthwise.config import MAX_CONFIG_BYTES
+from lengthwise.config.run_config import MAX_CONFIG_BYTES
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
-from lengthwise.core.plan import StepPlan
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
 from lengthwise.core.run_folder import MAX_NUMBER, RunFolder
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
-from lengthwise.report.histogram import LengthBin
+from lengthwise.report.charts.histogram import LengthBin
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 
-from lengthwise.core.plan import StepPlan
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
-from lengthwise.sim.options import SimOptions
-from lengthwise.sim.pipeline import Pass, PipelineRun
-from lengthwise.sim.step import PhaseRun, run_step
+from lengthwise.sim.pipeline import PipelineRun, StagePass
+from lengthwise.sim.sim_options import SimOptions
+from lengthwise.sim.simulate_step import PhaseRun, run_step
 
 BUBBLE = "bubble"
 """Name of the waits of a stage for other stages of its pipeline."""
@@ -65,7 +65,7 @@ def _stretches(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[Stretc
     yield from _lasting(phase.end_s, phase.switch_end_s, SpanKind.COMMUNICATE, SWITCH)
 
 
-def _pass(one: Pass, comm_share: float) -> Iterator[Stretch]:
+def _pass(one: StagePass, comm_share: float) -> Iterator[Stretch]:
     """A forward or backward: first what computes, then what only communicates."""
     name = f"{'backward' if one.is_backward else 'forward'} {one.micro_batch}"
     computed_s = max(one.start_s, one.end_s - comm_share * (one.end_s - one.start_s))

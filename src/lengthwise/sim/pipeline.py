@@ -10,11 +10,11 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from lengthwise.core.plan import Pipeline
-from lengthwise.core.scheme import issue_order
+from lengthwise.core.pipeline_config import issue_order
+from lengthwise.core.step_plan import Pipeline
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """A forward or a backward of one micro-batch on one stage."""
 
     start_s: float
@@ -29,7 +29,7 @@ class PipelineRun:
 
     pipeline: Pipeline
     start_s: float
-    stages: tuple[tuple[Pass, ...], ...]
+    stages: tuple[tuple[StagePass, ...], ...]
     """The passes of each stage, one after another."""
 
     @cached_property
@@ -98,14 +98,14 @@ def run_pipeline(
 
 def _run_stages(
     times: Sequence[tuple[list[float], list[float]]], start_s: float, transfer_s: float
-) -> tuple[tuple[Pass, ...], ...]:
+) -> tuple[tuple[StagePass, ...], ...]:
     """Times are seconds [V] of the forwards and of the backwards of each stage."""
     num_stages, count = len(times), len(times[0][0])
     last = num_stages - 1
     orders = [issue_order(s, num_stages=num_stages, num_micro_batches=count) for s in range(num_stages)]
     inputs = [[math.inf if stage else start_s] * count for stage in range(num_stages)]  # when each one is there
     gradients = [[math.inf] * count for _ in range(num_stages)]
-    done: list[list[Pass]] = [[] for _ in range(num_stages)]
+    done: list[list[StagePass]] = [[] for _ in range(num_stages)]
     while any(len(passes) < 2 * count for passes in done):
         for stage, passes in enumerate(done):
             now_s = passes[-1].end_s if passes else start_s
@@ -116,7 +116,7 @@ def _run_stages(
                     break
                 begin_s = max(now_s, ready_s)
                 now_s = begin_s + times[stage][is_backward][i]
-                passes.append(Pass(begin_s, now_s, i, is_backward))
+                passes.append(StagePass(begin_s, now_s, i, is_backward))
                 if is_backward and stage:
                     gradients[stage - 1][i] = now_s + transfer_s
                 elif not is_backward and stage < last:

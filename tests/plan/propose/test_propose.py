@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given, settings
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.plan.flexible import flexible_kinds
-from lengthwise.plan.place import place, placeable
-from lengthwise.plan.propose import propose
-from lengthwise.plan.propose.parametric import integer_strategies
-from lengthwise.plan.propose.planned import PlannedSteps
-from lengthwise.plan.propose.tiling import Tiler, strategy_of
-from lengthwise.plan.propose.workload import make_workload
+from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_kinds
+from lengthwise.plan.heterogeneous.propose import propose
+from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
+from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
+from lengthwise.plan.heterogeneous.propose.tiling import Tiler, strategy_of
+from lengthwise.plan.heterogeneous.propose.workload import make_workload
+from lengthwise.plan.space.placement import place, placeable
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import problems, workload_of
 

@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from lengthwise.plan.propose.workload import Workload, make_workload
+from lengthwise.plan.heterogeneous.propose.workload import Workload, make_workload
 from tests.plan.costs import SimpleCost, make_problem
 
 

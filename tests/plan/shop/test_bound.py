@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lengthwise.plan.solve.shop import Effort, Machines, Objective, certify, lower_bound_of_classes, schedule
+from lengthwise.plan.solve.shop import Machines, Objective, SearchEffort, certify, lower_bound_of_classes, schedule
 
 from .brute import largest_job, optima, random_instance
 
@@ -33,14 +33,14 @@ def check(rng, efforts):
 
 def test_no_schedule_ends_before_the_bound_and_none_of_few_jobs_ends_later_than_the_best():
     rng = np.random.default_rng(1)
-    optimal = [each for step in range(800) for each in check(rng, [Effort(exact_jobs=0 if step % 2 else 6)])]
+    optimal = [each for step in range(800) for each in check(rng, [SearchEffort(exact_jobs=0 if step % 2 else 6)])]
     assert np.mean(optimal) >= 0.99
 
 
 @pytest.mark.deep
 def test_five_thousand_optima_are_never_below_the_bound():
     rng = np.random.default_rng(2)
-    efforts = Effort(), Effort(exact_jobs=0)
+    efforts = SearchEffort(), SearchEffort(exact_jobs=0)
     optimal = np.array([each for _ in range(2700) for each in zip(*[iter(check(rng, efforts))] * 2)])
     assert len(optimal) >= 5000
     assert optimal[:, 0].mean() >= 0.995

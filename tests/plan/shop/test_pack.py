@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.plan.solve.shop.exchange import packing
+from lengthwise.plan.solve.shop.exchange_moves import packing
 from lengthwise.plan.solve.shop.model import Machines, Objective, estimator, make_problem
 from lengthwise.plan.solve.shop.pack import improve, pack, spread
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.plan.solve.shop import Effort, Machines, Objective, certify, schedule
+from lengthwise.plan.solve.shop import Machines, Objective, SearchEffort, certify, schedule
 
 from .brute import span_of
 from .one_f_one_b import one_f_one_b
@@ -75,7 +75,7 @@ def test_more_effort_never_loosens_the_bound(problem):
     sizes = np.array(sizes)
     work = work_of(sizes, machines)
     certificate = certify(work, sizes, machines, objective=objective)
-    effort = Effort(packed_jobs=2000)
+    effort = SearchEffort(packed_jobs=2000)
     found = schedule(work, sizes, machines, objective=objective, certificate=certificate, effort=effort)
     assert found.lower_bound >= certificate.bound * (1 - SUM_ROUNDING)
 
@@ -156,7 +156,7 @@ def test_grouping_long_jobs_beats_mixing_them_where_stages_wait_for_the_longest(
         Machines(count=8, stages=4, capacity=1_900, min_fill=384),
     ]
     work = polynomial(sizes, (1.4e-6, 0.1, 145.0), (1.9e-6, 0.11, 43.0), (0.9e-6, 0.21, 36.0))
-    mixed = schedule(work, sizes, machines, effort=Effort(fills=0, exchanged_jobs=0, packed_jobs=0))
+    mixed = schedule(work, sizes, machines, effort=SearchEffort(fills=0, exchanged_jobs=0, packed_jobs=0))
     found = schedule(work, sizes, machines)
     assert found.makespan < 0.95 * mixed.makespan
     assert found.makespan <= found.lower_bound * (1 + CONTENT)

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.data.build import build_index
-from lengthwise.data.settings import IndexSettings
-from lengthwise.data.store import TokenStore, open_index
+from lengthwise.index.build import build_index
+from lengthwise.index.settings import IndexSettings
+from lengthwise.index.store import TokenStore, open_index
 from lengthwise.runtime.analyze.analysis import Analysis, analyze
-from lengthwise.runtime.analyze.request import Request, parse_metric
+from lengthwise.runtime.analyze.request import AnalysisRequest, parse_metric
 from tests.runtime.train.runs import local_world
 
 BROKEN_ID = 11
@@ -93,12 +93,14 @@ def users_module(folder: Path) -> str:
     return name
 
 
-def request_of(metric: str, *, name: str | None = None, **settings) -> Request:
+def request_of(metric: str, *, name: str | None = None, **settings) -> AnalysisRequest:
     kind, target, usual = parse_metric(metric)
-    return Request(kind=kind, target=target, name=name or usual, **settings)
+    return AnalysisRequest(kind=kind, target=target, name=name or usual, **settings)
 
 
-def analyze_here(index: Path, request: Request, *, restart: bool = False) -> tuple[Analysis, list[tuple[int, ...]]]:
+def analyze_here(
+    index: Path, request: AnalysisRequest, *, restart: bool = False
+) -> tuple[Analysis, list[tuple[int, ...]]]:
     """As a rank of a pool, in the folder of the index: the outcome, and the progress that was shown."""
     shown: list[tuple[int, ...]] = []
     with chdir(index.parent):
@@ -108,12 +110,12 @@ def analyze_here(index: Path, request: Request, *, restart: bool = False) -> tup
     return made, shown
 
 
-def error_here(index: Path, *requests: Request, restart: bool = False) -> list[tuple[str, int]]:
+def error_here(index: Path, *requests: AnalysisRequest, restart: bool = False) -> list[tuple[str, int]]:
     """The message and exit code that analyses end with on this rank."""
     return [_error_of(index, request, restart=restart) for request in requests]
 
 
-def _error_of(index: Path, request: Request, *, restart: bool) -> tuple[str, int]:
+def _error_of(index: Path, request: AnalysisRequest, *, restart: bool) -> tuple[str, int]:
     try:
         with chdir(index.parent):
             analyze(request, open_index(index), local_world(), restart=restart)

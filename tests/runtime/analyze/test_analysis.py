@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import CommunicationError, InputError
-from lengthwise.data.metrics import MetricFiles, open_metric
-from lengthwise.runtime.analyze.blocks import FEWEST_BLOCKS, MOST_BLOCKS, Parts, cut_blocks
-from lengthwise.runtime.analyze.deal import Deal
-from lengthwise.runtime.analyze.request import Request, parse_metric
+from lengthwise.index.sequence_metrics import MetricFiles, open_metric
+from lengthwise.runtime.analyze.blocks import FEWEST_BLOCKS, MOST_BLOCKS, FinishedBlocks, cut_blocks
+from lengthwise.runtime.analyze.request import AnalysisRequest, parse_metric
+from lengthwise.runtime.analyze.work_queue import WorkQueue
 from tests.runtime.analyze.corpora import (
     BROKEN_ID,
     analyze_here,
@@ -140,7 +140,7 @@ def _wait_in_vain():
     ended.wait()
     told = []
     for is_gone, timeout_s in ((True, 60.0), (False, 0.2)):
-        deal = Deal(local_world())
+        deal = WorkQueue(local_world())
         if local_world().is_first:
             deal._timeout_s = timeout_s
             deal._processes = [deal._processes[0], (socket.gethostname(), ended.pid) if is_gone else deal._processes[1]]
@@ -195,7 +195,7 @@ def test_blocks_of_another_request_are_not_mixed_in(ranks, store, tmp_path):
 
 
 def test_blocks_that_lost_their_request_are_made_again(ranks, store):
-    parts = Parts(files=MetricFiles(index=store.path, name="length"))
+    parts = FinishedBlocks(files=MetricFiles(index=store.path, name="length"))
     parts.files.parts.mkdir(parents=True)
     parts.save(0, np.full(1, -7))  # of a metric whose removal was killed half-way
     made, _ = ranks(1).run(analyze_here, store.path, request_of("length"))[0]
@@ -212,7 +212,7 @@ def test_a_changed_function_is_another_one(ranks, store, tmp_path):
 
 
 def test_two_analyses_do_not_write_one_metric_at_once(ranks, store):
-    parts = Parts(files=MetricFiles(index=store.path, name="length"))
+    parts = FinishedBlocks(files=MetricFiles(index=store.path, name="length"))
     with parts.held():
         errors = ranks(2).run(error_here, store.path, request_of("length"))
         assert all(
@@ -224,16 +224,16 @@ def test_two_analyses_do_not_write_one_metric_at_once(ranks, store):
 
 
 def fill_the_disk_after(num_blocks, index, request):
-    def save(parts, number, values, plain=Parts.save):
+    def save(parts, number, values, plain=FinishedBlocks.save):
         if number >= num_blocks:
             raise OSError(28, "No space left on device")
         plain(parts, number, values)
 
-    plain, Parts.save = Parts.save, save
+    plain, FinishedBlocks.save = FinishedBlocks.save, save
     try:
         return error_here(index, request)
     finally:
-        Parts.save = plain
+        FinishedBlocks.save = plain
 
 
 def test_a_full_disk_keeps_finished_blocks(ranks, store):
@@ -267,7 +267,7 @@ def test_blocks_hold_every_sequence_once_in_order_and_cost_alike(count):
 )
 def test_a_request_that_contradicts_itself_is_refused(settings, said):
     with pytest.raises(InputError, match=said):
-        Request(**settings)
+        AnalysisRequest(**settings)
 
 
 @pytest.mark.parametrize("text", ["", "loss", "loss=", "len", "a:", ":b"])

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lengthwise.core.errors import CommunicationError, InputError
 from lengthwise.runtime.comm import liveness
-from lengthwise.runtime.comm.activity import ACTIVITY, Activity, Waiting
+from lengthwise.runtime.comm.activity import ACTIVITY, Activity, CollectiveWait
 from lengthwise.runtime.comm.liveness import Liveness
 from lengthwise.runtime.comm.world import meet
 
@@ -66,7 +66,7 @@ def test_ranks_that_wait_for_different_things_are_told(rank):
 @pytest.mark.parametrize("error", [TIMED_OUT, CLOSED, dist.DistBackendError("NCCL communicator was aborted")])
 def test_errors_of_the_transport_name_the_operation(rank, error):
     activity = Activity(step=3, name="push")
-    waiting = Waiting("reduce-scatter", (0, 2), activity=activity)
+    waiting = CollectiveWait("reduce-scatter", (0, 2), activity=activity)
     with pytest.raises(CommunicationError, match=r"step 3, push: reduce-scatter of ranks 0 and 2"), waiting:
         raise error
 
@@ -74,7 +74,7 @@ def test_errors_of_the_transport_name_the_operation(rank, error):
 @pytest.mark.parametrize("error", [RuntimeError("expected scalar type Float"), InputError("no"), KeyError("socket")])
 def test_other_errors_pass_as_they_are(error):
     activity = Activity()
-    with pytest.raises(type(error)) as raised, Waiting("all-gather", activity=activity):
+    with pytest.raises(type(error)) as raised, CollectiveWait("all-gather", activity=activity):
         raise error
     assert raised.value is error
 

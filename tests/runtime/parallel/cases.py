@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.core.layout import row_bounds
-from lengthwise.core.scheme import WEIGHTS_OF, Method, Weights
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.comm.groups import Groups
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.model.operators import Dense
-from lengthwise.runtime.model.targets import IGNORE
-from lengthwise.runtime.parallel.execution import StageExecution
+from lengthwise.runtime.comm.groups import GroupRegistry
+from lengthwise.runtime.models.operators import Dense
+from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
 
-SHARDED = tuple(method for method, weights in WEIGHTS_OF.items() if weights is Weights.SHARDED)
+SHARDED = tuple(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED)
 WHOLE = (Method.ULYSSES, Method.RING)
 LOOKS = 8
 """At the memory of a process."""
@@ -66,7 +66,7 @@ def pack_of(lengths, spec):
 @cache
 def groups():
     """Of this process; the pool's ranks all ask for the same."""
-    return Groups(dist.get_rank())
+    return GroupRegistry(dist.get_rank())
 
 
 def whole_group() -> Group:
@@ -87,9 +87,9 @@ def on_one_device(spec, lengths, *, dtype=torch.float64, scale=5.0):
 def on_ranks(spec, lengths, methods, *, recompute=(), dtype=torch.float64, scale=5.0):
     """The same on the ranks of a pool: what rank 0 has after summing what each rank holds. Other ranks: nothing."""
     group = whole_group()
-    weights = WEIGHTS_OF.get(methods[0], Weights.WHOLE)
+    weights = WEIGHTS_OF.get(methods[0], WeightPlacement.WHOLE)
     model = model_of(spec, dtype=dtype, scale=scale)
-    if weights is Weights.SHARDED:
+    if weights is WeightPlacement.SHARDED:
         keep_own_rows(model, spec, rank=group.rank, degree=group.size)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     loss = run(model, group, lengths, methods, weights, recompute=recompute)
@@ -118,7 +118,7 @@ def operation_on_ranks(spec, lengths, method, operation):
     """The same from all ranks' shares."""
     group, weights = whole_group(), WEIGHTS_OF[method]
     model = model_of(spec)
-    if weights is Weights.SHARDED:
+    if weights is WeightPlacement.SHARDED:
         keep_own_rows(model, spec, rank=group.rank, degree=group.size)
     execution = execution_of(model, group, lengths, (method,) * spec.num_layers, weights)
     places = torch.from_numpy(execution._places[group.rank])
@@ -171,7 +171,7 @@ def run(model, group, lengths, methods, weights, *, recompute=()):
 
 def whole_gradient(name, weight, spec, group, weights):
     """Summed over the ranks that hold the same rows, all rows together."""
-    bounds = row_bounds(name, spec, degree=group.size) if weights is Weights.SHARDED else None
+    bounds = row_bounds(name, spec, degree=group.size) if weights is WeightPlacement.SHARDED else None
     grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
     if bounds is None or group.size == 1:
         grad = grad.clone()

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from lengthwise.core.scheme import Method
-from lengthwise.runtime.parallel.execution import StageExecution
-from tests.runtime.model.cases import assert_same
+from lengthwise.core.pipeline_config import Method
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from tests.runtime.models.cases import assert_same
 from tests.runtime.parallel.cases import (
     PACKS,
     SHARDED,

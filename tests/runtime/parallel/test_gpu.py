@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lengthwise.core.scheme import WEIGHTS_OF, Method
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.parallel.blocks import attend_block, attend_block_backward
-from tests.runtime.model.cases import assert_same
+from lengthwise.runtime.parallel.attention_blocks import attend_block, attend_block_backward
+from tests.runtime.models.cases import assert_same
 from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, model_of, pack_of, small
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -6,18 +6,18 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lengthwise.core.scheme import Method, Weights
-from lengthwise.runtime.comm.group import Group, Pending
-from lengthwise.runtime.parallel import stage
+from lengthwise.core.pipeline_config import Method, WeightPlacement
+from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.parallel import stage_shard as stage
 from lengthwise.runtime.parallel.shards import keep_own_rows
-from lengthwise.runtime.parallel.weights import Gathered
+from lengthwise.runtime.parallel.weights import GatheredWeights
 from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, live_bytes, model_of, run, small, whole_group
 
 SPEC = small(num_layers=4)
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(200, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("weights", [Weights.SHARDED, Weights.WHOLE])
+@pytest.mark.parametrize("weights", [WeightPlacement.SHARDED, WeightPlacement.WHOLE])
 def test_many_switches_leave_as_many_bytes_as_two(fresh_ranks, weights, number):
     for after_two, after_many in fresh_ranks(2).run(bytes_after_switches, weights, number):
         assert after_two == after_many
@@ -26,13 +26,13 @@ def test_many_switches_leave_as_many_bytes_as_two(fresh_ranks, weights, number):
 def bytes_after_switches(weights, last):
     group, rng = whole_group(), random.Random(1)
     model = model_of(SPEC)
-    if weights is Weights.SHARDED:
+    if weights is WeightPlacement.SHARDED:
         keep_own_rows(model, SPEC, rank=group.rank, degree=group.size)
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
     found = []
     for number in range(1, last + 1):
-        methods = rng.choices(SHARDED if weights is Weights.SHARDED else WHOLE, k=4)
+        methods = rng.choices(SHARDED if weights is WeightPlacement.SHARDED else WHOLE, k=4)
         lengths = [rng.randint(1, 12) for _ in range(rng.randint(1, 3))]
         run(model, group, lengths, methods, weights, recompute=[rng.random() < 0.5 for _ in range(4)])
         if number in (2, last):
@@ -50,7 +50,7 @@ def gather_events(recompute):
     """In order: ("gather", operator) when one is launched, ("use", operator) at every product."""
     events, group = [], whole_group()
 
-    class Recording(Gathered):
+    class Recording(GatheredWeights):
         def start(self):
             before = self._coming
             super().start()
@@ -65,9 +65,16 @@ def gather_events(recompute):
     try:
         model = model_of(SPEC)
         keep_own_rows(model, SPEC, rank=group.rank, degree=group.size)
-        run(model, group, (9, 4), (Method.ULYSSES_Z, Method.MEGATRON_CZ) * 2, Weights.SHARDED, recompute=recompute)
+        run(
+            model,
+            group,
+            (9, 4),
+            (Method.ULYSSES_Z, Method.MEGATRON_CZ) * 2,
+            WeightPlacement.SHARDED,
+            recompute=recompute,
+        )
     finally:
-        stage.Gathered = Gathered
+        stage.Gathered = GatheredWeights
     return events
 
 
@@ -102,7 +109,7 @@ def metp_events():
     broadcast, pass_on = Group.broadcast, Group.pass_on
 
     def recorded(name, call):
-        def wrapper(self, *arguments, **options) -> Pending:
+        def wrapper(self, *arguments, **options) -> AsyncResult:
             events.append(name)
             return call(self, *arguments, **options)
 
@@ -113,7 +120,7 @@ def metp_events():
         spec = small(num_layers=1)
         model = model_of(spec)
         keep_own_rows(model, spec, rank=group.rank, degree=group.size)
-        execution = execution_of(model, group, (9, 4), (Method.METP,), Weights.SHARDED)
+        execution = execution_of(model, group, (9, 4), (Method.METP,), WeightPlacement.SHARDED)
         x_tD = torch.randn(len(execution.offsets()), spec.hidden_size, dtype=torch.float64)
         execution.operators(0).attention(x_tD, model.layers[0].attention_weights)
     finally:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lengthwise.runtime.model.view import View, across_frames, in_order, within_frames
-from lengthwise.runtime.parallel.blocks import block_tasks
+from lengthwise.runtime.models.attention_view import AttentionView, across_frames, in_order, within_frames
+from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.tokens import shard_tokens
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -67,7 +67,7 @@ def test_tasks_cover_exactly_the_pairs_that_attention_sees(lengths, degree, kind
     assert np.array_equal(seen, visible(view))
 
 
-def visible(view: View):
+def visible(view: AttentionView):
     """[T, T] in the order of the view: one where the row's token attends to the column's."""
     sequence = np.repeat(np.arange(len(view.cu_seqlens) - 1), np.diff(view.cu_seqlens))
     same = (sequence[:, None] == sequence[None, :]).astype(int)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lengthwise.core.scheme import WEIGHTS_OF, Weights
-from lengthwise.cost.volume import Sent, layer_volume
-from lengthwise.runtime.parallel.execution import StageExecution
+from lengthwise.core.pipeline_config import WEIGHTS_OF, WeightPlacement
+from lengthwise.cost.analytic.volume import Sent, layer_volume
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from tests.runtime.parallel.cases import SHARDED, WHOLE, model_of, pack_of, small, whole_group
 
@@ -32,7 +32,7 @@ def sent_and_kept(spec, method, num_tokens, dtype):
     group = whole_group()
     weights = WEIGHTS_OF[method]
     model = model_of(spec, dtype=dtype)
-    if weights is Weights.SHARDED:
+    if weights is WeightPlacement.SHARDED:
         keep_own_rows(model, spec, rank=group.rank, degree=group.size)
     tokens_T, targets_T, cu_seqlens = pack_of((num_tokens,), spec)
     execution = StageExecution(

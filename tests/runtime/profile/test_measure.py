@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lengthwise.core.specs import model_preset
-from lengthwise.cost.fitted import fit
-from lengthwise.cost.memory import kept_bytes_per_token
-from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.model.build import build_model
+from lengthwise.cost.memory_model import kept_bytes_per_token
+from lengthwise.cost.profiled.fitted import fit
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.profile.measure import _kept_bytes, _random_feed, ladder, num_measurements, profile
 from tests.runtime.train.runs import SPEC, local_world
 
@@ -47,7 +47,7 @@ def test_kept_bytes_are_the_ones_the_memory_model_counts(recompute):
     spec = replace(model_preset("llama-tiny"), num_heads=2, num_kv_heads=1, head_size=64)
     model = build_model(spec, dtype=torch.float32, seed=0)
     flags = (recompute,) * spec.num_layers
-    world = World(rank=0, size=1, device=torch.device("cpu"))
+    world = DistContext(rank=0, size=1, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     few, many = (
         _kept_bytes(model, _random_feed((length,), spec, world, generator), flags, world) for length in (256, 1024)

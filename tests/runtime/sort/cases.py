@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from lengthwise.runtime.sort.codes import DTYPES
+from lengthwise.runtime.sort.order_codes import DTYPES
 from lengthwise.runtime.sort.rows import sort_rows
 
 NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)

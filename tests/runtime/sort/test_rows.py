@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.sort import rows as sorting
-from lengthwise.runtime.sort.deal import deal
+from lengthwise.runtime.sort.deal_rows import deal
 from lengthwise.runtime.sort.rows import sort_rows
 from tests.runtime.harness import RankPool
 from tests.runtime.sort.cases import (

@@ -11,7 +11,7 @@ import pytest
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.checkpoint_files import (
     STATE_FILE,
-    Keep,
+    RetentionPolicy,
     begin,
     candidates,
     digest_of,
@@ -58,7 +58,7 @@ def save(folder: Path, step: int, content: str, *, keep: int) -> None:
         (partial / f"__{rank}_0.distcp").write_text(content)
     document = {"schema_version": 2, "step": step, "content": content}
     listed = {path.name: digest_of(path) for path in partial.iterdir()}
-    publish(partial, {**document, "files": listed}, keep=Keep(newest=keep))
+    publish(partial, {**document, "files": listed}, keep=RetentionPolicy(newest=keep))
 
 
 def content_of(checkpoint: Path) -> str:

@@ -12,7 +12,7 @@ import torch
 from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state import checkpoint, checkpoint_files, saver, shared_folder
-from lengthwise.runtime.state.saver import Saver
+from lengthwise.runtime.state.saver import CheckpointSaver
 from tests.runtime.state.kills import OPERATIONS
 from tests.runtime.state.saved import assert_same_tensors, loaded, save_trained, train, trained, whole_contents
 from tests.runtime.train.runs import master_weights
@@ -63,7 +63,7 @@ def test_weights_that_are_not_finite_on_any_rank_make_no_checkpoint(ranks, tmp_p
 
 def _save_broken(path) -> str:
     model, state = trained()
-    writer = Saver(Path(path), state, keep=1)
+    writer = CheckpointSaver(Path(path), state, keep=1)
     writer.save({"step": 2}, wait=True)
     train(model, state, first=2, steps=1)
     if state.world.rank == state.world.size - 1:
@@ -137,7 +137,7 @@ def test_a_disk_that_refuses_any_operation_of_a_save_leaves_the_checkpoint_befor
 def _refuse_each(path, is_lasting) -> int:
     folder, before = Path(path) / "checkpoints", Path(path) / "before"
     model, state = trained()
-    writer = Saver(folder, state, keep=1)
+    writer = CheckpointSaver(folder, state, keep=1)
     writer.save({"step": 2}, wait=True)
     expected = whole_contents(state)
     shutil.copytree(folder, before)
@@ -178,10 +178,10 @@ def test_a_file_of_a_checkpoint_that_stops_growing_at_any_byte_is_refused_as_wha
 def _limit_files(path) -> list[tuple[int, str, str, str]]:
     folder = Path(path)
     model, state = trained()
-    writer = Saver(folder, state, keep=1, makes_parents=True)
+    writer = CheckpointSaver(folder, state, keep=1, makes_parents=True)
     writer.save({"step": 2}, wait=True)
     writer.close()
-    writer = Saver(folder, state, keep=1)
+    writer = CheckpointSaver(folder, state, keep=1)
     train(model, state, first=2, steps=1)
     largest = max(file.stat().st_size for file in folder.rglob("*.distcp"))
     with pytest.MonkeyPatch.context() as patch:
@@ -264,7 +264,7 @@ def _save_into_nothing(path) -> str:
     _, state = trained()
     if state.world.is_first:
         shutil.rmtree(Path(path).parent)
-    writer = Saver(Path(path), state, keep=1)
+    writer = CheckpointSaver(Path(path), state, keep=1)
     with pytest.raises(LengthwiseError) as told:
         writer.save({"step": 2}, wait=True)
     writer.close()

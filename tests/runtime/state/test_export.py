@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.model.hf import load_weights
+from lengthwise.runtime.models.hf_folder import load_weights
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.runtime.state.saved import OPTIMIZERS, name_of, train, trained

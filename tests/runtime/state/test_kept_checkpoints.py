@@ -8,7 +8,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.checkpoint_files import (
     CHECKPOINT_SCHEMA_VERSION,
     STATE_FILE,
-    Keep,
+    RetentionPolicy,
     begin,
     candidates,
     check_files,
@@ -23,7 +23,7 @@ from lengthwise.runtime.state.checkpoint_files import (
 )
 
 
-def save(folder, step, *, keep=Keep(newest=100), schema=CHECKPOINT_SCHEMA_VERSION, lost=0):  # noqa: B008 - a value
+def save(folder, step, *, keep=RetentionPolicy(newest=100), schema=CHECKPOINT_SCHEMA_VERSION, lost=0):  # noqa: B008 - a value
     partial = begin(folder, step_name(step))
     (partial / "data").write_text("weights")
     document = {"files": {"data": digest_of(partial / "data")}, "schema_version": schema, "step": step}
@@ -38,11 +38,11 @@ def steps_in(folder):
 def test_the_newest_and_the_last_good_one_stay_and_those_of_later_steps_are_left_alone(tmp_path):
     for step in (10, 20, 30, 40, 90):
         save(tmp_path, step)
-    save(tmp_path, 50, keep=Keep(newest=2, good_step=20))
+    save(tmp_path, 50, keep=RetentionPolicy(newest=2, good_step=20))
     assert steps_in(tmp_path) == [90, 50, 40, 20]
-    save(tmp_path, 60, keep=Keep(newest=1, good_step=45))
+    save(tmp_path, 60, keep=RetentionPolicy(newest=1, good_step=45))
     assert steps_in(tmp_path) == [90, 60, 40]
-    save(tmp_path, 70, keep=Keep(newest=1))
+    save(tmp_path, 70, keep=RetentionPolicy(newest=1))
     assert steps_in(tmp_path) == [90, 70]
     assert latest(tmp_path).name == step_name(70)
 

@@ -12,7 +12,7 @@ import pytest
 
 from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.runtime.state import checkpoint
-from lengthwise.runtime.train.metrics import Row
+from lengthwise.runtime.train.step_metrics import Row
 from tests.runtime.state.kills import SAVES, STARTED, TRAINS, Attempt, Nursery, unfinished_saves
 from tests.runtime.train.runs import SPEC
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.core.layout import transfers
-from lengthwise.runtime.comm.group import Pending
-from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.comm.group import AsyncResult
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from lengthwise.runtime.state import propagation
 from lengthwise.runtime.state.optimizer import OptimizerSettings
-from lengthwise.runtime.train.schedule import stretches
+from lengthwise.sim.schedule_check import stretches
 from tests.runtime.train.families import FAMILIES, random_case
 from tests.runtime.train.runs import SETTINGS, local_world, new_state
 
@@ -276,7 +276,7 @@ def _check_need():
         pending, unit = pull(route, *arguments), state.routes.units.index(route)
         under_way.add(unit)
 
-        class Watched(Pending):
+        class Watched(AsyncResult):
             is_done = property(lambda self: unit in arrived)
 
             def wait(self):

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.runtime.state import checkpoint, checkpoint_files, saver
-from lengthwise.runtime.state.saver import Saver
+from lengthwise.runtime.state.saver import CheckpointSaver
 from tests.runtime.state.saved import OPTIMIZERS, assert_same_tensors, loaded, name_of, train, trained, whole_contents
 from tests.runtime.train.runs import local_world, new_state
 
@@ -31,7 +31,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_of_the_state_as_it_was(r
 def _check_background(path, settings):
     model, state = trained(settings=settings)
     expected = whole_contents(state)
-    writer, may_write = Saver(Path(path), state, keep=1), threading.Event()
+    writer, may_write = CheckpointSaver(Path(path), state, keep=1), threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dcp.FileSystemWriter, "write_data", after(may_write, dcp.FileSystemWriter.write_data))
         writer.save({"step": 2}, wait=False)
@@ -60,7 +60,7 @@ def test_every_one_of_many_checkpoints_in_a_row_holds_its_own_step(ranks, tmp_pa
 
 def _check_many(path):
     model, state = trained(steps=0)
-    writer, expected = Saver(Path(path), state, keep=20), []
+    writer, expected = CheckpointSaver(Path(path), state, keep=20), []
     for step in range(5):
         train(model, state, first=step, steps=1)
         expected.append(whole_contents(state))
@@ -82,7 +82,7 @@ def test_the_next_checkpoint_begins_when_the_one_before_is_complete(ranks, tmp_p
 
 def _order_of_two(path):
     _, state = trained()
-    writer, may_write, seen = Saver(Path(path), state, keep=1), threading.Event(), []
+    writer, may_write, seen = CheckpointSaver(Path(path), state, keep=1), threading.Event(), []
 
     begin, publish = checkpoint_files.begin, checkpoint_files.publish
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all_and_harms_none_bef
 def _check_failure(path, rank, where):
     folder = Path(path)
     model, state = trained()
-    writer = Saver(folder, state, keep=1)
+    writer = CheckpointSaver(folder, state, keep=1)
     writer.save({"step": 2}, wait=True)
     expected = whole_contents(state)
     train(model, state, first=2, steps=1)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.layout import row_bounds, sharded_by_unit
-from lengthwise.core.scheme import Method, Weights, uniform_scheme
-from lengthwise.cost.holdings import held_params
-from lengthwise.runtime.model.build import empty_model
+from lengthwise.core.pipeline_config import Method, WeightPlacement, uniform_scheme
+from lengthwise.cost.weight_shards import held_params
+from lengthwise.runtime.models.registry import empty_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from lengthwise.runtime.state.table import ParameterTable
 from tests.runtime.train.families import FAMILIES, random_case
@@ -74,7 +74,7 @@ def test_the_ranks_of_every_stage_hold_all_that_it_computes_with(name, seed):
                 wanted |= set(range(*table.slots["embedding"].interval))
             held = [held_elements(table, scheme.holding(stage, place)) for place in range(scheme.degree)]
             assert set().union(*held) == wanted
-            assert scheme.weights is Weights.SHARDED or all(each == wanted for each in held)
+            assert scheme.weights is WeightPlacement.SHARDED or all(each == wanted for each in held)
 
 
 @every_family

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.plan import StepPlan
-from lengthwise.core.scheme import Schedule
+from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.build import build_model
-from lengthwise.runtime.model.targets import Masking
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.feed import feed, masking_of
-from lengthwise.runtime.train.step import run_micro_batches
+from lengthwise.runtime.train.execute_step import run_micro_batches
+from lengthwise.runtime.train.micro_batch_tensors import feed, masking_of
 from tests.runtime.train.runs import SETTINGS, SPEC, RandomTokens, local_world, new_state, random_batch, random_plan
 
 EXACT = 1e-10
@@ -48,7 +48,7 @@ def source_of(batch: GlobalBatch) -> RandomTokens:
     return RandomTokens(dict(zip(batch.ids, batch.lengths)))
 
 
-def masking_for(spec: ModelSpec) -> Masking | None:
+def masking_for(spec: ModelSpec) -> TokenMasking | None:
     return masking_of(spec, seed=5)
 
 
@@ -79,7 +79,7 @@ def run_plan(
     batch: GlobalBatch,
     plan: StepPlan,
     *,
-    schedule: Schedule = Schedule.ONE_F_ONE_B,
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
     settings: OptimizerSettings = SETTINGS,
     prepare: Callable[[Transformer, ShardedState], None] = lambda model, state: None,
 ) -> tuple[float, dict[str, torch.Tensor]]:

@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
-from lengthwise.core.scheme import WEIGHTS_OF, Method, Scheme, Weights
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.build import build_model
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.feed import feed
-from lengthwise.runtime.train.step import run_step
+from lengthwise.runtime.train.execute_step import run_step
+from lengthwise.runtime.train.micro_batch_tensors import feed
 
 SPEC = ModelSpec(
     name="test", num_layers=4, hidden_size=12, ffn_size=20, num_heads=4, num_kv_heads=2, head_size=6, vocab_size=37
@@ -75,7 +75,7 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepP
     return plan
 
 
-def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int, ...], Scheme]]:
+def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int, ...], PipelineConfig]]:
     """Pipelines of any degree up to 4 and any number of stages, on ranks in any order."""
     free = list(range(num_ranks))
     if rng.random() < 0.5:
@@ -86,12 +86,12 @@ def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int,
         stages = rng.randint(1, min(SPEC.num_layers, len(free) // degree))
         cuts = sorted(rng.sample(range(1, SPEC.num_layers), stages - 1))
         able = methods_of(degree, is_sharded=rng.random() < 0.5)
-        scheme = Scheme(
+        scheme = PipelineConfig(
             degree=degree,
             stage_layers=tuple(b - a for a, b in zip([0, *cuts], [*cuts, SPEC.num_layers])),
             recompute=(False,) * SPEC.num_layers,
             methods=tuple(rng.choices(able, k=SPEC.num_layers)),
-            weights=WEIGHTS_OF.get(able[0], Weights.WHOLE),
+            weights=WEIGHTS_OF.get(able[0], WeightPlacement.WHOLE),
         )
         found.append((tuple(free[: scheme.num_devices]), scheme))
         free = free[scheme.num_devices :]
@@ -102,19 +102,21 @@ def methods_of(degree: int, *, is_sharded: bool) -> list[Method]:
     """Those that can share the test's model among ``degree`` ranks."""
     if degree == 1:
         return [Method.DENSE]
-    wanted = Weights.SHARDED if is_sharded else Weights.WHOLE
+    wanted = WeightPlacement.SHARDED if is_sharded else WeightPlacement.WHOLE
     too_few_heads = {Method.MEGATRON_TS} if degree > SPEC.num_kv_heads else set()
     return [method for method, weights in WEIGHTS_OF.items() if weights is wanted and method not in too_few_heads]
 
 
-def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[int], scheme: Scheme) -> MicroBatch:
-    able = methods_of(scheme.degree, is_sharded=scheme.weights is Weights.SHARDED)
+def random_micro_batch(
+    rng: random.Random, batch: GlobalBatch, positions: list[int], scheme: PipelineConfig
+) -> PlannedMicroBatch:
+    able = methods_of(scheme.degree, is_sharded=scheme.weights is WeightPlacement.SHARDED)
     lengths = tuple(batch.lengths[i] for i in positions)
     padded_to = max(lengths) + rng.randint(0, 3) if rng.random() < 0.3 else 0
     rows = len(lengths) + rng.randint(0, 2) if padded_to and rng.random() < 0.5 else 0
     filler = rng.randint(1, 40) if rng.random() < 0.3 else 0
     ids = tuple(batch.ids[i] for i in positions)
-    return MicroBatch(
+    return PlannedMicroBatch(
         pack=Pack(ids=ids, lengths=lengths, padded_to=padded_to, rows=rows, filler=filler),
         time_s=1.0,
         peak_bytes=1,
@@ -124,14 +126,14 @@ def random_micro_batch(rng: random.Random, batch: GlobalBatch, positions: list[i
 
 
 @cache
-def local_world() -> World:
+def local_world() -> DistContext:
     """The world of the rank pool this runs in. Tests share its groups: the threads of each wake up all the time."""
     size = dist.get_world_size()
-    return World(rank=dist.get_rank(), size=size, device=torch.device("cpu"))
+    return DistContext(rank=dist.get_rank(), size=size, device=torch.device("cpu"))
 
 
 def new_state(
-    world: World, dtype: torch.dtype, *, spec: ModelSpec = SPEC, settings: OptimizerSettings = SETTINGS
+    world: DistContext, dtype: torch.dtype, *, spec: ModelSpec = SPEC, settings: OptimizerSettings = SETTINGS
 ) -> tuple[Transformer, ShardedState]:
     model = build_model(spec, dtype=dtype, seed=1)
     return model, ShardedState(model, world, settings)

@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from lengthwise.config import check
+from lengthwise.config.run_config import check
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.plan import MicroBatch, Pipeline, StepPlan
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, uniform_scheme
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.scheme import Method, Scheme, Weights, uniform_scheme
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.data.sampler import Sampler
-from lengthwise.runtime.compile.layers import CompiledLayers
-from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.compile.compiled_layers import CompiledLayers
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.train.executable import check_compiled
-from lengthwise.runtime.train.metrics import log_line
-from lengthwise.runtime.train.trainer import Trainer
+from lengthwise.runtime.train.step_metrics import log_line
+from lengthwise.runtime.train.trainer import TrainingLoop
 from tests.runtime.train.runs import SPEC, RandomTokens, local_world, master_weights
 
 EXACT = 1e-10
@@ -38,12 +38,12 @@ def filled_plan(batch: GlobalBatch) -> StepPlan:
         SPEC.num_layers, degree=degree, stages=1, method=method, recomputed=SPEC.num_layers * (batch.step % 2)
     )
     packs = [tuple(range(at, min(at + 2, len(batch.ids)))) for at in range(0, len(batch.ids), 2)]
-    held: list[list[MicroBatch]] = [[] for _ in range(2 // degree)]
+    held: list[list[PlannedMicroBatch]] = [[] for _ in range(2 // degree)]
     for number, pack in enumerate(packs):
         lengths = tuple(batch.lengths[at] for at in pack)
         size = next(size * degree for size in SIZES if size * degree >= sum(lengths))
         filled = Pack(ids=tuple(batch.ids[at] for at in pack), lengths=lengths, filler=size - sum(lengths))
-        held[number % len(held)].append(MicroBatch(pack=filled, time_s=1.0, peak_bytes=1))
+        held[number % len(held)].append(PlannedMicroBatch(pack=filled, time_s=1.0, peak_bytes=1))
     ranks = [(0,), (1,)] if degree == 1 else [(0, 1)]
     return StepPlan(
         step=batch.step, policy="filled", loss_normaliser=batch.num_targets, update_s=0.0, time_s=1.0,
@@ -60,7 +60,7 @@ def train(
     """Master weights and metrics of a run; ``sizes``: compiled for, or None to run layers as they are."""
     torch.compiler.reset()  # what other tests compiled in this process
     world = local_world()
-    trainer = Trainer(
+    trainer = TrainingLoop(
         config=check({"train": {"steps": STEPS, "dtype": "float64"}, "optim": {"lr": 1e-2}}),
         spec=SPEC,
         model=build_model(SPEC, dtype=torch.float64, seed=1),
@@ -99,7 +99,9 @@ def test_what_the_warm_up_left_out_is_counted_over_ranks_and_told(ranks, tmp_pat
 def test_plans_whose_layers_gather_weights_are_refused_by_name(method):
     plan = filled_plan(GlobalBatch(step=1, ids=(0, 1), lengths=(3, 9)))
     check_compiled(plan)
-    shared = Scheme(degree=2, stage_layers=(4,), methods=(method,) * 4, recompute=(False,) * 4, weights=Weights.SHARDED)
+    shared = PipelineConfig(
+        degree=2, stage_layers=(4,), methods=(method,) * 4, recompute=(False,) * 4, weights=WeightPlacement.SHARDED
+    )
     sharded = replace(plan, pipelines=(replace(plan.pipelines[0], scheme=shared),))
     with pytest.raises(InputError, match=rf"step 1: pipelines\[0\] shares layers by {method}, .* train.compile=false"):
         check_compiled(sharded)

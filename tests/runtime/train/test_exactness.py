@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
-from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.step import run_micro_batches
+from lengthwise.runtime.train.execute_step import run_micro_batches
 from tests.runtime.train.runs import (
     SETTINGS,
     SPEC,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lengthwise.runtime.comm.world import start_world, stop_world
-from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.step import run_step
+from lengthwise.runtime.train.execute_step import run_step
 from tests.runtime.train.runs import (
     CLIP,
     LR,

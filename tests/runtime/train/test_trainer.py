@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lengthwise.config import check
+from lengthwise.config.run_config import check
 from lengthwise.core.errors import InputError, LengthwiseError, Preempted
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.sampler import Sampler
-from lengthwise.runtime.model.build import build_model
+from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint, checkpoint_files
-from lengthwise.runtime.train.trainer import Trainer
+from lengthwise.runtime.train.trainer import TrainingLoop
 from tests.runtime.train.runs import SPEC, RandomTokens, local_world, master_weights, random_plan
 
 EXACT = 1e-10
@@ -40,13 +40,13 @@ class Stop:
         pass
 
 
-def make_trainer(path: str, *, callbacks=(), optimizer: str = "adamw", **settings) -> Trainer:
+def make_trainer(path: str, *, callbacks=(), optimizer: str = "adamw", **settings) -> TrainingLoop:
     """Seven sequences a step, planned at random but alike on every rank."""
     world = local_world()
     settings = {"steps": 8, "dtype": "float64", "checkpoint_every": 3, **settings}
     config = check({"train": settings, "optim": {"name": optimizer, "lr": 1e-2, "warmup_steps": 2}})
     index = LengthIndex(lengths=LENGTHS)
-    return Trainer(
+    return TrainingLoop(
         config=config,
         spec=SPEC,
         model=build_model(SPEC, dtype=torch.float64, seed=1),
@@ -144,7 +144,7 @@ def _no_space(*arguments):
 class WaitForSaver:
     """A callback that ends step 4 when the checkpoint of step 3 has been given up."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: TrainingLoop) -> None:
         self.saver = trainer._saver
 
     def on_step(self, row):

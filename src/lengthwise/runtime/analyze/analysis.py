@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
-from lengthwise.data.metrics import MetricFiles, finish, open_metric, save_array
-from lengthwise.data.settings import differences
-from lengthwise.data.store import TokenStore
-from lengthwise.runtime.analyze.blocks import Blocks, Parts
-from lengthwise.runtime.analyze.deal import Deal, from_first, on_all
-from lengthwise.runtime.analyze.function import FunctionScorer
+from lengthwise.index.sequence_metrics import MetricFiles, finish, open_metric, save_array
+from lengthwise.index.settings import differences
+from lengthwise.index.store import TokenStore
+from lengthwise.runtime.analyze.blocks import Blocks, FinishedBlocks
 from lengthwise.runtime.analyze.length import LengthScorer
-from lengthwise.runtime.analyze.request import Request
-from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.sort.deal import write_ordered
+from lengthwise.runtime.analyze.request import AnalysisRequest
+from lengthwise.runtime.analyze.user_function import FunctionScorer
+from lengthwise.runtime.analyze.work_queue import WorkQueue, from_first, on_all
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.sort.deal_rows import write_ordered
 from lengthwise.runtime.sort.rows import sort_rows
 
 Progress = Callable[[int, int, int], None]
@@ -58,14 +58,16 @@ class Analysis:
     """Blocks that an earlier, interrupted analysis had finished."""
 
 
-def make_scorer(request: Request, store: TokenStore) -> Scorer:
+def make_scorer(request: AnalysisRequest, store: TokenStore) -> Scorer:
     """What makes the values that ``request`` asks for; loads no model yet.
 
     Raises:
         InputError: the index or the model or the function cannot be used.
     """
     if request.kind == "loss":
-        from lengthwise.runtime.analyze.loss import LossScorer  # checkpoints and all: seconds that others need not wait
+        from lengthwise.runtime.analyze.sequence_loss import (
+            LossScorer,  # checkpoints and all: seconds that others need not wait
+        )
 
         return LossScorer(request, store)
     if request.kind == "length":
@@ -76,7 +78,12 @@ def make_scorer(request: Request, store: TokenStore) -> Scorer:
 
 
 def analyze(
-    request: Request, store: TokenStore, world: World, *, restart: bool = False, on_progress: Progress | None = None
+    request: AnalysisRequest,
+    store: TokenStore,
+    world: DistContext,
+    *,
+    restart: bool = False,
+    on_progress: Progress | None = None,
 ) -> Analysis:
     """Make the metric that ``request`` asks for, and save it beside the index. Every rank calls this.
 
@@ -87,7 +94,7 @@ def analyze(
         LengthwiseError: on all ranks, what went wrong on any of them. Finished blocks are kept.
     """
     started = time.perf_counter()
-    parts = Parts(files=MetricFiles(index=store.path, name=request.name))
+    parts = FinishedBlocks(files=MetricFiles(index=store.path, name=request.name))
     scorer = on_all(world, lambda: make_scorer(request, store))
     blocks = scorer.blocks()
     with ExitStack() as stack:
@@ -118,7 +125,7 @@ def analyze(
 
 
 def _begin(
-    parts: Parts, identity: dict[str, Any], store: TokenStore, *, num_blocks: int, restart: bool
+    parts: FinishedBlocks, identity: dict[str, Any], store: TokenStore, *, num_blocks: int, restart: bool
 ) -> list[int] | None:
     """The blocks to score; None if the metric is finished."""
     if restart:
@@ -140,11 +147,11 @@ def _score(
     blocks: Blocks,
     pending: list[int],
     *,
-    parts: Parts,
-    world: World,
+    parts: FinishedBlocks,
+    world: DistContext,
     on_progress: Progress | None,
 ) -> None:
-    deal = Deal(world)
+    deal = WorkQueue(world)
     total = blocks.num_tokens
     show = on_progress if on_progress is not None and world.is_first else _silent
     if world.is_first:
@@ -170,7 +177,7 @@ def _silent(sequences: int, tokens: int, total: int) -> None:
     pass
 
 
-def _write_order(files: MetricFiles, world: World) -> None:
+def _write_order(files: MetricFiles, world: DistContext) -> None:
     """Ids from the smallest to the largest value, equal ones by id, sorted and written by all ranks together."""
 
     def read() -> tuple[Tensor, Tensor]:
@@ -183,7 +190,7 @@ def _write_order(files: MetricFiles, world: World) -> None:
     write_ordered(sort_rows(ids, key=values), files.order, flat=True)
 
 
-def _finish(parts: Parts, store: TokenStore, details: dict[str, Any]) -> dict[str, Any]:
+def _finish(parts: FinishedBlocks, store: TokenStore, details: dict[str, Any]) -> dict[str, Any]:
     info = finish(parts.files, index_digest=store.digest, lengths=store.lengths.lengths, details=details)
     parts.empty()
     return info

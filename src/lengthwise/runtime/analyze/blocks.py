@@ -11,8 +11,8 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lock import FolderLock
-from lengthwise.data.metrics import MetricFiles, save_array, save_json
-from lengthwise.data.settings import differences
+from lengthwise.index.sequence_metrics import MetricFiles, save_array, save_json
+from lengthwise.index.settings import differences
 
 FEWEST_BLOCKS, MOST_BLOCKS = 256, 4096
 """Enough for many ranks to end together; one file each."""
@@ -62,7 +62,7 @@ def cut_blocks(ids: np.ndarray, tokens: np.ndarray, *, block_cost: int, sequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class FinishedBlocks:
     """The finished blocks of one analysis, in a folder of their own."""
 
     files: MetricFiles

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lengthwise.data.store import TokenStore
+from lengthwise.index.store import TokenStore
 from lengthwise.runtime.analyze.blocks import Blocks, cut_blocks
 
 _BLOCK_TOKENS = 1 << 30

@@ -9,11 +9,11 @@ import torch
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.build import empty_model
-from lengthwise.runtime.model.hf import load_weights as load_hf_weights
-from lengthwise.runtime.model.hf import weight_files
-from lengthwise.runtime.model.hf_config import read_spec
+from lengthwise.models.hf_config import read_spec
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.hf_folder import load_weights as load_hf_weights
+from lengthwise.runtime.models.hf_folder import weight_files
+from lengthwise.runtime.models.registry import empty_model
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 from lengthwise.runtime.state.checkpoint_files import STATE_FILE
 
@@ -21,7 +21,7 @@ _BLOCK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
+class ReferenceModel:
     """Where the model's weights are."""
 
     folder: Path
@@ -56,7 +56,7 @@ class Reference:
         return model
 
 
-def find_reference(folder: Path) -> Reference:
+def find_reference(folder: Path) -> ReferenceModel:
     """The model in ``folder``.
 
     Raises:
@@ -64,9 +64,9 @@ def find_reference(folder: Path) -> Reference:
     """
     run = RunFolder(folder)
     if run.config.is_file():
-        return Reference(folder=folder, checkpoint=latest(run.checkpoints), spec=run.read_spec())
+        return ReferenceModel(folder=folder, checkpoint=latest(run.checkpoints), spec=run.read_spec())
     if (folder / "config.json").is_file():
-        return Reference(folder=folder, checkpoint=None, spec=read_spec(folder))
+        return ReferenceModel(folder=folder, checkpoint=None, spec=read_spec(folder))
     raise InputError(
         f"no model in {folder}: it has neither the config.json of a Hugging Face folder nor the config.yaml of a run"
     )

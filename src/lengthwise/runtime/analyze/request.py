@@ -15,7 +15,7 @@ MAX_TOKENS = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class AnalysisRequest:
     """One metric of the sequences of an index."""
 
     kind: Kind

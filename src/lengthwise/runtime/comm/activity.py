@@ -19,7 +19,7 @@ _TIMEOUT_WORDS = ("timed out", "timeout")
 _LOST_WORDS = ("gloo", "connection", "closed by peer", "reset by peer", "broken pipe", "pair closure", "nccl", "socket")
 
 
-class Peers(Protocol):
+class PeerProbe(Protocol):
     """The other ranks, as one that fails sees them; :class:`lengthwise.runtime.comm.liveness.Liveness` is one."""
 
     def explain(self, operation: str, error: BaseException) -> CommunicationError:
@@ -44,7 +44,7 @@ class Activity:
     since_s: float = field(default_factory=time.monotonic)
     waits_for: str = ""
     """The collective that the thread is in; empty while it computes."""
-    peers: Peers | None = None
+    peers: PeerProbe | None = None
     """Whom to ask why a collective failed; None where there is nobody."""
 
     def begin(self, name: str, *, step: int | None = None) -> None:
@@ -67,7 +67,7 @@ ACTIVITY = Activity()
 """That of this process' main thread."""
 
 
-class Waiting:
+class CollectiveWait:
     """Around a wait for other ranks: an error of the transport becomes one that names the operation and the missing.
 
     Raises:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.runtime.comm.activity import ACTIVITY, Activity, Waiting
+from lengthwise.runtime.comm.activity import ACTIVITY, Activity, CollectiveWait
 
 Handle = dist.ProcessGroup | None
 """None: all ranks."""
@@ -21,13 +21,13 @@ def all_gather(
     whole: Tensor, shard: Tensor, *, group: Handle = None, async_op: bool = False, activity: Activity = ACTIVITY
 ) -> Any:
     """Fill ``whole`` with every rank's equally long ``shard``, in rank order; a ``Work`` if ``async_op``."""
-    with Waiting("all-gather", activity=activity):
+    with CollectiveWait("all-gather", activity=activity):
         return _all_gather(whole, shard, group=group, async_op=async_op)
 
 
 def reduce_scatter(shard: Tensor, whole: Tensor, *, group: Handle = None, async_op: bool = False) -> Any:
     """Sum ``whole`` over the ranks and keep this rank's part of it in ``shard``; a ``Work`` if ``async_op``."""
-    with Waiting("reduce-scatter"):
+    with CollectiveWait("reduce-scatter"):
         return _reduce_scatter(shard, whole, group=group, async_op=async_op)
 
 
@@ -35,13 +35,13 @@ def all_to_all(
     out: Tensor, x: Tensor, *, receive: Sequence[int], send: Sequence[int], group: Handle = None, async_op: bool = False
 ) -> Any:
     """The first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r. Returns as the others."""
-    with Waiting("all-to-all"):
+    with CollectiveWait("all-to-all"):
         return dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=async_op)
 
 
 def all_reduce(values: Tensor, operation: Any = dist.ReduceOp.SUM, *, group: Handle = None) -> Tensor:
     """``values`` summed (or another operation) over the ranks, in place."""
-    with Waiting("all-reduce"):
+    with CollectiveWait("all-reduce"):
         dist.all_reduce(values, operation, group=group)
     return values
 

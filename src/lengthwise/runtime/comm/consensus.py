@@ -10,10 +10,10 @@ from typing import Any
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.differences import differences, digest_of, message_of
 from lengthwise.runtime.comm.objects import gather_json, gather_same
-from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.comm.world import DistContext
 
 
-def require_equal(world: World, values: Mapping[str, Any]) -> None:
+def require_equal(world: DistContext, values: Mapping[str, Any]) -> None:
     """Check that ``values``, a tree of numbers, texts, lists and None, is the same on every rank; all ranks call this.
 
     One all-gather of 16 bytes; two more where something differs.

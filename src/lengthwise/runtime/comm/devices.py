@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import DEVICES, GPU_SHARE, DeviceSpec, nearest
 from lengthwise.runtime.comm.collectives import all_reduce
-from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.comm.world import DistContext
 
 CPU_SHARE = 0.8
 """Of the machine's memory, the part that ranks may fill; the system takes the rest."""
@@ -20,7 +20,7 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def find_device(world: World) -> DeviceSpec:
+def find_device(world: DistContext) -> DeviceSpec:
     """Speeds of the device's kind, and the memory that the smallest of all has for a rank; every rank calls this.
 
     Raises:
@@ -36,14 +36,14 @@ def find_device(world: World) -> DeviceSpec:
     return replace(known[0], memory_bytes=memory_of_gpu(world) or 0)
 
 
-def memory_of_gpu(world: World) -> int | None:
+def memory_of_gpu(world: DistContext) -> int | None:
     """Bytes that plans may fill of the smallest GPU of all ranks, which all call this; None on a CPU."""
     if world.device.type == "cpu":
         return None
     return _smallest(int(GPU_SHARE * torch.cuda.get_device_properties(world.device).total_memory), world)
 
 
-def _smallest(num_bytes: int, world: World) -> int:
+def _smallest(num_bytes: int, world: DistContext) -> int:
     """Machines of one kind differ by a little, and plans must not."""
     smallest = torch.tensor([num_bytes], device=world.device)
     return int(all_reduce(smallest, dist.ReduceOp.MIN)) if world.size > 1 else num_bytes

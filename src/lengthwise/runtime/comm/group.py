@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.runtime.comm.activity import Waiting
+from lengthwise.runtime.comm.activity import CollectiveWait
 from lengthwise.runtime.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
@@ -34,7 +34,7 @@ class Traffic:
         self.calls.clear()
 
 
-class Pending:
+class AsyncResult:
     """A tensor on its way; what it is made from stays alive until it has come."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Pending:
             CommunicationError: some rank did not come to it within the limit, or is gone.
         """
         if self._works:
-            with Waiting(self._operation, self._ranks):
+            with CollectiveWait(self._operation, self._ranks):
                 for work in self._works:
                     work.wait()
         return self._make()
@@ -86,13 +86,13 @@ class Group:
         """p"""
         return len(self.ranks)
 
-    def gather(self, x: Tensor, sizes: Sequence[int]) -> Pending:
+    def gather(self, x: Tensor, sizes: Sequence[int]) -> AsyncResult:
         """Every rank's rows, in rank order: ``[sum(sizes), ...]``. ``x`` has ``sizes[rank]`` rows.
 
         One all-gather; where sizes differ, of the largest for everyone.
         """
         if self.size == 1:
-            return Pending(lambda: x)
+            return AsyncResult(lambda: x)
         longest = max(sizes)
         padded = _padded(x.contiguous(), longest)
         whole = x.new_empty(self.size * longest, *x.shape[1:])
@@ -105,12 +105,12 @@ class Group:
             return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
         work = all_gather(whole, padded, group=self.handle, async_op=True)
-        return Pending(make, [work], "all-gather", self.ranks)
+        return AsyncResult(make, [work], "all-gather", self.ranks)
 
-    def scatter_sum(self, x: Tensor, sizes: Sequence[int]) -> Pending:
+    def scatter_sum(self, x: Tensor, sizes: Sequence[int]) -> AsyncResult:
         """This rank's rows of the sum over ranks of ``x`` ``[sum(sizes), ...]``. One reduce-scatter."""
         if self.size == 1:
-            return Pending(lambda: x)
+            return AsyncResult(lambda: x)
         longest = max(sizes)
         if longest * self.size != sum(sizes):
             x = torch.cat([_padded(part, longest) for part in x.split(list(sizes))])
@@ -122,7 +122,7 @@ class Group:
         def make(keep: Tensor = x) -> Tensor:
             return own[: sizes[self.rank]]
 
-        return Pending(make, [work], "reduce-scatter", self.ranks)
+        return AsyncResult(make, [work], "reduce-scatter", self.ranks)
 
     def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """All-to-all of rows: the first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r."""
@@ -134,60 +134,60 @@ class Group:
         all_to_all(out, x.contiguous(), receive=receive, send=send, group=self.handle)
         return out
 
-    def pass_on(self, x: Tensor, shape: Sequence[int], *, tag: int = 0) -> Pending:
+    def pass_on(self, x: Tensor, shape: Sequence[int], *, tag: int = 0) -> AsyncResult:
         """Send ``x`` to the next rank and receive a tensor of ``shape`` from the one before: one hop of a ring.
 
         ``tag`` tells hops apart that are on their way at the same time.
         """
         received = x.new_empty(tuple(shape))
         if self.size == 1:
-            return Pending(lambda: x)
+            return AsyncResult(lambda: x)
         x = x.contiguous()
         to, source = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
         sends = [dist.P2POp(dist.isend, x, to, self.handle, tag)] if x.numel() else []
         receives = [dist.P2POp(dist.irecv, received, source, self.handle, tag)] if received.numel() else []
         self.sent.add("ring", _bytes(x))
-        with Waiting("ring exchange", self.ranks):
+        with CollectiveWait("ring exchange", self.ranks):
             works = dist.batch_isend_irecv(sends + receives) if sends or receives else []
 
         def make(keep: Tensor = x) -> Tensor:
             return received
 
-        return Pending(make, works, "ring exchange", self.ranks)
+        return AsyncResult(make, works, "ring exchange", self.ranks)
 
-    def broadcast(self, x: Tensor, owner: int) -> Pending:
+    def broadcast(self, x: Tensor, owner: int) -> AsyncResult:
         """``x`` of rank ``owner`` on every rank, in place."""
         if self.size == 1:
-            return Pending(lambda: x)
+            return AsyncResult(lambda: x)
         self.sent.add("broadcast", _bytes(x) * (self.size - 1) / self.size)
-        with Waiting("broadcast", self.ranks):
+        with CollectiveWait("broadcast", self.ranks):
             work = dist.broadcast(x, self.ranks[owner], group=self.handle, async_op=True)
         assert work is not None
-        return Pending(lambda: x, [work], "broadcast", self.ranks)
+        return AsyncResult(lambda: x, [work], "broadcast", self.ranks)
 
-    def reduce(self, x: Tensor, owner: int) -> Pending:
+    def reduce(self, x: Tensor, owner: int) -> AsyncResult:
         """The sum over ranks of ``x`` on rank ``owner``, in place; elsewhere nothing that means anything."""
         if self.size == 1:
-            return Pending(lambda: x)
+            return AsyncResult(lambda: x)
         self.sent.add("reduce", _bytes(x) * (self.size - 1) / self.size)
-        with Waiting("reduce", self.ranks):
+        with CollectiveWait("reduce", self.ranks):
             work = dist.reduce(x, self.ranks[owner], group=self.handle, async_op=True)
         assert work is not None
-        return Pending(lambda: x, [work], "reduce", self.ranks)
+        return AsyncResult(lambda: x, [work], "reduce", self.ranks)
 
-    def send(self, x: Tensor, to: int, *, tag: int = 0) -> Pending:
+    def send(self, x: Tensor, to: int, *, tag: int = 0) -> AsyncResult:
         """``x`` to the rank at place ``to``."""
         x = x.contiguous()
         self.sent.add("message", _bytes(x))
-        with Waiting("send", self.ranks):
+        with CollectiveWait("send", self.ranks):
             work = dist.isend(x, self.ranks[to], group=self.handle, tag=tag) if x.numel() else None
-        return Pending(lambda: x, [work] if work else [], f"send to rank {self.ranks[to]}", self.ranks)
+        return AsyncResult(lambda: x, [work] if work else [], f"send to rank {self.ranks[to]}", self.ranks)
 
-    def receive(self, x: Tensor, source: int, *, tag: int = 0) -> Pending:
+    def receive(self, x: Tensor, source: int, *, tag: int = 0) -> AsyncResult:
         """What the rank at place ``source`` sends, in ``x``."""
-        with Waiting("receive", self.ranks):
+        with CollectiveWait("receive", self.ranks):
             work = dist.irecv(x, self.ranks[source], group=self.handle, tag=tag) if x.numel() else None
-        return Pending(lambda: x, [work] if work else [], f"receive from rank {self.ranks[source]}", self.ranks)
+        return AsyncResult(lambda: x, [work] if work else [], f"receive from rank {self.ranks[source]}", self.ranks)
 
     def combine(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Sum or maximum over ranks, in place. One all-reduce."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.runtime.comm.activity import Waiting
+from lengthwise.runtime.comm.activity import CollectiveWait
 from lengthwise.runtime.comm.collectives import all_reduce
 from lengthwise.runtime.comm.group import Group
 
@@ -29,7 +29,7 @@ Key = tuple[tuple[int, ...], str]
 """Ranks, which ascend, and a purpose: groups of different purpose do not wait for each other's messages."""
 
 
-class Groups:
+class GroupRegistry:
     """The groups of a world. Making and releasing is collective; looking one up that is there is not."""
 
     def __init__(self, rank: int, timeout: timedelta | None = None, *, device: torch.device | None = None) -> None:
@@ -75,7 +75,7 @@ class Groups:
         ranks, _ = key
         handle = None
         if len(ranks) > 1:
-            with Waiting("making a group", ranks):
+            with CollectiveWait("making a group", ranks):
                 handle = dist.new_group(list(ranks), timeout=self._timeout)
         place = ranks.index(self._rank) if self._rank in ranks else -1
         self._made[key] = Group(rank=place, ranks=ranks, handle=handle)

@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lengthwise.runtime.comm.activity import ACTIVITY, Activity, Waiting
+from lengthwise.runtime.comm.activity import ACTIVITY, Activity, CollectiveWait
 from lengthwise.runtime.comm.collectives import Handle, all_gather
-from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.comm.world import DistContext
 
 _DIGEST_WORDS = 2
 """64-bit words of a digest of 32 hex digits."""
 
 
-def gather_same(world: World, digest: str) -> bool:
+def gather_same(world: DistContext, digest: str) -> bool:
     """Whether all ranks gave the same 32 hex digits; every rank calls this."""
     words = [int(digest[start : start + 16], 16) - (1 << 63) for start in range(0, 16 * _DIGEST_WORDS, 16)]
     own = torch.tensor(words, dtype=torch.int64, device=world.device)
@@ -24,12 +24,12 @@ def gather_same(world: World, digest: str) -> bool:
     return bool((rows.view(-1, _DIGEST_WORDS) == own).all())
 
 
-def gather_json(world: World, value: Any) -> list[Any]:
+def gather_json(world: DistContext, value: Any) -> list[Any]:
     """The values of all ranks, by rank; every rank calls this. Two all-gathers."""
     return gather_values(value, size=world.size, device=world.device)
 
 
-def broadcast_json(world: World, value: Any, *, source: int = 0) -> Any:
+def broadcast_json(world: DistContext, value: Any, *, source: int = 0) -> Any:
     """The value of rank ``source``; every rank calls this. Two broadcasts."""
     return broadcast_value(value, is_source=world.rank == source, source=source, device=world.device)
 
@@ -61,10 +61,10 @@ def broadcast_value(
     """:func:`broadcast_json` over the ranks of ``group``, which rank ``source`` of the world is in."""
     own = _to_bytes(value if is_source else None).to(device)
     size = torch.tensor([len(own)], device=device)
-    with Waiting("broadcast", activity=activity):
+    with CollectiveWait("broadcast", activity=activity):
         dist.broadcast(size, source, group=group)
     content = own if is_source else own.new_empty(int(size))
-    with Waiting("broadcast", activity=activity):
+    with CollectiveWait("broadcast", activity=activity):
         dist.broadcast(content, source, group=group)
     return _from_bytes(content)
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from lengthwise import __version__
 from lengthwise.core.errors import CommunicationError, InputError
-from lengthwise.runtime.comm.activity import ACTIVITY, Waiting, first_line
+from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
-from lengthwise.runtime.comm.groups import Groups
+from lengthwise.runtime.comm.groups import GroupRegistry
 from lengthwise.runtime.comm.liveness import Liveness
 
 TIMEOUT_S = 1800.0
@@ -28,7 +28,7 @@ LEAVING_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class DistContext:
     """This process among all ranks, and the device it computes on."""
 
     rank: int
@@ -38,9 +38,9 @@ class World:
     """Most seconds that a collective waits for a rank."""
 
     @cached_property
-    def groups(self) -> Groups:
+    def groups(self) -> GroupRegistry:
         """Groups of some of the ranks."""
-        return Groups(self.rank, self.timeout, device=self.device)
+        return GroupRegistry(self.rank, self.timeout, device=self.device)
 
     @property
     def timeout(self) -> timedelta:
@@ -63,7 +63,7 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_world(device: str = "auto", *, timeout_s: float | None = None) -> World:
+def start_world(device: str = "auto", *, timeout_s: float | None = None) -> DistContext:
     """Join the other ranks: Gloo on CPU, NCCL on GPUs. Without torchrun this process is the only rank.
 
     ``timeout_s``: most seconds that a rank waits for another, here and in every collective later on; None: 30 minutes,
@@ -94,7 +94,7 @@ def start_world(device: str = "auto", *, timeout_s: float | None = None) -> Worl
             size=dist.get_world_size(),
             timeout_s=timeout.total_seconds(),
         )
-    return World(
+    return DistContext(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         device=torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu"),
@@ -111,7 +111,7 @@ def _join(kind: str, timeout: timedelta) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _meeting_place(timeout)
     started = {"device": kind, "torch": torch.__version__, "lengthwise": __version__, "number of ranks": size}
-    with Waiting("meeting of the ranks"):
+    with CollectiveWait("meeting of the ranks"):
         meet(store, started, rank=rank, size=size, timeout_s=timeout.total_seconds())
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
@@ -160,7 +160,7 @@ def _meeting_place(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"restart_{restart}", store)
 
 
-def stop_world(world: World | None = None) -> None:
+def stop_world(world: DistContext | None = None) -> None:
     """Leave the other ranks, and the groups of ``world``; waits for collectives that are under way.
 
     Threads of Gloo free tensors, which aborts a process whose interpreter is ending, and they live as long as anything
@@ -175,7 +175,7 @@ def stop_world(world: World | None = None) -> None:
         dist.destroy_process_group()
 
 
-def leaving(world: World) -> Callable[[], None]:
+def leaving(world: DistContext) -> Callable[[], None]:
     """:func:`stop_world` for the end of a process, which may come while others never join what is under way.
 
     Then the process goes on to its end after ``LEAVING_S``, which ends the others too. On GPUs it is that function.

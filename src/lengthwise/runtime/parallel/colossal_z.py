@@ -6,9 +6,9 @@ between, what made it run out of memory; ours sends the keys again with the valu
 
 from functools import partial
 
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
 from lengthwise.runtime.parallel.ring_attention import ring_attention
-from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.parallel.stage_shard import LayerStage
 from lengthwise.runtime.parallel.token_local import TokenLocal
 
 

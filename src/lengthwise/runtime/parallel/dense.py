@@ -1,7 +1,7 @@
 """One device, nothing shared: the operators of the one-device model."""
 
-from lengthwise.runtime.model.operators import AttentionWeights, Dense, FfnWeights, Operators
-from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.models.operators import AttentionWeights, Dense, FfnWeights, Operators
+from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:

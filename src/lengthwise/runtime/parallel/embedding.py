@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.model.loss import chunk_tokens
-from lengthwise.runtime.model.targets import IGNORE
+from lengthwise.runtime.models.chunked_loss import chunk_tokens
+from lengthwise.runtime.models.targets import IGNORE
 
 
 def sharded_lookup(table_vD: Tensor, tokens: Sequence[np.ndarray], bounds: Sequence[int], group: Group) -> Tensor:
@@ -63,7 +63,7 @@ def sharded_cross_entropy(
 
     Chunk by chunk: the hidden states of all ranks are gathered, each rank makes the logits of its rows, maxima and sums
     of exponentials are reduced, and the gradients of hidden states are reduce-scattered. As in
-    :func:`~lengthwise.runtime.model.loss.chunked_cross_entropy` gradients are made with the loss.
+    :func:`~lengthwise.runtime.models.chunked_loss.chunked_cross_entropy` gradients are made with the loss.
 
     Args:
         hidden_tD: of this rank's tokens.

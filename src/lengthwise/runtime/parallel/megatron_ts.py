@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.model.attention import attend
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
-from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.models.varlen_attention import attend
+from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lengthwise.runtime.comm.group import Group, Pending
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators, feed_forward
+from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators, feed_forward
 from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
 from lengthwise.runtime.parallel.shards import FlatShards
-from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 AnyWeights = TypeVar("AnyWeights", AttentionWeights, FfnWeights)
 _SHARDS, _GRADIENTS = 3, 4  # tags of hops
@@ -77,7 +77,7 @@ class _Attention(torch.autograd.Function):
         flat, master = _flat(ctx.weights, stage), torch.promote_types(x_tD.dtype, torch.float32)
         dx_tD = torch.zeros_like(x_tD, dtype=master)
         mine = x_tD.new_zeros(flat.sizes[stage.group.rank], dtype=master)  # a rank may own no head
-        reducing: tuple[int, Pending] | None = None
+        reducing: tuple[int, AsyncResult] | None = None
         for (owner, shard), out, lse in zip(_broadcasts(ctx.weights, stage), kept[::2], kept[1::2]):
             with torch.enable_grad():
                 local = x_tD.detach().requires_grad_()
@@ -96,7 +96,7 @@ class _Attention(torch.autograd.Function):
         return dx_tD.to(x_tD.dtype), None, None, *_gradients(mine, ctx.weights, flat, stage.group)
 
 
-def _finished(reducing: tuple[int, Pending] | None, mine: Tensor, rank: int) -> Tensor:
+def _finished(reducing: tuple[int, AsyncResult] | None, mine: Tensor, rank: int) -> Tensor:
     """What a reduction gave if it was this rank's, else ``mine``."""
     if reducing is None:
         return mine
@@ -122,7 +122,7 @@ class _Ffn(torch.autograd.Function):
         (x_tD,) = ctx.saved_tensors
         flat, master = _flat(ctx.weights, stage), torch.promote_types(x_tD.dtype, torch.float32)
         dx_tD = torch.zeros_like(x_tD, dtype=master)
-        travelling: Pending | None = None
+        travelling: AsyncResult | None = None
         for step, shard in enumerate(_rotation(ctx.weights, stage)):
             with torch.enable_grad():
                 tensors = {name: w.requires_grad_() for name, w in shard.tensors.items()}
@@ -161,7 +161,7 @@ def _broadcasts(weights: AttentionWeights, stage: LayerStage) -> Iterator[tuple[
     own = flat.join(weights.tensors)
     owners = [rank for rank, size in enumerate(flat.sizes) if size]
 
-    def start(owner: int) -> Pending:
+    def start(owner: int) -> AsyncResult:
         buffer = own if owner == group.rank else own.new_empty(flat.sizes[owner])
         return group.broadcast(buffer, owner)
 

@@ -5,9 +5,9 @@ Queries stay, keys and values go round: p - 1 hops forward, p backward. Everythi
 
 from functools import partial
 
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
 from lengthwise.runtime.parallel.ring_attention import ring_attention
-from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.parallel.stage_shard import LayerStage
 from lengthwise.runtime.parallel.token_local import TokenLocal
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lengthwise.runtime.comm.group import Group, Pending
-from lengthwise.runtime.parallel.blocks import (
+from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.parallel.attention_blocks import (
     Task,
     attend_block,
     attend_block_backward,
@@ -51,7 +51,7 @@ class Ring:
         """The rank whose block is here after ``step`` hops."""
         return (self.group.rank - step) % self.group.size
 
-    def hop(self, block: Tensor, step: int, *, tag: int) -> Pending:
+    def hop(self, block: Tensor, step: int, *, tag: int) -> AsyncResult:
         """Pass ``block``, here after ``step`` hops, on to the next rank."""
         arriving = self.sizes[self.source(step + 1)]
         return self.group.pass_on(block, (block.shape[0], arriving, *block.shape[2:]), tag=tag)

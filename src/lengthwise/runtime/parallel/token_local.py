@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Tables
-from lengthwise.runtime.parallel.weights import Weights, Whole
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Tables
+from lengthwise.runtime.parallel.weights import OperatorWeights, WholeWeights
 
 Meet = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From this rank's queries [t, N, H], keys and values [t, K, H] to its outputs [t, N, H]."""
@@ -19,15 +19,15 @@ Meet = Callable[[Tensor, Tensor, Tensor], Tensor]
 class TokenLocal:
     """Operators of one layer; the bundles they are given tell sizes alone, the numbers are in ``whole``."""
 
-    whole_attention: Weights
-    whole_ffn: Weights
+    whole_attention: OperatorWeights
+    whole_ffn: OperatorWeights
     tables: Tables | None
     meet: Meet
 
     @property
     def has_whole_weights(self) -> bool:
         """Whether this rank holds all that it multiplies with, or gathers it."""
-        return isinstance(self.whole_attention, Whole)
+        return isinstance(self.whole_attention, WholeWeights)
 
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """Project, rotate, attend, project back: ``[t, D]``."""

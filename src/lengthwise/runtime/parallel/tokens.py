@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lengthwise.runtime.model.view import View
+from lengthwise.runtime.models.attention_view import AttentionView
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +31,7 @@ class TokenShards:
         """[T] places in the pack of all tokens, rank by rank: the order in which they are gathered."""
         return np.concatenate(self.places)
 
-    def into(self, view: View) -> np.ndarray | None:
+    def into(self, view: AttentionView) -> np.ndarray | None:
         """[T] index that puts gathered tokens into the order of ``view``; None where they are in it already."""
         gathered = np.empty(view.num_tokens, dtype=np.int64)
         gathered[self.by_rank] = np.arange(view.num_tokens)

@@ -5,9 +5,9 @@ Around attention tokens are traded for heads and back: two all-to-alls forward, 
 
 from functools import partial
 
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
-from lengthwise.runtime.parallel.exchange import exchange_attention
-from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.parallel.head_exchange import exchange_attention
+from lengthwise.runtime.parallel.stage_shard import LayerStage
 from lengthwise.runtime.parallel.token_local import TokenLocal
 
 

@@ -6,9 +6,9 @@ As ``ulysses``; each operator's weights are gathered before it, forward and back
 
 from functools import partial
 
-from lengthwise.runtime.model.operators import AttentionWeights, FfnWeights, Operators
-from lengthwise.runtime.parallel.exchange import exchange_attention
-from lengthwise.runtime.parallel.stage import LayerStage
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.parallel.head_exchange import exchange_attention
+from lengthwise.runtime.parallel.stage_shard import LayerStage
 from lengthwise.runtime.parallel.token_local import TokenLocal
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lengthwise.runtime.comm.group import Group, Pending
+from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.parallel.shards import FlatShards
 
 
-class Weights(Protocol):
+class OperatorWeights(Protocol):
     """The weights of one operator, by name."""
 
     def enter(self, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeWeights:
     """Weights that this rank holds whole."""
 
     tensors: Mapping[str, Tensor]
@@ -68,16 +68,16 @@ class Whole:
 class Prefetch:
     """Gathered weights of one micro-batch in the order of their operators."""
 
-    queue: list["Gathered"] = field(default_factory=list)
+    queue: list["GatheredWeights"] = field(default_factory=list)
 
-    def after(self, gathered: "Gathered", *, again: bool) -> "Gathered | None":
+    def after(self, gathered: "GatheredWeights", *, again: bool) -> "GatheredWeights | None":
         """Whose weights are needed next when ``gathered`` runs forward, for the first time or ``again``."""
         at = gathered.place + 1
         if at == len(self.queue) or (again and self.queue[at].layer != gathered.layer):
             return None
         return self.queue[at]
 
-    def before(self, gathered: "Gathered") -> "Gathered | None":
+    def before(self, gathered: "GatheredWeights") -> "GatheredWeights | None":
         """Whose weights are needed next when ``gathered`` runs backward; a recomputed layer begins at its front."""
         if gathered.place == 0:
             return None
@@ -87,7 +87,7 @@ class Prefetch:
         return last
 
 
-class Gathered:
+class GatheredWeights:
     """Weights of which every rank of a group holds some rows; whole ones exist only while they are used."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Gathered:
         self.place = len(prefetch.queue)
         prefetch.queue.append(self)
         self._flat = FlatShards(shards, bounds)
-        self._coming: Pending | None = None
+        self._coming: AsyncResult | None = None
         self._whole: dict[str, Tensor] = {}
         self._grads: dict[str, Tensor] = {}
         self._ran_forward = False
@@ -141,7 +141,7 @@ class Gathered:
             self._need()
             self._coming = self.group.gather(self._flat.join(self.shards), self._flat.sizes)
 
-    def fill(self, following: "Gathered | None") -> None:
+    def fill(self, following: "GatheredWeights | None") -> None:
         """Have the weights, and set the gather of those needed next going."""
         self.start()
         if self._coming is not None:
@@ -150,7 +150,7 @@ class Gathered:
         if following is not None:
             following.start()
 
-    def forward_order(self) -> "Gathered | None":
+    def forward_order(self) -> "GatheredWeights | None":
         """What to gather next while this runs forward; called once per forward."""
         again, self._ran_forward = self._ran_forward, True
         return self.prefetch.after(self, again=again)

@@ -14,9 +14,9 @@ from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.collectives import gather_rows
-from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.model.base import Transformer
-from lengthwise.runtime.model.targets import Masking, masked_targets, next_token_targets
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 
@@ -41,7 +41,7 @@ def ladder(max_length: int, max_tokens: int) -> list[tuple[int, ...]]:
 def profile(
     model: Transformer,
     spec: ModelSpec,
-    world: World,
+    world: DistContext,
     *,
     packs: list[tuple[int, ...]],
     recompute: bool,
@@ -98,13 +98,15 @@ Feed = tuple[Tensor, tuple[int, ...], Tensor]
 """tokens_T, cu_seqlens, targets_T"""
 
 
-def _random_feed(lengths: tuple[int, ...], spec: ModelSpec, world: World, generator: torch.Generator) -> Feed:
+def _random_feed(lengths: tuple[int, ...], spec: ModelSpec, world: DistContext, generator: torch.Generator) -> Feed:
     pack = Pack(ids=tuple(range(len(lengths))), lengths=lengths)
     tokens = torch.randint(spec.vocab_size, (pack.num_tokens,), generator=generator)
     if spec.objective == NEXT_TOKEN:
         targets = next_token_targets(tokens, pack)
     else:  # any token may stand for the mask: what it costs is how many are predicted
-        tokens, targets = masked_targets(tokens, pack, Masking(seed=0, vocab_size=spec.vocab_size, mask_token_id=0))
+        tokens, targets = masked_targets(
+            tokens, pack, TokenMasking(seed=0, vocab_size=spec.vocab_size, mask_token_id=0)
+        )
     return tokens.to(world.device), pack.cu_seqlens, targets.to(world.device)
 
 
@@ -121,7 +123,7 @@ def _update(state: ShardedState) -> None:
     state.hold_everything()
 
 
-def _time_s(work: Callable[[], None], world: World) -> float:
+def _time_s(work: Callable[[], None], world: DistContext) -> float:
     """Seconds of ``work`` when all ranks begin it together."""
     gather_rows(torch.zeros(1, device=world.device))
     world.synchronize()
@@ -131,7 +133,7 @@ def _time_s(work: Callable[[], None], world: World) -> float:
     return time.perf_counter() - start_s
 
 
-def _kept_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...], world: World) -> int:
+def _kept_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...], world: DistContext) -> int:
     """Bytes a micro-batch needs beyond the model state: the allocator's peak on a GPU, saved tensors on a CPU."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -165,7 +167,7 @@ def _saved_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) ->
     return sum(sizes.values())
 
 
-def _median(times: list[float], world: World) -> float:
+def _median(times: list[float], world: DistContext) -> float:
     """Median over the repeats of all ranks."""
     rows = gather_rows(torch.tensor(times, dtype=torch.float64, device=world.device))
     return float(rows.flatten().cpu().quantile(0.5))

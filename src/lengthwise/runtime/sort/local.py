@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lengthwise.runtime.sort.words import Word, blocks
+from lengthwise.runtime.sort.row_words import Word, blocks
 
 _WIDE = {8: torch.int64, 16: torch.complex128}
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lengthwise.runtime.comm.collectives import Handle
-from lengthwise.runtime.sort.agree import Peers, agree_on_rows, peers_of
-from lengthwise.runtime.sort.codes import shares_a_code, to_codes
+from lengthwise.runtime.sort.check_rows import SortPeers, agree_on_rows, peers_of
+from lengthwise.runtime.sort.exact_cuts import WordsAt, find_cuts
 from lengthwise.runtime.sort.local import order_of, sort_integers, take, with_plain_strides
-from lengthwise.runtime.sort.select import WordsAt, find_cuts
-from lengthwise.runtime.sort.words import Word, blocks, layout
+from lengthwise.runtime.sort.order_codes import shares_a_code, to_codes
+from lengthwise.runtime.sort.row_words import Word, blocks, layout
 
 MOST_PARTS, PART_ROWS = 8, 1 << 16
 """Rows travel in so many parts at most, to bound the memory on the way, of so many rows at least."""
@@ -58,7 +58,7 @@ def shares(num_rows: int, num_parts: int) -> list[int]:
     return [num_rows // num_parts + (part < num_rows % num_parts) for part in range(num_parts)]
 
 
-def _survey(peers: Peers, rows: Tensor) -> tuple[tuple[Word, ...], bool]:
+def _survey(peers: SortPeers, rows: Tensor) -> tuple[tuple[Word, ...], bool]:
     """The words of ``rows`` over all ranks, and whether rows can be had back from them. One all-reduce."""
     num_columns = rows.shape[1]
     found = torch.full((2 * num_columns + 1,), _LEAST, device=rows.device)
@@ -72,7 +72,7 @@ def _survey(peers: Peers, rows: Tensor) -> tuple[tuple[Word, ...], bool]:
     return layout([(~low, high) for high, low in zip(values[:-1:2], values[1:-1:2])]), values[-1] < 1
 
 
-def _sort_words(peers: Peers, word: Word, rows: Tensor, counts: Sequence[int]) -> Tensor:
+def _sort_words(peers: SortPeers, word: Word, rows: Tensor, counts: Sequence[int]) -> Tensor:
     """Rows that are one integer each: only the integers are sorted and travel."""
     words = word.encode(rows)
     sort_integers(words)
@@ -84,14 +84,14 @@ def _sort_words(peers: Peers, word: Word, rows: Tensor, counts: Sequence[int]) -
     return out
 
 
-def _exchange_words(peers: Peers, words: Tensor, counts: Sequence[int]) -> Tensor:
+def _exchange_words(peers: SortPeers, words: Tensor, counts: Sequence[int]) -> Tensor:
     """This rank's words, a sorted run of every rank's."""
     moves = _moves(peers, lambda places: _at(words, places).unsqueeze(1).to(torch.int64), counts, num_parts=1)
     return peers.exchange(words, moves.send[0], moves.receive[0])
 
 
 def _sort_by_order(
-    peers: Peers, words: tuple[Word, ...], rows: Tensor, key: Tensor | None, counts: Sequence[int]
+    peers: SortPeers, words: tuple[Word, ...], rows: Tensor, key: Tensor | None, counts: Sequence[int]
 ) -> Tensor:
     """Rows of any kind, in parts: of each part the rows in local order are sent, and those received are merged."""
     by = rows if key is None else key.unsqueeze(1)
@@ -133,7 +133,7 @@ class _Moves:
         return [slice(ends[place], ends[place + 1]) for place in first]
 
 
-def _moves(peers: Peers, words_at: WordsAt, counts: Sequence[int], *, num_parts: int) -> _Moves:
+def _moves(peers: SortPeers, words_at: WordsAt, counts: Sequence[int], *, num_parts: int) -> _Moves:
     """Cut the whole order into every rank's parts."""
     sizes = [part for share in shares(sum(counts), peers.size) for part in shares(share, num_parts)]
     targets = torch.tensor([*accumulate(sizes[:-1])], device=peers.device)

@@ -33,7 +33,7 @@ from lengthwise.runtime.state.checkpoint_files import (
 )
 from lengthwise.runtime.state.contents import MASTER, restore, room_for
 from lengthwise.runtime.state.metadata_reader import METADATA_FILE, ForeignMetadataError, Reader
-from lengthwise.runtime.state.saver import HostGroup, Saver
+from lengthwise.runtime.state.saver import CheckpointSaver, HostGroup
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.table import ParameterTable
 
@@ -49,9 +49,9 @@ _MASTER_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.f
 def save(folder: Path, state: ShardedState, extra: dict[str, Any], *, keep: int) -> None:
     """Write a checkpoint after ``extra["step"]`` steps; every rank calls this. The ``keep`` newest stay in ``folder``.
 
-    A run writes its checkpoints with a :class:`Saver`, which does not make it wait.
+    A run writes its checkpoints with a :class:`CheckpointSaver`, which does not make it wait.
     """
-    saver = Saver(folder, state, keep=keep, makes_parents=True)
+    saver = CheckpointSaver(folder, state, keep=keep, makes_parents=True)
     try:
         saver.save(extra, wait=True)
     finally:

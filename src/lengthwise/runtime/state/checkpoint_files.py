@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lengthwise.core.atomic_write import reason, shown
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import reason, shown
 from lengthwise.core.lock import FolderLock
 
 CHECKPOINT_SCHEMA_VERSION = 2
@@ -75,7 +75,7 @@ def latest(folder: Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class RetentionPolicy:
     """Which checkpoints stay when there is a new one."""
 
     newest: int
@@ -112,7 +112,7 @@ def begin(folder: Path, name: str) -> Path:
     return partial
 
 
-def publish(partial: Path, document: dict[str, Any], *, keep: Keep) -> Path:
+def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -> Path:
     """Make a checkpoint that all ranks have written complete and ``latest``, then remove what ``keep`` leaves out.
 
     Those of later steps, left by a run that was resumed from before them, are neither counted nor removed.

@@ -20,7 +20,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Content:
+class ShardContent:
     """This rank's share of a tensor, in host memory."""
 
     local: Tensor
@@ -36,7 +36,7 @@ class Content:
         return DTensor.from_local(self.local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
 
 
-def contents(state: ShardedState) -> dict[str, Content]:
+def contents(state: ShardedState) -> dict[str, ShardContent]:
     """Copies by name: what this rank owns and no more. Before the first step the optimizer's tensors are zero."""
     whole = state.settings.needs_whole_parameters
     found = {}
@@ -46,11 +46,11 @@ def contents(state: ShardedState) -> dict[str, Content]:
             if pieces or not whole:
                 shape = pieces[0].shape if whole else torch.Size([sum(piece.numel() for piece in pieces)])
                 local = _host_copy(pieces, shape, state.master_dtype)
-                found[f"{kind}/{part}"] = Content(local=local, num_elements=None if whole else _size(state, part))
+                found[f"{kind}/{part}"] = ShardContent(local=local, num_elements=None if whole else _size(state, part))
     return found
 
 
-def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[str, Content]:
+def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[str, ShardContent]:
     """Empty tensors for this rank's share of a checkpoint; ``saved``: the shape of every tensor in it, by name."""
     whole = state.settings.needs_whole_parameters
     room = {}
@@ -60,13 +60,15 @@ def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[st
             if not whole:
                 size = fully_sharded(_size(state, part), state.world.size).num_held(state.world.rank)
                 local = torch.empty(size, dtype=state.master_dtype)
-                room[name] = Content(local=local, num_elements=_size(state, part))
+                room[name] = ShardContent(local=local, num_elements=_size(state, part))
             elif name in saved:
-                room[name] = Content(local=torch.empty(tuple(saved[name]), dtype=state.master_dtype), num_elements=None)
+                room[name] = ShardContent(
+                    local=torch.empty(tuple(saved[name]), dtype=state.master_dtype), num_elements=None
+                )
     return room
 
 
-def restore(state: ShardedState, found: Mapping[str, Content], num_steps: int) -> None:
+def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: int) -> None:
     """Take back what :func:`contents` gave, as it was after ``num_steps`` optimizer steps."""
     if state.optimizer is not None:
         state.optimizer.state.clear()

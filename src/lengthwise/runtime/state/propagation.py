@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lengthwise.core.layout import Interval, Layout, Transfer, shard_size, transfers_of
 from lengthwise.runtime.comm.collectives import all_gather, all_to_all, reduce_scatter
-from lengthwise.runtime.comm.group import Pending, Traffic
+from lengthwise.runtime.comm.group import AsyncResult, Traffic
 
 Slices = tuple[tuple[slice, ...], ...]
 """For each rank, some slices of a tensor."""
@@ -42,14 +42,14 @@ class UnitRoute:
     Empty where ``shard`` is not 0."""
     sent: Traffic
 
-    def pull(self, own: Tensor, weights: Tensor) -> Pending:
+    def pull(self, own: Tensor, weights: Tensor) -> AsyncResult:
         """Fill the region of ``weights`` from every owner's share; ``own``: this rank's, in the compute dtype."""
         region = weights[self.region]
         if self.shard:
             own = own if len(own) == self.shard else torch.cat([own, own.new_zeros(self.shard - len(own))])
             self.sent.add("pull", (len(self.to) - 1) * self.shard * own.element_size())
             work = all_gather(region, own, async_op=True)
-            return Pending(lambda keep=own: region, [work], "pull of weights")  # type: ignore[misc]
+            return AsyncResult(lambda keep=own: region, [work], "pull of weights")  # type: ignore[misc]
         outgoing, send, receive = _joined(own, self.to), _sizes(self.to), _sizes(self.come)
         self.sent.add("pull", (sum(send) - send[self.rank]) * own.element_size())
         direct = _is_in_order(self.come)
@@ -62,16 +62,16 @@ class UnitRoute:
                     region[at] = piece
             return region
 
-        return Pending(make, [work], "pull of weights")
+        return AsyncResult(make, [work], "pull of weights")
 
-    def push(self, gradients: Tensor, pushed: Tensor) -> Pending:
+    def push(self, gradients: Tensor, pushed: Tensor) -> AsyncResult:
         """Add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
         region, target = gradients[self.region], pushed[self.own]
         if self.shard:
             incoming = region.new_empty(self.shard)
             self.sent.add("push", (len(self.to) - 1) * self.shard * region.element_size())
             work = reduce_scatter(incoming, region, async_op=True)
-            return Pending(lambda: target.add_(incoming[: len(target)]), [work], "push of gradients")
+            return AsyncResult(lambda: target.add_(incoming[: len(target)]), [work], "push of gradients")
         outgoing = region if _is_in_order(self.come) else _joined(region, self.come)
         send, receive = _sizes(self.come), _sizes(self.to)
         self.sent.add("push", (sum(send) - send[self.rank]) * region.element_size())
@@ -83,7 +83,7 @@ class UnitRoute:
                 target[at] += piece
             return target
 
-        return Pending(make, [work], "push of gradients")
+        return AsyncResult(make, [work], "push of gradients")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

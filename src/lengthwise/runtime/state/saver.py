@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from lengthwise import __version__
+from lengthwise.core.atomic_write import full_disk_behind, reason, shown
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.core.folder import full_disk_behind, reason, shown
 from lengthwise.core.lock import FolderLock
-from lengthwise.runtime.comm.activity import Activity, Waiting
+from lengthwise.runtime.comm.activity import Activity, CollectiveWait
 from lengthwise.runtime.comm.objects import broadcast_value, gather_values
-from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state import checkpoint_files as files
-from lengthwise.runtime.state.contents import MASTER, Content, contents
+from lengthwise.runtime.state.contents import MASTER, ShardContent, contents
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.shared_folder import check_shared
 
@@ -41,7 +41,7 @@ class HostGroup:
 
     def __init__(self, timeout: timedelta) -> None:
         self._activity = Activity(name="checkpoint")  # the threads' own: the step loop has another
-        with Waiting("making the group of checkpoints"):
+        with CollectiveWait("making the group of checkpoints"):
             self.handle = dist.new_group(backend="gloo", timeout=timeout)
         self.mesh = DeviceMesh.from_group(self.handle, "cpu")
 
@@ -71,7 +71,7 @@ class _Writer(dcp.FileSystemWriter):
             raise full_disk_behind(error) or error from None
 
 
-class Saver:
+class CheckpointSaver:
     """Every rank of a run has one, and calls the same of it at the same step."""
 
     def __init__(self, folder: Path, state: ShardedState, *, keep: int, makes_parents: bool = False) -> None:
@@ -139,12 +139,12 @@ class Saver:
             self._group.close()
             self._group = None
 
-    def _run(self, group: HostGroup, shares: dict[str, Content], document: dict[str, Any]) -> None:
+    def _run(self, group: HostGroup, shares: dict[str, ShardContent], document: dict[str, Any]) -> None:
         world, step = self._state.world, document["step"]
         lock = files.lock_of_save(self._folder)
         try:
             _check_finite(shares, group, step=step, safe=files.outlook(self._folder, is_of_run=not self._makes_parents))
-            keep = files.Keep(newest=self._keep, good_step=self.good_step)
+            keep = files.RetentionPolicy(newest=self._keep, good_step=self.good_step)
             if self._makes_parents:
                 _first_does(lambda: _make_and_lock(self._folder, lock), group, world)
             _write(self._folder, shares, document, group=group, world=world, keep=keep)
@@ -158,12 +158,12 @@ class Saver:
 
 def _write(
     folder: Path,
-    shares: dict[str, Content],
+    shares: dict[str, ShardContent],
     document: dict[str, Any],
     *,
     group: HostGroup,
-    world: World,
-    keep: files.Keep,
+    world: DistContext,
+    keep: files.RetentionPolicy,
 ) -> None:
     """One checkpoint, from the empty folder to its name; on every rank. What fails on one rank fails on all."""
     name = files.step_name(document["step"])
@@ -180,7 +180,7 @@ def _write(
     _first_does(lambda: files.publish(partial, document, keep=keep), group, world)
 
 
-def _check_finite(shares: dict[str, Content], group: HostGroup, *, step: int, safe: str) -> None:
+def _check_finite(shares: dict[str, ShardContent], group: HostGroup, *, step: int, safe: str) -> None:
     """Raise ``LengthwiseError`` on all ranks if a weight on any rank is not a finite number."""
     wrong = next((name for name, content in shares.items() if _is_broken(name, content)), None)
     for rank, name in enumerate(group.gather(wrong)):
@@ -191,7 +191,7 @@ def _check_finite(shares: dict[str, Content], group: HostGroup, *, step: int, sa
             )
 
 
-def _is_broken(name: str, content: Content) -> bool:
+def _is_broken(name: str, content: ShardContent) -> bool:
     return name.startswith(f"{MASTER}/") and not bool(torch.isfinite(content.local).all())
 
 
@@ -201,7 +201,7 @@ def _make_and_lock(folder: Path, lock: FolderLock) -> None:
     lock.acquire()
 
 
-def _digests(partial: Path, world: World) -> dict[str, Any]:
+def _digests(partial: Path, world: DistContext) -> dict[str, Any]:
     """Of the files that this rank wrote."""
     own = sorted(partial.glob(f"__{world.rank}_*"))
     own += [partial / ".metadata"] if world.is_first else []
@@ -216,7 +216,7 @@ def _joined(outcomes: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
     return {name: value for result, _ in outcomes for name, value in (result or {}).items()}
 
 
-def _first_does(act: Callable[[], object], group: HostGroup, world: World) -> None:
+def _first_does(act: Callable[[], object], group: HostGroup, world: DistContext) -> None:
     """The first rank alone acts; all go on when it has, and its error is raised on all."""
     error = group.broadcast(_tried(act)[1] if world.is_first else "", is_source=world.is_first)
     if error:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lengthwise.core.scheme import Holding
+from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.collectives import sum_over_ranks
-from lengthwise.runtime.comm.group import Pending, Traffic
-from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.comm.group import AsyncResult, Traffic
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.propagation import Routes, routes
@@ -51,7 +51,7 @@ class ShardedState:
     """Weights, gradients and optimizer of one model over all ranks. Turns the model's parameters into views."""
 
     def __init__(
-        self, model: nn.Module, world: World, settings: OptimizerSettings, *, table: ParameterTable | None = None
+        self, model: nn.Module, world: DistContext, settings: OptimizerSettings, *, table: ParameterTable | None = None
     ) -> None:
         """``table``: which parameters, in which order; of a :class:`Transformer` it is known."""
         self.world, self.settings = world, settings
@@ -69,7 +69,7 @@ class ShardedState:
         self._is_alone = world.size == 1
         self._grad_views: dict[str, Tensor] = {}
         self._weight_views: dict[str, Tensor] = {}
-        self._routes: dict[tuple[Holding | None, ...], Routes] = {}
+        self._routes: dict[tuple[WeightShard | None, ...], Routes] = {}
         self.master = self._owned_values()
         self._pushed = torch.zeros_like(self.master)
         self.segments = self._make_segments()
@@ -82,15 +82,15 @@ class ShardedState:
                 parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
                 for name, parameter in self._named.items()
             ]
-        self.holdings: tuple[Holding | None, ...] | None = None
+        self.holdings: tuple[WeightShard | None, ...] | None = None
         self.gradients = self.master[:0]
         self.weights = self.gradients.to(self.compute_dtype)  # a rank may hold nothing, but of this kind
-        self._coming: list[Pending | None] = []
-        self._going: list[Pending] = []
+        self._coming: list[AsyncResult | None] = []
+        self._going: list[AsyncResult] = []
         self._is_pulled = False
         self._release()
 
-    def hold(self, holdings: Sequence[Holding | None]) -> None:
+    def hold(self, holdings: Sequence[WeightShard | None]) -> None:
         """Lay out what every rank computes with from now on; weights come with the next :meth:`pull`."""
         holdings = tuple(holdings)
         if holdings == self.holdings:
@@ -106,7 +106,7 @@ class ShardedState:
     def hold_everything(self) -> None:
         """Every rank the whole model, pulled: for evaluation, measuring and tests."""
         layers = self.table.num_units - 2
-        self.hold([Holding(first=0, end=layers, num_layers=layers)] * self.world.size)
+        self.hold([WeightShard(first=0, end=layers, num_layers=layers)] * self.world.size)
         self.pull()
         for unit in range(self.table.num_units):
             self.need(unit)
@@ -294,7 +294,7 @@ class ShardedState:
             self.gradients = self.master[:0]
             self.gradients = torch.zeros(size, dtype=self.master_dtype, device=self.world.device)
 
-    def _routes_to(self, holdings: tuple[Holding | None, ...]) -> Routes:
+    def _routes_to(self, holdings: tuple[WeightShard | None, ...]) -> Routes:
         found = self._routes.pop(holdings, None)
         if found is None:
             computed = self.table.propagation(holdings)

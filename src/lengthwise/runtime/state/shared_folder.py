@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lengthwise.core.atomic_write import shown
 from lengthwise.core.errors import InputError
-from lengthwise.core.folder import shown
 
 PATIENCE_S = 10.0
 """A file that another machine wrote may appear so much later on a network file system."""

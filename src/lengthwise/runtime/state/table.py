@@ -15,13 +15,13 @@ from math import prod
 from torch import nn
 
 from lengthwise.core.layout import Interval, Layout, row_bounds, sharded_by_unit
-from lengthwise.core.scheme import Holding
+from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.models.base import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class ParameterSlot:
     """The place of one parameter."""
 
     name: str
@@ -36,10 +36,10 @@ class Slot:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ParameterRows:
     """The rows of one parameter that a rank computes with."""
 
-    slot: Slot
+    slot: ParameterSlot
     interval: Interval
     """Of the buffer; may be empty."""
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Part:
 class ParameterTable:
     """All parameters of a model, in the order of their units."""
 
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, ParameterSlot]
     bounds: tuple[int, ...]
     """Unit u is the elements ``bounds[u]`` to ``bounds[u + 1]``."""
     spec: ModelSpec | None
@@ -79,7 +79,7 @@ class ParameterTable:
         slots, sizes, start = {}, [0] * num_units, 0
         for name in sorted(units, key=lambda name: units[name]):  # stable within a unit
             shape = tuple(found[name].shape)
-            slots[name] = Slot(name=name, shape=shape, unit=units[name], start=start)
+            slots[name] = ParameterSlot(name=name, shape=shape, unit=units[name], start=start)
             start += prod(shape)
             sizes[units[name]] += prod(shape)
         return cls(slots=slots, bounds=tuple(accumulate(sizes, initial=0)), spec=spec, shared=shared)
@@ -121,7 +121,7 @@ class ParameterTable:
             sizes[rank] += end - start
         return Layout(num_elements=self.num_elements, intervals=tuple(tuple(sorted(each)) for each in held))
 
-    def parts(self, holding: Holding | None) -> list[Part]:
+    def parts(self, holding: WeightShard | None) -> list[ParameterRows]:
         """What a rank with this holding computes with, in the order of the buffer."""
         if holding is None:
             return []
@@ -135,12 +135,12 @@ class ParameterTable:
         ]
         return [self._part(slot, holding) for slot in held]
 
-    def propagation(self, holdings: Sequence[Holding | None]) -> Layout:
+    def propagation(self, holdings: Sequence[WeightShard | None]) -> Layout:
         """The layout in which each rank has what it computes with."""
         found = {holding: self._intervals(self.parts(holding)) for holding in set(holdings)}
         return Layout(num_elements=self.num_elements, intervals=tuple(found[holding] for holding in holdings))
 
-    def _intervals(self, parts: Sequence[Part]) -> tuple[Interval, ...]:
+    def _intervals(self, parts: Sequence[ParameterRows]) -> tuple[Interval, ...]:
         """What is held, neighbours of one unit as one interval."""
         found: list[Interval] = []
         units: list[int] = []
@@ -155,16 +155,16 @@ class ParameterTable:
                 units.append(part.slot.unit)
         return tuple(found)
 
-    def _part(self, slot: Slot, holding: Holding) -> Part:
+    def _part(self, slot: ParameterSlot, holding: WeightShard) -> ParameterRows:
         start, end = slot.interval
         bounds = None
         if holding.num_shards > 1:
             assert self.spec is not None, "how to shard the weights of a model that is not ours is not known"
             bounds = row_bounds(slot.name, self.spec, degree=holding.num_shards)
         if bounds is None:
-            return Part(slot=slot, interval=(start, end), shape=slot.shape)
+            return ParameterRows(slot=slot, interval=(start, end), shape=slot.shape)
         first, last = bounds[holding.shard], bounds[holding.shard + 1]
         width = prod(slot.shape[1:])
-        return Part(
+        return ParameterRows(
             slot=slot, interval=(start + first * width, start + last * width), shape=(last - first, *slot.shape[1:])
         )

@@ -11,7 +11,7 @@ import torch
 
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
 from lengthwise.runtime.comm.activity import ACTIVITY
-from lengthwise.runtime.comm.world import World
+from lengthwise.runtime.comm.world import DistContext
 
 _STATM = Path("/proc/self/statm")
 
@@ -19,7 +19,7 @@ _STATM = Path("/proc/self/statm")
 class StepClock:
     """Spans of one step. Ranks agree on its zero at the first collective of the step, which they leave together."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: DistContext) -> None:
         self.world = world
         self._zero_s = time.perf_counter()
         self._spans: list[tuple[float, float, SpanKind, str]] = []

@@ -1,9 +1,9 @@
 """Which plans a run can execute; the others are refused before anything runs."""
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.plan import StepPlan
-from lengthwise.core.scheme import Method, Weights
+from lengthwise.core.pipeline_config import Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
+from lengthwise.core.step_plan import StepPlan
 
 
 def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
@@ -31,7 +31,7 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
 def check_compiled(plan: StepPlan) -> None:
     """Raise ``InputError`` naming the first pipeline of ``plan`` whose layers are not compiled."""
     for number, pipeline in enumerate(plan.pipelines):
-        if pipeline.scheme.weights is Weights.SHARDED and pipeline.scheme.degree > 1:
+        if pipeline.scheme.weights is WeightPlacement.SHARDED and pipeline.scheme.degree > 1:
             raise InputError(
                 f"train.compile=true: plan for step {plan.step}: pipelines[{number}] shares layers by "
                 f"{pipeline.scheme.methods[0]}, which gathers weights while it computes; such layers are not compiled. "

@@ -6,33 +6,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lengthwise.config import Config
+from lengthwise.config.run_config import Config
+from lengthwise.core.atomic_write import is_of_disk, reason
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import LengthwiseError, Preempted
-from lengthwise.core.folder import is_of_disk, reason
-from lengthwise.core.plan import StepPlan
+from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
-from lengthwise.core.scheme import Schedule
 from lengthwise.core.specs import ModelSpec
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
 from lengthwise.runtime.comm.objects import broadcast_json
-from lengthwise.runtime.comm.world import World
-from lengthwise.runtime.compile.layers import CompiledLayers
-from lengthwise.runtime.model.base import Transformer
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.compile.compiled_layers import CompiledLayers
+from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.optimizer import OptimizerSettings
-from lengthwise.runtime.state.saver import Saver
+from lengthwise.runtime.state.saver import CheckpointSaver
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.data_prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.executable import check_compiled
-from lengthwise.runtime.train.feed import SourceError, TokenSource, masking_of
-from lengthwise.runtime.train.lr import learning_rate
-from lengthwise.runtime.train.metrics import Callback, JsonLines, measure, step_row
-from lengthwise.runtime.train.prefetch import Prefetcher, packs_of
-from lengthwise.runtime.train.schedule import shares_of
-from lengthwise.runtime.train.step import DivergedError, agree, run_step
+from lengthwise.runtime.train.execute_step import DivergedError, agree, run_step
+from lengthwise.runtime.train.lr_schedule import learning_rate
+from lengthwise.runtime.train.micro_batch_tensors import SourceError, TokenSource, masking_of
+from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, measure, step_row
 from lengthwise.runtime.train.stop import StopRequest
+from lengthwise.sim.schedule_check import shares_of
 
 
 class BatchStream(Protocol):
@@ -48,8 +48,8 @@ class BatchStream(Protocol):
         ...
 
 
-class Ledger(Protocol):
-    """Counts what is learned from; :class:`lengthwise.data.ledger.RunLedger` is one."""
+class SequenceLedger(Protocol):
+    """Counts what is learned from; :class:`lengthwise.data.run_ledger.RunLedger` is one."""
 
     def count(self, plan: StepPlan, /) -> None:
         """Take the sequences of a step that was computed."""
@@ -73,7 +73,7 @@ class Ledger(Protocol):
 
 
 @dataclass(kw_only=True)
-class Trainer:
+class TrainingLoop:
     """Everything one run needs; every rank builds the same and calls :meth:`fit`."""
 
     config: Config
@@ -83,12 +83,12 @@ class Trainer:
     stream: BatchStream
     planner: Callable[[GlobalBatch], StepPlan]
     folder: RunFolder
-    world: World
+    world: DistContext
     peak_flops_per_s: float | None = None
     """Of one device, for utilisation; None where it is unknown."""
-    callbacks: Sequence[Callback] = ()
+    callbacks: Sequence[StepCallback] = ()
     """Called on the first rank."""
-    ledger: Ledger | None = None
+    ledger: SequenceLedger | None = None
     """None: nobody counts."""
     peek: Callable[[], StepPlan | None] | None = None
     """The plan of the step after, if it is known."""
@@ -108,7 +108,7 @@ class Trainer:
         )
         self.state = ShardedState(self.model, self.world, settings)
         self._prefetcher: Prefetcher | None = None
-        self._saver = Saver(self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints)
+        self._saver = CheckpointSaver(self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -218,7 +218,7 @@ class Trainer:
             clock=clock,
             masking=self.masking,
             feeds=self._prefetcher.take if self._prefetcher else None,
-            schedule=Schedule(train.schedule),
+            schedule=PipelineSchedule(train.schedule),
         )
         timeline = clock.timeline(plan.step)
         recompiles = 0 if self.compiled is None else self.compiled.recompiles()

@@ -8,11 +8,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from lengthwise.plan.solve.shop.model import Objective, Problem
+from lengthwise.plan.solve.shop.model import Objective, ShopProblem
 from lengthwise.plan.solve.shop.pack import Batches
 
 
-def exact(problem: Problem) -> tuple[float, list[list[int]], list[Batches]]:
+def exact(problem: ShopProblem) -> tuple[float, list[list[int]], list[Batches]]:
     """A time before which no schedule ends, and the best schedule among those that respect `min_fill`.
 
     The bound is the best of all schedules, whatever they fill. Cost grows like 4 ** jobs; meant for six.
@@ -58,7 +58,7 @@ def _first(spans: np.ndarray, start: int, best: float) -> int:
     return at
 
 
-def _dispatch(problem: Problem, best: list[np.ndarray]) -> tuple[float, list[int]]:
+def _dispatch(problem: ShopProblem, best: list[np.ndarray]) -> tuple[float, list[int]]:
     """Least makespan and the set of jobs of each machine, from the least span of each set on each type."""
     masks, subsets, starts = _subsets(len(problem.sizes))
     ends = np.full(len(starts), np.inf)

@@ -48,7 +48,7 @@ class Machines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ShopSchedule:
     """Which machine runs which jobs in which batch, when each machine ends and when it could have ended at best."""
 
     batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -61,7 +61,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Effort:
+class SearchEffort:
     """Budgets of the search, in iterations, so that equal inputs give equal schedules on any computer."""
 
     tolerance: float = 5e-4
@@ -83,7 +83,7 @@ class Effort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class ShopProblem:
     """Checked inputs in the order of decreasing size."""
 
     work: np.ndarray
@@ -163,7 +163,7 @@ def make_problem(
     *,
     objective: Objective,
     counts: np.ndarray | None = None,
-) -> Problem:
+) -> ShopProblem:
     """Sort and check.
 
     Raises:
@@ -188,7 +188,9 @@ def make_problem(
         )
     if not (work > 0).all() or (work[:, 1:] > work[:, :-1]).any():
         raise ValueError("work must be positive and must not decrease with size")
-    return Problem(work=work, sizes=sizes, counts=counts, order=order, machines=tuple(machines), objective=objective)
+    return ShopProblem(
+        work=work, sizes=sizes, counts=counts, order=order, machines=tuple(machines), objective=objective
+    )
 
 
 def span(times: Sequence[float], stages: int, objective: Objective) -> float:

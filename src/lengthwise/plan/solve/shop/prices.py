@@ -14,7 +14,7 @@ K types, r kinds of share, n classes.
 
 import numpy as np
 
-from lengthwise.plan.solve.shop.model import Problem
+from lengthwise.plan.solve.shop.model import ShopProblem
 from lengthwise.plan.solve.shop.shares import shares
 
 STEPS = 14
@@ -28,7 +28,7 @@ TOLERANCE = 5e-4
 """Gap between the primal and dual value that is small enough."""
 
 
-def search_prices(classes: Problem, floor: float, start: float) -> tuple[float, np.ndarray]:
+def search_prices(classes: ShopProblem, floor: float, start: float) -> tuple[float, np.ndarray]:
     """A deadline near the largest one that prices refute, at least `floor`, and prices [K, kinds] for it."""
     path = _CentralPath(classes, floor, max(start, floor))
     for step in range(STEPS):
@@ -45,7 +45,7 @@ def search_prices(classes: Problem, floor: float, start: float) -> tuple[float, 
 class _CentralPath:
     """An interior point of the linear program and its dual, at one deadline."""
 
-    def __init__(self, classes: Problem, floor: float, deadline: float) -> None:
+    def __init__(self, classes: ShopProblem, floor: float, deadline: float) -> None:
         self.classes = classes
         self.machines = classes.count[:, None]
         self.deadline = max(deadline, floor)

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lengthwise.plan.solve.shop.bound import Certificate, prove
-from lengthwise.plan.solve.shop.dispatch import fill, longest_first, place
+from lengthwise.plan.solve.shop.dispatch_jobs import fill, longest_first, place
 from lengthwise.plan.solve.shop.exact import exact
-from lengthwise.plan.solve.shop.exchange import Assignment, estimating, exchange, packing
+from lengthwise.plan.solve.shop.exchange_moves import Assignment, estimating, exchange, packing
+from lengthwise.plan.solve.shop.lower_bound import Certificate, prove
 from lengthwise.plan.solve.shop.model import (
     ROUNDING,
-    Effort,
     Machines,
     Objective,
-    Problem,
-    Schedule,
+    SearchEffort,
+    ShopProblem,
+    ShopSchedule,
     make_problem,
     span,
 )
@@ -41,8 +41,8 @@ def schedule(
     *,
     objective: Objective = Objective.FLOW_SHOP,
     certificate: Certificate | None = None,
-    effort: Effort | None = None,
-) -> Schedule:
+    effort: SearchEffort | None = None,
+) -> ShopSchedule:
     """Every job in one batch of one machine, so that the last machine ends early; deterministic.
 
     Args:
@@ -57,7 +57,7 @@ def schedule(
         ValueError: a job can run on no machine.
     """
     problem = make_problem(work, sizes, machines, objective=objective)
-    effort = effort or Effort()
+    effort = effort or SearchEffort()
     certificate = certificate or prove(problem)
     bound, prices = certificate.bound, certificate.prices
     goal = bound * (1 + effort.tolerance)
@@ -88,7 +88,7 @@ def schedule(
     return _finish(problem, best.jobs, best.batches, bound)
 
 
-def _improve(assignment: Assignment, incumbent: float, goal: float, effort: Effort) -> None:
+def _improve(assignment: Assignment, incumbent: float, goal: float, effort: SearchEffort) -> None:
     """Exchange on estimated spans, pack, exchange on packed spans; not further once it cannot beat the incumbent."""
     problem = assignment.problem
     exchange(assignment, estimating(problem), goal=goal, budget=effort.exchanged_jobs)
@@ -97,7 +97,7 @@ def _improve(assignment: Assignment, incumbent: float, goal: float, effort: Effo
     _pack(assignment, goal, effort)
 
 
-def _pack(assignment: Assignment, goal: float, effort: Effort) -> None:
+def _pack(assignment: Assignment, goal: float, effort: SearchEffort) -> None:
     """Pack, exchange on packed spans."""
     problem = assignment.problem
     assignment.evaluate(packing(problem, swaps=0), max(goal, assignment.makespan))
@@ -114,11 +114,11 @@ def _excess(packed: Assignment) -> np.ndarray:
 
 
 def _fill(
-    problem: Problem,
+    problem: ShopProblem,
     prices: np.ndarray,
     *,
     between: tuple[float, float],
-    effort: Effort,
+    effort: SearchEffort,
     excess: np.ndarray | None = None,
 ) -> Assignment:
     """The best of dispatches filled up to deadlines between a bound and a makespan; `excess` [K, 1] leaves time."""
@@ -146,7 +146,7 @@ def _fill(
     return best
 
 
-def _finish(problem: Problem, jobs: list[list[int]], packed: list[Batches], bound: float) -> Schedule:
+def _finish(problem: ShopProblem, jobs: list[list[int]], packed: list[Batches], bound: float) -> ShopSchedule:
     """In the caller's indices, with spans from exactly rounded sums."""
     order = problem.order.tolist()
     all_batches, spans = [], []
@@ -161,4 +161,6 @@ def _finish(problem: Problem, jobs: list[list[int]], packed: list[Batches], boun
         all_batches.append(tuple([tuple(batch) for _, batch in timed]))
         spans.append(span([-time for time, _ in timed], machines.stages, problem.objective))
     makespan = max(spans)
-    return Schedule(batches=tuple(all_batches), spans=tuple(spans), makespan=makespan, lower_bound=min(bound, makespan))
+    return ShopSchedule(
+        batches=tuple(all_batches), spans=tuple(spans), makespan=makespan, lower_bound=min(bound, makespan)
+    )

@@ -12,15 +12,15 @@ dispatch and packing, pipeline bubble included, a solution of a linear program. 
 
 import numpy as np
 
-from lengthwise.plan.solve.shop.model import ROUNDING, Objective, Problem
+from lengthwise.plan.solve.shop.model import ROUNDING, Objective, ShopProblem
 
 
-def most_batches(problem: Problem, deadline: float | np.ndarray) -> np.ndarray:
+def most_batches(problem: ShopProblem, deadline: float | np.ndarray) -> np.ndarray:
     """Batches, not rounded, each as long as each job, with which a machine still ends in time [K, B]; below 1: late."""
     return deadline / (problem.work + problem.setup) - problem.later
 
 
-def capacities(problem: Problem, deadline: float | np.ndarray, most: np.ndarray) -> np.ndarray:
+def capacities(problem: ShopProblem, deadline: float | np.ndarray, most: np.ndarray) -> np.ndarray:
     """Most work of a machine whose largest job is each job [K, B]; not positive where that job alone is late.
 
     With V batches the longest of which works m, the total is at most V m. Up to V = `most` balance is what limits:
@@ -45,7 +45,7 @@ def capacities(problem: Problem, deadline: float | np.ndarray, most: np.ndarray)
     return cap
 
 
-def shares(problem: Problem, deadline: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def shares(problem: ShopProblem, deadline: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shares [K, kinds, B] of a machine that each job takes at least, and where it is in time [K, B]; 0 where not.
 
     `deadline` may be [K, 1], one per type.
@@ -67,7 +67,7 @@ def shares(problem: Problem, deadline: float | np.ndarray) -> tuple[np.ndarray, 
     return np.stack(kinds, axis=1), open_
 
 
-def whole_batches(problem: Problem, deadline: float | np.ndarray) -> np.ndarray:
+def whole_batches(problem: ShopProblem, deadline: float | np.ndarray) -> np.ndarray:
     """Shares [K, B] of a machine of one stage that count whole setups; of no meaning with more stages.
 
     Let d be the least work per size of any job, so that its work is d size plus an excess, and v batches the most that,

@@ -1,1 +1,0 @@
-"""What users import: a prepared run from a model and a corpus."""

@@ -1,0 +1,91 @@
+"""`lengthwise demo`: the main job on real text, from nothing: index, profile, train three ways, compare, report."""
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lengthwise.cli.commands import index, profile, report, train
+from lengthwise.config.run_config import Config, check
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.session.console import emit_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from lengthwise.report.run_summary import RunSummary
+
+POLICIES = ("padded", "static", "auto")
+NUM_RANKS = 2
+TRACE = "trace.json.gz"
+
+
+def run(
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("outputs/demo"),
+    steps: Annotated[int, typer.Option(min=2, help="steps under each policy")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+) -> None:
+    """Train one small Llama on this Python's own standard library under three policies, on the same sequences."""
+    log = stderr()
+    log.print("1/4 index the standard library (byte-level BPE of 8,192 entries, trained on it)")
+    index.run(out=out / "index", python_stdlib=True, train_bpe=8192)
+    runs = out / datetime.now().strftime("%Y%m%d-%H%M%S")
+    runs.mkdir(parents=True)
+    config = demo_config(out / "index", runs / "profile.json", steps)
+    config.save(runs / "demo.yaml")
+    log.print(f"2/4 profile {config.model.preset} on {NUM_RANKS} ranks")
+    most = demo_share(config)
+    profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, max_tokens=most, repeats=2)
+    folders = []
+    for policy in POLICIES:
+        log.print(f"3/4 train {steps} steps, policy {policy}")
+        folder = RunFolder(runs / policy)
+        train.launch(folder, [str(runs / "demo.yaml"), f"plan.policy={policy}", f"name={policy}"], nproc=NUM_RANKS)
+        folders.append(folder.path)
+    log.print("4/4 report")
+    page = runs / "report.html"
+    summaries = report.write(folders, page, page.with_name(TRACE))
+    if as_json:
+        emit_json({"runs": [summary.to_json() for summary in summaries], "report": str(page)})
+    else:
+        _print(summaries, page)
+
+
+def demo_config(corpus: Path, measured: Path, steps: int) -> Config:
+    """What the demo trains: sequences to 4,096 tokens, longer ones split, 16,384 tokens a step."""
+    tree: dict[str, Any] = {
+        "name": "demo",
+        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 16_384},
+        "model": {"preset": "llama-tiny"},
+        "plan": {"profile": str(measured), "batch_size": 4},
+        "optim": {"lr": 2e-3, "warmup_steps": 2},
+        "train": {"steps": steps},
+    }
+    return check(tree)
+
+
+def demo_share(config: Config) -> int:
+    """Tokens of one rank's share of a step: the largest micro-batch worth measuring."""
+    assert config.data.tokens_per_step is not None
+    return config.data.tokens_per_step // NUM_RANKS
+
+
+def _print(summaries: list["RunSummary"], page: Path) -> None:
+    from rich.table import Table
+
+    from lengthwise.report.units import count, seconds, share
+
+    title = f"\nthe same sequences under {len(summaries)} policies, {NUM_RANKS} ranks, one thread each"
+    shown = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    shown.add_column("policy")
+    for heading in ("tokens/s", "speed-up", "padding", "idle", "predicted", "measured", "error"):
+        shown.add_column(heading, justify="right")
+    for summary in summaries:
+        ratio = (summary.tokens_per_s or 0.0) / (summaries[0].tokens_per_s or 1.0)
+        shown.add_row(
+            summary.policy, count(summary.tokens_per_s), f"{ratio:.2f}x", share(summary.padding_fraction),
+            share(summary.idle_fraction), seconds(summary.predicted_step_time_s), seconds(summary.step_time_s),
+            share(summary.prediction_error),
+        )  # fmt: skip
+    console = stdout()
+    console.print(shown)
+    console.print(f"report: {page}\ntrace:  {page.with_name(TRACE)} (opens in ui.perfetto.dev)", soft_wrap=True)

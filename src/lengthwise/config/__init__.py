@@ -1,0 +1,1 @@
+"""Settings of runs and of prepared models."""

@@ -1,0 +1,281 @@
+"""How one pipeline computes (scheme) and how pipelines tile the cluster (strategy). Names only, not how they run."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+from lengthwise.core.errors import InputError
+
+
+class Method(StrEnum):
+    """How the p devices of one stage share one layer."""
+
+    DENSE = "dense"
+    """One device; nothing is shared."""
+    MEGATRON_TS = "megatron_ts"
+    """Tensor and sequence parallel: weights split by head and feed-forward column, tokens gathered around them."""
+    MEGATRON_CZ = "megatron_cz"
+    """Ring context parallel; sharded weights gathered per layer (ZeRO-3)."""
+    ULYSSES_Z = "ulysses_z"
+    """All-to-all between tokens and heads; sharded weights gathered per layer (ZeRO-3)."""
+    COLOSSAL_Z = "colossal_z"
+    """Ring self-attention; sharded weights gathered per layer (ZeRO-3)."""
+    METP = "metp"
+    """Memory-efficient tensor parallel: weight shards broadcast in turn, keys and values in a ring."""
+    ULYSSES = "ulysses"
+    """All-to-all between tokens and heads; whole weights."""
+    RING = "ring"
+    """Ring context parallel; whole weights."""
+
+
+class WeightPlacement(StrEnum):
+    """How a stage holds the weights its layers compute with."""
+
+    WHOLE = "whole"
+    SHARDED = "sharded"
+
+
+WEIGHTS_OF = {
+    Method.MEGATRON_TS: WeightPlacement.SHARDED,
+    Method.MEGATRON_CZ: WeightPlacement.SHARDED,
+    Method.ULYSSES_Z: WeightPlacement.SHARDED,
+    Method.COLOSSAL_Z: WeightPlacement.SHARDED,
+    Method.METP: WeightPlacement.SHARDED,
+    Method.ULYSSES: WeightPlacement.WHOLE,
+    Method.RING: WeightPlacement.WHOLE,
+}
+"""What each method needs of the scheme; dense runs with whole weights."""
+
+
+def check_methods(methods: tuple[Method, ...], degree: int, weights: WeightPlacement) -> None:
+    """Raise ``InputError`` unless every method can run at ``degree`` with ``weights``."""
+    for layer, method in enumerate(methods):
+        if method is Method.DENSE:
+            if degree != 1:
+                raise InputError(f"layer {layer}: method dense shares nothing, so degree must be 1, not {degree}")
+        elif WEIGHTS_OF[method] is not weights:
+            raise InputError(
+                f"layer {layer}: method {method} needs {WEIGHTS_OF[method]} weights, the scheme holds them {weights}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightShard:
+    """The weights that one rank computes with: some layers, and of these one of some shards."""
+
+    first: int
+    end: int
+    """One past the last layer."""
+    num_layers: int
+    """Of the whole model."""
+    shard: int = 0
+    num_shards: int = 1
+
+    @property
+    def has_input(self) -> bool:
+        """Whether what comes before the first layer is among it: embeddings."""
+        return self.first == 0
+
+    @property
+    def has_output(self) -> bool:
+        """Whether what comes after the last layer is among it: norm and head."""
+        return self.end == self.num_layers
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether it is the whole model."""
+        return self.has_input and self.has_output and self.num_shards == 1
+
+
+class PipelineSchedule(StrEnum):
+    """In which order the stages of a pipeline run forwards and backwards."""
+
+    ONE_F_ONE_B = "1f1b"
+    """A backward as soon as there is one: at most as many micro-batches in flight as stages are left."""
+    GPIPE = "gpipe"
+    """All forwards, then all backwards (Huang et al. 2019): every micro-batch in flight at once."""
+
+
+def issue_order(
+    stage: int, *, num_stages: int, num_micro_batches: int, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+) -> list[tuple[bool, int]]:
+    """What one stage runs: (is it a backward, micro-batch) of each pass.
+
+    1F1B (PipeDream-Flush; Narayanan et al. 2021, section 2.2): as many forwards as there are stages behind this one;
+    then a forward and a backward in turn; then the rest.
+    """
+    ahead = num_micro_batches if schedule is PipelineSchedule.GPIPE else num_stages - 1 - stage
+    warm_up = min(ahead, num_micro_batches)
+    order = [(False, i) for i in range(warm_up)]
+    for i in range(num_micro_batches - warm_up):
+        order += [(False, warm_up + i), (True, i)]
+    return order + [(True, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """One pipeline: devices per stage, layers per stage, a method and a recompute flag per layer."""
+
+    degree: int
+    stage_layers: tuple[int, ...]
+    """Layers held by each stage, first stage first."""
+    methods: tuple[Method, ...]
+    """One per layer of the model."""
+    recompute: tuple[bool, ...]
+    """One per layer: compute the forward again in the backward instead of keeping its activations."""
+    weights: WeightPlacement = WeightPlacement.WHOLE
+
+    def __post_init__(self) -> None:
+        if self.degree < 1:
+            raise InputError(f"a scheme needs degree >= 1, not {self.degree}")
+        if not self.stage_layers or min(self.stage_layers) < 1:
+            raise InputError(f"every stage needs at least one layer; got layers per stage {self.stage_layers}")
+        if len(self.methods) != self.num_layers or len(self.recompute) != self.num_layers:
+            raise InputError(
+                f"the stages hold {self.num_layers} layers, but there are {len(self.methods)} methods and "
+                f"{len(self.recompute)} recompute flags; give one of each per layer"
+            )
+        check_methods(self.methods, self.degree, self.weights)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return sum(self.stage_layers)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return len(self.stage_layers)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices one pipeline of this scheme occupies."""
+        return self.degree * self.num_stages
+
+    @property
+    def num_recomputed(self) -> int:
+        """Layers whose forward runs again in the backward."""
+        return sum(self.recompute)
+
+    @property
+    def name(self) -> str:
+        """Degree x stages, methods and recomputed layers, as tables show it: ``<8,2> ulysses r16``."""
+        methods = "+".join(dict.fromkeys(self.methods))
+        recomputed = f" r{self.num_recomputed}" if self.num_recomputed else ""
+        return f"<{self.degree},{self.num_stages}> {methods}{recomputed}"
+
+    def layers_of_stage(self, stage: int) -> range:
+        """The layers that ``stage`` holds."""
+        ends = (0, *accumulate(self.stage_layers))
+        return range(ends[stage], ends[stage + 1])
+
+    def holding(self, stage: int, place: int) -> "WeightShard":
+        """What the rank at ``place`` of the ``degree`` ranks of ``stage`` computes with."""
+        is_split = self.weights is WeightPlacement.SHARDED and self.degree > 1
+        shard, num_shards = (place, self.degree) if is_split else (0, 1)
+        layers = self.layers_of_stage(stage)
+        return WeightShard(
+            first=layers.start, end=layers.stop, num_layers=self.num_layers, shard=shard, num_shards=num_shards
+        )
+
+
+def uniform_scheme(
+    num_layers: int,
+    *,
+    degree: int = 1,
+    stages: int = 1,
+    method: Method = Method.DENSE,
+    recomputed: int = 0,
+    head_layers: float = 0.0,
+) -> PipelineConfig:
+    """One method for every layer, layers and recomputed layers spread evenly over the stages.
+
+    The last stage also computes the head, which costs as much as ``head_layers`` layers, and holds fewer layers for it.
+    Where the others do not divide, the first ones hold one more.
+
+    Raises:
+        InputError: more stages or recomputed layers than layers, or a method that ``degree`` excludes.
+    """
+    if not 1 <= stages <= num_layers or not 0 <= recomputed <= num_layers:
+        raise InputError(f"{num_layers} layers cannot form {stages} stages with {recomputed} of them recomputed")
+    return PipelineConfig(
+        degree=degree,
+        stage_layers=split_layers(num_layers, stages, head_layers=head_layers),
+        methods=(method,) * num_layers,
+        recompute=spread(recomputed, num_layers),
+        weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
+    )
+
+
+def split_layers(num_layers: int, stages: int, *, head_layers: float = 0.0) -> tuple[int, ...]:
+    """Layers of each stage, so that the largest, the head counted to the last one, is as small as possible."""
+    if stages == 1:
+        return (num_layers,)
+
+    def largest(last: int) -> float:
+        return max(-(-(num_layers - last) // (stages - 1)), last + head_layers)
+
+    last = min(range(num_layers // stages, 0, -1), key=largest)
+    each, more = divmod(num_layers - last, stages - 1)
+    return (*(each + (stage < more) for stage in range(stages - 1)), last)
+
+
+def spread(count: int, total: int) -> tuple[bool, ...]:
+    """``count`` of ``total`` flags set, at even distances."""
+    return tuple((place + 1) * count // total > place * count // total for place in range(total))
+
+
+def dense_scheme(num_layers: int, *, recompute: bool = False) -> PipelineConfig:
+    """The whole model on one device."""
+    return uniform_scheme(num_layers, recomputed=num_layers if recompute else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """The pipelines of one step: schemes and the ranks that run each; together they tile the cluster exactly."""
+
+    schemes: tuple[PipelineConfig, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    """Ranks of each scheme, stage by stage: stage s of degree p is ``ranks[s * p : (s + 1) * p]``."""
+
+    def __post_init__(self) -> None:
+        if len(self.schemes) != len(self.ranks):
+            raise InputError(f"{len(self.schemes)} schemes but {len(self.ranks)} rank lists")
+        for scheme, ranks in zip(self.schemes, self.ranks):
+            if len(ranks) != scheme.num_devices:
+                raise InputError(
+                    f"a scheme of degree {scheme.degree} and {scheme.num_stages} stages needs {scheme.num_devices} "
+                    f"ranks, not {len(ranks)}"
+                )
+        used = sorted(rank for ranks in self.ranks for rank in ranks)
+        if used != list(range(len(used))):
+            raise InputError(f"schemes must tile ranks 0..{len(used) - 1}, each used once; they use {used}")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster the strategy tiles."""
+        return sum(len(ranks) for ranks in self.ranks)
+
+
+def homogeneous(scheme: PipelineConfig, num_devices: int) -> Strategy:
+    """As many pipelines of one scheme as ``num_devices`` holds, on consecutive ranks."""
+    if num_devices % scheme.num_devices:
+        raise InputError(
+            f"{num_devices} devices cannot be tiled by pipelines of {scheme.num_devices}; "
+            "choose a degree and a number of stages whose product divides the number of devices"
+        )
+    starts = range(0, num_devices, scheme.num_devices)
+    return Strategy(
+        schemes=(scheme,) * len(starts),
+        ranks=tuple(tuple(range(start, start + scheme.num_devices)) for start in starts),
+    )
+
+
+def head_bounds(num_heads: int, num_kv_heads: int, *, degree: int) -> tuple[int, ...]:
+    """Rank r of a stage attends with query heads ``bounds[r]`` to ``bounds[r + 1]`` where heads are split.
+
+    By whole key/value groups where there are enough of them for everyone, else by query heads. Where ``degree`` does
+    not divide, some ranks hold one more.
+    """
+    unit = num_heads // num_kv_heads if degree <= num_kv_heads else 1
+    return tuple(rank * (num_heads // unit) // degree * unit for rank in range(degree + 1))

@@ -1,0 +1,324 @@
+"""The only thing the deciding half hands to the executing half: who computes what in one step, and how."""
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.pipeline_config import (
+    Method,
+    PipelineConfig,
+    Strategy,
+    WeightPlacement,
+    WeightShard,
+    check_methods,
+)
+from lengthwise.core.plan_values import check_plan_values
+from lengthwise.core.read_file import brief
+
+PLAN_SCHEMA_VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedMicroBatch:
+    """One pack on one pipeline, with what it is predicted to cost per stage."""
+
+    pack: Pack
+    time_s: float
+    """Predicted seconds of forward and backward on one stage."""
+    peak_bytes: int
+    """Predicted peak bytes per device, model state included."""
+    methods: tuple[Method, ...] | None = None
+    """One per layer; None: those of the scheme."""
+    recompute: tuple[bool, ...] | None = None
+    """One per layer; None: those of the scheme."""
+    comm_s: float = 0.0
+    """Of ``time_s``, the part in communication that computation does not hide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The devices of one scheme and the micro-batches they run, in issue order; there may be none."""
+
+    ranks: tuple[int, ...]
+    scheme: PipelineConfig
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    phase: int = 0
+    """Phases run one after another; within one, pipelines run side by side."""
+    state_bytes: int = 0
+    """Predicted bytes per device before any token: weights, gradients, optimizer shard."""
+
+    def __post_init__(self) -> None:
+        for micro_batch in self.micro_batches:
+            for name in ("methods", "recompute"):
+                override = getattr(micro_batch, name)
+                if override is not None and len(override) != self.scheme.num_layers:
+                    raise InputError(
+                        f"a micro-batch has {len(override)} {name} for {self.scheme.num_layers} layers; give one each"
+                    )
+            if micro_batch.methods is not None:
+                check_methods(micro_batch.methods, self.scheme.degree, self.scheme.weights)
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that compute ``stage`` together, ascending; their order is that of their shares of tokens."""
+        degree = self.scheme.degree
+        return tuple(sorted(self.ranks[stage * degree : (stage + 1) * degree]))
+
+    def methods_of(self, micro_batch: PlannedMicroBatch) -> tuple[Method, ...]:
+        """One per layer."""
+        return self.scheme.methods if micro_batch.methods is None else micro_batch.methods
+
+    def recompute_of(self, micro_batch: PlannedMicroBatch) -> tuple[bool, ...]:
+        """One per layer."""
+        return self.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
+
+    def scheme_of(self, micro_batch: PlannedMicroBatch) -> PipelineConfig:
+        """The scheme with the micro-batch's own methods and recompute flags."""
+        if micro_batch.methods is None and micro_batch.recompute is None:
+            return self.scheme
+        return replace(self.scheme, methods=self.methods_of(micro_batch), recompute=self.recompute_of(micro_batch))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The decision for one optimizer step."""
+
+    step: int
+    policy: str
+    pipelines: tuple[Pipeline, ...]
+    loss_normaliser: int
+    """Target tokens of the whole step: every target's loss weighs one over this, whoever computes it."""
+    update_s: float
+    """Predicted seconds of push, clip, optimizer and pull."""
+    time_s: float
+    """Predicted seconds of the whole step."""
+    lower_bound_s: float
+    """No plan for this batch on this cluster is faster under the same cost model and the same schemes."""
+    lr_factor: float = 1.0
+    """Multiplies the scheduled learning-rate of this step."""
+    switch_s: float = 0.0
+    """Predicted seconds between phases, all of them together."""
+
+    def __post_init__(self) -> None:
+        if self.loss_normaliser < 1:
+            raise InputError(f"step {self.step}: loss normaliser must be at least 1, not {self.loss_normaliser}")
+        phases = sorted({pipeline.phase for pipeline in self.pipelines})
+        if phases != list(range(len(phases))) or not phases:
+            raise InputError(f"step {self.step}: phases must count from 0 without gaps; they are {phases}")
+        if len({strategy.num_devices for strategy in self.strategies}) > 1:  # also checks that each tiles the ranks
+            raise InputError(f"step {self.step}: every phase must tile the same ranks")
+
+    @cached_property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The schemes and ranks of the pipelines of each phase."""
+        held: dict[int, list[Pipeline]] = {}
+        for pipeline in self.pipelines:
+            held.setdefault(pipeline.phase, []).append(pipeline)
+        return tuple(
+            Strategy(schemes=tuple(p.scheme for p in held[phase]), ranks=tuple(p.ranks for p in held[phase]))
+            for phase in sorted(held)
+        )
+
+    @property
+    def num_phases(self) -> int:
+        """Phases of the step; 1 unless the strategy changes within it."""
+        return len(self.strategies)
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the cluster the plan is for."""
+        return self.strategies[0].num_devices
+
+    @property
+    def gap(self) -> float:
+        """How far the predicted time is above the proven lower bound, as a share of the bound."""
+        return self.time_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that the forwards compute, padding included."""
+        return sum(m.pack.num_tokens for pipeline in self.pipelines for m in pipeline.micro_batches)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the computed tokens that is padding."""
+        real = sum(sum(m.pack.lengths) for pipeline in self.pipelines for m in pipeline.micro_batches)
+        return 1.0 - real / self.num_computed_tokens if self.num_computed_tokens else 0.0
+
+    def pipelines_of(self, phase: int) -> tuple[Pipeline, ...]:
+        """Those that run side by side in ``phase``."""
+        return tuple(pipeline for pipeline in self.pipelines if pipeline.phase == phase)
+
+    def holdings(self, phase: int) -> tuple[WeightShard | None, ...]:
+        """The weights that each rank computes with in ``phase``; None: its pipeline has no micro-batch."""
+        held: list[WeightShard | None] = [None] * self.num_devices
+        for pipeline in self.pipelines_of(phase):
+            for stage in range(pipeline.scheme.num_stages if pipeline.micro_batches else 0):
+                for place, rank in enumerate(pipeline.ranks_of(stage)):
+                    held[rank] = pipeline.scheme.holding(stage, place)
+        return tuple(held)
+
+    def check_covers(self, batch: GlobalBatch) -> None:
+        """Raise ``CheckError`` unless the plan computes every sequence of ``batch`` exactly once, at its length."""
+        planned = Counter(
+            item
+            for pipeline in self.pipelines
+            for m in pipeline.micro_batches
+            for item in zip(m.pack.ids, m.pack.lengths)
+        )
+        wanted = Counter(zip(batch.ids, batch.lengths))
+        if not dict.__eq__(planned, wanted):  # no count is 0; Counter compares one by one in Python
+            lost, extra = sorted((wanted - planned).elements()), sorted((planned - wanted).elements())
+            raise CheckError(f"plan for step {self.step} loses {lost[:5]} and adds {extra[:5]} (id, length)")
+        if self.loss_normaliser != max(1, batch.num_targets):
+            raise CheckError(
+                f"plan for step {self.step} divides the loss by {self.loss_normaliser}; "
+                f"the batch has {batch.num_targets} targets"
+            )
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hex digits over the whole plan; equal on every rank, or the ranks must not run it."""
+        state = hashlib.blake2b(repr([_plain(getattr(self, name)) for name in _PLAIN_FIELDS]).encode(), digest_size=8)
+        names: dict[Any, str] = {}  # schemes and overrides repeat: their many words are written once
+
+        def name(value: Any) -> str:
+            if value not in names:
+                names[value] = repr(value)
+            return names[value]
+
+        for p in self.pipelines:
+            state.update(f"{p.ranks}{p.phase}/{p.state_bytes}{name(p.scheme)}".encode())
+            for m in p.micro_batches:
+                pack, sizes = m.pack, (_plain(m.time_s), _plain(m.comm_s), _plain(m.peak_bytes))
+                overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
+                shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
+                filler = f"+{pack.filler}" if pack.filler else ""
+                state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
+        return state.hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON document that :meth:`from_json` turns back into an equal plan."""
+        return {"schema_version": PLAN_SCHEMA_VERSION, "digest": self.digest, **self._document()}
+
+    def _document(self) -> dict[str, Any]:
+        schemes = list(dict.fromkeys(pipeline.scheme for pipeline in self.pipelines))
+        return {
+            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            "schemes": [_scheme_to_json(scheme) for scheme in schemes],
+            "pipelines": [
+                {
+                    "ranks": list(pipeline.ranks),
+                    "phase": pipeline.phase,
+                    "scheme": schemes.index(pipeline.scheme),
+                    "state_bytes": pipeline.state_bytes,
+                    "micro_batches": [_micro_batch_to_json(m) for m in pipeline.micro_batches],
+                }
+                for pipeline in self.pipelines
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> "StepPlan":
+        """The plan that :meth:`to_json` wrote, or one written by hand, which needs no digest.
+
+        Raises:
+            InputError: another schema version, a missing or a wrong field.
+            CheckError: the content does not match its digest.
+        """
+        if not isinstance(document, dict):
+            raise InputError(f"a plan is an object, not {brief(document)}")
+        if (version := document.get("schema_version")) != PLAN_SCHEMA_VERSION:
+            raise InputError(f"plan schema {brief(version)}, this version reads {PLAN_SCHEMA_VERSION}; plan again")
+        try:
+            check_plan_values(document)
+        except InputError as error:
+            raise InputError(f"not a plan: {error}") from None
+        try:
+            schemes = [_scheme_from_json(scheme) for scheme in document["schemes"]]
+            plan = cls(
+                pipelines=tuple(
+                    Pipeline(
+                        ranks=tuple(pipeline["ranks"]),
+                        phase=pipeline["phase"],
+                        scheme=schemes[pipeline["scheme"]],
+                        state_bytes=pipeline["state_bytes"],
+                        micro_batches=tuple(map(_micro_batch_from_json, pipeline["micro_batches"])),
+                    )
+                    for pipeline in document["pipelines"]
+                ),
+                **{name: document[name] for name in _PLAIN_FIELDS},
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise InputError(f"not a plan: {type(error).__name__} {error}") from None
+        if (written := document.get("digest", plan.digest)) != plan.digest:
+            raise CheckError(
+                f"plan for step {plan.step} has digest {plan.digest}, its file says {brief(written)[1:-1]}: the file "
+                "was changed after it was written; plan again, or take the digest out if the change is meant"
+            )
+        return plan
+
+
+_PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy float as Python's, which is spelt as the one that comes back from a file."""
+    return float(value) if isinstance(value, float) else value
+
+
+def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
+    return {
+        "degree": scheme.degree,
+        "stage_layers": list(scheme.stage_layers),
+        "methods": [str(method) for method in scheme.methods],
+        "recompute": [int(flag) for flag in scheme.recompute],
+        "weights": str(scheme.weights),
+    }
+
+
+def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
+    return PipelineConfig(
+        degree=document["degree"],
+        stage_layers=tuple(document["stage_layers"]),
+        methods=tuple(Method(method) for method in document["methods"]),
+        recompute=tuple(bool(flag) for flag in document["recompute"]),
+        weights=WeightPlacement(document["weights"]),
+    )
+
+
+def _micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
+    pack, methods, recompute = micro_batch.pack, micro_batch.methods, micro_batch.recompute
+    return {
+        "ids": list(pack.ids),
+        "lengths": list(pack.lengths),
+        "padded_to": pack.padded_to,
+        "rows": pack.rows,
+        "filler": pack.filler,
+        "time_s": micro_batch.time_s,
+        "comm_s": micro_batch.comm_s,
+        "peak_bytes": micro_batch.peak_bytes,
+        "methods": None if methods is None else [str(method) for method in methods],
+        "recompute": None if recompute is None else [int(flag) for flag in recompute],
+    }
+
+
+def _micro_batch_from_json(document: dict[str, Any]) -> PlannedMicroBatch:
+    methods, recompute = document["methods"], document["recompute"]
+    return PlannedMicroBatch(
+        pack=Pack(
+            ids=tuple(document["ids"]),
+            lengths=tuple(document["lengths"]),
+            padded_to=document["padded_to"],
+            rows=document.get("rows", 0),
+            filler=document.get("filler", 0),
+        ),
+        time_s=document["time_s"],
+        comm_s=document["comm_s"],
+        peak_bytes=document["peak_bytes"],
+        methods=None if methods is None else tuple(Method(method) for method in methods),
+        recompute=None if recompute is None else tuple(bool(flag) for flag in recompute),
+    )

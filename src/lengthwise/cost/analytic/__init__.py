@@ -1,0 +1,1 @@
+"""Cost from closed forms: FLOPs, bytes and link speeds."""

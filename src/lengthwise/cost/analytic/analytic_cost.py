@@ -1,0 +1,95 @@
+"""Cost from arithmetic alone: FLOPs over speed, bytes over bandwidth. For planning without a device at hand."""
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic.stage_time import StageTime, stage_time
+from lengthwise.cost.analytic.volume import layer_volume
+from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token
+from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
+
+LOGITS_AT_ONCE = 2**27
+"""Numbers of one chunk of logits in the loss on a GPU; at master precision."""
+CPU_LOGITS_AT_ONCE = 2**21
+
+
+class AnalyticCost(SeparableCost):
+    """Times and bytes of any scheme from the closed forms of :mod:`lengthwise.cost.analytic.volume`.
+
+    Every answer is for the stage that takes longest, or most. Asking for a scheme that this model cannot run, as more
+    devices than key/value heads under ``megatron_ts``, raises ``InputError``.
+    """
+
+    def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str = "bfloat16") -> None:
+        super().__init__(model=model, cluster=cluster, dtype=dtype)
+        self._stages = SchemeCache(self._make_stages)
+        self._memory = PiecewiseLinearMemory(self._make_lines)
+
+    def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """Seconds, forward and backward, that each sequence adds to the stage it costs most."""
+        stages, _ = self._stages(scheme)
+        length = np.asarray(lengths, dtype=np.float64)
+        times_s = stages[0].times_s(length)
+        for stage in stages[1:]:
+            np.maximum(times_s, stage.times_s(length), out=times_s)
+        return times_s
+
+    def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """The part of it that the same stage spends in exposed communication."""
+        stages, _ = self._stages(scheme)
+        length = np.asarray(lengths, dtype=np.float64)
+        slowest = np.argmax([stage.times_s(length) for stage in stages], axis=0)
+        comm_s = np.stack([stage.comm_times_s(length) for stage in stages])
+        return np.take_along_axis(comm_s, slowest[None], axis=0)[0]
+
+    def overhead_s(self, scheme: PipelineConfig) -> float:
+        """Launches and calls of every layer, and weights moved to where they are not held."""
+        return self._stages(scheme)[1]
+
+    def _make_stages(self, scheme: PipelineConfig) -> tuple[tuple[StageTime, ...], float]:
+        """The stages that are the slowest for some length, and the largest overhead of any."""
+        if scheme.num_layers != self.model.num_layers:
+            raise InputError(
+                f"the scheme has {scheme.num_layers} layers, model {self.model.name} has {self.model.num_layers}"
+            )
+        stages = [
+            stage_time(self.model, scheme, stage=stage, cluster=self.cluster, dtype=self.dtype)
+            for stage in range(scheme.num_stages)
+        ]
+        slowest: list[StageTime] = []
+        for stage in stages:
+            if not any(stage.is_dominated_by(other) for other in slowest):
+                slowest = [other for other in slowest if not other.is_dominated_by(stage)] + [stage]
+        return tuple(slowest), max(stage.overhead_s for stage in stages)
+
+    def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
+        return self._memory(tokens, scheme, num_devices=num_devices)
+
+    def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
+        self._stages(scheme)  # refuses what cannot run
+        states = self._state_bytes(scheme, num_devices)
+        return tuple(self._stage_line(scheme, stage, state=state) for stage, state in enumerate(states))
+
+    def _stage_line(self, scheme: PipelineConfig, stage: int, *, state: int) -> Line:
+        """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
+
+        Model state; the largest layer's gathered weights; per token of the pack what the layers keep, what one layer
+        holds while it is computed, and the whole of one recomputed layer; on the last stage the loss: the final norm's
+        tensors, the gradient of the head and one chunk of logits.
+        """
+        width, master = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
+        layers = scheme.layers_of_stage(stage)
+        volumes = {m: layer_volume(self.model, m, degree=scheme.degree, dtype=self.dtype) for m in set(scheme.methods)}
+        held = [(volumes[scheme.methods[layer]], scheme.recompute[layer]) for layer in layers]
+        kept = sum(volume.input_bytes if recomputed else volume.kept_bytes for volume, recomputed in held)
+        live = max(volume.live_bytes + recomputed * volume.kept_bytes for volume, recomputed in held)
+        fixed = state + max(volume.buffer_bytes for volume, _ in held)
+        per_token = (scheme.num_stages - stage) * kept + live
+        if stage == scheme.num_stages - 1:
+            head_split = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
+            chunk = CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE
+            fixed += master * (self.model.hidden_size * self.model.vocab_size / head_split + chunk)
+            per_token += loss_bytes_per_token(self.model, width) / scheme.degree
+        return fixed, per_token

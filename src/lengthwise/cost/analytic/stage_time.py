@@ -1,0 +1,166 @@
+"""Seconds of one pipeline stage as a function of the lengths in a micro-batch."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic.volume import LayerPass, layer_volume
+from lengthwise.cost.links import call_s, collective_bytes_per_s, collectives_s, hop_bytes_per_s, ring_s
+from lengthwise.cost.memory_model import DTYPE_BYTES
+
+MATMUL_EFFICIENCY = 0.7
+"""Share of the peak rate of everything that grows with tokens: products with weights and what lies between them.
+
+From the published fits of Hydraulis at degree 1, where nothing is communicated: 0.67 to 0.74 on A800s for 7B, 13B and
+32B; one CPU thread reaches 0.66 with llama-tiny. A constant share, for a micro-batch's time must be the sum of its
+sequences'; profiles replace it.
+"""
+ATTENTION_EFFICIENCY = 0.55
+"""The same for attention, from the same fits at higher degrees: 0.43 to 0.62; 0.6 on the CPU."""
+LAUNCH_S = 2e-4
+"""Seconds per layer and micro-batch that do not depend on its tokens: some forty kernel launches, a third forward."""
+CPU_LAUNCH_S = 4e-3
+"""The same on one CPU thread; measured with four layers of 128."""
+
+
+Reach = Callable[[np.ndarray], np.ndarray]
+"""From a sequence's length to the tokens that each of its tokens attends to."""
+
+
+def _whole_sequence(length: np.ndarray) -> np.ndarray:
+    return length
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """``per_square_s l^2 + per_token_s l + sum of max(hops l, attention l^2)`` per sequence, ``overhead_s`` once.
+
+    Where attention reaches fewer tokens than the whole sequence, ``l^2`` is ``l reach(l)``.
+    """
+
+    per_square_s: float
+    per_token_s: float
+    per_token_comm_s: float
+    """The part of ``per_token_s`` in exposed communication."""
+    rings: tuple[tuple[float, float], ...]
+    """Forward and backward: seconds of hops per token, and of the attention that hides them per squared token."""
+    overhead_s: float
+    reach: Reach = _whole_sequence
+
+    def times_s(self, length: np.ndarray) -> np.ndarray:
+        """Seconds that each sequence adds."""
+        reach = self.reach(length)
+        rate = self.per_square_s * reach
+        rate += self.per_token_s
+        for hops_s, attention_s in self.rings:
+            rate += np.maximum(attention_s * reach, hops_s)
+        rate *= length
+        return rate
+
+    def comm_times_s(self, length: np.ndarray) -> np.ndarray:
+        """The part of it in communication that computation does not hide."""
+        rate = np.full_like(length, self.per_token_comm_s)
+        for hops_s, attention_s in self.rings:
+            rate += np.maximum(hops_s - attention_s * self.reach(length), 0.0)
+        return rate * length
+
+    def is_dominated_by(self, other: "StageTime") -> bool:
+        """Whether ``other`` takes at least as long for every sequence."""
+        rings = [(0.0, 0.0)] * (len(self.rings) - len(other.rings)) + list(other.rings)
+        return (
+            self.per_square_s <= other.per_square_s
+            and self.per_token_s <= other.per_token_s
+            and all(a <= b for mine, theirs in zip(self.rings, rings) for a, b in zip(mine, theirs))
+        )
+
+
+@dataclass(kw_only=True)
+class _Sum:
+    """A stage's seconds while its parts are added up."""
+
+    cluster: ClusterSpec
+    degree: int
+    flops_per_s: tuple[float, float]
+    """Of products with weights, and of attention."""
+    square_s: float = 0.0
+    matmul_s: float = 0.0
+    comm_s: float = 0.0
+    overhead_s: float = 0.0
+    reach: Reach = _whole_sequence
+    rings: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, name: str, volume: LayerPass, *, count: int) -> None:
+        """``count`` times one pass of a layer. All rings of one stage and direction carry the same keys and values."""
+        matmul_rate, attention_rate = self.flops_per_s
+        attention_s = count * volume.attention_flops / attention_rate
+        self.matmul_s += count * volume.matmul_flops / matmul_rate
+        if volume.tokens.ring:
+            hops_s, hidden_by_s = self.rings.get(name, (0.0, 0.0))
+            hops_s += count * ring_s(volume.tokens, degree=self.degree, cluster=self.cluster)
+            self.rings[name] = (hops_s, hidden_by_s + attention_s)
+        else:
+            self.square_s += attention_s
+        self.comm_s += count * collectives_s(volume.tokens, degree=self.degree, cluster=self.cluster)
+        self.overhead_s += count * sum(
+            sent_s(volume.weights, degree=self.degree, cluster=self.cluster) for sent_s in (ring_s, collectives_s)
+        )
+        self.overhead_s += count * (volume.tokens.calls + volume.weights.calls) * call_s(self.cluster)
+
+    def stage_time(self) -> StageTime:
+        """The sum."""
+        return StageTime(
+            per_square_s=self.square_s,
+            per_token_s=self.matmul_s + self.comm_s,
+            per_token_comm_s=self.comm_s,
+            rings=tuple(self.rings[name] for name in ("forward", "backward") if name in self.rings),
+            overhead_s=self.overhead_s,
+            reach=self.reach,
+        )
+
+
+def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster: ClusterSpec, dtype: str) -> StageTime:
+    """Seconds of ``stage``: its layers, what it hands to its neighbours, and the head on the last one.
+
+    Collectives around attention and products are exposed. Hops of a ring hide behind the attention of the block before,
+    up to its time, taken sequence by sequence; a pack can only do better. Moving weights to a layer that does not hold
+    them whole is charged in full to the micro-batch: it does not shrink with fewer tokens, and what compute hides of it
+    would depend on them. Tokens handed to the next stage and gradients to the one before are exposed.
+    """
+    peak = cluster.device.flops_per_s
+    rates = (MATMUL_EFFICIENCY * peak, ATTENTION_EFFICIENCY * peak)
+    total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=model.reach)
+    launch_s = CPU_LAUNCH_S if cluster.device.name == "cpu" else LAUNCH_S
+    layers = Counter((scheme.methods[layer], scheme.recompute[layer]) for layer in scheme.layers_of_stage(stage))
+    for (method, recomputed), count in sorted(layers.items()):
+        volume = layer_volume(model, method, degree=scheme.degree, dtype=dtype)
+        forwards = count * (2 if recomputed else 1)
+        total.add("forward", volume.forward, count=forwards)
+        total.add("backward", volume.backward, count=count)
+        total.overhead_s += launch_s * (forwards + 2 * count) / 3
+    _add_ends(total, model, scheme=scheme, stage=stage, width=DTYPE_BYTES[dtype])
+    return total.stage_time()
+
+
+def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: int, width: int) -> None:
+    """The head, the vocabulary split over the stage where weights are sharded, and the neighbours.
+
+    A split vocabulary costs an all-to-all of T / p D numbers each way after the embedding, where every rank knows all
+    token ids, and before the head an all-gather and a reduce-scatter of T D (Shoeybi et al. 2019). A neighbour costs
+    T / p D numbers each way.
+    """
+    p, cluster = scheme.degree, total.cluster
+    is_first, is_last = stage == 0, stage == scheme.num_stages - 1
+    if is_last:
+        total.matmul_s += 6.0 * model.hidden_size * model.vocab_size / p / total.flops_per_s[0]
+    if scheme.weights is WeightPlacement.SHARDED and p > 1:
+        sent = 2 * (is_first / p + is_last) * (p - 1) / p * model.hidden_size * width
+        total.comm_s += sent / collective_bytes_per_s(p, cluster)
+        total.overhead_s += 2 * (is_first + is_last) * call_s(cluster)
+    if scheme.num_stages > 1:
+        handed = 2 * model.hidden_size * width / p
+        total.comm_s += handed / hop_bytes_per_s(scheme.num_devices, cluster)
+        total.overhead_s += 2 * call_s(cluster)

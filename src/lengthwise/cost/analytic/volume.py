@@ -1,0 +1,333 @@
+"""What one layer costs each of the p devices that share it: FLOPs, bytes sent by collective, bytes kept. Closed forms.
+
+T tokens of the pack, l tokens of one sequence, p devices, D hidden size, N query heads, K key/value heads, H head size,
+F feed-forward size, w bytes of the compute dtype, m of the master dtype, W = D (2 N + 2 K) H + 3 D F weights of a layer
+(2 D F where the feed-forward is not gated).
+
+Every method takes and returns T / p tokens of D numbers per device. Multiplying by W costs 2 W FLOPs per token forward
+and 4 W backward; attention costs two products of 2 N H l^2 forward and four backward, half of it where it is causal.
+A collective over p ranks of an n-byte result makes each rank send n (p - 1) / p bytes (ring algorithm, Thakur et al.
+2005). What one rank sends is counted, summed over its peers; what it receives is the same.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method
+from lengthwise.core.specs import ModelSpec
+from lengthwise.cost.analytic.heads import split_heads
+from lengthwise.cost.memory_model import DTYPE_BYTES, kept_bytes_per_layer, norm_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Bytes that one rank sends, by kind of collective, and how many calls that takes."""
+
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_to_all: float = 0.0
+    ring: float = 0.0
+    """Point to point to the next rank."""
+    broadcast: float = 0.0
+    reduce: float = 0.0
+    calls: int = 0
+    """Collective calls, or hops of a ring."""
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all kinds."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "calls")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPass:
+    """The forward or the backward of one layer on the busiest of its devices."""
+
+    matmul_flops: float
+    """Per token of the pack: products with weights."""
+    attention_flops: float
+    """Per squared token of a sequence."""
+    tokens: Sent = Sent()
+    """Bytes per token of the pack."""
+    weights: Sent = Sent()
+    """Bytes per micro-batch, however many tokens it has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerVolume:
+    """One layer under one method on the busiest of its devices. Bytes are per token of the whole pack."""
+
+    forward: LayerPass
+    backward: LayerPass
+    kept_bytes: float
+    """Per token: what the forward leaves for the backward."""
+    input_bytes: float
+    """Per token: the layer's input, all that a recomputed layer leaves."""
+    live_bytes: float = 0.0
+    """Per token: communication buffers, alive for one layer at a time."""
+    buffer_bytes: float = 0.0
+    """Gathered weights and their gradients, alive for one layer at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """Sizes that the derivations share."""
+
+    model: ModelSpec
+    degree: int
+    width: int
+    master: int
+
+    @property
+    def others(self) -> float:
+        """(p - 1) / p."""
+        return (self.degree - 1) / self.degree
+
+    @property
+    def query_size(self) -> int:
+        """N H."""
+        return self.model.num_heads * self.model.head_size
+
+    @property
+    def kv_size(self) -> int:
+        """2 K H."""
+        return 2 * self.model.num_kv_heads * self.model.head_size
+
+    @property
+    def attention_params(self) -> int:
+        """D (2 N + 2 K) H."""
+        return self.model.hidden_size * (2 * self.query_size + self.kv_size)
+
+    @property
+    def ffn_params(self) -> int:
+        """3 D F, or 2 D F."""
+        return self.model.layer_matmul_params - self.attention_params
+
+    @property
+    def attention_numbers(self) -> int:
+        """What moves with an attention: its weights and the bias of queries, keys and values."""
+        return self.attention_params + (self.model.qkv_size if self.model.qkv_bias else 0)
+
+    @property
+    def ffn_numbers(self) -> int:
+        """The same of a feed-forward, with the bias of its columns."""
+        return self.ffn_params + (self.model.ffn_size if self.model.has_all_biases else 0)
+
+    @property
+    def ffn_copies(self) -> int:
+        """Numbers per feed-forward column and token that the backward needs: inputs and output of the activation."""
+        return 3 if self.model.gated_ffn else 2
+
+    @property
+    def square_flops(self) -> float:
+        """Forward FLOPs of attention per l^2, over all heads."""
+        return 4.0 * self.query_size * (0.5 if self.model.causal else 1.0)
+
+    def calls(self, count: int) -> int:
+        """``count``, where there is anyone to talk to."""
+        return count if self.degree > 1 else 0
+
+
+@lru_cache(maxsize=4096)
+def layer_volume(model: ModelSpec, method: Method, *, degree: int, dtype: str) -> LayerVolume:
+    """What a layer of ``model`` costs each of ``degree`` devices under ``method``.
+
+    Raises:
+        InputError: the method cannot share this model's layers among so many devices.
+    """
+    width = DTYPE_BYTES[dtype]
+    case = _Case(model=model, degree=degree, width=width, master=max(4, width))
+    return _FORMS[method](case)
+
+
+def _dense(case: _Case) -> LayerVolume:
+    """One device: W FLOPs, nothing sent, everything kept."""
+    return _token_local(case)
+
+
+def _token_local(case: _Case, *, forward: Sent = Sent(), backward: Sent = Sent(), live: float = 0.0) -> LayerVolume:
+    """Each device multiplies T / p tokens by all of W and does 1 / p of attention; it keeps T / p of everything."""
+    model, p = case.model, case.degree
+    weights, square = model.layer_matmul_params / p, case.square_flops / p
+    return LayerVolume(
+        forward=LayerPass(matmul_flops=2.0 * weights, attention_flops=square, tokens=forward),
+        backward=LayerPass(matmul_flops=4.0 * weights, attention_flops=2 * square, tokens=backward),
+        kept_bytes=kept_bytes_per_layer(model, case.width) / p,
+        input_bytes=model.hidden_size * case.width / p,
+        live_bytes=live,
+    )
+
+
+def _ring(case: _Case) -> LayerVolume:
+    """Queries stay; keys and values (2 K H T / p) visit every rank. Liu et al. 2023, zigzag-balanced where causal.
+
+    Forward: p - 1 hops. Backward: they visit again, followed by their gradients at master precision, which take one hop
+    more to get home. Both are received while the block before is computed with: two buffers of each.
+    """
+    block, hops = case.kv_size / case.degree, case.degree - 1
+    gradient_hops = case.calls(case.degree)
+    return _token_local(
+        case,
+        forward=Sent(ring=hops * block * case.width, calls=hops),
+        backward=Sent(ring=block * (hops * case.width + gradient_hops * case.master), calls=gradient_hops),
+        live=case.calls(2) * block * (case.width + case.master),
+    )
+
+
+def _ulysses(case: _Case) -> LayerVolume:
+    """Tokens are traded for heads around attention (DeepSpeed-Ulysses, Jacobs et al. 2023).
+
+    Forward: of its T / p tokens a rank sends every other rank the queries, keys and values of that rank's heads, and
+    gets its own tokens' outputs back: (p - 1) / p of T / p (2 N + 2 K) H numbers, 2 calls. Fewer key/value heads than
+    ranks are copied. Backward: the same, reversed. Attention runs on the busiest rank's heads. Kept beyond 1 / p of a
+    dense layer: the output in both splits.
+    """
+    model, p, width = case.model, case.degree, case.width
+    heads = split_heads(model.num_heads, model.num_kv_heads, degree=p)
+    copies = 2 * heads.num_kv_copies * model.head_size
+    sent = Sent(all_to_all=case.others / p * (2 * case.query_size + copies) * width, calls=case.calls(2))
+    local = _token_local(case, forward=sent, backward=sent)
+    square = case.square_flops * heads.num_heads / model.num_heads
+    held = 2 * (heads.num_heads + heads.num_kv_heads) * model.head_size * width + 4 * heads.num_heads
+    evenly = (2 * case.query_size + case.kv_size) * width + 4 * model.num_heads
+    return LayerVolume(
+        forward=LayerPass(matmul_flops=local.forward.matmul_flops, attention_flops=square, tokens=sent),
+        backward=LayerPass(matmul_flops=local.backward.matmul_flops, attention_flops=2 * square, tokens=sent),
+        kept_bytes=local.kept_bytes + held - evenly / p + case.calls(1) * case.query_size * width / p,
+        input_bytes=local.input_bytes,
+        live_bytes=case.calls(1) * (case.query_size + copies) * width / p,
+    )
+
+
+def _megatron_ts(case: _Case) -> LayerVolume:
+    """Weights split by head group and feed-forward column (Korthikanti et al. 2023).
+
+    Forward: the tokens are all-gathered before attention and before the feed-forward and the partial sums
+    reduce-scattered after each: 2 + 2 calls of T D numbers. Backward: the conjugates, and both inputs are gathered
+    again rather than kept: 4 + 2 calls. Alive at once: gathered input, output gradient and input gradient, 3 T D.
+
+    Raises:
+        InputError: fewer key/value head groups than devices.
+    """
+    model, p, width = case.model, case.degree, case.width
+    if p > model.num_kv_heads:
+        raise InputError(
+            f"megatron_ts splits the weights of {model.name} by its {model.num_kv_heads} key/value heads, too few for "
+            f"degree {p}; choose a degree of at most {model.num_kv_heads} or another method"
+        )
+    heads = split_heads(model.num_heads, model.num_kv_heads, degree=p)
+    columns = -(-model.ffn_size // p)
+    share = heads.num_heads / model.num_heads
+    weights = case.attention_params * share + case.ffn_params * columns / model.ffn_size
+    square = case.square_flops * share
+    whole = case.others * model.hidden_size * width
+    held = (2 * (heads.num_heads + heads.num_kv_heads) * model.head_size + case.ffn_copies * columns) * width
+    return LayerVolume(
+        forward=LayerPass(
+            matmul_flops=2.0 * weights,
+            attention_flops=square,
+            tokens=Sent(all_gather=2 * whole, reduce_scatter=2 * whole, calls=case.calls(4)),
+        ),
+        backward=LayerPass(
+            matmul_flops=4.0 * weights,
+            attention_flops=2 * square,
+            tokens=Sent(all_gather=4 * whole, reduce_scatter=2 * whole, calls=case.calls(6)),
+        ),
+        kept_bytes=held + 4 * heads.num_heads + (4 * model.hidden_size * width + norm_bytes(model)) / p,
+        input_bytes=model.hidden_size * width / p,
+        live_bytes=case.calls(3) * model.hidden_size * width,
+    )
+
+
+def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_Case], LayerVolume]:
+    """A method of whole weights on sharded ones: ZeRO-3 per layer (Rajbhandari et al. 2020).
+
+    Per micro-batch, whatever its tokens: an all-gather of W forward and another backward, and a reduce-scatter of W's
+    gradient at master precision; one call each for attention and feed-forward. Alive at once: W and its gradient.
+    """
+
+    def gathered(case: _Case) -> LayerVolume:
+        whole = case.attention_numbers + case.ffn_numbers
+        once, again = case.others * whole * case.width, case.others * whole * case.master
+        volume = form(case)
+        return replace(
+            volume,
+            forward=replace(volume.forward, weights=Sent(all_gather=once, calls=case.calls(2))),
+            backward=replace(volume.backward, weights=Sent(all_gather=once, reduce_scatter=again, calls=case.calls(4))),
+            buffer_bytes=case.calls(1) * whole * (case.width + case.master),
+        )
+
+    return gathered
+
+
+def _two_rings(case: _Case) -> LayerVolume:
+    """Ring self-attention (Li et al. 2023): first the keys go round for the sums of the softmax, then the values.
+
+    Theirs holds the scores in between, N T^2 / p numbers; here attention's kernel runs twice, the first time for the
+    sums alone, and the keys come again with the values: 3 K H T / p numbers per hop instead of 2. The backward is the
+    ring's.
+    """
+    volume = _ring(case)
+    if case.degree == 1:
+        return volume
+    forward = volume.forward
+    tokens = replace(forward.tokens, ring=1.5 * forward.tokens.ring, calls=2 * forward.tokens.calls)
+    return replace(volume, forward=replace(forward, attention_flops=2.0 * forward.attention_flops, tokens=tokens))
+
+
+def _metp(case: _Case) -> LayerVolume:
+    """Memory-efficient tensor parallel (Liang et al. 2025, in ParaDySe): each rank computes its own T / p tokens
+    through every weight shard in turn, and keeps next to nothing.
+
+    Attention, for each of the G = min(p, K) shards: broadcast the shard from its owner, make queries, keys and values
+    of its heads for the local tokens, ring them round (p - 1 hops), project the outputs. Feed-forward: its shards go
+    round in a ring. Backward: the broadcasts and rings again; queries, keys, values and activations made again
+    (D (N + 2 K) H and D F or 2 D F more); key/value gradients ride along and home as in ``ring``; gradients of
+    attention shards are reduced to their owners, those of feed-forward shards ride their ring and take a hop home; all
+    gradients at master precision. Kept: inputs of the norms and of the products, attention's outputs and their
+    log-sum-exps.
+    """
+    model, p, width, master = case.model, case.degree, case.width, case.master
+    shards = min(p, model.num_kv_heads)
+    attention, ffn = case.others * case.attention_numbers, case.ffn_numbers
+    local, ring = _token_local(case), _ring(case)
+    forward, backward = ring.forward.tokens, ring.backward.tokens
+    remade_ffn = case.ffn_params * (case.ffn_copies - 1) / case.ffn_copies
+    remade = model.hidden_size * (case.query_size + case.kv_size) + remade_ffn
+    made = (case.query_size + case.kv_size) / shards + case.ffn_copies * model.ffn_size / p
+    return LayerVolume(
+        forward=replace(
+            local.forward,
+            tokens=replace(forward, calls=shards * forward.calls),
+            weights=Sent(broadcast=attention * width, ring=case.others * ffn * width, calls=case.calls(shards + p - 1)),
+        ),
+        backward=replace(
+            local.backward,
+            matmul_flops=local.backward.matmul_flops + 2.0 * remade / p,
+            tokens=replace(backward, calls=shards * backward.calls),
+            weights=Sent(
+                broadcast=attention * width,
+                reduce=attention * master,
+                ring=case.others * ffn * width + case.calls(1) * ffn * master,
+                calls=case.calls(2 * shards + p),
+            ),
+        ),
+        kept_bytes=((4 * model.hidden_size + case.query_size) * width + 4 * model.num_heads + norm_bytes(model)) / p,
+        input_bytes=local.input_bytes,
+        live_bytes=(made * width) / p + ring.live_bytes / shards,
+        buffer_bytes=2 * max(case.attention_numbers / shards, ffn / p) * (width + master) * case.calls(1),
+    )
+
+
+_FORMS: dict[Method, Callable[[_Case], LayerVolume]] = {
+    Method.DENSE: _dense,
+    Method.MEGATRON_TS: _megatron_ts,
+    Method.MEGATRON_CZ: _with_gathered_weights(_ring),
+    Method.ULYSSES_Z: _with_gathered_weights(_ulysses),
+    Method.COLOSSAL_Z: _with_gathered_weights(_two_rings),
+    Method.METP: _metp,
+    Method.ULYSSES: _ulysses,
+    Method.RING: _ring,
+}

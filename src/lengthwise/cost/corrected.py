@@ -1,0 +1,67 @@
+"""A cost model set right by what steps really took: a factor on seconds and one on bytes, per degree."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lengthwise.core.pipeline_config import PipelineConfig, Strategy
+from lengthwise.cost.separable import SeparableCost, most_tokens
+
+
+class CorrectedCost:
+    """``base`` with other factors. A :class:`~lengthwise.core.cost.CostModel`."""
+
+    def __init__(
+        self,
+        base: SeparableCost,
+        *,
+        time_factors: Mapping[int, float] | None = None,
+        bytes_factors: Mapping[int, float] | None = None,
+    ) -> None:
+        """``time_factors``: by degree, of seconds in micro-batches; ``bytes_factors``: of bytes beyond the model state.
+        Degrees without one keep 1.
+        """
+        self.base = base
+        self.time_factors = dict(time_factors or {})
+        self.bytes_factors = dict(bytes_factors or {})
+
+    def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """Of the base, times the degree's factor."""
+        return self.base.sequence_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
+
+    def overhead_s(self, scheme: PipelineConfig) -> float:
+        """Of the base, times the degree's factor."""
+        return self.base.overhead_s(scheme) * self.time_factors.get(scheme.degree, 1.0)
+
+    def time_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
+        """Seconds of one micro-batch that packs sequences of ``lengths``."""
+        return float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
+
+    def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """Of the base, times the degree's factor."""
+        return self.base.comm_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
+
+    def update_s(self, strategy: Strategy) -> float:
+        """Of the base."""
+        return self.base.update_s(strategy)
+
+    def switch_s(self, before: Strategy, after: Strategy) -> float:
+        """Of the base."""
+        return self.base.switch_s(before, after)
+
+    def util_tokens(self, scheme: PipelineConfig) -> int:
+        """Of the base."""
+        return self.base.util_tokens(scheme)
+
+    def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
+        """The model state as in the base, and beyond it the base's bytes times the degree's factor."""
+        state = self.base.peak_bytes(0, scheme, num_devices=num_devices)
+        beyond = self.base.peak_bytes(num_tokens, scheme, num_devices=num_devices) - state
+        return (state + beyond * self.bytes_factors.get(scheme.degree, 1.0)).astype(np.int64)
+
+    def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
+        """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
+        return most_tokens(
+            lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.base.memory_limit_bytes
+        )

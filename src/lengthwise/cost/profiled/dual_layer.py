@@ -1,0 +1,241 @@
+"""A whole model, of any kind, from measurements of two of its layers: DCP, equations 4 to 6, over curves.
+
+A micro-batch takes L (t_f + t_b) + r t_f + T_C seconds, where t_f and t_b are a l^2 + b l for each sequence and c once;
+T_C has no square. It keeps (L - r) m + L m_inp + M_C bytes, and where layers are recomputed the one that is there in
+full; all are lines over its tokens. Nothing need be known of the model but how many layers and parameters it has.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.layer_profile import LayerRow, LayerTable
+from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
+from lengthwise.cost.profiled.fitted import features
+from lengthwise.cost.profiled.two_layer import LayerProfile, check_measured
+from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
+
+LEAST_S = 1e-12
+"""Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpaqueModelSpec(ModelSpec):
+    """A model that is not ours: layers and parameters are known, all other sizes are 1 and nobody asks for them."""
+
+    trained: int
+    """Parameters that are trained."""
+
+    @property
+    def num_params(self) -> int:
+        """Those that have a gradient and an optimizer."""
+        return self.trained
+
+    @classmethod
+    def of(cls, table: LayerTable) -> "OpaqueModelSpec":
+        """The model of a profile."""
+        return cls(
+            name=table.identity.model_name, family="any", num_layers=table.num_layers, trained=table.num_params,
+            hidden_size=1, ffn_size=1, num_heads=1, num_kv_heads=1, head_size=1, vocab_size=1,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuadraticSeconds:
+    """a l^2 + b l of every sequence, c of every micro-batch; none negative."""
+
+    a_s: float
+    b_s: float
+    c_s: float
+    residuals: tuple[float, ...]
+    """Fitted less measured, as a part of what the whole row took."""
+
+    def of_sequences(self, length: np.ndarray) -> np.ndarray:
+        """What each sequence adds."""
+        return (self.a_s * length + self.b_s) * length
+
+    def of_pack(self, lengths: Sequence[int]) -> float:
+        """What a micro-batch takes."""
+        return float(features(lengths) @ (self.a_s, self.b_s, self.c_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearBytes:
+    """Bytes at no token, and bytes per token; no measured row has more."""
+
+    fixed: float
+    per_token: float
+    residuals: tuple[float, ...]
+    """Fitted over measured, minus one; 0 where nothing was measured."""
+
+    def of_pack(self, num_tokens: float) -> float:
+        """Of a micro-batch."""
+        return self.fixed + self.per_token * num_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class DegreeFit:
+    """Curves through the rows of one degree."""
+
+    forward: QuadraticSeconds
+    backward: QuadraticSeconds
+    constant: QuadraticSeconds
+    kept: LinearBytes
+    inputs: LinearBytes
+    rest: LinearBytes
+    """M_C."""
+    alive: LinearBytes
+
+    def profile(self, lengths: Sequence[int]) -> LayerProfile:
+        """The terms of equations 4 to 6 for one pack. Of a layer alive: what it has more than m counts as constant."""
+        tokens = sum(lengths)
+        return LayerProfile(
+            forward_s=self.forward.of_pack(lengths),
+            backward_s=self.backward.of_pack(lengths),
+            constant_s=self.constant.of_pack(lengths),
+            kept_bytes=self.kept.of_pack(tokens),
+            input_bytes=self.inputs.of_pack(tokens),
+            constant_bytes=self.rest.of_pack(tokens),
+        )
+
+    @property
+    def worst_error(self) -> float:
+        """Largest residual of the seconds of a whole row."""
+        parts = zip(self.forward.residuals, self.backward.residuals, self.constant.residuals)
+        return max(abs(sum(part)) for part in parts)
+
+
+def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
+    """Curves with the least errors relative to the seconds of each row, and lines over its bytes.
+
+    Two layers and the rest are what a row took; a curve's error is a part of that, for what is small beside all else
+    may be wrong in itself.
+    """
+    columns = np.stack([features(row.lengths) for row in rows])
+    row_s = np.array([2 * (row.forward_s + row.backward_s) + row.constant_s for row in rows])
+    tokens = columns[:, 1]
+
+    def seconds(of: list[float], *, weight: int, square: bool = True) -> QuadraticSeconds:
+        used = columns if square else columns * (0.0, 1.0, 1.0)
+        found, residuals = _non_negative(used, np.array(of), row_s / weight)
+        return QuadraticSeconds(a_s=found[0], b_s=found[1], c_s=found[2], residuals=residuals)
+
+    return DegreeFit(
+        forward=seconds([row.forward_s for row in rows], weight=2),
+        backward=seconds([row.backward_s for row in rows], weight=2),
+        constant=seconds([row.constant_s for row in rows], weight=1, square=False),
+        kept=_line(tokens, [row.kept_bytes for row in rows]),
+        inputs=_line(tokens, [row.input_bytes for row in rows]),
+        rest=_line(tokens, [row.constant_bytes for row in rows]),
+        alive=_line(tokens, [row.alive_bytes for row in rows]),
+    )
+
+
+def _non_negative(
+    columns: np.ndarray, target: np.ndarray, unit: np.ndarray
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Weights of the columns that come closest to ``target`` in parts of ``unit``, and how far off each row is."""
+    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
+
+    scale = np.maximum(columns.max(axis=0), 1.0)  # columns differ by ten orders of magnitude
+    relative = columns / scale / unit[:, None]
+    weights = nnls(relative, target / unit)[0]
+    return tuple(map(float, weights / scale)), tuple(map(float, relative @ weights - target / unit))
+
+
+def _line(tokens: np.ndarray, measured: Sequence[int]) -> LinearBytes:
+    """The line of least relative errors, raised until no row is above it: plans must fit."""
+    values = np.array(measured, dtype=np.float64)
+    unit = np.maximum(values, 1.0)
+    (per_token, fixed), _ = _non_negative(np.stack([tokens, np.ones_like(tokens)], axis=1), values, unit)
+    fitted = fixed + per_token * tokens
+    raised = max(1.0, float((values / np.maximum(fitted, 1e-9)).max())) if fitted.any() else 1.0
+    residuals = np.where(values > 0, raised * fitted / unit - 1.0, 0.0)
+    return LinearBytes(fixed=raised * fixed, per_token=raised * per_token, residuals=tuple(map(float, residuals)))
+
+
+class DualLayerCost(SeparableCost):
+    """Costs of single-stage schemes of the profiled degrees, with any number of recomputed layers."""
+
+    def __init__(self, table: LayerTable, *, cluster: ClusterSpec, method: Method = Method.ULYSSES) -> None:
+        """Fit curves to every degree of ``table``; model state is that of ``cluster``'s devices.
+
+        Raises:
+            InputError: the profile was taken in a dtype whose size is not known.
+        """
+        if table.identity.dtype not in DTYPE_BYTES:
+            raise InputError(
+                f"the profile of {table.identity.model_name} was taken in {table.identity.dtype}; model state is known "
+                f"in {', '.join(DTYPE_BYTES)}. Cast the model to one of these"
+            )
+        super().__init__(model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype)
+        self.table, self.method = table, method
+        self.fits: Mapping[int, DegreeFit] = {degree: fit_degree(table.of_degree(degree)) for degree in table.degrees}
+        self._found = SchemeCache(self._find)
+        self._memory = PiecewiseLinearMemory(self._make_lines)
+
+    def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C; c left out."""
+        found, length = self._found(scheme), np.asarray(lengths, dtype=np.float64)
+        num_layers, recomputed = scheme.num_layers, scheme.num_recomputed
+        layers = (num_layers + recomputed) * found.forward.of_sequences(length)
+        layers += num_layers * found.backward.of_sequences(length)
+        return layers + found.constant.of_sequences(length) + LEAST_S * length
+
+    def overhead_s(self, scheme: PipelineConfig) -> float:
+        """c of every layer, forward and backward, and of the rest."""
+        found = self._found(scheme)
+        layers = (scheme.num_layers + scheme.num_recomputed) * found.forward.c_s
+        return layers + scheme.num_layers * found.backward.c_s + found.constant.c_s
+
+    def update_s(self, strategy: Strategy) -> float:
+        """As measured."""
+        return self.table.update_s
+
+    def switch_s(self, before: Strategy, after: Strategy) -> float:
+        """Nothing moves between strategies: every rank holds all weights."""
+        return 0.0
+
+    def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig) -> float:
+        """Bytes of a micro-batch above those of the model state."""
+        fixed, per_token = self._line_of(scheme)
+        return fixed + per_token * num_tokens
+
+    def predict(self, lengths: Sequence[int], degree: int, recomputed: int) -> tuple[float, float]:
+        """Seconds of a micro-batch, and its bytes above those of the model state."""
+        method = Method.DENSE if degree == 1 else self.method
+        scheme = uniform_scheme(self.table.num_layers, degree=degree, method=method, recomputed=recomputed)
+        return self.time_s(lengths, scheme), self.micro_batch_bytes(sum(lengths), scheme)
+
+    def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
+        (state,) = self._state_bytes(scheme, num_devices)
+        return np.where(tokens > 0, np.ceil(self._memory(tokens, scheme, num_devices=num_devices)), state)
+
+    def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
+        fixed, per_token = self._line_of(scheme)
+        (state,) = self._state_bytes(scheme, num_devices)
+        return ((state + fixed, max(per_token, 1.0)),)
+
+    def _line_of(self, scheme: PipelineConfig) -> Line:
+        """Equation 6 and the layer it leaves out."""
+        found, recomputed = self._found(scheme), scheme.num_recomputed
+        terms = (
+            (scheme.num_layers - recomputed, found.kept),
+            (scheme.num_layers, found.inputs),
+            (1, found.rest),
+            (int(recomputed > 0), found.alive),
+        )
+        return sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)
+
+    def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
+        """Weights and gradients whole, the optimizer in equal parts, and what is not trained."""
+        state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
+        return (state + self.table.other_bytes,)
+
+    def _find(self, scheme: PipelineConfig) -> DegreeFit:
+        check_measured(scheme, self.fits, method=self.method, num_layers=self.table.num_layers)
+        return self.fits[scheme.degree]

@@ -1,0 +1,137 @@
+"""Cost from measurements: T = a l^2 + b l per sequence + c per micro-batch, never negative, fitted to a profile.
+
+The form is that of Hydraulis (section 4.2) with c charged per micro-batch, which is what its own runtime does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lengthwise.core.cost import ProfileTable
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import PipelineConfig
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.profiled.measured_schemes import ProfiledCost, Tables
+from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache
+
+MIN_ROWS = 3
+"""Three coefficients need three measurements."""
+ROUNDS = 10
+NEGLIGIBLE = 0.01
+"""Relative errors below this are noise and count alike."""
+LEAST_B_S = 1e-12
+"""Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Coefficients and how well they reproduce the rows they come from."""
+
+    a_s: float
+    """Seconds per squared token of a sequence."""
+    b_s: float
+    """Seconds per token."""
+    c_s: float
+    """Seconds per micro-batch."""
+    fixed_bytes: float
+    bytes_per_token: float
+    time_residuals: tuple[float, ...]
+    """Predicted over measured time, minus one, per row."""
+    bytes_residuals: tuple[float, ...]
+    left_out: tuple[tuple[float, float, float], ...]
+    """a, b and c fitted without each row in turn."""
+
+    @property
+    def median_error(self) -> float:
+        """Median absolute relative error of the times."""
+        return float(np.median(np.abs(self.time_residuals)))
+
+    def time_s(self, lengths: Sequence[int]) -> float:
+        """Seconds of a micro-batch."""
+        return float(features(lengths) @ (self.a_s, self.b_s, self.c_s))
+
+    def confidence(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """Between which seconds the prediction for a micro-batch moves when any one row is left out.
+
+        Narrow where many rows agree, wide where the prediction hangs on one of them, as beyond the longest measured.
+        """
+        times = np.array([*self.left_out, (self.a_s, self.b_s, self.c_s)]) @ features(lengths)
+        return float(times.min()), float(times.max())
+
+
+def features(lengths: Sequence[int]) -> np.ndarray:
+    """What a, b and c multiply: sum of l^2, sum of l, 1."""
+    length = np.asarray(lengths, dtype=np.float64)
+    return np.array([np.square(length).sum(), length.sum(), 1.0])
+
+
+def fit(table: ProfileTable) -> Fit:
+    """Least relative errors with non-negative coefficients, so times and bytes grow with every length.
+
+    Raises:
+        InputError: too few rows.
+    """
+    if len(table.rows) < MIN_ROWS:
+        raise InputError(f"the profile has {len(table.rows)} rows; fitting a, b and c needs at least {MIN_ROWS}")
+    times = np.array([row.time_s for row in table.rows])
+    sizes = np.array([row.kept_bytes for row in table.rows], dtype=float)
+    columns = np.stack([features(row.lengths) for row in table.rows])
+    (a, b, c), time_residuals = _fit_relative(columns, times)
+    (fixed, per_token), bytes_residuals = _fit_relative(columns[:, [2, 1]], sizes)
+    others = [np.arange(len(times)) != row for row in range(len(times))]
+    return Fit(
+        a_s=a, b_s=b, c_s=c, fixed_bytes=fixed, bytes_per_token=per_token,
+        time_residuals=time_residuals, bytes_residuals=bytes_residuals,
+        left_out=tuple(_fit_relative(columns[rest], times[rest])[0] for rest in others),  # type: ignore[misc]
+    )  # fmt: skip
+
+
+def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Non-negative weights whose products come closest to ``target`` in relative terms, and their relative errors.
+
+    Least absolute errors by repeated least squares, weighted by the error of the round before: a row that a busy moment
+    of the machine spoiled does not pull the others along.
+    """
+    from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
+
+    scale = columns.max(axis=0)  # columns differ by ten orders of magnitude
+    relative = columns / scale / target[:, None]
+    trust = np.ones(len(target))
+    for _ in range(ROUNDS):
+        weights = nnls(relative * trust[:, None], trust)[0]
+        errors = relative @ weights - 1.0
+        trust = 1.0 / np.sqrt(np.maximum(np.abs(errors), NEGLIGIBLE))
+    return tuple(map(float, weights / scale)), tuple(map(float, errors))
+
+
+class FittedCost(ProfiledCost):
+    """The fitted times and bytes of one profiled model on one kind of device, one fit per profiled scheme."""
+
+    def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
+        super().__init__(tables, model=model, cluster=cluster)
+        self.fits = {scheme: fit(table) for scheme, table in self.tables.items()}
+        self._fits = SchemeCache(self._find)
+        self._memory = PiecewiseLinearMemory(self._make_lines)
+
+    def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
+        """``a l^2 + b l`` of each sequence."""
+        found = self._fits(scheme)
+        length = np.asarray(lengths, dtype=np.float64)
+        return (found.a_s * length + max(found.b_s, LEAST_B_S)) * length
+
+    def overhead_s(self, scheme: PipelineConfig) -> float:
+        """``c``."""
+        return self._fits(scheme).c_s
+
+    def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
+        return self._memory(tokens, scheme, num_devices=num_devices)
+
+    def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
+        found = self._fits(scheme)
+        state = max(self._state_bytes(scheme, num_devices))
+        return ((state + found.fixed_bytes, max(found.bytes_per_token, 1.0)),)
+
+    def _find(self, scheme: PipelineConfig) -> Fit:
+        self._table(scheme)
+        return self.fits[scheme]

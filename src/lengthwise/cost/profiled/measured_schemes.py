@@ -1,0 +1,58 @@
+"""What cost models made from profiles share: which scheme was measured, and what is refused."""
+
+from collections.abc import Sequence
+
+from lengthwise.core.cost import ProfileTable
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.separable import SeparableCost
+
+Tables = ProfileTable | Sequence[tuple[PipelineConfig, ProfileTable]]
+"""A profile of one device that computes the whole model, or profiles and the scheme that each was taken under."""
+
+
+class ProfiledCost(SeparableCost):
+    """A cost model that knows the schemes that were profiled and no others."""
+
+    def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
+        """Check that every profile is of ``model`` and of one dtype.
+
+        Raises:
+            InputError: a profile is of another model, or they differ in dtype.
+        """
+        if isinstance(tables, ProfileTable):
+            tables = [(dense_scheme(model.num_layers, recompute=tables.recompute), tables)]
+        if not tables:
+            raise InputError("costs need at least one profile; make one with: lengthwise profile")
+        for _, table in tables:
+            if table.model_digest != model.digest:
+                raise InputError(
+                    f"the profile is of model {table.model_name} ({table.model_digest}), the run trains {model.name} "
+                    f"({model.digest}); profile this model with: lengthwise profile"
+                )
+        dtypes = sorted({table.dtype for _, table in tables})
+        if len(dtypes) > 1:
+            raise InputError(f"the profiles were measured in {' and '.join(dtypes)}; take all in one dtype")
+        super().__init__(model=model, cluster=cluster, dtype=dtypes[0])
+        self.tables = dict(tables)
+
+    def update_s(self, strategy: Strategy) -> float:
+        """As measured on the profile's ranks: the slowest of the strategy's schemes."""
+        return max(self._table(scheme).update_s for scheme in dict.fromkeys(strategy.schemes))
+
+    def _table(self, scheme: PipelineConfig) -> ProfileTable:
+        if scheme not in self.tables:
+            raise InputError(self._refusal(scheme))
+        return self.tables[scheme]
+
+    def _refusal(self, scheme: PipelineConfig) -> str:
+        is_dense = scheme.num_devices == 1 and set(scheme.methods) == {Method.DENSE}
+        if is_dense and scheme.num_recomputed in (0, scheme.num_layers) and len(self.tables) == 1:
+            table = next(iter(self.tables.values()))
+            return (
+                f"the profile was taken with recompute={str(table.recompute).lower()}; "
+                "profile again with the run's plan.recompute"
+            )
+        known = ", ".join(known.name for known in self.tables)
+        return f"no profile of scheme {scheme.name}; there are: {known}. Profile it, or plan with analytic costs."

@@ -1,0 +1,1 @@
+"""Build and open an index: token sequences on disk with their lengths."""

@@ -1,0 +1,223 @@
+"""Build one work unit: read, encode, count, and put the result in place by a single rename."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import MOST_TOKENS
+from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
+from lengthwise.index.readers.document import Document, where
+from lengthwise.index.readers.documents_reader import read_documents, read_token_rows
+from lengthwise.index.skipped import SkippedDocuments
+from lengthwise.index.sources import Format, check_unchanged
+from lengthwise.index.tokenizers import TokenizerSpec, append_eos, dtype_for, load_tokenizer
+from lengthwise.index.work_units import WorkUnit, open_lengths
+
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 4096
+_PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z")
+READY_DTYPE = np.dtype("<u4")
+"""Type of tokens in the parts when the vocabulary is only known once all are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartJob:
+    """All that a worker must know besides the unit."""
+
+    parts: str
+    tokenizer: TokenizerSpec
+    field: str
+    drop_empty: bool
+    skip_binary: bool
+    skip_large: bool = False
+    limits: Limits = DEFAULT_LIMITS
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """Type of the tokens in the parts."""
+        return dtype_for(load_tokenizer(self.tokenizer).vocab_size) if self.tokenizer.encodes else READY_DTYPE
+
+
+class _Batch(NamedTuple):
+    """Consecutive documents: tokens end to end (None: lengths alone), token counts, and (file, row) of each."""
+
+    flat: np.ndarray | None
+    lengths: np.ndarray
+    origins: np.ndarray
+
+
+@dataclass
+class _Tally:
+    intake: SkippedDocuments = field(default_factory=SkippedDocuments)
+    num_rows: int = 0
+    max_token: int = -1
+
+
+def part_path(job: PartJob, number: int) -> Path:
+    """Where the finished part of unit ``number`` is."""
+    return Path(job.parts) / f"{number:07d}"
+
+
+def build_part(job: PartJob, unit: WorkUnit) -> int:
+    """Build the part of ``unit`` unless it is there; returns the unit's number."""
+    final = part_path(job, unit.number)
+    if final.exists():
+        return unit.number
+    partial = final.with_name(f"{final.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write_part(job, unit, partial)
+    if final.exists():  # a worker that outlived its killed parent was quicker; it wrote the same
+        shutil.rmtree(partial)
+    else:
+        partial.rename(final)
+    return unit.number
+
+
+def _write_part(job: PartJob, unit: WorkUnit, folder: Path) -> None:
+    tally = _Tally()
+    lengths: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
+    origins: list[np.ndarray] = [np.empty((0, 2), dtype=np.int64)]
+    with (folder / "tokens.bin").open("wb") as tokens:
+        for batch in _batches(job, unit, tally):
+            kept = _without_empty(job, unit, batch, tally)
+            lengths.append(_write_tokens(job, kept, tokens, tally))
+            origins.append(kept.origins)
+        _sync(tokens)
+    all_lengths = np.concatenate(lengths)
+    counts = {
+        "num_sequences": len(all_lengths),
+        "num_tokens": int(all_lengths.sum()),
+        "max_length": int(all_lengths.max(initial=0)),
+        "num_rows": tally.num_rows,
+        "max_token": tally.max_token,
+        "intake": tally.intake.to_json(),
+    }
+    with (folder / "lengths.npy").open("wb") as file:
+        np.save(file, all_lengths)
+        _sync(file)
+    with (folder / "origins.npy").open("wb") as file:
+        np.save(file, np.concatenate(origins))
+        _sync(file)
+    with (folder / "counts.json").open("wb") as file:
+        file.write(json.dumps(counts).encode())
+        _sync(file)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _write_tokens(job: PartJob, batch: _Batch, tokens: BinaryIO, tally: _Tally) -> np.ndarray:
+    flat, lengths = batch.flat, batch.lengths
+    if flat is None or not len(lengths):
+        return lengths
+    if job.tokenizer.encodes:
+        eos_id = load_tokenizer(job.tokenizer).eos_id
+        flat, lengths = (flat, lengths) if eos_id is None else append_eos(flat, lengths, eos_id)
+    tally.max_token = max(tally.max_token, int(flat.max()))
+    tokens.write(flat.astype(job.token_dtype, copy=False).data)
+    return lengths
+
+
+def _without_empty(job: PartJob, unit: WorkUnit, batch: _Batch, tally: _Tally) -> _Batch:
+    is_empty = batch.lengths == 0
+    if not is_empty.any():
+        return batch
+    file, row = map(int, batch.origins[int(np.argmax(is_empty))])
+    if not job.drop_empty:
+        place = where(unit, row, file=file)
+        raise InputError(f"{place} is empty: it has no token; remove it, or pass --on-empty drop")
+    tally.intake.add("empty", unit.files[file].name, count=int(is_empty.sum()))
+    return _Batch(batch.flat, batch.lengths[~is_empty], batch.origins[~is_empty])
+
+
+def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
+    if job.tokenizer.kind == "lengths":
+        yield _length_batch(unit, tally)
+        return
+    if job.tokenizer.kind == "tokens":
+        for rows in read_token_rows(unit, field=job.field, limits=job.limits):
+            tally.num_rows = rows.first_row + rows.num_rows
+            if rows.large:
+                tally.intake.documents += 1
+                _pass_over(job, unit, Document(0, rows.first_row, b"", "large", rows.large), tally)
+                continue
+            tally.intake.documents += len(rows.lengths)
+            numbers = rows.first_row + np.arange(len(rows.lengths))
+            yield _Batch(rows.flat, rows.lengths, np.stack([np.zeros_like(numbers), numbers], axis=1))
+        return
+    tokenizer = load_tokenizer(job.tokenizer)
+    for documents in _document_batches(job, unit, tally):
+        flat, lengths = tokenizer.encode([document.data for document in documents])
+        origins = np.array([(document.file, document.row) for document in documents], dtype=np.int64)
+        yield _Batch(flat, lengths, origins)
+
+
+def _document_batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    num_bytes = 0
+    for document in read_documents(unit, field=job.field, limits=job.limits):
+        tally.num_rows = document.row + 1
+        if document.problem == "blank":
+            continue
+        tally.intake.documents += 1
+        if document.problem:
+            _pass_over(job, unit, document, tally)
+            continue
+        batch.append(document)
+        num_bytes += len(document.data)
+        if num_bytes >= _BATCH_BYTES or len(batch) == _BATCH_DOCUMENTS:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _pass_over(job: PartJob, unit: WorkUnit, document: Document, tally: _Tally) -> None:
+    """Count a document that is left out, or refuse it."""
+    if not (job.skip_large if document.problem == "large" else job.skip_binary):
+        raise InputError(f"{where(unit, document.row, file=document.file)} {_why(document, job.limits, unit)}")
+    tally.intake.add(document.problem, unit.files[document.file].name)
+
+
+def _why(document: Document, limits: Limits, unit: WorkUnit) -> str:
+    """Why a document is refused, and the way out."""
+    if document.problem == "large":
+        return (
+            f"has {document.size:,} bytes, and a document may have {limits.document:,}; raise --max-document, or skip "
+            "such documents with --on-large skip"
+        )
+    is_packed = unit.format is Format.TEXT and unit.files[document.file].name.lower().endswith(_PACKED)
+    reason = {
+        "binary": "is compressed: unpack it first; or" if is_packed else "is a binary file (it holds a NUL byte);",
+        "undecodable": "is compressed: unpack it first; or" if is_packed else "is not text in UTF-8;",
+        "unreadable": "cannot be read;",
+    }[document.problem]
+    return f"{reason} skip such files with --on-binary skip, or choose files with --glob"
+
+
+def _length_batch(unit: WorkUnit, tally: _Tally) -> _Batch:
+    check_unchanged(unit.files[0])
+    lengths = np.array(open_lengths(unit.files[0])[unit.start : unit.stop])
+    if lengths.dtype == np.uint64:
+        lengths = np.minimum(lengths, np.uint64(2 * MOST_TOKENS))  # what is above is no length either
+    lengths = lengths.astype(np.int64)
+    if len(lengths) and (shortest := int(lengths.min())) < 0:
+        place = where(unit, int(np.argmin(lengths)))
+        raise InputError(f"{place} is {shortest}; a length is a number of tokens, 0 or more")
+    if len(lengths) and (longest := int(lengths.max())) > MOST_TOKENS:
+        place = where(unit, int(np.argmax(lengths)))
+        raise InputError(f"{place} is {longest:,}; more than {MOST_TOKENS:,} tokens are no sequence")
+    tally.num_rows = len(lengths)
+    tally.intake.documents += len(lengths)
+    rows = np.arange(len(lengths))
+    return _Batch(None, lengths, np.stack([np.zeros_like(rows), rows], axis=1))

@@ -1,0 +1,176 @@
+"""Join finished parts, in order and in bounded memory, into the files of an index; index.json comes last."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.index.build_part import PartJob, part_path
+from lengthwise.index.settings import FORMAT_VERSION
+from lengthwise.index.skipped import SkippedDocuments
+from lengthwise.index.sources import Format
+from lengthwise.index.store import token_blocks, token_digest
+from lengthwise.index.tokenizers import dtype_for, load_tokenizer
+from lengthwise.index.work_units import WorkUnit
+
+_ROW_NAME = {Format.JSONL: "line", Format.FASTA: "record", Format.MEGATRON: "document", Format.TAR: "sample"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Totals:
+    num_sequences: int
+    num_tokens: int
+    max_length: int
+    max_token: int
+    intake: SkippedDocuments
+
+
+def assemble(
+    job: PartJob, units: list[WorkUnit], out: Path, *, request: dict[str, Any], fingerprint: str
+) -> dict[str, Any]:
+    """Write the index of finished parts into ``out``; returns what index.json holds.
+
+    Raises:
+        InputError: no document has a token.
+    """
+    totals = _sum_counts(job, units)
+    if not totals.num_sequences:
+        left_out = ", ".join(f"{count} {reason}" for reason, count in totals.intake.left_out.items() if count)
+        raise InputError(
+            f"{request['source']} holds no sequence ({left_out or 'no document'}); check path and file types"
+        )
+    has_tokens = job.tokenizer.kind != "lengths"
+    vocab_size, eos_id = totals.max_token + 1, None
+    if job.tokenizer.encodes:
+        vocab_size, eos_id = load_tokenizer(job.tokenizer).vocab_size, load_tokenizer(job.tokenizer).eos_id
+    dtype = dtype_for(vocab_size)
+    corpus_digest = _join_tokens(job, units, out / "tokens.bin", dtype=dtype) if has_tokens else ""
+    _join_lengths(job, units, out, totals=totals)
+    _whole(out / "documents.jsonl", lambda file: file.writelines(_document_lines(job, units)))
+    lengths = LengthIndex(lengths=np.load(out / "lengths.npy", mmap_mode="r"), corpus_digest=corpus_digest)
+    names = ["tokens.bin"] * has_tokens + ["offsets.npy", "lengths.npy", "documents.jsonl"]
+    names += ["tokenizer.json"] * bool(job.tokenizer.path)
+    if job.tokenizer.path:
+        _whole(out / "tokenizer.json", lambda file: file.write(Path(job.tokenizer.path).read_bytes()))
+    document = {
+        "schema_version": FORMAT_VERSION,
+        "num_sequences": totals.num_sequences,
+        "num_tokens": totals.num_tokens,
+        "max_length": totals.max_length,
+        "has_tokens": has_tokens,
+        "vocab_size": vocab_size if has_tokens else None,
+        "dtype": dtype.name if has_tokens else None,
+        "eos_id": eos_id,
+        "tokenizer": job.tokenizer.to_json(),
+        "digest": lengths.digest,
+        "corpus_digest": corpus_digest,
+        "ledger": totals.intake.to_json(),
+        "files": {name: (out / name).stat().st_size for name in names},
+        "request": request,
+        "fingerprint": fingerprint,
+    }
+    _whole(out / "index.json", lambda file: file.write(json.dumps(document, indent=1).encode() + b"\n"))
+    return document
+
+
+def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
+    intake = SkippedDocuments()
+    num_sequences = num_tokens = max_length = 0
+    max_token = -1
+    for unit in units:
+        counts = _counts(job, unit)
+        num_sequences += counts["num_sequences"]
+        num_tokens += counts["num_tokens"]
+        max_length = max(max_length, counts["max_length"])
+        max_token = max(max_token, counts["max_token"])
+        intake.merge(counts["intake"])
+    return _Totals(
+        num_sequences=num_sequences, num_tokens=num_tokens, max_length=max_length, max_token=max_token, intake=intake
+    )
+
+
+def _counts(job: PartJob, unit: WorkUnit) -> dict[str, Any]:
+    counts: dict[str, Any] = json.loads((part_path(job, unit.number) / "counts.json").read_text())
+    return counts
+
+
+def _whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Put a file in place by a rename, once all of it is on disk."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _join_tokens(job: PartJob, units: list[WorkUnit], path: Path, *, dtype: np.dtype[Any]) -> str:
+    digests: list[str] = []
+
+    def write(file: BinaryIO) -> None:
+        def blocks() -> Iterator[np.ndarray]:
+            for unit in units:
+                for block in token_blocks(part_path(job, unit.number) / "tokens.bin", job.token_dtype):
+                    narrowed = block.astype(dtype, copy=False)
+                    file.write(narrowed.data)
+                    yield narrowed
+
+        digests.append(token_digest(blocks(), dtype))
+
+    _whole(path, write)
+    return digests[0]
+
+
+def _join_lengths(job: PartJob, units: list[WorkUnit], out: Path, *, totals: _Totals) -> None:
+    dtype = np.dtype("<i4" if totals.max_length < 1 << 31 else "<i8")
+
+    def write_lengths(file: BinaryIO) -> None:
+        _write_header(file, dtype, totals.num_sequences)
+        for lengths in _part_lengths(job, units):
+            file.write(lengths.astype(dtype).data)
+
+    def write_offsets(file: BinaryIO) -> None:
+        _write_header(file, np.dtype("<i8"), totals.num_sequences + 1)
+        start = np.zeros(1, dtype="<i8")
+        file.write(start.data)
+        for lengths in _part_lengths(job, units):
+            offsets = start + np.cumsum(lengths, dtype="<i8")
+            file.write(offsets.data)
+            start = offsets[-1:] if len(offsets) else start
+
+    _whole(out / "lengths.npy", write_lengths)
+    _whole(out / "offsets.npy", write_offsets)
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype[Any], size: int) -> None:
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(file, header)
+
+
+def _part_lengths(job: PartJob, units: list[WorkUnit]) -> Iterator[np.ndarray]:
+    for unit in units:
+        yield np.load(part_path(job, unit.number) / "lengths.npy")
+
+
+def _document_lines(job: PartJob, units: list[WorkUnit]) -> Iterator[bytes]:
+    """One line per sequence: the source file and, in files of many documents, which line, record or row."""
+    path, rows_before = "", 0
+    for unit in units:
+        origins = np.load(part_path(job, unit.number) / "origins.npy")
+        names = [json.dumps(file.name) for file in unit.files]
+        if unit.format is Format.TEXT:
+            yield from (f'{{"source": {names[file]}}}\n'.encode() for file in origins[:, 0].tolist())
+            continue
+        if unit.files[0].path != path:
+            path, rows_before = unit.files[0].path, 0
+        key = _ROW_NAME.get(unit.format, "row")
+        first = rows_before + (unit.format is Format.JSONL)  # lines are counted from 1, all else from 0
+        rows = (origins[:, 1] + first).tolist()
+        yield from (f'{{"source": {names[0]}, "{key}": {row}}}\n'.encode() for row in rows)
+        rows_before += _counts(job, unit)["num_rows"]

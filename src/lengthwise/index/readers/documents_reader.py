@@ -1,0 +1,245 @@
+"""Documents of a work unit, one after another: files, JSON lines, FASTA records, rows of columns, samples of tars."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
+from lengthwise.index.readers.columns import column_kind, read_text_column, read_token_column
+from lengthwise.index.readers.document import (
+    BLANK,
+    Document,
+    OversizedValue,
+    TokenRows,
+    from_file,
+    from_text,
+    token_rows,
+    where,
+)
+from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
+from lengthwise.index.readers.webdataset import tar_samples
+from lengthwise.index.sources import Format, SourceFile, check_unchanged, open_regular, open_source
+from lengthwise.index.work_units import WorkUnit
+
+_COLUMNS = (Format.PARQUET, Format.ARROW)
+_PIECE_BYTES = 1 << 20
+
+
+def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[Document]:
+    """The documents of ``unit`` in order; one that is larger than ``limits`` allow comes without its text.
+
+    Raises:
+        InputError: a line or a row is malformed (naming file and line), or a file changed since it was listed.
+    """
+    if unit.format is Format.TEXT:
+        for number, file in enumerate(unit.files):
+            yield _read_text(number, file, limits.document)
+    elif unit.format is Format.JSONL:
+        for row, value in _read_jsonl(unit, field=field, limits=limits):
+            yield from_text(row, value, unit)
+    elif unit.format is Format.FASTA:
+        yield from _read_fasta(unit, limits.document)
+    elif unit.format is Format.TAR:
+        for row, value in _read_tar(unit, field=field, limits=limits):
+            yield from_file(0, row, value) if isinstance(value, bytes) else from_text(row, value, unit)
+    else:
+        yield from read_text_column(unit, field=field, most_bytes=limits.document)
+
+
+def read_token_rows(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[TokenRows]:
+    """Rows of ready tokens, in order: a column, JSON lines, JSON members of a tar, or a Megatron data set."""
+    if unit.format in _COLUMNS:
+        yield from read_token_column(unit, field=field)
+        return
+    if unit.format is Format.MEGATRON:
+        yield token_rows(unit, 0, *megatron_tokens(open_megatron(*unit.files), unit.start, unit.stop))
+        return
+    for row, value in _rows(unit, field=field, limits=limits):
+        if value is BLANK or isinstance(value, OversizedValue):
+            large = value.size if isinstance(value, OversizedValue) else 0
+            yield TokenRows(row, 1, np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64), large)
+            continue
+        tokens = _token_ids([] if value is None else value)
+        if tokens is None:
+            raise InputError(f"{where(unit, row)}: {field!r} must be a list of whole numbers like the first row's")
+        yield token_rows(unit, row, tokens, np.array([len(tokens)], dtype=np.int64))
+
+
+def holds_tokens(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> bool:
+    """Whether ``field`` holds ready tokens rather than text, by the type of the column or the first row of JSON."""
+    if unit.format in _COLUMNS:
+        return column_kind(unit, field) == "tokens"
+    if unit.format not in (Format.JSONL, Format.TAR):
+        return unit.format is Format.MEGATRON
+    rows = _rows(unit, field=field, limits=limits)
+    return isinstance(next((value for _, value in rows if value is not BLANK), None), list)
+
+
+def _token_ids(value: Any) -> np.ndarray | None:
+    """A JSON list of whole numbers as an array; None if it is anything else, such as booleans among them."""
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        return None
+    try:
+        return np.array(value, dtype=np.int64)
+    except OverflowError:
+        return np.array([-1 if number < 0 else 1 << 62 for number in value])  # no id either, and refused as such
+
+
+def _rows(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
+    read = _read_jsonl if unit.format is Format.JSONL else _read_tar
+    return read(unit, field=field, limits=limits)
+
+
+def _read_text(number: int, file: SourceFile, most_bytes: int) -> Document:
+    if file.size > most_bytes:
+        return Document(number, 0, b"", "large", file.size)
+    try:
+        with open_regular(file.path) as opened:
+            data = opened.read(most_bytes + 1)
+    except OSError:
+        return Document(number, 0, b"", "unreadable")
+    check_unchanged(file)
+    return from_file(number, 0, data)
+
+
+def _skip_to_line(lines: BinaryIO, unit: WorkUnit) -> None:
+    """Go to where the first line of the unit begins, or to its end if none does: a line may span many units."""
+    lines.seek(max(unit.start - 1, 0))
+    while unit.start and lines.tell() < unit.stop:
+        if lines.readline(min(_PIECE_BYTES, unit.stop - lines.tell())).endswith(b"\n"):
+            return
+
+
+def _read_lines(unit: WorkUnit, most_bytes: int) -> Iterator[bytes | OversizedValue]:
+    """Lines that start in the unit's bytes; a line is not cut where the unit ends."""
+    with open_source(unit.files[0]) as lines:
+        _skip_to_line(lines, unit)
+        position = lines.tell()
+        while position < unit.stop:
+            line = lines.readline(most_bytes + 1)
+            if not line:
+                raise InputError(
+                    f"{unit.files[0].name} became shorter while it was indexed; index again with --restart"
+                )
+            position += len(line)
+            if len(line) <= most_bytes or line.endswith(b"\n"):
+                yield line
+                continue
+            size = len(line)
+            while line and not line.endswith(b"\n"):
+                line = lines.readline(_PIECE_BYTES)
+                size += len(line)
+            position += size - most_bytes - 1
+            yield OversizedValue(size)
+
+
+def _read_jsonl(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
+    for row, line in enumerate(_read_lines(unit, limits.document)):
+        if isinstance(line, OversizedValue):
+            yield row, line
+            continue
+        if not row and not unit.start:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line.isspace() or not line:
+            yield row, BLANK
+            continue
+        yield row, _json_value(line, field, unit, row)
+    check_unchanged(unit.files[0])
+
+
+def _json_value(data: bytes, key: str, unit: WorkUnit, row: int) -> Any:
+    what = "a line of JSON" if unit.format is Format.JSONL else "JSON"
+    try:
+        document = json.loads(data.decode())
+        if isinstance(document, dict) and data.count(f'"{key}"'.encode()) > 1:
+            _check_once(data, key, where(unit, row))
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where(unit, row)} is not {what}: {error}; mend or remove it") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{where(unit, row)}: expected a JSON object, found {type(document).__name__}")
+    if key not in document:
+        known = ", ".join(sorted(document)[:8]) or "none"
+        raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {known})")
+    return document[key]
+
+
+def _check_once(data: bytes, key: str, place: str) -> None:
+    """Raise ``InputError`` if an object gives ``key`` twice, of which JSON's readers keep one without a word."""
+
+    def count(pairs: list[tuple[str, Any]]) -> int:
+        return sum(name == key for name, _ in pairs)
+
+    if json.loads(data.decode(), object_pairs_hook=count) > 1:  # what the hook says of the outermost object
+        raise InputError(f"{place} has the field {key!r} twice; which one is meant? Remove the other")
+
+
+def _read_tar(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
+    """What ``field`` names in each sample: a member's bytes, or after a colon a key of its JSON."""
+    file = unit.files[0]
+    extension, colon, key = field.partition(":")
+    stop = None if unit.stop == file.size else unit.stop
+    samples = tar_samples(file, start=unit.start, stop=stop, extension=extension.lower(), limits=limits)
+    for row, sample in enumerate(samples):
+        if sample.large:
+            yield row, OversizedValue(sample.large)
+            continue
+        if sample.data is None:
+            raise InputError(
+                f"{where(unit, row)} has no member .{extension}, only .{', .'.join(sample.fields)}; choose with "
+                "--field, and pack the members of a sample next to one another"
+            )
+        yield row, _json_value(sample.data, key, unit, row) if colon else sample.data
+    check_unchanged(file)
+
+
+def _read_fasta(unit: WorkUnit, most_bytes: int) -> Iterator[Document]:
+    """Records whose header line starts in the unit's bytes, each read to its end, wherever that is."""
+    with open_source(unit.files[0]) as lines:
+        _skip_to_line(lines, unit)
+        position, row, record = lines.tell(), -1, _Record(most_bytes)
+        begins, in_header = True, False  # whether what is read next begins a line, or goes on with a header
+        while (row >= 0 or position < unit.stop) and (piece := lines.readline(_PIECE_BYTES)):
+            if begins and piece.startswith(b">"):
+                if row >= 0:
+                    yield record.document(row)
+                    record = _Record(most_bytes)
+                if position >= unit.stop:
+                    return
+                row, in_header = row + 1, True
+            elif row >= 0:
+                if begins or not in_header:
+                    in_header = False
+                    letters = piece.lstrip() if begins else piece
+                    record.add(letters.rstrip() if piece.endswith(b"\n") else letters)
+            elif begins and not unit.start and not piece.isspace():
+                raise InputError(f"{unit.files[0].name} is not FASTA: text before the first line that starts with '>'")
+            position += len(piece)
+            begins = piece.endswith(b"\n")
+        if row >= 0:
+            yield record.document(row)
+    check_unchanged(unit.files[0])
+
+
+class _Record:
+    """The letters of a FASTA record, kept as far as a document may be large."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._data, self._size, self._most_bytes = bytearray(), 0, most_bytes
+
+    def add(self, letters: bytes) -> None:
+        """Append part of a line."""
+        self._size += len(letters)
+        if self._size <= self._most_bytes:
+            self._data += letters
+
+    def document(self, row: int) -> Document:
+        """The record as a document."""
+        if self._size > self._most_bytes:
+            return Document(0, row, b"", "large", self._size)
+        data = bytes(self._data)
+        return Document(0, row, data) if data.isascii() else Document(0, row, b"", "undecodable")

@@ -1,0 +1,37 @@
+"""Count what came in and what was left out, so that nothing disappears silently."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+REASONS = ("empty", "binary", "undecodable", "unreadable", "large")
+_MAX_EXAMPLES = 5
+
+
+@dataclass
+class SkippedDocuments:
+    """Documents read, and those left out by reason with the first few names of each."""
+
+    documents: int = 0
+    left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, name: str, *, count: int = 1) -> None:
+        """Count ``count`` documents left out for ``reason``, the first of them in the file ``name``."""
+        self.left_out[reason] += count
+        self._remember(reason, [name])
+
+    def merge(self, document: dict[str, Any]) -> None:
+        """Add what another tally's :meth:`to_json` holds."""
+        self.documents += document["documents"]
+        for reason in REASONS:
+            self.left_out[reason] += document.get(reason, 0)  # parts of an earlier version know fewer reasons
+        for reason, names in document["examples"].items():
+            self._remember(reason, names)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"documents": self.documents, **self.left_out, "examples": self.examples}
+
+    def _remember(self, reason: str, names: list[str]) -> None:
+        known = self.examples.setdefault(reason, [])
+        known += [name for name in dict.fromkeys(names) if name not in known][: _MAX_EXAMPLES - len(known)]

@@ -1,0 +1,253 @@
+"""What is to be indexed: the files under a folder in a fixed order, one file, or Python's own standard library."""
+
+import errno
+import os
+import stat
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from lengthwise.core.errors import InputError, LengthwiseError, first_line
+from lengthwise.index.readers.hf_saved import choose_split, data_files, is_saved
+
+
+class Format(StrEnum):
+    """How a file is read."""
+
+    TEXT = "text"
+    JSONL = "jsonl"
+    PARQUET = "parquet"
+    NPY = "npy"
+    FASTA = "fasta"
+    ARROW = "arrow"
+    MEGATRON = "megatron"
+    TAR = "tar"
+
+
+_FORMAT_OF_SUFFIX = {
+    ".jsonl": Format.JSONL,
+    ".parquet": Format.PARQUET,
+    ".npy": Format.NPY,
+    ".fa": Format.FASTA,
+    ".fasta": Format.FASTA,
+    ".fna": Format.FASTA,
+    ".arrow": Format.ARROW,
+    ".feather": Format.ARROW,
+    ".tar": Format.TAR,
+    ".tgz": Format.TAR,
+    ".tar.gz": Format.TAR,
+}
+_MEGATRON = (".idx", ".bin")
+_NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
+
+
+class SourceFile(NamedTuple):
+    """One file: where it is, what it is called in the index, and what tells that it changed."""
+
+    path: str
+    name: str
+    size: int
+    """Bytes; -1 when the file cannot be read at all (a broken link)."""
+    mtime_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """The files of a corpus, in the order their sequences are numbered."""
+
+    label: str
+    format: Format
+    files: tuple[SourceFile, ...]
+    is_folder: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(max(file.size, 0) for file in self.files)
+
+
+def find_standard_library() -> Sources:
+    """The .py files of the running interpreter's standard library, tests included, installed packages not."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = tuple(sorted(_walk(root, globs=("*.py",), skip=_NOT_STANDARD_LIBRARY), key=_name))
+    if not files:
+        raise InputError(f"this Python has no standard library as .py files under {root}; index a folder instead")
+    return Sources(label="python-stdlib", format=Format.TEXT, files=files, is_folder=True)
+
+
+def find_sources(
+    source: Path, *, globs: tuple[str, ...] = (), format: Format | None = None, split: str = "", out: Path
+) -> Sources:
+    """The files of ``source``, sorted by name; ``out`` is never taken for a source.
+
+    Hidden files and folders are passed over, links to folders are not followed. A pattern of ``globs`` matches a file
+    name or the path below ``source``; its ``*`` crosses folders. A folder written by Hugging Face's ``save_to_disk``
+    is the data files it lists, in that order, of ``split`` if it has splits. ``source`` may also be the prefix that
+    Megatron's ``.bin`` and ``.idx`` have in common.
+
+    Raises:
+        InputError: nothing is there, or a folder mixes formats.
+    """
+    if source.is_dir() and is_saved(source) and format in (None, Format.ARROW):
+        return _saved_sources(source, globs=globs, split=split)
+    if split:
+        raise InputError(f"--split {split}: {source} is no dataset saved by Hugging Face's save_to_disk; leave it out")
+    if source.is_dir():
+        return _folder_sources(source, globs=globs, format=format, out=out)
+    if not source.is_file() and not _has_twin(source, _MEGATRON[0]):
+        raise InputError(f"no file or folder at {source}; give the folder or file to index, or --python-stdlib")
+    if globs:
+        raise InputError(f"--glob chooses files in a folder, but {source} is a file; leave --glob out")
+    prefix = source.with_suffix("") if source.is_file() and source.suffix in _MEGATRON else source
+    chosen = format or (_format_of(source) if source.is_file() else Format.MEGATRON)
+    file = _source_file(source, source.name)
+    files = _pair(prefix, prefix.name) if chosen is Format.MEGATRON else (file,)
+    return Sources(label=str(source), format=chosen, files=files, is_folder=False)
+
+
+def _saved_sources(source: Path, *, globs: tuple[str, ...], split: str) -> Sources:
+    if globs:
+        raise InputError(f"{source} is a saved dataset, which lists its own files; leave --glob out")
+    dataset = choose_split(source, split)
+    files = tuple(_source_file(path, path.relative_to(source).as_posix()) for path in data_files(dataset))
+    return Sources(label=str(dataset), format=Format.ARROW, files=files, is_folder=True)
+
+
+def _folder_sources(source: Path, *, globs: tuple[str, ...], format: Format | None, out: Path) -> Sources:
+    files = tuple(sorted(_walk(source, globs=globs, out=out.resolve()), key=_name))
+    if not files:
+        pattern = f" that matches {' or '.join(globs)}" if globs else ""
+        raise InputError(f"{source} holds no file{pattern}; hidden files and folders are passed over")
+    chosen = format or _common_format(source, files)
+    if chosen is Format.MEGATRON:
+        strangers = [file.name for file in files if Path(file.name).suffix not in _MEGATRON]
+        if strangers:
+            raise InputError(f"{source}: {strangers[0]} is no .bin or .idx file; choose with --glob '*.idx'")
+        prefixes = dict.fromkeys(Path(file.name).with_suffix("").as_posix() for file in files)
+        files = tuple(file for prefix in prefixes for file in _pair(source / prefix, prefix))
+    return Sources(label=str(source), format=chosen, files=files, is_folder=True)
+
+
+def _pair(prefix: Path, name: str) -> tuple[SourceFile, SourceFile]:
+    """The .idx and the .bin of a Megatron data set."""
+    index, data = (_source_file(Path(f"{prefix}{suffix}"), f"{name}{suffix}") for suffix in _MEGATRON)
+    for file, other in ((index, data), (data, index)):
+        if file.size < 0:
+            raise InputError(f"{other.name} has no {Path(file.path).name} beside it; a Megatron data set is both files")
+    return index, data
+
+
+def _has_twin(prefix: Path, suffix: str) -> bool:
+    return Path(f"{prefix}{suffix}").is_file()
+
+
+def _format_of(path: Path) -> Format:
+    """The format by the file's name; a .bin or .idx is Megatron's only with the other one beside it."""
+    suffix = path.suffix.lower()
+    if suffix in _MEGATRON:
+        other = _MEGATRON[1 - _MEGATRON.index(suffix)]
+        return Format.MEGATRON if _has_twin(path.with_suffix(""), other) else Format.TEXT
+    whole = ".tar.gz" if path.name.lower().endswith(".tar.gz") else suffix
+    return _FORMAT_OF_SUFFIX.get(whole, Format.TEXT)
+
+
+def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:
+    counts = Counter(_format_of(Path(file.path)) for file in files)
+    if len(counts) > 1:
+        mix = ", ".join(f"{count:,} {format.value}" for format, count in sorted(counts.items()))
+        raise InputError(
+            f"{source} mixes formats ({mix}); choose files with --glob '*.jsonl', "
+            "or read every file as one text with --format text"
+        )
+    return next(iter(counts))
+
+
+def _walk(
+    root: Path, *, globs: tuple[str, ...], skip: frozenset[str] = frozenset(), out: Path | None = None
+) -> Iterator[SourceFile]:
+    for folder, folders, names in os.walk(root, onerror=_refuse_folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        if out is not None:
+            folders[:] = [name for name in folders if (Path(folder) / name).resolve() != out]
+        for name in names:
+            path = Path(folder) / name
+            relative = path.relative_to(root).as_posix()
+            if not name.startswith(".") and _matches(relative, name, globs):
+                file = _source_file(path, relative)
+                if file.mtime_ns >= 0:
+                    yield file
+
+
+def _refuse_folder(error: OSError) -> None:
+    raise InputError(
+        f"the folder {error.filename} cannot be read: {error.strerror}; mend its permissions, or index other folders"
+    )
+
+
+def _matches(relative: str, name: str, globs: tuple[str, ...]) -> bool:
+    spellings = (name, relative, f"/{relative}")  # the last lets **/*.py match at the top too
+    return not globs or any(fnmatchcase(spelling, pattern) for spelling in spellings for pattern in globs)
+
+
+def _source_file(path: Path, name: str) -> SourceFile:
+    try:
+        status = path.stat()
+    except OSError:
+        return SourceFile(path=str(path), name=name, size=-1, mtime_ns=0)
+    if not stat.S_ISREG(status.st_mode):  # sockets and pipes are no documents
+        return SourceFile(path=str(path), name=name, size=-1, mtime_ns=-1)
+    return SourceFile(path=str(path), name=name, size=status.st_size, mtime_ns=status.st_mtime_ns)
+
+
+def _name(file: SourceFile) -> str:
+    return file.name
+
+
+def open_regular(path: str) -> BinaryIO:
+    """The file at ``path``, opened for reading without ever waiting: a pipe or device is an ``OSError``."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return os.fdopen(descriptor, "rb")
+
+
+def open_source(file: SourceFile) -> BinaryIO:
+    """The file, opened for reading; ``InputError`` if it cannot be."""
+    try:
+        return open_regular(file.path)
+    except OSError as error:
+        raise InputError(f"{file.name} cannot be read: {error.strerror}; mend it or choose files with --glob") from None
+
+
+@contextmanager
+def explaining(said: str, way_out: str = "") -> Iterator[None]:
+    """Whatever a library raises over a damaged file becomes one ``InputError``: ``said``, why, and the way out."""
+    try:
+        yield
+    except LengthwiseError:
+        raise
+    except Exception as error:
+        raise InputError(f"{said}: {first_line(error)}{way_out}") from None
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Raise ``InputError`` if the file is gone, has another size, or was written to since it was listed."""
+    if file.size < 0:
+        raise InputError(f"{file.name} cannot be read: {file.path} leads nowhere; mend the link or choose with --glob")
+    now = _source_file(Path(file.path), file.name)
+    if now.size != file.size:
+        raise InputError(
+            f"{file.name} changed while it was indexed: {file.size:,} bytes before, {max(now.size, 0):,} now; "
+            "index again with --restart once nothing writes to it"
+        )
+    if now.mtime_ns != file.mtime_ns:
+        raise InputError(
+            f"{file.name} was written to while it was indexed; index again with --restart once nothing writes to it"
+        )

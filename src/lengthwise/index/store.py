@@ -1,0 +1,214 @@
+"""Open a finished index: its lengths in memory, its tokens read by sequence, checked against what index.json says."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.atomic_write import reason
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.read_file import brief, read_json
+from lengthwise.index.array_file import ArrayFile, load_array
+from lengthwise.index.index_info import check_info
+from lengthwise.index.settings import FORMAT_VERSION
+
+INDEX_FILES = ("index.json", "tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "tokenizer.json")
+"""Every file an index may have; index.json tells that it is whole."""
+
+_BLOCK = 1 << 20
+_BLOCK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenStore:
+    """A corpus on disk. Tokens are read when they are asked for."""
+
+    path: Path
+    lengths: LengthIndex
+    info: dict[str, Any]
+    """What index.json holds."""
+    _offsets: ArrayFile
+    _tokens: ArrayFile | None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits over lengths and tokens."""
+        return self.lengths.digest
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether there are tokens, not lengths alone."""
+        return self._tokens is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; ``InputError`` if the index holds lengths alone."""
+        self._require_tokens()
+        return int(self.info["vocab_size"])
+
+    @property
+    def eos_id(self) -> int | None:
+        """The token appended to every sequence, if any."""
+        eos_id: int | None = self.info["eos_id"]
+        return eos_id
+
+    def tokens(self, id: int) -> np.ndarray:
+        """[length] unsigned integers, read-only.
+
+        Raises:
+            InputError: there is no such sequence, or the index holds lengths alone.
+            LengthwiseError: a file of the index is not as it was when it was opened.
+        """
+        all_tokens = self._require_tokens()
+        if not 0 <= id < len(self.lengths):
+            raise InputError(f"no sequence {id} in {self.path}: it has {len(self.lengths):,}, counted from 0")
+        start, stop = self._offsets.read(id, id + 2).tolist()
+        return all_tokens.read(start, stop)
+
+    def verify_tokens(self, on_read: Callable[[int], None] | None = None) -> None:
+        """Read every token; raise ``CheckError`` unless they are the ones that were indexed, below ``vocab_size``.
+
+        ``on_read`` is called with the number of tokens of every block that was read.
+        """
+        if not self.has_tokens:
+            return
+        dtype = np.dtype(self.info["dtype"]).newbyteorder("<")
+        largest = -1
+
+        def blocks() -> Iterator[np.ndarray]:
+            nonlocal largest
+            for block in token_blocks(self.path / "tokens.bin", dtype):
+                largest = max(largest, int(block.max()))
+                yield block
+                if on_read is not None:
+                    on_read(len(block))
+
+        found = token_digest(blocks(), dtype)
+        if found != self.info["corpus_digest"]:
+            raise CheckError(
+                f"the tokens in {self.path} are not the ones indexed: digest {found}, index.json says "
+                f"{self.info['corpus_digest']}; index again with --restart"
+            )
+        if largest >= self.vocab_size:
+            raise CheckError(
+                f"the tokens in {self.path} go up to {largest:,}, index.json says vocab_size {self.vocab_size:,}; "
+                "index again with --restart"
+            )
+
+    def _require_tokens(self) -> ArrayFile:
+        if self._tokens is None:
+            raise InputError(f"{self.path} holds lengths alone, no tokens; index the texts themselves to train on them")
+        return self._tokens
+
+
+def open_index(path: str | Path) -> TokenStore:
+    """The finished index in the folder ``path``; reads every length once, no token.
+
+    Raises:
+        InputError: there is none, it is half-written or of another version, or its files are not the ones it lists.
+    """
+    path = Path(path)
+    info = read_info(path)
+    for name, size in info["files"].items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise InputError(f"the index at {path} is damaged: {name} {state}; index again with --restart")
+    damaged = f"the index at {path} is damaged; index again with --restart"
+    values = load_array(path / "lengths.npy", way_out=damaged)
+    lengths = LengthIndex(lengths=values, corpus_digest=info["corpus_digest"])
+    if lengths.digest != info["digest"]:
+        raise InputError(
+            f"the lengths in {path} are not the ones indexed: digest {lengths.digest}, index.json says "
+            f"{info['digest']}; index again with --restart"
+        )
+    counts = {"num_sequences": len(lengths), "num_tokens": lengths.num_tokens, "max_length": lengths.max_length}
+    for name, counted in counts.items():
+        if info[name] != counted:
+            raise InputError(
+                f"the index at {path} is damaged: index.json says {name} {info[name]:,}, lengths.npy {counted:,}; "
+                "index again with --restart"
+            )
+    offsets, tokens = _open_files(path, info)
+    if not _agree(offsets, lengths):
+        raise InputError(
+            f"the index at {path} is damaged: offsets.npy and lengths.npy disagree; index again with --restart"
+        )
+    return TokenStore(path=path, lengths=lengths, info=info, _offsets=offsets, _tokens=tokens)
+
+
+def _open_files(path: Path, info: dict[str, Any]) -> tuple[ArrayFile, ArrayFile | None]:
+    """Where sequences begin, and the tokens if there are any."""
+    try:
+        offsets, tokens = ArrayFile.of_npy(path / "offsets.npy"), None
+        if info["has_tokens"]:
+            dtype = np.dtype(info["dtype"]).newbyteorder("<")
+            tokens = ArrayFile(path / "tokens.bin", dtype=dtype, count=info["num_tokens"])
+    except (OSError, ValueError) as error:
+        words = reason(error) if isinstance(error, OSError) else str(error)
+        raise InputError(f"the index at {path} is damaged: {words}; index again with --restart") from None
+    return offsets, tokens
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """What index.json in the folder ``path`` holds.
+
+    Raises:
+        InputError: there is none, or it is of another version.
+    """
+    file = path / "index.json"
+    if path.exists() and not path.is_dir():
+        raise InputError(f"{path} is a file; an index is a folder, made with: lengthwise index SRC --out DIR")
+    if not file.exists():
+        if (path / "parts").is_dir():
+            raise InputError(
+                f"the index at {path} is half-written; run the same `lengthwise index` command again to finish it"
+            )
+        raise InputError(f"no index at {path}; make one with: lengthwise index SRC --out {path}")
+    info = read_json(file, what="that of an index")
+    if not isinstance(info, dict) or "schema_version" not in info:
+        raise InputError(f"{file} is not that of an index; index again with --restart, or choose another folder")
+    if (version := info["schema_version"]) != FORMAT_VERSION:
+        raise InputError(
+            f"{file} has schema version {brief(version)}, this program reads {FORMAT_VERSION}; index again with "
+            "--restart"
+        )
+    try:
+        check_info(info)
+    except ValueError as error:
+        raise InputError(f"{file} is damaged: {error}; index again with --restart") from None
+    return info
+
+
+def token_digest(blocks: Iterator[np.ndarray], dtype: np.dtype[Any]) -> str:
+    """Thirty-two hex digits over tokens of ``dtype``."""
+    state = hashlib.blake2b(dtype.name.encode(), digest_size=16)
+    for block in blocks:
+        state.update(block.data)
+    return state.hexdigest()
+
+
+def token_blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+    """The tokens of a file, some megabytes at a time."""
+    with path.open("rb") as file:
+        while len(block := np.fromfile(file, dtype=dtype, count=_BLOCK_BYTES // dtype.itemsize)):
+            yield block
+
+
+def _agree(offsets: ArrayFile, lengths: LengthIndex) -> bool:
+    if len(offsets) != len(lengths) + 1 or offsets.read(0, 1)[0] != 0:
+        return False
+    count = len(lengths)
+    return all(
+        np.array_equal(
+            np.diff(offsets.read(start, min(start + _BLOCK, count) + 1)), lengths.lengths[start : start + _BLOCK]
+        )
+        for start in range(0, count, _BLOCK)
+    )

@@ -1,0 +1,117 @@
+"""Work units: slices of the source that are read, encoded and kept independently of one another and of the workers."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.index.readers.arrow import arrow_slices
+from lengthwise.index.readers.megatron import megatron_slices
+from lengthwise.index.readers.webdataset import tar_slices
+from lengthwise.index.sources import Format, SourceFile, Sources, check_unchanged, explaining
+
+_MAX_FILES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkUnit:
+    """A slice of the source.
+
+    ``start`` and ``stop`` are bytes (jsonl, fasta, arrow, tar), row groups (parquet), rows (npy), documents (megatron).
+    """
+
+    number: int
+    format: Format
+    files: tuple[SourceFile, ...]
+    """Several whole files for text, else the one that is sliced; for megatron the .idx and its .bin."""
+    start: int = 0
+    stop: int = 0
+
+
+def split_units(sources: Sources, *, unit_bytes: int) -> list[WorkUnit]:
+    """The source in order, as units of about ``unit_bytes``; a function of the source alone."""
+    if sources.format is Format.TEXT:
+        groups = enumerate(_text_groups(sources.files, unit_bytes))
+        return [WorkUnit(number=number, format=Format.TEXT, files=files) for number, files in groups]
+    width = 2 if sources.format is Format.MEGATRON else 1
+    sliced = [sources.files[at : at + width] for at in range(0, len(sources.files), width)]
+    slices = ((files, start, stop) for files in sliced for start, stop in _slices(files, sources.format, unit_bytes))
+    return [
+        WorkUnit(number=number, format=sources.format, files=files, start=start, stop=stop)
+        for number, (files, start, stop) in enumerate(slices)
+    ]
+
+
+def _text_groups(files: tuple[SourceFile, ...], unit_bytes: int) -> Iterator[tuple[SourceFile, ...]]:
+    group: list[SourceFile] = []
+    num_bytes = 0
+    for file in files:
+        group.append(file)
+        num_bytes += max(file.size, 0)
+        if num_bytes >= unit_bytes or len(group) == _MAX_FILES:
+            yield tuple(group)
+            group, num_bytes = [], 0
+    if group:
+        yield tuple(group)
+
+
+def _slices(files: tuple[SourceFile, ...], format: Format, unit_bytes: int) -> Iterable[tuple[int, int]]:
+    check_unchanged(files[0])
+    if format is Format.MEGATRON:
+        return megatron_slices(files[0], files[1], unit_bytes)
+    by_format: dict[Format, Callable[[SourceFile, int], Iterable[tuple[int, int]]]] = {
+        Format.PARQUET: _row_group_slices,
+        Format.NPY: _length_slices,
+        Format.ARROW: arrow_slices,
+        Format.TAR: tar_slices,
+    }
+    return by_format.get(format, _even_slices)(files[0], unit_bytes)
+
+
+def _even_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, max(file.size, 1), unit_bytes):
+        yield start, min(start + unit_bytes, file.size)
+
+
+def _length_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    lengths = open_lengths(file)
+    step = max(1, unit_bytes // lengths.dtype.itemsize)
+    for start in range(0, max(len(lengths), 1), step):
+        yield start, min(start + step, len(lengths))
+
+
+def _row_group_slices(file: SourceFile, unit_bytes: int) -> Iterator[tuple[int, int]]:
+    metadata = open_parquet(file).metadata
+    start, num_bytes = 0, 0
+    with explaining(f"{file.name} is damaged", "; write the file again"):
+        for group in range(metadata.num_row_groups):
+            num_bytes += metadata.row_group(group).total_byte_size
+            if num_bytes >= unit_bytes:
+                yield start, group + 1
+                start, num_bytes = group + 1, 0
+        if start < metadata.num_row_groups:
+            yield start, metadata.num_row_groups
+
+
+def open_lengths(file: SourceFile) -> np.ndarray:
+    """The memory-mapped row of integers in a .npy file."""
+    with explaining(f"{file.name} is not a .npy array of numbers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of sizes that overflow, which are refused
+        lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+        found = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
+        raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {found}")
+    return lengths
+
+
+def open_parquet(file: SourceFile) -> Any:
+    """The Parquet file, opened; its rows are not read yet."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError("reading Parquet needs the package pyarrow; pip install 'lengthwise[data]'") from None
+    with explaining(f"{file.name} is not a Parquet file"):
+        return pyarrow.parquet.ParquetFile(file.path)

@@ -1,0 +1,297 @@
+"""transformers' Trainer with steps planned by length, and a callback for users of theirs.
+
+    from lengthwise import Trainer                                  # instead of: from transformers import Trainer
+    trainer = Trainer(model=model, args=args, train_dataset=rows, policy="dcp-intra")
+
+The loop is :func:`lengthwise.prepare` and :meth:`Run.steps`; arguments, logs, evaluation, callbacks, checkpoints and
+saved models are those of transformers. What cannot be honoured is refused (:mod:`lengthwise.integrations.hf_training_args`).
+"""
+
+import functools
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.integrations.hf_callback import TrainerCallback
+from lengthwise.integrations.hf_training_args import decay_problem, optimizer_name, refuse_what_cannot_be_honoured
+from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.step import Step
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.train.execute_step import StepResult
+from lengthwise.session.collate import CollatedItems
+from lengthwise.session.objectives import base_model
+from lengthwise.session.prepare import prepare
+
+try:
+    import transformers
+    from accelerate.utils import convert_to_fp32  # type: ignore[import-untyped]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_utils import TrainOutput
+except ImportError as error:
+    raise ImportError(
+        f"lengthwise.Trainer needs transformers and accelerate ({error}): pip install 'lengthwise[hf]'"
+    ) from error
+
+__all__ = ["Trainer", "TrainerCallback"]
+
+FOLDER = "lengthwise"
+"""Of weights, optimizer and stream in a checkpoint; beside it lie the model and the state as transformers has them."""
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+
+
+class Trainer(transformers.Trainer):
+    """A drop-in for ``transformers.Trainer``: also takes ``policy`` and other options of :func:`lengthwise.prepare`.
+
+    A step has ``per_device_train_batch_size * gradient_accumulation_steps * ranks`` sequences, as there, or
+    ``lengthwise={"tokens_per_step": ...}``; how they are packed, shared and accumulated is planned. With ``bf16=True``
+    weights stay as they are and the forward runs under autocast, as there.
+    """
+
+    model: Any
+    model_wrapped: Any
+    state: Any
+    lr_scheduler: Any
+    current_flos: Any
+
+    def __init__(
+        self, *args: Any, policy: str = "dcp-intra", lengthwise: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        """``policy`` and ``lengthwise``: options of :func:`lengthwise.prepare`; all else as in transformers."""
+        super().__init__(*args, **options)
+        self.run: Run | None = None
+        """While it trains."""
+        self._options = {"policy": policy, **(lengthwise or {})}
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """As in transformers.
+
+        Raises:
+            InputError: something that was asked for would be ignored.
+        """
+        refuse_what_cannot_be_honoured(self, Trainer)
+        if trial is not None or self.hp_search_backend is not None:
+            raise InputError("lengthwise.Trainer has no search for hyperparameters; train once for each setting")
+        return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> TrainOutput:
+        self.accelerator.free_memory()
+        run, started_s = self._prepare(), time.time()
+        try:
+            self._begin(run, resume_from_checkpoint)
+            with self._prepared_for_evaluation():
+                self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+                if self.args.eval_on_start:
+                    self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+            self._loop(run, functools.partial(self._end_step, ignore_keys=ignore_keys_for_eval, started_s=started_s))
+        finally:
+            self.run = self.optimizer = self.lr_scheduler = None
+            run.close()
+        return self._finalize_training(None, self._num_samples(), started_s)
+
+    def _prepare(self) -> Run:
+        """The run over this trainer's dataset; its ``num_steps`` are those of all epochs or ``max_steps``."""
+        args, options, sampling = self.args, dict(self._options), self.args.train_sampling_strategy
+        name = type(base_model(self.model)).__name__
+        masked = options.get("objective") == "masked" or name.endswith("ForMaskedLM")
+        classifies = name.endswith(("ForTokenClassification", "ForSequenceClassification"))
+        is_known = masked or classifies or self._predicts_next_tokens()
+        if not is_known and not {"loss", "inputs", "objective"} & set(options):
+            raise InputError(
+                f"{name} does not predict next tokens; say what has a loss and how it is made: "
+                "lengthwise={'objective': ..., 'loss': ...}"
+            )
+        if not {"tokens_per_step", "sequences_per_step"} & set(options):
+            options["sequences_per_step"] = self.get_total_train_batch_size(args)
+        if not {"optimizer", "weight_decay"} & set(options) and args.weight_decay and (problem := decay_problem(self)):
+            raise InputError(problem)
+        weight_decay = options.pop("weight_decay", args.weight_decay)
+        if isinstance(options.get("optimizer"), str):
+            options["weight_decay"] = weight_decay
+        if options.get("form_batches"):
+            raise InputError("form_batches=True: transformers counts steps and epochs by the dataset's own batches")
+        taken = {"lr", "clip_norm", "seed", "order", "steps", "epochs", "device"} & set(options)
+        if taken:
+            raise InputError(f"lengthwise={{{', '.join(map(repr, sorted(taken)))}: ...}}: say it in TrainingArguments")
+        if args.gradient_checkpointing or args.activation_checkpointing:
+            options.setdefault("recompute", "all")
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        return prepare(
+            self.model,
+            CollatedItems(self.train_dataset, collate, needs_labels=not masked),
+            **{"optimizer": self._optimizer(weight_decay), **options},
+            lr=lambda step: self._get_learning_rate(),
+            clip_norm=args.max_grad_norm,
+            seed=args.seed,
+            order="shuffled" if getattr(sampling, "value", sampling) == "random" else "corpus",
+            device=args.device.type,
+        )
+
+    def _num_samples(self) -> float:
+        """Sequences of the whole training, as transformers counts them for its speeds."""
+        args, data = self.args, cast(Any, self.train_dataset)
+        return (
+            args.max_steps * self.get_total_train_batch_size(args)
+            if args.max_steps > 0
+            else len(data) * args.num_train_epochs
+        )
+
+    def _predicts_next_tokens(self) -> bool:
+        model = base_model(self.model)
+        if not isinstance(model, transformers.PreTrainedModel):
+            return True
+        return self._loss_shifts_labels or type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def _optimizer(self, weight_decay: float) -> OptimizerSettings:
+        args = self.args
+        return OptimizerSettings(
+            name=optimizer_name(args),
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            momentum=0.0,
+            weight_decay=weight_decay,
+        )
+
+    def _begin(self, run: Run, checkpoint: str | None) -> None:
+        """States, schedule and counters as transformers' loop has them before its first step."""
+        args, per_epoch = self.args, run.num_steps  # it was prepared for one epoch
+        max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        run.num_steps = max_steps
+        self._init_training_state(max_steps, per_epoch, math.ceil(max_steps / per_epoch), checkpoint, None)
+        held = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)  # schedules need one
+        self.lr_scheduler = None
+        self.create_scheduler(num_training_steps=max_steps, optimizer=held)
+        if checkpoint is not None:
+            run.resume(os.path.join(checkpoint, FOLDER))
+            self._load_rng_state(checkpoint)
+        held.step()  # of nothing, or the schedule warns
+        for _ in range(self.state.global_step):
+            self.lr_scheduler.step()
+        self.run, self.optimizer, self.model_wrapped = run, run.state.optimizer, self.model
+        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._tr_loss = torch.zeros((), dtype=torch.float64, device=args.device)
+        self._total_loss_scalar = 0.0
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = None
+
+    def _loop(self, run: Run, end_step: Any) -> None:
+        steps, has_ended = run.steps(), True
+        state, stream = cast(Any, self.state), cast(Any, run.stream)
+        while state.global_step < run.num_steps and not self.control.should_training_stop:
+            if has_ended:
+                self.control = self.callback_handler.on_epoch_begin(self.args, state, self.control)
+            self.control = self.callback_handler.on_step_begin(self.args, state, self.control)
+            while (result := self._compute(step := next(steps))) is None:
+                pass  # it did not fit, and comes again
+            self.control = self.callback_handler.on_optimizer_step(self.args, state, self.control)
+            self._tr_loss += result.loss
+            self.lr_scheduler.step()
+            state.global_step += 1
+            state.num_input_tokens_seen += sum(
+                sum(micro_batch.pack.lengths) for p in step.plan.pipelines for micro_batch in p.micro_batches
+            ) * (self.args.include_num_input_tokens_seen not in (False, "no"))
+            has_ended = stream.position == 0
+            state.epoch = self._epoch(run)
+            self.control = self.callback_handler.on_step_end(self.args, state, self.control)
+            end_step(result)
+            if has_ended or self.control.should_training_stop:
+                self.control = self.callback_handler.on_epoch_end(self.args, state, self.control)
+                end_step(result)
+
+    def _compute(self, step: Step) -> StepResult | None:
+        self.model.train()
+        assert self.run is not None, "it trains"
+        flos = 0.0
+        for micro_batch in step:
+            inputs = micro_batch.inputs
+            with self.accelerator.autocast():
+                loss = self.run.adapted.loss_of(self.model(**inputs), micro_batch)
+            step.backward(loss)
+            flos += float(self.floating_point_ops(inputs))
+        result = step.update()
+        if result is not None:  # a step that did not fit is computed again
+            self.current_flos += flos
+        return result
+
+    def _end_step(self, result: StepResult, *, ignore_keys: Any, started_s: float) -> None:
+        """Log, evaluate and save where a callback of any rank says so."""
+        self._agree()
+        if self.control.should_epoch_stop:
+            raise InputError(
+                "a callback wants to stop the epoch; every epoch computes every sequence. Stop the training"
+            )
+        control = self.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            with self._prepared_for_evaluation():
+                self._maybe_log_save_evaluate(
+                    self._tr_loss,
+                    result.grad_norm,
+                    self.model,
+                    None,
+                    self.state.epoch,
+                    ignore_keys,
+                    started_s,
+                    learning_rate=result.lr,
+                )
+
+    def _agree(self) -> None:
+        """What a callback of one rank asks for, all ranks do."""
+        flags = torch.tensor([float(getattr(self.control, name)) for name in _FLAGS], device=self.args.device)
+        for name, number in zip(_FLAGS, sum_over_ranks(flags).tolist()):
+            setattr(self.control, name, number > 0)
+
+    def _epoch(self, run: Run) -> float:
+        """How far the training is, in epochs: by batches of ``per_device_train_batch_size``, as transformers counts."""
+        stream: Any = run.stream
+        source: Any = run.feeding.source
+        each, number = self._train_batch_size * self.args.world_size, len(source.lengths)
+        return float(stream.epoch + math.ceil(stream.position / each) / math.ceil(number / each))
+
+    @contextmanager
+    def _prepared_for_evaluation(self) -> Iterator[None]:
+        """The model as it was before it was prepared, for whatever callbacks and evaluation do with it."""
+        with nullcontext() if self.run is None else self.run.plain():
+            yield
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """As in transformers, on the plain model."""
+        if self.model not in self.accelerator._models:  # accelerate would wrap the forward; autocast is ours
+            self.accelerator._models.append(self.model)
+        with self._prepared_for_evaluation():
+            return super().evaluation_loop(*args, **options)
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
+        """That of the precision that was asked for."""
+        return self.accelerator.autocast()
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        """As in transformers; for evaluation alone."""
+        return convert_to_fp32(super().compute_loss(*args, **options))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not os.path.isdir(os.path.join(resume_from_checkpoint, FOLDER)):
+            raise InputError(
+                f"{resume_from_checkpoint} has no folder {FOLDER!r}: it was not saved by lengthwise.Trainer, or with "
+                "save_only_model. Load its weights with from_pretrained and train anew"
+            )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.run is not None, "checkpoints are of a training"
+        self.run.save(os.path.join(output_dir, FOLDER), keep=1)

@@ -1,0 +1,1 @@
+"""Hugging Face model configurations and parameter names; no torch."""

@@ -1,0 +1,93 @@
+"""One search over packs, degrees, stages, methods, recompute, accumulation and phases; never slower than any policy.
+
+The pool's families become flexible pipelines, whose packs each run with the method and recompute that their tokens
+allow. Heterogeneous strategies of them are proposed for the corpus. Per step the best is found by bounds first, then
+two-phase splits are tried where the gap leaves room, then every other policy whose bound is below what was found.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.heterogeneous.adaptive_pipelines import AdaptiveCandidate, flexible_kinds
+from lengthwise.plan.heterogeneous.propose.beforehand import proposals
+from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, Candidates
+from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch
+from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
+from lengthwise.plan.layerwise.layer_assignment import mixed_kinds
+from lengthwise.plan.policies import POLICIES, Policy
+from lengthwise.plan.policies import prepare as prepare_policy
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+ENOUGH = 0.01
+"""Gap to the bound at which splits are not tried."""
+
+
+def prepare(problem: PlanningProblem) -> "AutoPolicy":
+    """Propose strategies and prepare every other policy for the corpus."""
+    others = {}
+    for name in POLICIES:
+        if name != "auto":
+            try:
+                others[name] = prepare_policy(name, problem)
+            except InfeasibleError:
+                continue  # a policy that cannot hold the corpus cannot win
+    return AutoPolicy(problem, others)
+
+
+class AutoPolicy:
+    """The fastest plan that all moves together find."""
+
+    def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
+        self.bound = SearchSpaceBound(problem, (*problem.kinds, *mixed_kinds(problem)))
+        self.others = others
+        kinds = flexible_kinds(problem)
+        proposed = proposals(problem, flexible_kinds)
+        self.candidates = Candidates([_placed(problem, proposal.counts) for proposal in proposed])
+        self.splits = SplitSearch(_fronts(problem, kinds), self.candidates, self.bound)
+
+    def __call__(self, priced: PricedBatch) -> DraftPlan:
+        """The fastest arrangement found, with the bound of the whole pool."""
+        bound_s = self.bound.step_s(priced)
+        phase, best_s = self.candidates.best(priced, self.candidates.bounds_s(priced))
+        best = None if phase is None else DraftPlan(phases=(phase,))
+        if best_s > bound_s * (1 + ENOUGH):
+            split, split_s = self.splits.best(priced, best_s)
+            best, best_s = (split, split_s) if split is not None else (best, best_s)
+        if best is not None and priced.problem.lattice is not None:
+            best_s = sum(step_times_s(priced, best))  # the searches above do not see what fills packs up
+        for name, policy in self.others.items():
+            if name in priced.arranged or can_win(policy, priced, best_s * (1 - SLACK)):
+                known = priced.arranged.get(name)
+                found = known or DraftPlan(phases=policy.phases(priced))
+                found_s = sum(step_times_s(priced, found))
+                best, best_s = (found, found_s) if found_s < best_s else (best, best_s)
+        assert best is not None, "some policy holds every sequence that the pool holds"
+        own_update_s = step_times_s(priced, best)[2]
+        return DraftPlan(phases=best.phases, lower_bound_s=bound_s - own_update_s)
+
+
+def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:
+    """Whether neither floor nor bound of the policy, the cheaper first, shows that it takes ``limit_s`` or more."""
+    return policy.floor_s(priced) < limit_s and policy.bound_s(priced) < limit_s
+
+
+def _placed(problem: PlanningProblem, counts: Sequence[tuple[Candidate, int]]) -> PlacedStrategy:
+    return PlacedStrategy(problem, [kind.tile(count) for kind, count in counts if isinstance(kind, AdaptiveCandidate)])
+
+
+def _fronts(problem: PlanningProblem, kinds: list[AdaptiveCandidate]) -> list[PlacedStrategy]:
+    """For each degree of one stage that tiles the cluster, the family that computes the longest sequence fastest."""
+    longest = np.array([problem.max_length])
+    best: dict[int, AdaptiveCandidate] = {}
+    for kind in kinds:
+        if kind.num_stages > 1 or problem.num_devices % kind.num_devices or kind.max_tokens < problem.max_length:
+            continue
+        held = best.get(kind.num_devices)
+        if held is None or kind.times_s(longest)[0] < held.times_s(longest)[0]:
+            best[kind.num_devices] = kind
+    return [_placed(problem, ((kind, problem.num_devices // size),)) for size, kind in sorted(best.items())]

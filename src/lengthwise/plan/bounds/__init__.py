@@ -1,0 +1,1 @@
+"""Lower bounds on the time of any plan."""

@@ -1,0 +1,1 @@
+"""Policies of data-centric parallel (DCP)."""

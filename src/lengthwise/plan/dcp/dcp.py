@@ -1,0 +1,268 @@
+"""Data-centric parallel: each bucket of lengths at its best batch size and degree, in as many groups as balance.
+
+Per bucket the micro-batch (b, p) has the greatest throughput b s / (p T) of Eq. (1); ``dcp-intra`` also recomputes as
+few layers as fit, micro-batch by micro-batch, where ``dcp-inter`` recomputes the fewest that the longest sequence of
+the run allows, for all. DCP forms its batches so that groups balance (``lengthwise.plan.dcp.form_batches``); here the sampler's
+batch is given, and what is chosen is how many groups of each degree there are and how many micro-batches each
+accumulates, so that the last group ends early. Groups of the longer buckets fill their spare time with shorter
+sequences; and where buckets do not fit side by side, the step has phases: weights are whole, so device groups change
+freely within it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import combinations, pairwise
+
+import numpy as np
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.pipeline_config import WeightPlacement
+from lengthwise.core.specs import bytes_in_words
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.dcp.bucketed_batch import BucketedBatch
+from lengthwise.plan.dcp.deal_buckets import Dealer, evenly
+from lengthwise.plan.dcp.device_groups import GroupPlanner, Tiling
+from lengthwise.plan.dcp.length_buckets import LengthBuckets, make_buckets
+from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, strategy_of, time_s
+from lengthwise.plan.space.placement import place
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+MOST_PHASES = 3
+DEALS = 6
+"""Deadlines to which a phase is dealt, the best of which is taken,"""
+MOST_DEALT = 12_000
+"""but no more than this many sequences in all."""
+MOST_REMEMBERED = 64
+"""Groupings whose placement is kept."""
+
+Segment = tuple[int, int]
+"""Buckets from one to another, the end left out."""
+
+
+def prepare_inter(problem: PlanningProblem) -> "DcpPolicy":
+    """DCP-inter: one number of recomputed layers for all sequences, the least under which the longest one fits.
+
+    Raises:
+        InfeasibleError: no kinds of one stage hold the longest sequence and tile the cluster.
+    """
+    kinds = usable_kinds(problem)
+    for layers in sorted({kind.scheme.num_recomputed for kind in kinds}):
+        held = [kind for kind in kinds if kind.scheme.num_recomputed == layers]
+        if _suffice(held, problem):
+            return DcpPolicy(problem, tuple(held))
+    return DcpPolicy(problem, tuple(kinds))  # no one number holds it on degrees that tile the cluster
+
+
+def prepare_intra(problem: PlanningProblem) -> "DcpPolicy":
+    """DCP-intra: every micro-batch recomputes the fewest layers that fit.
+
+    Raises:
+        InfeasibleError: no kinds of one stage hold the longest sequence and tile the cluster.
+    """
+    return DcpPolicy(problem, tuple(usable_kinds(problem)))
+
+
+def usable_kinds(problem: PlanningProblem) -> list[Candidate]:
+    """The kinds of one stage with whole weights; of any weights, if those do not hold the longest sequence.
+
+    Raises:
+        InfeasibleError: they do not either, or their degrees cannot tile the cluster.
+    """
+    single = [kind for kind in problem.kinds if kind.num_stages == 1]
+    for held in ([kind for kind in single if kind.scheme.weights is WeightPlacement.WHOLE], single):
+        if _suffice(held, problem):
+            return held
+    raise InfeasibleError(
+        f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
+        f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach "
+        f"{max((kind.max_tokens for kind in single), default=0):,} tokens at degrees "
+        f"{sorted({kind.scheme.degree for kind in single})}. Allow more degrees or recompute, or lower data.max_length."
+    )
+
+
+def _suffice(kinds: Sequence[Candidate], problem: PlanningProblem) -> bool:
+    """Whether some of the kinds hold the longest sequence beside others that tile the rest of the cluster."""
+    tiling = Tiling([kind.num_devices for kind in kinds], problem.num_devices)
+    return any(kind.max_tokens >= problem.max_length and tiling.holds(kind.num_devices) for kind in kinds)
+
+
+@dataclass(frozen=True, eq=False)
+class DcpPolicy:
+    """The policy for the kinds it may use."""
+
+    problem: PlanningProblem
+    kinds: tuple[Candidate, ...]
+    _idle: dict[tuple[int, ...], Phase] = field(default_factory=dict)
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """How device groups can tile the cluster; its degrees are those of the types of group."""
+        return Tiling([ladder.kinds[0].num_devices for ladder in self.ladders], self.problem.num_devices)
+
+    @cached_property
+    def ladders(self) -> tuple[RecomputeLadder, ...]:
+        """The types of group, the lowest degree first: kinds that stand in for one another."""
+        families: dict[object, list[Candidate]] = {}
+        for kind in self.kinds:
+            families.setdefault(kind.family, []).append(kind)
+        tiling = Tiling([kind.num_devices for kind in self.kinds], self.problem.num_devices)
+        held = [kinds for kinds in families.values() if tiling.holds(kinds[0].num_devices)]
+        return tuple(sorted(map(RecomputeLadder, held), key=lambda ladder: ladder.kinds[0].num_devices))
+
+    @cached_property
+    def buckets(self) -> LengthBuckets:
+        """Ranges of lengths that run at one batch size and degree."""
+        return make_buckets(self.problem, [limit for ladder in self.ladders for limit in ladder.limits.tolist()])
+
+    @cached_property
+    def bound(self) -> SearchSpaceBound:
+        """Of all plans of the policy's kinds."""
+        return SearchSpaceBound(self.problem, self.kinds)
+
+    @cached_property
+    def switch_s(self) -> float:
+        """Estimated seconds between two phases: from groups of the lowest degree to those of the highest, or back."""
+        strategies = []
+        for order in (range(len(self.ladders)), range(len(self.ladders))[::-1]):
+            types = self.tiling.fill(self.problem.num_devices, order)
+            groups = tuple(types.count(kind) for kind in range(len(self.ladders)))
+            strategies.append(strategy_of(self.idle_phase(groups)))
+        low, high = strategies
+        return max(self.problem.cost.switch_s(low, high), self.problem.cost.switch_s(high, low))
+
+    @property
+    def name(self) -> str:
+        """Degrees and recomputed layers that groups may have, as tables show them."""
+        layers = sorted({kind.scheme.num_recomputed for ladder in self.ladders for kind in ladder.kinds})
+        degrees = " ".join(str(degree) for degree in self.tiling.degrees)
+        return f"groups of {degrees}, recomputing {' '.join(map(str, layers))} layers"
+
+    def __call__(self, priced: PricedBatch) -> DraftPlan:
+        """The step's arrangement, bounded for all plans of the kinds the policy may use."""
+        return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
+
+    def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
+        """The arrangement without its bound: one phase, or several where that is faster.
+
+        Raises:
+            InfeasibleError: a sequence is longer than every group holds.
+        """
+        longest = int(priced.lengths.argmax())
+        if (length := int(priced.lengths[longest])) > max(ladder.max_tokens for ladder in self.ladders):
+            raise InfeasibleError(
+                f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than data.max_length "
+                f"({self.problem.max_length:,}) and than any of dcp's groups holds; set data.max_length to the longest."
+            )
+        options = _Step(self, priced).options()
+        if len(options) == 1:
+            return options[0]
+        return min(options, key=lambda phases: time_s(priced, DraftPlan(phases=phases)))
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the policy's plan takes at least, its update left out; cheap."""
+        return self.bound.floor_s(priced)
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that no plan of the policy's schemes beats, the update left out."""
+        return self.bound(priced)
+
+    def idle_phase(self, groups: tuple[int, ...]) -> Phase:
+        """Idle groups, as many of each type as given [K], type by type; high degrees are placed first."""
+        if groups not in self._idle:
+            if len(self._idle) >= MOST_REMEMBERED:
+                self._idle.clear()
+            wanted = [(self.ladders[k].kinds[0], groups[k]) for k in reversed(range(len(groups))) if groups[k]]
+            placed = place(wanted, self.problem.num_devices, self.problem.devices_per_node)
+            order = sorted(range(len(placed)), key=lambda at: self._type_of[placed[at][0]])
+            self._idle[groups] = tuple(PipelineDraft(kind=placed[at][0], ranks=placed[at][1]) for at in order)
+        return self._idle[groups]
+
+    @cached_property
+    def _type_of(self) -> dict[Candidate, int]:
+        return {ladder.kinds[0]: kind for kind, ladder in enumerate(self.ladders)}
+
+
+class _Step:
+    """One batch, and the phases it may be computed in: runs of buckets, the longest first."""
+
+    def __init__(self, policy: DcpPolicy, priced: PricedBatch) -> None:
+        self.policy, self.priced = policy, priced
+        self.batch = BucketedBatch(priced, policy.buckets, policy.ladders)
+        self._planners: dict[Segment, GroupPlanner] = {}
+
+    def options(self) -> list[tuple[Phase, ...]]:
+        """Arrangements worth comparing: the best in one phase, and the best in several if it promises to be faster."""
+        whole = (0, len(self.batch))
+        options: list[tuple[Phase, ...]] = [(self._phase(whole),)]
+        best_s, best = self._planner(whole).earliest[0], [whole]
+        splits = []
+        for cuts in self._cuts():
+            segments = list(pairwise((0, *cuts, len(self.batch))))
+            switches_s = self.policy.switch_s * len(cuts)
+            splits.append((sum(self._planner(each).floor_s for each in segments) + switches_s, segments))
+        for floor_s, segments in sorted(splits):
+            total_s = self._total_s(segments, floor_s, best_s)
+            if total_s < best_s:
+                best_s, best = total_s, segments
+        return [*options, tuple(map(self._phase, best))] if len(best) > 1 else options
+
+    def _total_s(self, segments: list[Segment], floor_s: float, limit_s: float) -> float:
+        """Seconds of phases whose floors and switches take ``floor_s``; inf as soon as they cannot be below a limit."""
+        for segment in segments:
+            planner = self._planner(segment)
+            room_s = limit_s - floor_s + planner.floor_s
+            if room_s <= planner.floor_s or not planner.can_end_by(room_s):
+                return np.inf
+            floor_s += planner.earliest[0] - planner.floor_s
+        return floor_s
+
+    def _planner(self, segment: Segment) -> GroupPlanner:
+        if segment not in self._planners:
+            self._planners[segment] = GroupPlanner(self.batch.demand_of(*segment), self.policy.tiling)
+        return self._planners[segment]
+
+    def _cuts(self) -> list[tuple[int, ...]]:
+        """Where phases may meet: between buckets that prefer different types of group."""
+        types, degrees = range(len(self.policy.ladders)), self.policy.tiling.degrees
+        preferred = [self.batch.cost_of(bucket, types, degrees).preferred[0] for bucket in range(len(self.batch))]
+        places = (np.flatnonzero(np.diff(preferred)) + 1).tolist()
+        return [cuts for number in range(1, MOST_PHASES) for cuts in combinations(places, number)]
+
+    def _phase(self, segment: Segment) -> Phase:
+        """Buckets of a segment on the groups of the earliest deadline, dealt to several deadlines."""
+        planner, buckets = self._planner(segment), range(*segment)
+        deadline_s, groups = planner.earliest
+        types = [kind for kind, count in enumerate(groups) if count]
+        costs = [self.batch.cost_of(bucket, types, self.policy.tiling.degrees) for bucket in buckets]
+        low_s, best_s, best = planner.floor_s, np.inf, list[dict[int, list[int]]]()
+        for attempt in range(max(2, min(DEALS, MOST_DEALT // int(self.batch.counts[slice(*segment)].sum())))):
+            # The last is not filled up to a deadline but levelled, which is better where there are few sequences.
+            dealer = Dealer(groups, 0.0 if attempt == DEALS - 1 else deadline_s)
+            shares = [dealer.deal(each) for each in costs]
+            if (ends_s := max(dealer.loads_s)) < best_s:
+                best_s, best = ends_s, shares
+            else:
+                low_s = deadline_s
+            deadline_s = (low_s + best_s) / 2
+        packs: list[list[tuple[int, ...]]] = [[] for _ in dealer.types]
+        for bucket, share in zip(buckets, best):
+            positions, sizes = self.batch.positions(bucket), self.batch.batch_sizes[:, bucket].tolist()
+            for group, held in share.items():
+                packs[group] += evenly([positions[at] for at in held], sizes[dealer.types[group]])
+        return self._lanes(groups, packs)
+
+    def _lanes(self, groups: tuple[int, ...], packs: list[list[tuple[int, ...]]]) -> Phase:
+        """The groups with their packs, each on the fastest kind that holds it."""
+        lanes: list[PipelineDraft] = []
+        idle = self.policy.idle_phase(groups)
+        for count, ladder in zip(groups, self.policy.ladders):
+            mine = range(len(lanes), len(lanes) + count)
+            runs = iter(ladder.runs(self.priced, [pack for group in mine for pack in packs[group]]))
+            for group in mine:
+                kind, own = idle[group].kind, tuple(next(runs) for _ in packs[group])
+                own = () if all(run is kind for run in own) else own
+                lanes.append(PipelineDraft(kind=kind, ranks=idle[group].ranks, packs=tuple(packs[group]), runs=own))
+        return tuple(lanes)

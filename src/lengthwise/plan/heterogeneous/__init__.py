@@ -1,0 +1,1 @@
+"""Policies with heterogeneous pipelines (Hydraulis)."""

@@ -1,0 +1,131 @@
+"""Candidate strategies for a corpus (Hydraulis, section 7), from the lengths of sampled batches.
+
+Starting from homogeneous strategies and Eq. (4), fractional and whole, with and without the pipeline's bubble, a local
+search exchanges pipelines on some of the samples, by estimates. What it finds is planned on the others, beside what it
+has to beat.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.plan.heterogeneous.propose.choose import StrategyComparison
+from lengthwise.plan.heterogeneous.propose.estimate import Estimator
+from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_kinds
+from lengthwise.plan.heterogeneous.propose.search import Search
+from lengthwise.plan.heterogeneous.propose.starts import Starts, make_starts
+from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler, strategy_of
+from lengthwise.plan.heterogeneous.propose.workload import make_workload
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.problem import PlanningProblem
+from lengthwise.plan.uniform.tune import tuning_batches
+
+__all__ = ["Proposal", "propose", "reduce_kinds"]
+
+FEW_SAMPLES = 8
+"""Fewer samples than this are searched and checked on alike."""
+CHECKED = 3
+"""Every so many samples, one is kept for checking."""
+FEWEST_CHECKED, CHECKED_SEQUENCES = 4, 16_000
+"""Steps that are checked on at least, and sequences of all of them: more steps than that only if they are small."""
+RUNNERS_UP = 3
+"""Strategies planned after the fastest, by estimates of the average step."""
+FEW_PLANS, MOST_PLANS, PLANNED_SEQUENCES = 8, 40, 100_000
+"""Strategies times steps that are planned besides those that a promise needs, and sequences of all of them."""
+ENOUGH = 1e-3
+"""Relative gain of a search below which there is no further one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A strategy: how many pipelines of which kind. They tile the cluster, and no stage crosses nodes needlessly."""
+
+    counts: tuple[tuple[Candidate, int], ...]
+    """The kinds that hold the longest sequences first."""
+    mean_s: float
+    """Planned seconds of the average step that the search has not seen; a step that the strategy cannot hold takes what
+    it takes under the fastest proposal."""
+
+
+def propose(
+    problem: PlanningProblem, kinds: Sequence[Candidate] | None = None, *, max_candidates: int = 8, effort: int = 4
+) -> list[Proposal]:
+    """Strategies one of which each step may use, the fastest first.
+
+    Among them are the best homogeneous strategy, if one tiles the cluster, and one that holds ``problem.max_length``
+    and all samples, or what the leanest kind holds if that is less; and the whole strategies of Eq. (4), with bubble
+    and without, unless planning the steps set aside proves that another proposal is faster there.
+
+    Args:
+        problem: cluster, objective and samples of batches; without samples, one that is made up of its longest length.
+        kinds: what strategies are made of; None: the pool.
+        max_candidates: most strategies, at least 3.
+        effort: local searches, each for what complements those before.
+
+    Raises:
+        InfeasibleError: no mix of the kinds tiles the cluster and holds the longest sequence.
+    """
+    kinds = kinds or problem.kinds
+    samples = problem.samples or [batch.lengths for batch in tuning_batches(problem)]
+    limit = max(kind.max_tokens for kind in kinds)
+    samples = [np.minimum(sample, limit) for sample in samples]
+    holding = min(limit, max(problem.max_length, *(int(sample.max()) for sample in samples)))
+    seen, unseen = _split(samples, problem.num_devices)
+    equal = likely_equal(problem, kinds, samples, holding=holding)
+    kinds = reduce_kinds(kinds, np.append(np.concatenate(samples), holding), keep=equal)
+    workload = make_workload(problem, kinds, samples)
+    tiler = Tiler(workload, problem.devices_per_node)
+    search = Search(Estimator(workload, problem.objective), tiler, seen)
+    starts = make_starts(workload.part(seen), tiler, holding=holding)
+    found = _search(problem, search, starts, holding=holding, effort=effort)
+    contest = StrategyComparison(problem, search, samples, unseen)
+    always = [contest.fastest_of(starts.homogeneous), contest.fastest_of(found[:1])]
+    contest.beat(starts.published)
+    always += [counts for counts in starts.published if counts in contest.times_s]
+    most = min(FEW_PLANS + 2 * problem.num_devices, MOST_PLANS, int(PLANNED_SEQUENCES / _mean_size(samples)))
+    contest.enter([*found, *search.ranked(holding=holding)[1 : 1 + RUNNERS_UP]], steps=most)
+    chosen = contest.choose([counts for counts in dict.fromkeys(always) if counts is not None], most=max_candidates)
+    return [Proposal(counts=strategy_of(kinds, counts), mean_s=mean_s) for counts, mean_s in chosen]
+
+
+def _split(samples: Sequence[np.ndarray], num_devices: int) -> tuple[list[int], list[int]]:
+    """Steps to search on and steps to check on, fewer of them where devices are few or steps are large."""
+    every = list(range(len(samples)))
+    most = max(FEWEST_CHECKED, min(num_devices // 8, int(CHECKED_SEQUENCES / _mean_size(samples))))
+    if len(samples) < FEW_SAMPLES:
+        return every, every[:most]
+    unseen = every[CHECKED - 1 :: CHECKED][:most]
+    return [step for step in every if step not in unseen], unseen
+
+
+def _mean_size(samples: Sequence[np.ndarray]) -> float:
+    """Sequences of the average step."""
+    return sum(map(len, samples)) / len(samples)
+
+
+def _search(problem: PlanningProblem, search: Search, starts: Starts, *, holding: int, effort: int) -> list[Counts]:
+    """The best strategy found that holds ``holding`` tokens, and others that complement those before them."""
+    everything = (*starts.homogeneous, *starts.published, *starts.others)
+    search.estimate(everything)
+    if not search.ranked(holding=holding):
+        search.tiler.may_cross = True
+        search.estimate(everything)
+    held = search.ranked(holding=holding)
+    if not held:
+        sizes = ", ".join(map(str, sorted(set(search.tiler.sizes))))
+        raise InfeasibleError(
+            f"no mix of pipelines of {sizes} devices tiles {problem.num_devices} devices and holds a sequence of "
+            f"{holding:,} tokens. Allow more degrees (plan.max_degree) or stages, or lower data.max_length."
+        )
+    found = [search.climb(held[0], holding=holding) if effort else held[0]]
+    limits_s = search.times_s[found[0]]
+    for _ in range(effort - 1):
+        start = search.ranked(limits_s)[0]
+        reached = search.climb(start, limits_s)
+        if search.mean_s(reached, limits_s) > float(limits_s[np.array(search.seen)].mean()) * (1 - ENOUGH):
+            break
+        limits_s = np.minimum(limits_s, search.times_s[reached])
+        found.append(reached)
+    return found

@@ -1,0 +1,78 @@
+"""Proposals that other processes search while this one does something else; they are the same."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from signal import SIG_IGN, SIGINT, signal
+from threading import current_thread, main_thread
+
+from lengthwise.plan.heterogeneous.propose import Proposal, propose
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.problem import PlanningProblem
+
+Space = Callable[[PlanningProblem], Sequence[Candidate]]
+"""What strategies are made of; equal problems, equal kinds in the same order."""
+
+Found = list[tuple[tuple[tuple[int, int], ...], float]]
+"""Proposals with kinds by their number, which mean the same in every process."""
+
+
+@contextmanager
+def searching(problems: Sequence[PlanningProblem], spaces: Sequence[Space], *, workers: int) -> Iterator[None]:
+    """Have ``workers`` processes search every space of every problem, for ``proposals`` to ask for while this lasts."""
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        with _interrupts_ignored():
+            for problem in problems:
+                for space in spaces:
+                    problem.prepared[_key(space)] = pool.submit(_search, problem, space)
+        try:
+            yield
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes started meanwhile leave Ctrl-C to this one, which ends them."""
+    if current_thread() is not main_thread():
+        yield  # only the main thread may say what signals do
+        return
+    before = signal(SIGINT, SIG_IGN)
+    try:
+        yield
+    finally:
+        signal(SIGINT, before)
+
+
+def proposals(problem: PlanningProblem, space: Space) -> list[Proposal]:
+    """What ``propose`` answers for the kinds of a space: waited for if it is being searched, else searched now.
+
+    Raises:
+        InfeasibleError: as ``propose``.
+    """
+    kinds = space(problem)
+    begun: Future[Found] | None = problem.prepared.get(_key(space))
+    if begun is None:
+        return propose(problem, kinds)
+    try:
+        found = begun.result()
+    except BrokenExecutor:  # a process died
+        return propose(problem, kinds)
+    return [
+        Proposal(counts=tuple([(kinds[number], count) for number, count in counts]), mean_s=mean_s)
+        for counts, mean_s in found
+    ]
+
+
+def _key(space: Space) -> str:
+    return f"{space.__module__}.{space.__qualname__}"
+
+
+def _search(problem: PlanningProblem, space: Space) -> Found:
+    kinds = space(problem)
+    numbers = {kind: number for number, kind in enumerate(kinds)}
+    return [
+        (tuple([(numbers[kind], count) for kind, count in proposal.counts]), proposal.mean_s)
+        for proposal in propose(problem, kinds)
+    ]

@@ -1,0 +1,66 @@
+"""Strategies next to a strategy: some pipelines exchanged for others on as many devices.
+
+Moves have one signature: the cluster, the strategy, and about how many devices to move where that is open.
+"""
+
+from collections.abc import Iterator
+from math import lcm
+
+from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler
+
+
+def exchanges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
+    """Pipelines of one kind for those of another: about ``unit`` devices, as few as possible or all of the kind."""
+    sizes = tiler.sizes
+    for old, held in enumerate(counts):
+        if not held:
+            continue
+        for new, size in enumerate(sizes):
+            if new == old:
+                continue
+            step = lcm(sizes[old], size)
+            times = min(max(1, unit // step), held * sizes[old] // step)
+            if times:
+                yield _changed(counts, {old: -times * step // sizes[old], new: times * step // size})
+
+
+def refills(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
+    """One pipeline for a smaller one of each kind, and what fills the rest best."""
+    for old, held in enumerate(counts):
+        if not held:
+            continue
+        for new, size in enumerate(tiler.sizes):
+            if new != old and size <= tiler.sizes[old]:
+                filled = tiler.fill(_changed(counts, {old: -1, new: 1}))
+                if filled is not None:
+                    yield filled
+
+
+def splits(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
+    """One pipeline for one of a second kind and some of a third."""
+    sizes = tiler.sizes
+    for old, held in enumerate(counts):
+        for one, size in enumerate(sizes):
+            rest = sizes[old] - size
+            if not held or one == old or rest < 1:
+                continue
+            for many, other in enumerate(sizes):
+                if many not in (old, one) and rest % other == 0:
+                    yield _changed(counts, {old: -1, one: 1, many: rest // other})
+
+
+def merges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
+    """One pipeline of one kind and some of a second for one of a third."""
+    sizes = tiler.sizes
+    for one, held in enumerate(counts):
+        for many, more in enumerate(counts):
+            if not held or not more or one == many:
+                continue
+            for new, size in enumerate(sizes):
+                rest = size - sizes[one]
+                if new not in (one, many) and rest > 0 and rest % sizes[many] == 0 and rest // sizes[many] <= more:
+                    yield _changed(counts, {one: -1, many: -rest // sizes[many], new: 1})
+
+
+def _changed(counts: Counts, changes: dict[int, int]) -> Counts:
+    return tuple(count + changes.get(kind, 0) for kind, count in enumerate(counts))

@@ -1,0 +1,66 @@
+"""What steps take under a strategy when they are really planned."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.plan.heterogeneous.adaptive_pipelines import AdaptiveCandidate
+from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+MOST_PLANNED = 50_000
+"""Sequences of a step beyond which its bound stands for its plan: with so many, plans come within some permil of it."""
+
+
+def tile_of(kind: Candidate, count: int) -> PipelineGroup:
+    """``count`` pipelines of ``kind`` as the planner sees them."""
+    return kind.tile(count) if isinstance(kind, AdaptiveCandidate) else PipelineGroup(kind=kind, count=count)
+
+
+def pack_tokens_of(kind: Candidate) -> int:
+    """Most tokens of a micro-batch of several sequences."""
+    return tile_of(kind, 1).kind.max_tokens
+
+
+class PlannedSteps:
+    """Some steps, planned under one strategy after another."""
+
+    def __init__(self, problem: PlanningProblem, steps: Sequence[np.ndarray]) -> None:
+        self.problem = problem
+        self._priced = [
+            PricedBatch(problem, GlobalBatch(step=step, ids=tuple(range(len(held))), lengths=tuple(held.tolist())))
+            for step, held in enumerate(steps)
+        ]
+
+    def under(self, strategy: Sequence[tuple[Candidate, int]]) -> "PlannedStrategy":
+        """The steps under one strategy."""
+        tiles = [tile_of(kind, count) for kind, count in strategy]
+        return PlannedStrategy(PlacedStrategy(self.problem, tiles), self._priced)
+
+
+class PlannedStrategy:
+    """Steps planned under one strategy when asked for."""
+
+    def __init__(self, placed: PlacedStrategy, priced: Sequence[PricedBatch]) -> None:
+        self._placed = placed
+        self._priced = priced
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of every step outside its micro-batches."""
+        return self._placed.update_s
+
+    def bound_s(self, step: int) -> float:
+        """Seconds that a step takes at least, its update included; inf where a sequence fits nowhere."""
+        return self._placed.bound_s(self._priced[step]) + self.update_s
+
+    def time_s(self, step: int) -> float:
+        """Seconds of a step, its update included; inf where a sequence fits nowhere."""
+        priced = self._priced[step]
+        if priced.lengths.max() > self._placed.max_length:
+            return np.inf
+        if len(priced.lengths) > MOST_PLANNED:
+            return self.bound_s(step)
+        return self._placed.assign(priced)[1].makespan + self.update_s

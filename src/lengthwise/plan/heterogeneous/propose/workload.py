@@ -1,0 +1,139 @@
+"""What proposals are computed from: the steps as numbers of sequences per class of length, and what each kind takes.
+
+S steps, K kinds, C classes of length, the longest first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from lengthwise.core.pipeline_config import homogeneous
+from lengthwise.plan.heterogeneous.propose.planned import pack_tokens_of
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.problem import PlanningProblem
+
+EXACT_CLASSES = 48
+"""Up to this many different lengths, each is a class of its own."""
+LONG_RATIO, LONG_OCTAVES = 0.93, 3
+"""Lengths within this ratio make a class, in the octaves below the longest."""
+SHORT_RATIO = 0.72
+"""The same for the others, which matter only by their sum."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workload:
+    """Steps of a run and the kinds they may use."""
+
+    kinds: tuple[Candidate, ...]
+    num_devices: int
+    counts: np.ndarray
+    """[S, C] sequences of each class in each step."""
+    lengths: np.ndarray
+    """[C] mean tokens of a sequence of each class."""
+    longest: np.ndarray
+    """[C] tokens of its longest sequence, decreasing."""
+    work_s: np.ndarray
+    """[K, C] seconds per stage that a sequence adds to a micro-batch; inf where it does not fit."""
+    setup_s: np.ndarray
+    """[K] seconds per stage of a micro-batch before its first sequence; 0 if sequences are charged instead."""
+    pack_tokens: np.ndarray
+    """[K] most tokens of a micro-batch of several sequences."""
+    util_tokens: np.ndarray
+    """[K] mean tokens of a micro-batch below which more of them are not made."""
+    update_s: np.ndarray
+    """[K] seconds of a step outside its micro-batches, if all pipelines were of the kind."""
+
+    def part(self, steps: Sequence[int]) -> "Workload":
+        """Only some of the steps."""
+        return replace(self, counts=self.counts[list(steps)])
+
+    @cached_property
+    def devices(self) -> np.ndarray:
+        """[K] devices of a pipeline."""
+        return np.array([kind.num_devices for kind in self.kinds])
+
+    @cached_property
+    def stages(self) -> np.ndarray:
+        """[K] stages of a pipeline."""
+        return np.array([kind.num_stages for kind in self.kinds])
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """[K] longest sequence a pipeline holds."""
+        return np.array([kind.max_tokens for kind in self.kinds])
+
+    @cached_property
+    def charged_s(self) -> np.ndarray:
+        """[K, C] ``work_s`` and the overhead of the part of a full micro-batch that a sequence takes, at least."""
+        return self.work_s + self.setup_s[:, None] * self.lengths / np.maximum(self.pack_tokens[:, None], self.lengths)
+
+    @cached_property
+    def alone_s(self) -> np.ndarray:
+        """[K, C] seconds of a sequence alone on a pipeline, whose stages cannot share it."""
+        return (self.work_s + self.setup_s[:, None]) * self.stages[:, None]
+
+    @cached_property
+    def mean(self) -> np.ndarray:
+        """[C] sequences of each class in the average step."""
+        return self.counts.mean(axis=0)
+
+    def floors_s(self, used: np.ndarray | None = None) -> np.ndarray:
+        """[S] seconds that a step takes at least, its update left out: Eq. (4) with fractional counts, and its longest
+        sequence alone. With all kinds, or only those that are ``used`` [K]; inf where a sequence fits on none.
+        """
+        used = np.ones(len(self.kinds), dtype=bool) if used is None else used
+        device_s = (self.devices[used, None] * self.charged_s[used]).min(axis=0)
+        even_s = self.counts @ np.where(np.isfinite(device_s), device_s, 0.0) / self.num_devices
+        alone_s = np.where(self.counts > 0, self.alone_s[used].min(axis=0), 0.0).max(axis=1)
+        return np.maximum(even_s, alone_s)
+
+
+def make_workload(problem: PlanningProblem, kinds: Sequence[Candidate], samples: Sequence[np.ndarray]) -> Workload:
+    """Sort the sequences of ``samples`` into classes and price one of each class under every kind.
+
+    No class is cut by what a kind holds, so a kind holds all of a class or nothing of it.
+    """
+    lengths, where = np.unique(np.concatenate(samples), return_inverse=True)
+    steps = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])
+    ends = _class_ends(lengths, [kind.max_tokens for kind in kinds])
+    counts = np.zeros((len(samples), len(ends)))
+    classes = np.searchsorted(ends, lengths)
+    np.add.at(counts, (steps, classes[where]), 1.0)
+    totals = np.bincount(classes[where], minlength=len(ends))
+    means = np.bincount(classes[where], weights=lengths[where], minlength=len(ends)) / totals
+    means, ends, counts = means[::-1], ends[::-1], counts[:, ::-1]
+    overheads_s = np.array([kind.overhead_s for kind in kinds])
+    work_s = np.stack([np.asarray(kind.times_s(np.rint(means).astype(np.int64)), dtype=np.float64) for kind in kinds])
+    work_s[ends > np.array([[kind.max_tokens] for kind in kinds])] = np.inf
+    per_sequence = problem.overhead_per_sequence
+    return Workload(
+        kinds=tuple(kinds),
+        num_devices=problem.num_devices,
+        counts=counts,
+        lengths=means,
+        longest=ends,
+        work_s=work_s + overheads_s[:, None] * per_sequence,
+        setup_s=overheads_s * (not per_sequence),
+        pack_tokens=np.array([pack_tokens_of(kind) for kind in kinds]),
+        util_tokens=np.array([kind.cost.util_tokens(kind.scheme) for kind in kinds]),
+        update_s=np.array([_update_s(kind, problem.num_devices) for kind in kinds]),
+    )
+
+
+def _update_s(kind: Candidate, num_devices: int) -> float:
+    """Of as many pipelines as the devices hold, on consecutive ranks."""
+    return kind.cost.update_s(homogeneous(kind.scheme, num_devices // kind.num_devices * kind.num_devices))
+
+
+def _class_ends(lengths: np.ndarray, limits: Sequence[int]) -> np.ndarray:
+    """The longest length of each class, increasing; ``lengths`` are unique and increase."""
+    if len(lengths) <= EXACT_CLASSES:
+        return lengths
+    longest = float(lengths[-1])
+    long = longest * LONG_RATIO ** np.arange(np.ceil(LONG_OCTAVES * np.log(2) / -np.log(LONG_RATIO)))
+    num_short = max(0.0, np.ceil(np.log(long[-1] / lengths[0]) / -np.log(SHORT_RATIO)))
+    bounds = np.concatenate([long, long[-1] * SHORT_RATIO ** np.arange(1, num_short + 1), np.asarray(limits)])
+    last = np.searchsorted(lengths, np.unique(np.minimum(bounds, longest)), side="right") - 1
+    return lengths[np.unique(last[last >= 0])]

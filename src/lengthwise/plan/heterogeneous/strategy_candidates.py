@@ -1,0 +1,53 @@
+"""Candidate strategies for a step: bounded first, then planned in the order of their bounds while one can win."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lengthwise.plan.heterogeneous.two_stage_assignment import SLACK, PlacedStrategy
+from lengthwise.plan.space.draft_plan import Phase
+from lengthwise.plan.space.problem import PricedBatch
+
+CLEARLY = 1.03
+"""Plans end at most about this factor above their bound."""
+
+
+class Candidates:
+    """Strategies one of which a step uses. Seconds are of whole steps, their update included."""
+
+    def __init__(self, strategies: Sequence[PlacedStrategy]) -> None:
+        self.strategies = tuple(strategies)
+
+    def bounds_s(self, priced: PricedBatch) -> list[float]:
+        """Seconds that a step takes at least under each strategy; inf where a sequence does not fit.
+
+        Where a cheap floor is clearly above the least bound, the floor.
+        """
+        bounds_s = [strategy.floor_s(priced) + strategy.update_s for strategy in self.strategies]
+        least_s = np.inf
+        for number in np.argsort(bounds_s, kind="stable").tolist():
+            if bounds_s[number] >= least_s * CLEARLY:
+                break
+            bounds_s[number] = self.strategies[number].bound_s(priced) + self.strategies[number].update_s
+            least_s = min(least_s, bounds_s[number])
+        return bounds_s
+
+    def best(self, priced: PricedBatch, bounds_s: Sequence[float]) -> tuple[Phase | None, float]:
+        """The fastest strategy's pipelines and seconds; None and inf where none holds every sequence.
+
+        Args:
+            priced: the batch.
+            bounds_s: what :meth:`bounds_s` said of it.
+        """
+        best: Phase | None = None
+        limit_s = np.inf
+        for number in np.argsort(bounds_s, kind="stable").tolist():
+            if bounds_s[number] >= limit_s * (1 - SLACK):
+                break
+            strategy = self.strategies[number]
+            if strategy.bound_s(priced) + strategy.update_s >= limit_s * (1 - SLACK):
+                continue
+            phase, found = strategy.assign(priced)
+            if found.makespan + strategy.update_s < limit_s:
+                best, limit_s = phase, found.makespan + strategy.update_s
+        return best, limit_s

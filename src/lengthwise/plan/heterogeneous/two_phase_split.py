@@ -1,0 +1,86 @@
+"""A step in two phases: the longest sequences first on pipelines of a high degree, then the others on smaller ones.
+
+One strategy must hold the longest sequence somewhere, and that pipeline's device group is as large for the whole step.
+Switching within the step frees it; with whole weights nothing moves for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.heterogeneous.strategy_candidates import Candidates
+from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, time_s
+from lengthwise.plan.space.problem import PricedBatch
+
+FULL_PLANS = 2
+"""Splits planned in full per step, the most promising by estimate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    estimate_s: float
+    front: PlacedStrategy
+    cut: int
+
+
+class SplitSearch:
+    """Finds two-phase plans that beat what is there."""
+
+    def __init__(self, fronts: Sequence[PlacedStrategy], rest: Candidates, bound: SearchSpaceBound) -> None:
+        self.fronts, self.rest, self.bound = tuple(fronts), rest, bound
+
+    def best(self, priced: PricedBatch, limit_s: float) -> tuple[DraftPlan | None, float]:
+        """The fastest two-phase plan found and its seconds, or None and ``limit_s``."""
+        order = np.argsort(-priced.lengths, kind="stable")
+        splits = self._estimates(priced, order, limit_s)
+        best: DraftPlan | None = None
+        for split in sorted(splits, key=lambda split: split.estimate_s)[:FULL_PLANS]:
+            if split.estimate_s >= limit_s:
+                break
+            found = self._plan(priced, order, split)
+            if found is not None and (found_s := time_s(priced, found)) < limit_s:
+                best, limit_s = found, found_s
+        return best, limit_s
+
+    def _estimates(self, priced: PricedBatch, order: np.ndarray, limit_s: float) -> list[_Split]:
+        """Cuts that fill a front's pipelines evenly, one sequence, then whole rounds; none whose front is too slow."""
+        splits = []
+        rests_s: dict[int, float] = {}
+        for front in self.fronts:
+            if priced.lengths[order[0]] > front.max_length:
+                continue
+            width = front.num_pipelines
+            for cut in sorted({cut for cut in (1, width, 2 * width, 4 * width) if cut < len(order)}):
+                alone_s = front.alone_s(priced, order[:cut])
+                estimate_s = max(float(alone_s.max()), float(alone_s.sum()) / width) + front.update_s
+                if estimate_s >= limit_s:
+                    break
+                if cut not in rests_s:
+                    rests_s[cut] = self.bound.of(priced.lengths[order[cut:]])
+                splits.append(_Split(estimate_s=estimate_s + rests_s[cut], front=front, cut=cut))
+        return splits
+
+    def _plan(self, priced: PricedBatch, order: np.ndarray, split: _Split) -> DraftPlan | None:
+        long, short = np.sort(order[: split.cut]), np.sort(order[split.cut :])
+        first, _ = split.front.assign(priced.part(long))
+        rest = priced.part(short)
+        second, _ = self.rest.best(rest, self.rest.bounds_s(rest))
+        if second is None:
+            return None
+        return DraftPlan(phases=(_renumber(first, long), _renumber(second, short)))
+
+
+def _renumber(phase: Phase, positions: np.ndarray) -> Phase:
+    """Packs in positions of the whole batch."""
+    return tuple(
+        PipelineDraft(
+            kind=lane.kind,
+            ranks=lane.ranks,
+            packs=tuple(tuple(positions[list(pack)].tolist()) for pack in lane.packs),
+            runs=lane.runs,
+        )
+        for lane in phase
+    )

@@ -1,0 +1,157 @@
+"""Two-stage assignment (Hydraulis Eq. 1 to 3): sequences to the pipelines of a strategy, then to micro-batches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lengthwise.core.pipeline_config import Strategy
+from lengthwise.plan.solve.shop import Certificate, Machines, ShopSchedule, certify, schedule
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import Phase, PipelineDraft
+from lengthwise.plan.space.placement import place
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+SLACK = 1e-9
+"""Relative, for the rounding of sums."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineGroup:
+    """Equal pipelines of a strategy."""
+
+    kind: Candidate
+    """How packs run."""
+    count: int
+    leaner: tuple[Candidate, ...] = ()
+    """Kinds of the same family for sequences too long for ``kind``, which then have a pack of their own: each holds
+    more tokens than the one before, in more time."""
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """Most tokens of each kind, ``kind`` first."""
+        return np.array([kind.max_tokens for kind in (self.kind, *self.leaner)])
+
+    @property
+    def max_length(self) -> int:
+        """Longest sequence a pipeline holds."""
+        return int(self.limits[-1])
+
+    def times_s(self, priced: PricedBatch) -> np.ndarray:
+        """[num_sequences] seconds per stage of each sequence, inf where it does not fit."""
+        lengths = priced.lengths
+        times_s = priced.times_s(self.kind)
+        if lengths.max() <= self.limits[0]:
+            return times_s
+        times_s = times_s.copy()
+        needed = np.searchsorted(self.limits, lengths)
+        for number, kind in enumerate(self.leaner, start=1):
+            mine = needed == number
+            if mine.any():
+                times_s[mine] = priced.times_s(kind)[mine] + priced.overhead_s(kind) - priced.overhead_s(self.kind)
+        times_s[lengths > self.limits[-1]] = np.inf
+        return times_s
+
+    def run_of(self, num_tokens: int) -> Candidate:
+        """The kind that a pack of ``num_tokens`` runs as."""
+        return (self.kind, *self.leaner)[int(np.searchsorted(self.limits, num_tokens))]
+
+    def machines(self, problem: PlanningProblem) -> Machines:
+        """What the scheduler knows of these pipelines."""
+        return Machines(
+            count=self.count,
+            stages=self.kind.num_stages,
+            setup=0.0 if problem.overhead_per_sequence else self.kind.overhead_s,
+            capacity=self.kind.max_tokens,
+            min_fill=self.kind.cost.util_tokens(self.kind.scheme),
+            takes_larger=bool(self.leaner),
+        )
+
+
+class PlacedStrategy:
+    """Tiles on the ranks of a cluster, ready to be given batches."""
+
+    def __init__(self, problem: PlanningProblem, tiles: Sequence[PipelineGroup]) -> None:
+        self.problem = problem
+        self.tiles = tuple(tiles)
+        self.max_length = max(tile.max_length for tile in tiles)
+        self._machines = [tile.machines(problem) for tile in tiles]
+        counts = [(tile.kind, tile.count) for tile in tiles]
+        ranks: dict[Candidate, list[tuple[int, ...]]] = {}
+        for kind, held in place(counts, problem.num_devices, problem.devices_per_node):
+            ranks.setdefault(kind, []).append(held)
+        self._ranks = [ranks[tile.kind].pop(0) for tile in tiles for _ in range(tile.count)]
+        self._tile_of = [tile for tile in tiles for _ in range(tile.count)]
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of a step outside its micro-batches."""
+        schemes = tuple(tile.kind.scheme for tile in self._tile_of)
+        return self.problem.cost.update_s(Strategy(schemes=schemes, ranks=tuple(self._ranks)))
+
+    @property
+    def name(self) -> str:
+        """Counts and schemes, as tables show them."""
+        return " + ".join(f"{tile.count} x {tile.kind.scheme.name}" for tile in self.tiles)
+
+    @property
+    def num_pipelines(self) -> int:
+        """Pipelines of all tiles."""
+        return len(self._ranks)
+
+    def alone_s(self, priced: PricedBatch, positions: np.ndarray) -> np.ndarray:
+        """Seconds of each of some sequences alone on its best pipeline."""
+        stages = np.array([[tile.kind.num_stages] for tile in self.tiles])
+        overheads_s = np.array([[priced.overhead_s(tile.kind)] for tile in self.tiles])
+        return ((self._work(priced)[:, positions] + overheads_s) * stages).min(axis=0)
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the micro-batches of ``priced`` take at least, cheaply told; inf if one fits nowhere.
+
+        As if sequences could be spread over all devices, each as the tile that takes fewest device-seconds; and the
+        longest alone on its best pipeline.
+        """
+        if priced.lengths.max() > self.max_length:
+            return np.inf
+        work_s = self._work(priced)
+        devices = np.array([[tile.kind.num_devices] for tile in self.tiles])
+        even_s = float((devices * work_s).min(axis=0).sum()) / self.problem.num_devices
+        return max(even_s, float(self.alone_s(priced, np.arange(len(priced.lengths))).max())) * (1 - SLACK)
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that the micro-batches of ``priced`` take at least on these pipelines; inf if one fits nowhere."""
+        if priced.lengths.max() > self.max_length:
+            return np.inf
+        return self._certificate(priced).bound
+
+    def assign(self, priced: PricedBatch) -> tuple[Phase, ShopSchedule]:
+        """The pipelines with their packs; micro-batches of the schedule in issue order."""
+        found = schedule(
+            self._work(priced),
+            priced.lengths,
+            self._machines,
+            objective=self.problem.objective,
+            certificate=self._certificate(priced),
+        )
+        return tuple(map(self._lane, self._tile_of, self._ranks, found.batches, [priced] * len(self._ranks))), found
+
+    def _certificate(self, priced: PricedBatch) -> Certificate:
+        if self not in priced.certificates:
+            priced.certificates[self] = certify(
+                self._work(priced), priced.lengths, self._machines, objective=self.problem.objective
+            )
+        return priced.certificates[self]
+
+    def _lane(
+        self, tile: PipelineGroup, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch
+    ) -> PipelineDraft:
+        runs: tuple[Candidate, ...] = ()
+        if tile.leaner and packs:
+            lengths = priced.batch.lengths
+            runs = tuple(tile.run_of(sum(lengths[i] for i in pack)) for pack in packs)
+            runs = () if all(run is tile.kind for run in runs) else runs
+        return PipelineDraft(kind=tile.kind, ranks=ranks, packs=packs, runs=runs)
+
+    def _work(self, priced: PricedBatch) -> np.ndarray:
+        return np.stack([tile.times_s(priced) for tile in self.tiles])

@@ -1,0 +1,1 @@
+"""Policies that choose a parallel method per layer (ParaDySe)."""

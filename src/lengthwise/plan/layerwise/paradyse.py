@@ -1,0 +1,176 @@
+"""ParaDySe: one fixed group of devices computes every pack, each layer by the method that suits the pack's length.
+
+The group is a node, or what of it the pool has a degree for; copies of it tile the cluster. Weights are sharded where
+the pool has such methods, so that layers switch between them at no cost. Packs are filled to the context length or to
+what the method of the greatest throughput holds, and spread over the copies longest first; each runs as the fastest
+mix of methods that holds it (``lengthwise.plan.layerwise.layer_assignment``). Along a copy's packs, a mix is kept while it is within 5 %
+of the best.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.pipeline_config import WeightPlacement
+from lengthwise.core.specs import bytes_in_words
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
+from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, options_of, smooth
+from lengthwise.plan.solve.shop import Machines, schedule
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
+from lengthwise.plan.space.placement import place
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+
+def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
+    """The group of the largest degree within a node that tiles the cluster, and the mixes it may run.
+
+    If that does not hold the longest sequence of the run, the smallest larger one that does.
+
+    Raises:
+        InfeasibleError: no degree that tiles the cluster holds the longest sequence in one stage.
+    """
+    for kinds in _groups(problem):
+        ladder = RecomputeLadder([*kinds, *(LayerAssigner(kinds).mixes() if len(options_of(kinds)) > 1 else ())])
+        if ladder.max_tokens >= problem.max_length:
+            return ParaDysePolicy(problem, ladder)
+    single = [kind for kind in problem.kinds if kind.num_stages == 1]
+    raise InfeasibleError(
+        f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
+        f"in {bytes_in_words(problem.memory_bytes)}; the pool reaches "
+        f"{max((kind.max_tokens for kind in single), default=0):,} tokens at degrees "
+        f"{sorted({kind.scheme.degree for kind in single})}. Allow recompute or more degrees, or lower data.max_length."
+    )
+
+
+def _groups(problem: PlanningProblem) -> list[Sequence[Candidate]]:
+    """Families that tile the cluster, in the order of preference: sharded weights come first at each degree."""
+    held = {
+        (family[0], family[2]): kinds
+        for family, kinds in problem.families.items()
+        if len(family[1]) == 1 and problem.num_devices % family[0] == 0
+    }
+    degrees = sorted({degree for degree, _ in held})
+    inside = [degree for degree in degrees if degree <= problem.devices_per_node][-1:]
+    order = inside + [degree for degree in degrees if degree > problem.devices_per_node]
+    return [
+        held[degree, weights]
+        for degree in order
+        for weights in (WeightPlacement.SHARDED, WeightPlacement.WHOLE)
+        if (degree, weights) in held
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class ParaDysePolicy:
+    """The policy with its group of devices."""
+
+    problem: PlanningProblem
+    ladder: RecomputeLadder
+    """The kinds a pack may run as, mixes of methods among them."""
+
+    @property
+    def num_copies(self) -> int:
+        """Groups side by side."""
+        return self.problem.num_devices // self.ladder.kinds[0].num_devices
+
+    @property
+    def name(self) -> str:
+        """Copies, degree and methods, as tables show them."""
+        methods = "+".join(dict.fromkeys(method for kind in self.ladder.kinds for method in kind.scheme.methods))
+        return f"{self.num_copies} x <{self.ladder.kinds[0].scheme.degree},1> {methods} by layer"
+
+    @cached_property
+    def bound(self) -> SearchSpaceBound:
+        """Of all plans of the kinds a pack may run as."""
+        return SearchSpaceBound(self.problem, self.ladder.kinds)
+
+    def __call__(self, priced: PricedBatch) -> DraftPlan:
+        """The step's arrangement, bounded for all plans of the kinds the policy may use."""
+        return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the policy's plan takes at least, its update left out; cheap."""
+        return self.bound.floor_s(priced)
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that no plan of the policy's schemes beats, the update left out."""
+        return self.bound(priced)
+
+    def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
+        """The arrangement without its bound: one phase.
+
+        Raises:
+            InfeasibleError: a sequence is longer than the group holds.
+        """
+        longest = int(priced.lengths.argmax())
+        if (length := int(priced.lengths[longest])) > self.ladder.max_tokens:
+            raise InfeasibleError(
+                f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than data.max_length "
+                f"({self.problem.max_length:,}) and than the {self.ladder.max_tokens:,} tokens that paradyse's group "
+                "holds; set data.max_length to the longest."
+            )
+        return (tuple(self._lane(priced, ranks, packs) for ranks, packs in zip(self._ranks, self._packs(priced))),)
+
+    @cached_property
+    def _ranks(self) -> list[tuple[int, ...]]:
+        placed = place(
+            [(self.ladder.kinds[0], self.num_copies)], self.problem.num_devices, self.problem.devices_per_node
+        )
+        return [ranks for _, ranks in placed]
+
+    def _packs(self, priced: PricedBatch) -> list[tuple[tuple[int, ...], ...]]:
+        """The packs of each copy, as if all ran as the kind of the greatest throughput; what exceeds it is alone."""
+        order = np.argsort(-priced.lengths, kind="stable")
+        lengths = priced.lengths[order]
+        at = self._pivot(priced)
+        pivot, capacity = self.ladder.kinds[at], min(int(self.ladder.limits[at]), self.problem.max_length)
+        work_s = priced.times_s(pivot)[order].copy()
+        alone = np.flatnonzero(lengths > capacity)
+        if len(alone):
+            runs = self.ladder.runs(priced, [(position,) for position in order[alone].tolist()])
+            for number, (position, run) in enumerate(zip(order[alone].tolist(), runs)):
+                work_s[number] = priced.times_s(run)[position] + priced.overhead_s(run) - priced.overhead_s(pivot)
+            # A sequence that is alone may be faster than a shorter one in the pivot's packs; the scheduler wants order.
+            work_s[: len(alone) + 1] = np.maximum.accumulate(work_s[: len(alone) + 1][::-1])[::-1]
+        machines = Machines(count=self.num_copies, setup=priced.overhead_s(pivot), capacity=capacity)
+        found = schedule(work_s[None, :], np.minimum(lengths, capacity), [machines], objective=self.problem.objective)
+        return [tuple(tuple(order[list(pack)].tolist()) for pack in packs) for packs in found.batches]
+
+    def _pivot(self, priced: PricedBatch) -> int:
+        """The kind under which the batch would take least time, what it does not hold left to leaner kinds."""
+        tokens = int(priced.lengths.sum())
+        estimates_s = []
+        for at, kind in enumerate(self.ladder.kinds):
+            times_s, fits = priced.times_s(kind), priced.lengths <= self.ladder.limits[at]
+            capacity = min(int(self.ladder.limits[at]), self.problem.max_length)
+            estimate_s = float(times_s.sum()) + priced.overhead_s(kind) * max(1.0, tokens / capacity)
+            estimates_s.append(estimate_s if fits.any() else np.inf)
+        return int(np.argmin(estimates_s))
+
+    def _lane(self, priced: PricedBatch, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...]) -> PipelineDraft:
+        own = self.ladder.kinds[0]
+        if not packs:
+            return PipelineDraft(kind=own, ranks=ranks)
+        starts = np.cumsum([0, *map(len, packs)])[:-1]
+        flat = np.concatenate(packs)
+        tokens = np.add.reduceat(priced.lengths[flat], starts)
+        times_s = np.stack(
+            [
+                np.add.reduceat(priced.times_s(kind)[flat], starts) + priced.overhead_s(kind)
+                for kind in self.ladder.kinds
+            ]
+        )
+        times_s[tokens > self.ladder.limits[:, None]] = np.inf
+        order = np.argsort(-times_s.min(axis=0), kind="stable")  # packs are issued by decreasing time
+        runs = tuple(self.ladder.kinds[at] for at in smooth(times_s[:, order]))
+        return PipelineDraft(
+            kind=own,
+            ranks=ranks,
+            packs=tuple(packs[at] for at in order.tolist()),
+            runs=() if all(run is own for run in runs) else runs,
+        )

@@ -1,0 +1,84 @@
+"""Policies by name. Each prepares once for a problem, then answers batch after batch.
+
+A policy is a pure function of (problem, batch): equal input, equal answer, on every rank and in every worker.
+"""
+
+from importlib import import_module
+from typing import Protocol
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import nearest
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+
+class Policy(Protocol):
+    """A policy that is ready for its problem."""
+
+    @property
+    def name(self) -> str:
+        """What was chosen for the problem: schemes and counts, as tables show them."""
+        ...
+
+    def __call__(self, priced: PricedBatch) -> DraftPlan:
+        """The step's arrangement, with its bound."""
+        ...
+
+    def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
+        """The step's arrangement alone."""
+        ...
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the policy's plan takes at least, its update left out; cheap."""
+        ...
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that no plan of the policy's schemes beats, the update left out."""
+        ...
+
+
+POLICIES = {
+    "padded": "one length per micro-batch, padding, a fixed number of sequences",
+    "static": "packs filled to the context length, one homogeneous scheme, dealt in turn",
+    "bucket": "buckets by length at a fixed degree, a batch size per bucket (Esser et al. 2024)",
+    "packed": "packs filled to what memory holds, one homogeneous scheme, fewest tokens first",
+    "hotspa": "a homogeneous strategy per length range, switched within the step (Ge et al. 2024)",
+    "dcp-inter": "batch size and degree per bucket by throughput, accumulation balanced (DCP)",
+    "dcp-intra": "the same with the fewest recomputed layers that fit (DCP)",
+    "paradyse": "a method per layer by cost models, all devices on every pack (ParaDySe)",
+    "hydraulis": "heterogeneous strategies, the best candidate per step, two-stage assignment (Hydraulis)",
+    "auto": "all of the above as moves of one search; never slower than any of them",
+}
+"""Name -> what the policy does."""
+
+_PREPARE = {
+    "padded": "uniform.padded:prepare",
+    "static": "uniform.static:prepare",
+    "bucket": "uniform.bucket:prepare",
+    "packed": "uniform.packed:prepare",
+    "hotspa": "uniform.hotspa:prepare",
+    "dcp-inter": "dcp.dcp:prepare_inter",
+    "dcp-intra": "dcp.dcp:prepare_intra",
+    "paradyse": "layerwise.paradyse:prepare",
+    "hydraulis": "heterogeneous.hydraulis:prepare",
+    "auto": "auto:prepare",
+}
+"""Name -> module below ``lengthwise.plan`` and its function ``(problem) -> Policy``; imported when it is first used."""
+
+
+def prepare(name: str, problem: PlanningProblem) -> Policy:
+    """The policy called ``name``, ready for ``problem``.
+
+    Raises:
+        InputError: there is none; the message suggests the nearest.
+        InfeasibleError: no scheme the policy may use fits the longest sequence.
+    """
+    if name not in POLICIES:
+        raise InputError(f"no policy {name!r}; {nearest(name, POLICIES)}")
+    if name in problem.prepared:
+        known: Policy = problem.prepared[name]
+        return known
+    module_name, function_name = _PREPARE[name].split(":")
+    policy: Policy = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)(problem)
+    problem.prepared[name] = policy
+    return policy

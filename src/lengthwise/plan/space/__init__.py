@@ -1,0 +1,1 @@
+"""What planners choose among: candidate pipelines and the planning problem."""

@@ -1,0 +1,122 @@
+"""A scheme with its costs, as planners see it, and the kinds of one cluster that planners choose among."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, uniform_scheme
+from lengthwise.data.size_buckets import round_down
+
+Family = tuple[int, tuple[int, ...], WeightPlacement]
+"""Degree, layers per stage, weights: schemes that agree in them can stand in for one another, pack by pack."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """One scheme on one cluster. Compared by identity: a pool holds each scheme once."""
+
+    scheme: PipelineConfig
+    cost: CostModel
+    num_cluster_devices: int
+    token_limit: int | None = None
+    """Most tokens of a micro-batch, where the user wants fewer than memory holds."""
+    sizes: tuple[int, ...] = ()
+    """Tokens that micro-batches are filled up to, ascending; empty: to none."""
+
+    @cached_property
+    def num_devices(self) -> int:
+        """Devices of one pipeline."""
+        return self.scheme.num_devices
+
+    @cached_property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return self.scheme.num_stages
+
+    @cached_property
+    def family(self) -> Family:
+        """What this scheme shares with those that can stand in for it."""
+        return self.scheme.degree, self.scheme.stage_layers, self.scheme.weights
+
+    @cached_property
+    def max_tokens(self) -> int:
+        """Most tokens of a micro-batch, padding included."""
+        fitting = self.cost.max_tokens(self.scheme, num_devices=self.num_cluster_devices)
+        most = min(fitting, self.token_limit) if self.token_limit else fitting
+        return round_down(most, self.sizes) if self.sizes else most
+
+    @cached_property
+    def overhead_s(self) -> float:
+        """Seconds per stage that a micro-batch costs before its first token."""
+        return self.cost.overhead_s(self.scheme)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes per device before any token."""
+        return int(self.cost.peak_bytes(0, self.scheme, num_devices=self.num_cluster_devices))
+
+    def times_s(self, lengths: np.ndarray) -> np.ndarray:
+        """Seconds per stage that each sequence adds to a micro-batch."""
+        return self.cost.sequence_times_s(lengths, self.scheme)
+
+    def peak_bytes(self, num_tokens: np.ndarray) -> np.ndarray:
+        """Bytes per device while micro-batches of ``num_tokens`` are computed."""
+        return self.cost.peak_bytes(num_tokens, self.scheme, num_devices=self.num_cluster_devices)
+
+
+def make_kinds(
+    schemes: Iterable[PipelineConfig], cost: CostModel, *, num_devices: int, token_limit: int | None = None
+) -> tuple[Candidate, ...]:
+    """Those schemes that ``cost`` knows, that ``num_devices`` can hold and that fit at least one token."""
+    kinds = []
+    for scheme in schemes:
+        if scheme.num_devices > num_devices:
+            continue
+        kind = Candidate(scheme=scheme, cost=cost, num_cluster_devices=num_devices, token_limit=token_limit)
+        try:
+            if kind.max_tokens >= 1:
+                kinds.append(kind)
+        except InputError:
+            continue  # no costs for it: a profile knows what was profiled
+    return tuple(kinds)
+
+
+def schemes_of(
+    num_layers: int,
+    *,
+    degrees: Sequence[int],
+    stages: Sequence[int],
+    methods: Sequence[Method],
+    recomputed: Sequence[int],
+    head_layers: float = 0.0,
+) -> list[PipelineConfig]:
+    """Every combination that makes sense: dense where a stage is one device, the given methods where it is several."""
+    return [
+        uniform_scheme(
+            num_layers, degree=degree, stages=count, method=method, recomputed=layers, head_layers=head_layers
+        )
+        for degree in degrees
+        for count in stages
+        if count <= num_layers
+        for method in ([Method.DENSE] if degree == 1 else methods)
+        for layers in recomputed
+        if method is not Method.DENSE or degree == 1
+    ]
+
+
+def degrees_of(num_devices: int, devices_per_node: int) -> list[int]:
+    """Degrees that tile nodes: divisors and powers of two within a node, whole nodes beyond, and all devices."""
+    inside = min(num_devices, devices_per_node)
+    degrees = {d for d in range(1, inside + 1) if inside % d == 0 or d & (d - 1) == 0}
+    nodes = num_devices // devices_per_node
+    across = {n * devices_per_node for n in range(1, nodes + 1) if nodes % n == 0 or n & (n - 1) == 0}
+    return sorted(degrees | across | {num_devices})
+
+
+def stages_of(num_devices: int, num_layers: int) -> list[int]:
+    """Powers of two, up to eight stages."""
+    return [count for count in (1, 2, 4, 8) if count <= min(num_devices, num_layers)]

@@ -1,0 +1,231 @@
+"""What policies answer: who computes which sequences of a batch, in positions of the batch; priced and made a plan."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+
+import numpy as np
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.pipeline_config import Strategy
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineDraft:
+    """One pipeline and the packs it computes."""
+
+    kind: Candidate
+    ranks: tuple[int, ...]
+    packs: tuple[tuple[int, ...], ...] = ()
+    """Positions in the batch of each pack's sequences."""
+    runs: tuple[Candidate, ...] = ()
+    """The kind each pack runs as, of the lane's family; empty: all as ``kind``."""
+    padded_to: tuple[int, ...] = ()
+    """Tokens that each pack's sequences are padded to; empty: none is."""
+    rows: int = 0
+    """Sequences that each padded pack is laid out as, the last ones of padding alone; 0: as many as it has."""
+
+
+Phase = tuple[PipelineDraft, ...]
+"""Pipelines side by side, tiling the cluster."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DraftPlan:
+    """Who computes what in one step."""
+
+    phases: tuple[Phase, ...]
+    lower_bound_s: float = 0.0
+    """Seconds that no plan of the schemes the policy may use is faster than, this plan's update left out."""
+
+
+def pack_times_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
+    """Seconds per stage of each pack of the lane, overhead included."""
+    times_s = _times_without_filler_s(priced, lane)
+    if priced.problem.lattice is None:
+        return times_s
+    return [time_s + more_s for time_s, more_s in zip(times_s, _filler_times_s(priced, lane))]
+
+
+def _times_without_filler_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
+    if lane.padded_to:
+        each_s = lane.kind.times_s(np.array(lane.padded_to)).tolist()
+        overhead_s, per_sequence = lane.kind.overhead_s, priced.problem.overhead_per_sequence
+        counts = [max(lane.rows, len(pack)) for pack in lane.packs]
+        return [time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)]
+    runs = lane.runs or (lane.kind,) * len(lane.packs)
+    sums_s = np.zeros(len(runs))
+    for kind in dict.fromkeys(runs):
+        mine = [number for number, run in enumerate(runs) if run is kind]
+        held = [lane.packs[number] for number in mine]
+        starts = [0, *accumulate(map(len, held))][:-1]
+        sums_s[mine] = np.add.reduceat(priced.times_s(kind)[list(chain(*held))], starts) + priced.overhead_s(kind)
+    times_s: list[float] = sums_s.tolist()
+    return times_s
+
+
+def _laid_out(priced: PricedBatch, lane: PipelineDraft) -> Iterator[tuple[int, int]]:
+    """Of each pack: its tokens, padding of sequences included, and those of its longest sequence."""
+    for number, pack in enumerate(lane.packs):
+        if lane.padded_to:
+            yield lane.padded_to[number] * max(lane.rows, len(pack)), lane.padded_to[number]
+        else:
+            lengths = [priced.batch.lengths[at] for at in pack]
+            yield sum(lengths), max(lengths)
+
+
+def fillers(priced: PricedBatch, lane: PipelineDraft) -> list[int]:
+    """Tokens of padding that bring each pack of the lane to a size of the lattice; 0 where it fits none."""
+    lattice = priced.problem.lattice
+    if lattice is None:
+        return [0] * len(lane.packs)
+    tokens = [tokens for tokens, _ in _laid_out(priced, lane)]
+    return [lattice.size_of(each) - each if each <= lattice.sizes[-1] else 0 for each in tokens]
+
+
+def _filler_times_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
+    """Seconds per stage that filling up adds to each pack of the lane."""
+    longest = np.array([longest for _, longest in _laid_out(priced, lane)], dtype=np.int64)
+    wholes, rests = np.divmod(np.array(fillers(priced, lane), dtype=np.int64), longest)
+    runs = lane.runs or (lane.kind,) * len(lane.packs)
+    added_s = np.zeros(len(lane.packs))
+    for kind in dict.fromkeys(runs):
+        mine = np.array([run is kind for run in runs])
+        rests_s = np.where(rests[mine] > 0, kind.times_s(np.maximum(rests[mine], 1)), 0.0)
+        added_s[mine] = wholes[mine] * kind.times_s(longest[mine]) + rests_s
+    each_s: list[float] = added_s.tolist()
+    return each_s
+
+
+def pipeline_time_s(times_s: list[float], num_stages: int, objective: Objective) -> float:
+    """Seconds of a pipeline from its packs' seconds per stage: flow shop, or Hydraulis' Eq. (1)."""
+    if not times_s:
+        return 0.0
+    longest = max(times_s)
+    if objective is Objective.MAX_TIMES_COUNT:
+        return longest * (num_stages - 1 + len(times_s))
+    return sum(times_s) + (num_stages - 1) * longest
+
+
+def step_times_s(priced: PricedBatch, arrangement: DraftPlan) -> tuple[float, float, float]:
+    """Predicted seconds of a step's phases, of the switches between them, and of its update."""
+    return _step_times_s(priced.problem, arrangement, _times_s(priced, arrangement))
+
+
+def _times_s(priced: PricedBatch, arrangement: DraftPlan) -> list[list[list[float]]]:
+    """Of each phase, each lane, each pack."""
+    return [[pack_times_s(priced, lane) for lane in phase] for phase in arrangement.phases]
+
+
+def _step_times_s(
+    problem: PlanningProblem, arrangement: DraftPlan, times_s: list[list[list[float]]]
+) -> tuple[float, float, float]:
+    phases_s = sum(
+        max(pipeline_time_s(packs_s, lane.kind.num_stages, problem.objective) for lane, packs_s in zip(phase, lanes_s))
+        for phase, lanes_s in zip(arrangement.phases, times_s)
+    )
+    cost = problem.cost
+    strategies = [strategy_of(phase) for phase in arrangement.phases]
+    switch_s = sum(cost.switch_s(before, after) for before, after in pairwise(strategies))
+    return phases_s, switch_s, max(cost.update_s(strategy) for strategy in strategies)
+
+
+def time_s(priced: PricedBatch, arrangement: DraftPlan) -> float:
+    """Predicted seconds of the whole step."""
+    return sum(step_times_s(priced, arrangement))
+
+
+def strategy_of(phase: Phase) -> Strategy:
+    """Schemes and ranks of a phase."""
+    return Strategy(schemes=tuple(lane.kind.scheme for lane in phase), ranks=tuple(lane.ranks for lane in phase))
+
+
+def to_plan(priced: PricedBatch, arrangement: DraftPlan, *, policy: str) -> StepPlan:
+    """The plan of an arrangement: priced, in issue order, checked to compute each sequence once and to fit.
+
+    Raises:
+        InfeasibleError: a pack exceeds a device's memory.
+    """
+    batch = priced.batch
+    times_s = _times_s(priced, arrangement)
+    phases_s, switch_s, update_s = _step_times_s(priced.problem, arrangement, times_s)
+    time_s, bound_s = phases_s + switch_s + update_s, arrangement.lower_bound_s + update_s
+    assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
+    plan = StepPlan(
+        step=batch.step,
+        policy=policy,
+        pipelines=tuple(
+            Pipeline(
+                ranks=lane.ranks,
+                scheme=lane.kind.scheme,
+                micro_batches=_micro_batches(priced, lane, packs_s, policy),
+                phase=number,
+                state_bytes=lane.kind.state_bytes,
+            )
+            for number, phase in enumerate(arrangement.phases)
+            for lane, packs_s in zip(phase, times_s[number])
+        ),
+        loss_normaliser=max(1, batch.num_targets),
+        update_s=update_s,
+        switch_s=switch_s,
+        time_s=time_s,
+        lower_bound_s=min(time_s, bound_s),  # sums in another order round differently
+    )
+    plan.check_covers(batch)
+    return plan
+
+
+def _micro_batches(
+    priced: PricedBatch, lane: PipelineDraft, times_s: list[float], policy: str
+) -> tuple[PlannedMicroBatch, ...]:
+    if not lane.packs:
+        return ()
+    batch, runs = priced.batch, lane.runs or (lane.kind,) * len(lane.packs)
+    packs = [
+        Pack(
+            ids=tuple([batch.ids[i] for i in held]),
+            lengths=tuple([batch.lengths[i] for i in held]),
+            padded_to=lane.padded_to[number] if lane.padded_to else 0,
+            rows=lane.rows,
+            filler=filler,
+        )
+        for number, (held, filler) in enumerate(zip(lane.packs, fillers(priced, lane)))
+    ]
+    tokens = np.array([pack.num_tokens for pack in packs])
+    comm_s, peaks = np.zeros(len(packs)), np.zeros(len(packs), dtype=np.int64)
+    for kind in dict.fromkeys(runs):
+        mine = np.array([run is kind for run in runs])
+        _check_fits(priced.problem, kind, [pack for pack, is_mine in zip(packs, mine) if is_mine], policy)
+        peaks[mine] = kind.peak_bytes(tokens[mine])
+        held = [pack.computed_lengths for pack, is_mine in zip(packs, mine) if is_mine]
+        flat = kind.cost.comm_times_s(np.fromiter(chain.from_iterable(held), dtype=np.int64), kind.scheme)
+        comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, held)])[:-1])
+    own = lane.kind.scheme
+    micro_batches = [
+        PlannedMicroBatch(
+            pack=pack,
+            time_s=time_s,
+            comm_s=float(comm),
+            peak_bytes=int(peak),
+            methods=None if run.scheme.methods == own.methods else run.scheme.methods,
+            recompute=None if run.scheme.recompute == own.recompute else run.scheme.recompute,
+        )
+        for pack, run, time_s, comm, peak in zip(packs, runs, times_s, comm_s, peaks)
+    ]
+    return tuple(sorted(micro_batches, key=lambda m: (-m.time_s, m.pack.ids)))
+
+
+def _check_fits(problem: PlanningProblem, kind: Candidate, packs: list[Pack], policy: str) -> None:
+    for pack in packs:
+        if pack.num_tokens > kind.max_tokens:
+            padded = f" padded to {pack.padded_to:,} tokens ({pack.num_tokens:,} in all)" if pack.padded_to else ""
+            way_out = "Lower plan.batch_size or data.max_length." if pack.padded_to else "Lower data.max_length."
+            raise InfeasibleError(
+                f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
+                f"{problem.needs(kind, pack.num_tokens)} {way_out}"
+            )

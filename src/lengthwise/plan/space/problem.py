@@ -1,0 +1,141 @@
+"""What every policy is given: the kinds it may use, the cluster they must tile, and typical batches to prepare for."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.specs import bytes_in_words, needed_and_available
+from lengthwise.data.size_buckets import SizeBuckets
+from lengthwise.plan.solve.shop import Certificate, Objective
+from lengthwise.plan.space.candidate import Candidate, Family
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanningProblem:
+    """One model on one cluster under one cost model."""
+
+    kinds: tuple[Candidate, ...]
+    """The pool. A certified bound speaks of all plans that use these schemes."""
+    num_devices: int
+    devices_per_node: int
+    memory_bytes: int
+    """Of one device; for messages only, the cost model knows the limit."""
+    max_length: int
+    """Longest sequence of the run, in tokens."""
+    samples: tuple[np.ndarray, ...] = ()
+    """Lengths of typical global batches, which proposals and tuning look at."""
+    batch_size: int | None = None
+    """Sequences per micro-batch of `padded`; None: the fastest that fits."""
+    one_shape: bool = False
+    """Whether `padded` gives every micro-batch of a step the same shape."""
+    lattice: SizeBuckets | None = None
+    """Sizes that every micro-batch is filled up to; None: any size."""
+    objective: Objective = Objective.FLOW_SHOP
+    overhead_per_sequence: bool = False
+    """Charge the overhead once per sequence, as Hydraulis' Eq. (1) reads, instead of once per micro-batch."""
+    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Policies by name, ready: some are moves of others, and preparing takes seconds."""
+
+    def __post_init__(self) -> None:
+        if not self.kinds:
+            raise InfeasibleError(f"no scheme fits a device of {bytes_in_words(self.memory_bytes)}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be prepared again."""
+        return {**self.__dict__, "prepared": {}}
+
+    @property
+    def cost(self) -> CostModel:
+        """What prices every kind."""
+        return self.kinds[0].cost
+
+    @cached_property
+    def leanest(self) -> Candidate:
+        """The kind that fits the longest sequence."""
+        return max(self.kinds, key=lambda kind: kind.max_tokens)
+
+    @cached_property
+    def families(self) -> dict[Family, tuple[Candidate, ...]]:
+        """The pool by what can stand in for one another, each from the most to the fewest tokens."""
+        families: dict[Family, list[Candidate]] = {}
+        for kind in self.kinds:
+            families.setdefault(kind.family, []).append(kind)
+        return {family: tuple(sorted(held, key=lambda k: -k.max_tokens)) for family, held in families.items()}
+
+    def check_fits(self, lengths: np.ndarray, ids: np.ndarray | None = None) -> None:
+        """Raise ``InfeasibleError`` if some sequence fits under no scheme: number, limit and way out."""
+        longest = int(np.argmax(lengths))
+        if lengths[longest] > self.leanest.max_tokens:
+            self.refuse(longest if ids is None else int(ids[longest]), int(lengths[longest]))
+
+    def refuse(self, sequence: int, length: int) -> None:
+        """Raise ``InfeasibleError`` for a sequence that is longer than ``leanest`` holds."""
+        kind = self.leanest
+        raise InfeasibleError(
+            f"sequence {sequence} ({length:,} tokens) {self.needs(kind, length)} "
+            f"Set data.max_length={kind.max_tokens} or less with data.over_length=split{self._leaner()}."
+        )
+
+    def needs(self, kind: Candidate, num_tokens: int) -> str:
+        """Why a micro-batch of ``num_tokens`` cannot run as ``kind``."""
+        if self.lattice is not None and num_tokens > self.lattice.sizes[-1]:
+            return f"exceeds the largest size that plan.shapes gives micro-batches ({self.lattice.sizes[-1]:,} tokens)."
+        if kind.token_limit and kind.max_tokens == kind.token_limit:
+            return f"exceeds plan.max_tokens ({kind.token_limit:,} tokens per micro-batch)."
+        needed, available = needed_and_available(int(kind.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
+        return f"needs {needed} per device under the leanest scheme, {kind.scheme.name}; a device has {available}."
+
+    def _leaner(self) -> str:
+        scheme = self.leanest.scheme
+        ways = [] if all(scheme.recompute) else ["plan.recompute=all"]
+        if scheme.degree < self.num_devices:
+            ways.append(f"a higher plan.max_degree (the pool reaches {scheme.degree})")
+        return "".join(f", or {way}" for way in ways)
+
+
+@dataclass(frozen=True, eq=False)
+class PricedBatch:
+    """A global batch with the times of its sequences under every kind asked for, computed once each."""
+
+    problem: PlanningProblem
+    batch: GlobalBatch
+    _times_s: dict[Candidate, np.ndarray] = field(default_factory=dict)
+    certificates: dict[Any, Certificate] = field(default_factory=dict)
+    """Bounds by placed strategy, proven once."""
+    arranged: dict[str, Any] = field(default_factory=dict)
+    """Arrangements by policy, of those that have planned the batch: some are moves of others."""
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """[num_sequences] tokens."""
+        return np.asarray(self.batch.lengths, dtype=np.int64)
+
+    def times_s(self, kind: Candidate) -> np.ndarray:
+        """[num_sequences] seconds per stage that each sequence adds to a micro-batch run as ``kind``.
+
+        With the overhead charged per sequence, it is in here.
+        """
+        if kind not in self._times_s:
+            extra = kind.overhead_s if self.problem.overhead_per_sequence else 0.0
+            self._times_s[kind] = kind.times_s(self.lengths) + extra
+        return self._times_s[kind]
+
+    def part(self, positions: np.ndarray) -> "PricedBatch":
+        """The sequences at ``positions`` as a batch of their own, with the times known so far."""
+        held = positions.tolist()
+        part = GlobalBatch(
+            step=self.batch.step,
+            ids=tuple([self.batch.ids[i] for i in held]),
+            lengths=tuple([self.batch.lengths[i] for i in held]),
+            objective=self.batch.objective,
+        )
+        return PricedBatch(self.problem, part, {kind: times_s[positions] for kind, times_s in self._times_s.items()})
+
+    def overhead_s(self, kind: Candidate) -> float:
+        """Seconds per stage of a micro-batch before its first sequence."""
+        return 0.0 if self.problem.overhead_per_sequence else kind.overhead_s

@@ -1,0 +1,161 @@
+"""Which schemes a cluster offers, what a run's batches look like: the planning problem they make."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice
+from typing import NoReturn
+
+import numpy as np
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.pipeline_config import Method, PipelineConfig
+from lengthwise.core.specs import ClusterSpec, needed_and_available
+from lengthwise.data.sampler import Sampler
+from lengthwise.plan.space.candidate import degrees_of, make_kinds, schemes_of, stages_of
+from lengthwise.plan.space.problem import PlanningProblem
+
+DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
+NUM_SAMPLES = 32
+"""Batches that proposals and tuning look at: fewer overfit heavy tails."""
+FEWEST_SAMPLES, SAMPLED_SEQUENCES = 8, 1 << 20
+"""Fewer batches, but these at least, where all of them together hold more than so many sequences."""
+SAMPLES_SEED = 1 << 63
+"""Added to the run's seed: typical batches, but not the ones that are then planned."""
+RECOMPUTE_STEPS = 8
+"""Levels of recompute between none and all that `auto` may choose."""
+
+
+class RecomputeMode(StrEnum):
+    """Which layers schemes may recompute in the backward."""
+
+    AUTO = "auto"
+    NONE = "none"
+    ALL = "all"
+
+    def levels(self, num_layers: int) -> tuple[int, ...]:
+        """Numbers of recomputed layers: none, all, or both and every eighth of the layers between them."""
+        if self is RecomputeMode.AUTO:
+            return tuple(sorted({num_layers * k // RECOMPUTE_STEPS for k in range(RECOMPUTE_STEPS + 1)}))
+        return (0,) if self is RecomputeMode.NONE else (num_layers,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """Limits of the schemes that policies may use; None: none but the cluster's."""
+
+    max_degree: int | None = None
+    max_stages: int | None = None
+    methods: tuple[Method, ...] = DEFAULT_METHODS
+    recompute: RecomputeMode = RecomputeMode.AUTO
+    degree: int | None = None
+    """Exactly so many devices per stage."""
+    head_layers: float = 0.0
+    """Layers that cost as much as the head; the last stage holds fewer for it."""
+
+    def __post_init__(self) -> None:
+        for name, limit in (("max_degree", self.max_degree), ("max_stages", self.max_stages)):
+            if limit is not None and limit < 1:
+                raise InputError(f"{name} must be at least 1, not {limit}")
+
+    def schemes(
+        self, num_layers: int, cluster: ClusterSpec, *, recomputed: Sequence[int] | None = None
+    ) -> list[PipelineConfig]:
+        """Every scheme within the limits on ``cluster``; with these numbers of recomputed layers, if given."""
+        degrees = [self.degree] if self.degree else degrees_of(cluster.num_devices, cluster.devices_per_node)
+        stages = stages_of(cluster.num_devices, num_layers)
+        return schemes_of(
+            num_layers,
+            degrees=[degree for degree in degrees if degree <= (self.max_degree or degree)],
+            stages=[count for count in stages if count <= (self.max_stages or count)],
+            methods=self.methods,
+            recomputed=self.recompute.levels(num_layers) if recomputed is None else recomputed,
+            head_layers=self.head_layers,
+        )
+
+
+def make_problem(
+    cost: CostModel,
+    *,
+    cluster: ClusterSpec,
+    num_layers: int,
+    max_length: int,
+    pool: SearchSpace,
+    samples: Iterable[np.ndarray] = (),
+    token_limit: int | None = None,
+) -> PlanningProblem:
+    """What every policy is given, with the pool of schemes that ``cost`` knows and a device can hold.
+
+    Args:
+        cost: prices the schemes.
+        cluster: the devices that plans must tile.
+        num_layers: of the model.
+        max_length: the longest sequence of the run, in tokens.
+        pool: which schemes.
+        samples: lengths of typical global batches.
+        token_limit: most tokens of a micro-batch, where fewer than memory holds are wanted.
+
+    Raises:
+        InfeasibleError: under no scheme does even the model state fit.
+    """
+    schemes = pool.schemes(num_layers, cluster)
+    kinds = make_kinds(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    if not kinds:
+        _refuse(schemes, cost, cluster, pool)
+    return PlanningProblem(
+        kinds=kinds,
+        num_devices=cluster.num_devices,
+        devices_per_node=cluster.devices_per_node,
+        memory_bytes=cluster.device.memory_bytes,
+        max_length=max_length,
+        samples=tuple(samples),
+    )
+
+
+def _refuse(schemes: Sequence[PipelineConfig], cost: CostModel, cluster: ClusterSpec, pool: SearchSpace) -> NoReturn:
+    """Say what the leanest scheme needs before its first token."""
+    needed: dict[PipelineConfig, int] = {}
+    for scheme in schemes:
+        with suppress(InputError):  # no costs for it
+            needed[scheme] = int(cost.peak_bytes(1, scheme, num_devices=cluster.num_devices))
+    if not needed:
+        raise InfeasibleError("no scheme of the pool has costs; allow other methods, degrees or stages")
+    leanest = min(needed, key=lambda scheme: needed[scheme])
+    limits = [name for name, limit in (("degree", pool.max_degree), ("stages", pool.max_stages)) if limit is not None]
+    more = f", a higher limit of {' and '.join(limits)}" if limits else ""
+    least, available = needed_and_available(needed[leanest], cluster.device.memory_bytes)
+    raise InfeasibleError(
+        f"no scheme fits: the leanest, {leanest.name}, takes {least} per device for weights, gradients and its share "
+        f"of the optimizer, one token included; a device has {available}. Use devices with more memory, more of "
+        f"them{more} or a smaller model."
+    )
+
+
+def make_sampler(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Sampler:
+    """The stream of global batches within a token budget."""
+    return Sampler(lengths, seed=seed, tokens_per_step=tokens_per_step)
+
+
+def sample_lengths(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Iterator[np.ndarray]:
+    """Lengths of typical batches that are not those of ``seed``."""
+    other = (seed + SAMPLES_SEED) % (1 << 64)
+    return lengths_of(make_sampler(lengths, tokens_per_step=tokens_per_step, seed=other))
+
+
+def lengths_of(batches: Iterable[GlobalBatch]) -> Iterator[np.ndarray]:
+    """Lengths of the first ``NUM_SAMPLES`` batches; of fewer where they are large, for which a few are typical."""
+    num_sequences = 0
+    for number, batch in enumerate(islice(batches, NUM_SAMPLES)):
+        if number >= FEWEST_SAMPLES and num_sequences >= SAMPLED_SEQUENCES:
+            return
+        num_sequences += len(batch.lengths)
+        yield np.array(batch.lengths, dtype=np.int64)
+
+
+def first_batches(lengths: LengthIndex, *, tokens_per_step: int, seed: int, steps: int) -> list[GlobalBatch]:
+    """The first ``steps`` batches of the run."""
+    return list(islice(make_sampler(lengths, tokens_per_step=tokens_per_step, seed=seed), steps))

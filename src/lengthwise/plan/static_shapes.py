@@ -1,0 +1,68 @@
+"""Few sizes of micro-batches instead of any: what is compiled for fixed sizes then runs every plan.
+
+The sizes are chosen once, for the packs that the policy makes of typical batches, so that filling packs up to them adds
+the least padding. From then on every pack is filled up to the smallest of them that holds it, and none is made larger
+than the largest. Sizes divide by every degree, so that all ranks of a stage hold equally many tokens.
+"""
+
+from dataclasses import replace
+from math import lcm
+
+import numpy as np
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.data.size_buckets import MULTIPLE, SizeBuckets, packed_lattice
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.problem import PlanningProblem
+
+
+def with_shapes(planner: Planner, most: int) -> Planner:
+    """The planner with micro-batches of at most ``most`` sizes.
+
+    Raises:
+        InfeasibleError: no size that divides as it must holds the longest sequence and fits a device.
+    """
+    problem = planner.problem
+    multiple = MULTIPLE * lcm(*{kind.scheme.degree for kind in problem.kinds})
+    tops: dict[int, int] = {}
+    for kind in problem.kinds:
+        degree = kind.scheme.degree
+        tops[degree] = max(tops.get(degree, 0), kind.max_tokens // multiple * multiple)
+    needed = -(-problem.max_length // multiple) * multiple
+    if needed > (top := max(tops.values())):
+        raise InfeasibleError(
+            f"plan.shapes={most}: sizes are multiples of {multiple:,} tokens; the longest sequence, "
+            f"{problem.max_length:,} tokens, takes {needed:,}, and a micro-batch holds {top:,} at most. Raise "
+            "plan.max_tokens, lower data.max_length, or leave plan.shapes out"
+        )
+    packs = _typical_packs(planner, tops)
+    lattice = packed_lattice(packs, most=most, multiple_of=multiple, largest=problem.max_length)
+    return replace(planner, problem=filled_up(problem, lattice))
+
+
+def filled_up(problem: PlanningProblem, lattice: SizeBuckets) -> PlanningProblem:
+    """The problem with every micro-batch filled up to a size of ``lattice``.
+
+    Raises:
+        InfeasibleError: no kind holds the smallest size.
+    """
+    kinds = (replace(kind, sizes=lattice.sizes) for kind in problem.kinds)
+    return replace(problem, kinds=tuple(kind for kind in kinds if kind.max_tokens), lattice=lattice, prepared={})
+
+
+def share_sizes(problem: PlanningProblem) -> tuple[int, ...]:
+    """Tokens that one rank can hold of a micro-batch, the largest first: what is compiled for."""
+    found = {size // kind.scheme.degree for kind in problem.kinds for size in kind.sizes if size <= kind.max_tokens}
+    return tuple(sorted(found, reverse=True))
+
+
+def _typical_packs(planner: Planner, tops: dict[int, int]) -> np.ndarray:
+    """Tokens of the packs of the samples' plans, none above what its degree may be filled up to."""
+    found = []
+    for step, lengths in enumerate(planner.problem.samples):
+        batch = GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist()))
+        for pipeline in planner(batch).pipelines:
+            top = tops[pipeline.scheme.degree]
+            found += [min(micro_batch.pack.num_tokens, top) for micro_batch in pipeline.micro_batches]
+    return np.array(found or [planner.problem.max_length], dtype=np.int64)

@@ -1,0 +1,139 @@
+"""Policies that run every step as equal pipelines of one scheme; they differ in which packs each pipeline is dealt."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from lengthwise.plan.solve.binpack import first_fit_decreasing
+from lengthwise.plan.solve.shop import Machines, certify
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
+from lengthwise.plan.space.placement import place
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+Pack = tuple[int, ...]
+"""Positions in the batch of the sequences of one micro-batch."""
+Deal = Callable[[PricedBatch, Candidate, int], Sequence[Sequence[Pack]]]
+"""From a batch, the kind and the number of pipelines to the packs of each pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EqualPipelines:
+    """One policy with its tuned scheme."""
+
+    problem: PlanningProblem
+    kind: Candidate
+    deal: Deal
+    is_padded: bool = False
+    """Whether each micro-batch is padded to its longest sequence."""
+    rows: int = 0
+    """Where set, every micro-batch of a step is padded to one shape: this many of the step's longest sequence."""
+    setting: str = ""
+    """What else was tuned, as tables show it."""
+
+    @cached_property
+    def num_pipelines(self) -> int:
+        """Pipelines side by side; they tile the cluster."""
+        return self.problem.num_devices // self.kind.num_devices
+
+    @property
+    def name(self) -> str:
+        """Count and scheme, as tables show them: ``8 x <8,1> ulysses``."""
+        return f"{self.num_pipelines} x {self.kind.scheme.name}" + (f", {self.setting}" if self.setting else "")
+
+    def __call__(self, priced: PricedBatch) -> DraftPlan:
+        """The step's arrangement; bounded for every assignment of the batch to these pipelines."""
+        return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
+
+    def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
+        """The arrangement without its bound: one phase."""
+        dealt = self.deal(priced, self.kind, self.num_pipelines)
+        return (
+            tuple(
+                PipelineDraft(
+                    kind=self.kind,
+                    ranks=ranks,
+                    packs=tuple(packs),
+                    padded_to=tuple(self._padded_to(priced, pack) for pack in packs) if self.is_padded else (),
+                    rows=self.rows,
+                )
+                for ranks, packs in zip(self._ranks, dealt)
+            ),
+        )
+
+    def _padded_to(self, priced: PricedBatch, pack: Pack) -> int:
+        return int(priced.lengths.max()) if self.rows else longest(priced, pack)
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the micro-batches take at least; cheap."""
+        return strategy_floor_s(priced, self.kind, np.arange(len(priced.lengths)))
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that no assignment of the batch to these pipelines beats, the update left out."""
+        return strategy_bound_s(priced, self.kind)
+
+    @cached_property
+    def _ranks(self) -> list[tuple[int, ...]]:
+        return ranks_of(self.problem, self.kind)
+
+
+def ranks_of(problem: PlanningProblem, kind: Candidate) -> list[tuple[int, ...]]:
+    """Ranks of each of the equal pipelines of ``kind`` that tile the cluster."""
+    count = problem.num_devices // kind.num_devices
+    return [ranks for _, ranks in place([(kind, count)], problem.num_devices, problem.devices_per_node)]
+
+
+def strategy_floor_s(priced: PricedBatch, kind: Candidate, positions: np.ndarray) -> float:
+    """Seconds of the sequences at ``positions`` at least: every pipeline of ``kind`` busy, the longest one alone."""
+    times_s, overhead_s = priced.times_s(kind)[positions], priced.overhead_s(kind)
+    fewest = -(-int(priced.lengths[positions].sum()) // kind.max_tokens)
+    even_s = (float(times_s.sum()) + fewest * overhead_s) * kind.num_devices / priced.problem.num_devices
+    return max(even_s, kind.num_stages * (float(times_s.max()) + overhead_s))
+
+
+def strategy_bound_s(priced: PricedBatch, kind: Candidate) -> float:
+    """Seconds that the batch takes at least on equal pipelines of ``kind``, however it is assigned and packed.
+
+    0 if a sequence fits on none of them: there is no plan to bound.
+    """
+    problem = priced.problem
+    if int(priced.lengths.max()) > kind.max_tokens:
+        return 0.0
+    machines = Machines(
+        count=problem.num_devices // kind.num_devices,
+        stages=kind.num_stages,
+        setup=priced.overhead_s(kind),
+        capacity=kind.max_tokens,
+    )
+    return certify(priced.times_s(kind)[None, :], priced.lengths, [machines], objective=problem.objective).bound
+
+
+def longest(priced: PricedBatch, pack: Pack) -> int:
+    """Tokens of the longest sequence of a pack."""
+    return max(priced.batch.lengths[at] for at in pack)
+
+
+FEW_SEQUENCES = 100_000
+"""Sequences of a batch up to which packs are remembered for many capacities, beyond for few."""
+
+
+def fill(lengths: tuple[int, ...], capacity: int) -> tuple[Pack, ...]:
+    """Packs of at most ``capacity`` tokens by first fit decreasing; a longer sequence has a pack of its own.
+
+    Remembered: while schemes are compared, most of them fill the same packs.
+    """
+    return (_fill_small if len(lengths) <= FEW_SEQUENCES else _fill_large)(lengths, max(capacity, max(lengths)))
+
+
+def _fill(lengths: tuple[int, ...], capacity: int) -> tuple[Pack, ...]:
+    return tuple(tuple(pack) for pack in first_fit_decreasing(lengths, capacity))
+
+
+_fill_small, _fill_large = lru_cache(maxsize=64)(_fill), lru_cache(maxsize=2)(_fill)
+
+
+def in_turn(packs: Sequence[Pack], num_pipelines: int) -> list[Sequence[Pack]]:
+    """Packs of each pipeline: dealt like cards, so that their numbers differ by one at most."""
+    return [packs[number::num_pipelines] for number in range(num_pipelines)]

@@ -1,0 +1,134 @@
+"""HotSPa: a homogeneous strategy per length range, switched within the step (Ge et al. 2024).
+
+Each range is a phase over all devices. Its sequences go to the pipeline with the least predicted work, longest first,
+and every pipeline packs its own to what memory holds, or finer where stages would idle. Between phases weights and
+gradients move, which the plan's time includes; a range without sequences in a step is skipped. Ranges and strategies
+are tuned: the best homogeneous strategy competes with the most promising cuts, found by dynamic programming over
+estimated times, all compared by planning the samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.solve.binpack import first_fit_decreasing
+from lengthwise.plan.solve.makespan import longest_first
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.uniform.equal_pipelines import Pack, ranks_of, strategy_bound_s, strategy_floor_s
+from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, propose_ranges
+from lengthwise.plan.uniform.tune import fastest, few_recomputes, tiles, tiling_kinds, tuning_batches
+
+ROUNDS = (1, 2, 4, 8, 16)
+"""Packs of a pipeline of several stages at least, where sequences are short enough."""
+CUTS = 8
+"""Ways to cut lengths into ranges that are planned in full."""
+
+
+def prepare(problem: PlanningProblem) -> "HotSpaPolicy":
+    """The ranges and strategies that are fastest on the problem's samples.
+
+    Raises:
+        InfeasibleError: no homogeneous scheme holds the longest sequence.
+    """
+    batches = tuning_batches(problem)
+    whole = [
+        HotSpaPolicy(problem=problem, ranges=(LengthRange(mode=mode, up_to=problem.max_length),))
+        for mode in _modes(tiling_kinds(problem, policy="hotspa"))
+    ]
+    modes = _modes(few_recomputes([kind for kind in problem.kinds if tiles(problem, kind)]))
+    cuts = [ranges for ranges in propose_ranges(problem, modes, batches) if len(ranges) > 1][:CUTS]
+    return fastest(
+        [fastest(whole, batches), *(HotSpaPolicy(problem=problem, ranges=ranges) for ranges in cuts)], batches
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HotSpaPolicy:
+    """The policy with given ranges."""
+
+    problem: PlanningProblem
+    ranges: tuple[LengthRange, ...]
+    """From short to long sequences; what is longer than the last is in it."""
+
+    def __post_init__(self) -> None:
+        limits = [held.up_to for held in self.ranges]
+        assert limits and limits == sorted(set(limits)), f"ranges must go from short to long sequences, not {limits}"
+
+    @property
+    def kind(self) -> Candidate:
+        """The scheme of the longest sequences."""
+        return self.ranges[-1].mode.kind
+
+    @property
+    def name(self) -> str:
+        """Count, scheme and longest length of each range, as tables show them."""
+        return ", ".join(
+            f"{self._count(held.mode.kind)} x {held.mode.kind.scheme.name} to {held.up_to:,} tokens"
+            for held in self.ranges
+        )
+
+    def __call__(self, priced: PricedBatch) -> DraftPlan:
+        """The step's arrangement; bounded for every way to run the batch on pipelines of these schemes."""
+        return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
+
+    def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
+        """The arrangement without its bound: a phase for each range that has sequences in this batch."""
+        return tuple(self._phase(priced, held.mode, positions) for held, positions in self._split(priced))
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the micro-batches take at least, cheaply: the floors of the phases."""
+        return sum(strategy_floor_s(priced, held.mode.kind, positions) for held, positions in self._split(priced))
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that no plan of these schemes beats, whatever the order and ranges, the update left out."""
+        return strategy_bound_s(priced, self.kind) if len(self.ranges) == 1 else self._pool_bound(priced)
+
+    @cached_property
+    def _pool_bound(self) -> SearchSpaceBound:
+        return SearchSpaceBound(self.problem, list(dict.fromkeys(held.mode.kind for held in self.ranges)))
+
+    @cached_property
+    def _ranks(self) -> dict[Candidate, list[tuple[int, ...]]]:
+        return {held.mode.kind: ranks_of(self.problem, held.mode.kind) for held in self.ranges}
+
+    def _count(self, kind: Candidate) -> int:
+        return self.problem.num_devices // kind.num_devices
+
+    def _split(self, priced: PricedBatch) -> list[tuple[LengthRange, np.ndarray]]:
+        """Ranges that have sequences in this batch, with the positions of these."""
+        limits = [held.up_to for held in self.ranges[:-1]]
+        numbers = np.searchsorted(limits, priced.lengths)
+        split = [(held, np.flatnonzero(numbers == number)) for number, held in enumerate(self.ranges)]
+        return [(held, positions) for held, positions in split if len(positions)]
+
+    def _phase(self, priced: PricedBatch, mode: RangeStrategy, positions: np.ndarray) -> Phase:
+        at = positions.tolist()
+        times_s = priced.times_s(mode.kind)[positions].tolist()
+        dealt = [[at[job] for job in held] for held in longest_first(times_s, self._count(mode.kind))]
+        return tuple(
+            PipelineDraft(kind=mode.kind, ranks=ranks, packs=_fill(priced.batch.lengths, held, mode))
+            for ranks, held in zip(self._ranks[mode.kind], dealt)
+        )
+
+
+def _fill(lengths: Sequence[int], positions: list[int], mode: RangeStrategy) -> tuple[Pack, ...]:
+    """Packs of one pipeline: as few as memory allows, but ``rounds`` where sequences are short enough."""
+    if not positions:
+        return ()
+    sizes = [lengths[at] for at in positions]
+    share = -(-sum(sizes) // mode.rounds)
+    packs = first_fit_decreasing(sizes, max(min(share, mode.kind.max_tokens), max(sizes)))
+    return tuple(tuple(positions[item] for item in pack) for pack in packs)
+
+
+def _modes(kinds: Sequence[Candidate]) -> list[RangeStrategy]:
+    return [
+        RangeStrategy(kind=kind, rounds=rounds)
+        for kind in kinds
+        for rounds in (ROUNDS if kind.num_stages > 1 else (1,))
+    ]

@@ -1,0 +1,139 @@
+"""Tuning: of all ways to set up a policy, the one that is fastest on typical batches. Exact on those it looks at.
+
+Published baselines are hand-tuned; one that is not would make any other policy look good. Set-ups are tried in the
+order of a floor below their time, and a trial ends as soon as floors alone show that it cannot win.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.pipeline_config import homogeneous
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+MAX_BATCHES = 8
+MAX_SEQUENCES = 6_000
+"""Of all batches looked at together; one batch is looked at however many it holds,"""
+MOST_SEQUENCES = 1 << 20
+"""up to this many: of a larger one, every so many sequences stand for all, the longest among them."""
+OCTAVES = 6
+"""Lengths of the made-up batch, where there is no sample: each half of the one before."""
+
+
+class Tunable(Protocol):
+    """A policy with one set-up."""
+
+    def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
+        """The arrangement of a step."""
+        ...
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the step takes at least, the update left out; cheaper to tell than ``phases``."""
+        ...
+
+
+AnyTunable = TypeVar("AnyTunable", bound=Tunable)
+
+
+def fastest(policies: Sequence[AnyTunable], batches: Sequence[PricedBatch]) -> AnyTunable:
+    """The policy with the least mean time over ``batches``; of equals the one with the lowest floor, then the first."""
+    floors_s = np.array([[policy.floor_s(batch) for batch in batches] for policy in policies])
+    best, best_s = None, np.inf
+    for number in np.argsort(floors_s.sum(axis=1), kind="stable").tolist():
+        total_s = float(floors_s[number].sum())
+        for batch, floor_s in zip(batches, floors_s[number].tolist()):
+            if total_s >= best_s:
+                break
+            total_s += time_s(batch, DraftPlan(phases=policies[number].phases(batch))) - floor_s
+        if total_s < best_s:
+            best, best_s = policies[number], total_s
+    assert best is not None, "a policy was given and its time is finite"
+    return best
+
+
+def tuning_batches(problem: PlanningProblem) -> list[PricedBatch]:
+    """The batches that tuning looks at: samples at even distances, or one made up of the longest length's halves.
+
+    The same ones for all policies, which share the times found.
+    """
+    if "tuning" not in problem.prepared:
+        problem.prepared["tuning"] = _tuning_batches(problem)
+    batches: list[PricedBatch] = problem.prepared["tuning"]
+    return batches
+
+
+def _tuning_batches(problem: PlanningProblem) -> list[PricedBatch]:
+    samples = problem.samples or (_octaves(problem),)
+    mean = sum(map(len, samples)) / len(samples)
+    count = int(np.clip(MAX_SEQUENCES // max(1.0, mean), 1, min(MAX_BATCHES, len(samples))))
+    chosen = [_thinned(samples[at * len(samples) // count]) for at in range(count)]
+    return [
+        PricedBatch(problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist())))
+        for step, lengths in enumerate(chosen)
+    ]
+
+
+def _thinned(lengths: np.ndarray) -> np.ndarray:
+    """The lengths of a batch, or about ``MOST_SEQUENCES`` of them in the same order."""
+    stride = -(-len(lengths) // MOST_SEQUENCES)
+    return lengths if stride == 1 else lengths[int(lengths.argmax()) % stride :: stride]
+
+
+def _octaves(problem: PlanningProblem) -> np.ndarray:
+    """As many tokens of each octave: a few sequences of the longest length, twice as many of half of it, and so on."""
+    few = max(1, problem.num_devices // 16)
+    return np.concatenate(
+        [np.full(few * 2**octave, max(1, problem.max_length // 2**octave)) for octave in range(OCTAVES)]
+    )
+
+
+def tiling_kinds(problem: PlanningProblem, *, policy: str) -> list[Candidate]:
+    """Kinds whose equal pipelines tile the cluster exactly and hold the longest sequence of the run.
+
+    Raises:
+        InfeasibleError: there is none.
+    """
+    tiling = [kind for kind in problem.kinds if tiles(problem, kind)]
+    fitting = [kind for kind in tiling if kind.max_tokens >= problem.max_length]
+    if fitting:
+        return few_recomputes(fitting)
+    if not tiling:
+        sizes = ", ".join(map(str, sorted({kind.num_devices for kind in problem.kinds})))
+        raise InfeasibleError(
+            f"policy {policy} tiles the cluster with equal pipelines; those of the pool occupy {sizes} devices, which "
+            f"do not divide {problem.num_devices}. Raise plan.max_degree or plan.max_stages, or set plan.policy=auto."
+        )
+    leanest = max(tiling, key=lambda kind: kind.max_tokens)
+    mixed = ", or plan.policy=auto" if problem.leanest.max_tokens >= problem.max_length else ""
+    raise InfeasibleError(
+        f"policy {policy} tiles the cluster with equal pipelines: a sequence of {problem.max_length:,} tokens "
+        f"{problem.needs(leanest, problem.max_length)} Set data.max_length={leanest.max_tokens} or less with "
+        f"data.over_length=split{mixed}."
+    )
+
+
+def few_recomputes(kinds: Sequence[Candidate]) -> list[Candidate]:
+    """Of kinds that differ in the number of recomputed layers alone, those with the fewest and the most.
+
+    More recompute than needed can only pay by the larger packs it allows, and then most by the largest.
+    """
+    alike: dict[object, list[Candidate]] = {}
+    for kind in kinds:
+        alike.setdefault((kind.family, kind.scheme.methods), []).append(kind)
+    kept = [sorted(held, key=lambda kind: kind.scheme.num_recomputed) for held in alike.values()]
+    return [kind for held in kept for kind in dict.fromkeys((held[0], held[-1]))]
+
+
+def tiles(problem: PlanningProblem, kind: Candidate) -> bool:
+    """Whether equal pipelines of ``kind`` tile the cluster exactly."""
+    return problem.num_devices % kind.num_devices == 0
+
+
+def update_s(problem: PlanningProblem, kind: Candidate) -> float:
+    """Seconds of a step outside its micro-batches, under equal pipelines of ``kind``."""
+    return kind.cost.update_s(homogeneous(kind.scheme, problem.num_devices))

@@ -1,0 +1,67 @@
+"""The page of a comparison: one HTML file that needs nothing else, neither script nor network."""
+
+from typing import Any
+
+from lengthwise.report.pages.compare_figures import (
+    length_figure,
+    scaling_figure,
+    speed_figure,
+    step_figures,
+    time_figure,
+)
+from lengthwise.report.pages.compare_results import (
+    COLUMNS,
+    ClusterResult,
+    Comparison,
+    certificate,
+    headline,
+    row,
+    tiles,
+)
+from lengthwise.report.pages.templates import render
+from lengthwise.report.units import count
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """The page; all text is escaped.
+
+    Args:
+        comparison: at least one policy of its first cluster can run.
+    """
+    clusters = [cluster for cluster in comparison.clusters if cluster.ranked]
+    assert clusters, "a page needs a policy that can run"
+    many = len(comparison.clusters) > 1
+    sizes = ", ".join(str(cluster.num_devices) for cluster in comparison.clusters)
+    return render("policies.html.j2", 
+        title=f"{comparison.model} on {sizes} {comparison.device}",
+        headlines=[headline(cluster) for cluster in clusters],
+        certificate="" if many else certificate(clusters[0]),
+        comparison=comparison,
+        scaling=scaling_figure(comparison.clusters) if len(clusters) > 1 else None,
+        clusters=[_section(cluster, many) for cluster in comparison.clusters],
+        lengths=length_figure(comparison),
+        styles=("report.css", "policies.css"),
+    )  # fmt: skip
+
+
+def _section(cluster: ClusterResult, many: bool) -> dict[str, Any]:
+    if not cluster.ranked:
+        return {"title": _title(cluster), "refused": _refusals(cluster), "tiles": []}
+    return {
+        "title": _title(cluster) if many else "",
+        "sentence": certificate(cluster) if many else "",
+        "tiles": tiles(cluster),
+        "columns": COLUMNS,
+        "rows": [row(cluster, one) for one in cluster.ranked],
+        "refused": _refusals(cluster),
+        "figures": [speed_figure(cluster), time_figure(cluster)],
+        "steps": step_figures(cluster),
+    }
+
+
+def _title(cluster: ClusterResult) -> str:
+    return f"{cluster.num_devices} devices, {count(cluster.tokens_per_step)} tokens a step"
+
+
+def _refusals(cluster: ClusterResult) -> list[tuple[str, str]]:
+    return [(", ".join(names), why) for why, names in cluster.refusals.items()]

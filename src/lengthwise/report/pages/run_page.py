@@ -1,0 +1,63 @@
+"""The page: one HTML file that needs nothing else, neither script nor network."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lengthwise.report.pages import run_figures as figures
+from lengthwise.report.pages import run_text as words
+from lengthwise.report.pages import runs_table as compare
+from lengthwise.report.pages.run_figures import RunReport
+from lengthwise.report.pages.templates import render
+from lengthwise.report.run_summary import slowest_steps
+
+
+def render_page(runs: Sequence[RunReport], *, trace: str = "", trace_note: str = "") -> str:
+    """The report of one run, or the comparison of several followed by each; all text is escaped.
+
+    Args:
+        runs: at least one.
+        trace: name of the trace file beside the page; empty: there is none.
+        trace_note: which steps the trace holds, a sentence.
+    """
+    assert runs, "a report needs a run"
+    names = compare.labels([run.summary for run in runs])
+    return render(
+        "report.html.j2",
+        title=runs[0].summary.name if len(runs) == 1 else f"{len(runs)} runs compared",
+        comparison=_comparison(runs) if len(runs) > 1 else None,
+        runs=[_section(run, name if len(runs) > 1 else run.summary.name) for run, name in zip(runs, names)],
+        trace=trace,
+        trace_note=trace_note,
+    )
+
+
+def _comparison(runs: Sequence[RunReport]) -> dict[str, Any]:
+    summaries = [run.summary for run in runs]
+    return {
+        "verdict": compare.verdict(summaries),
+        "columns": compare.columns(summaries),
+        "rows": compare.table(summaries),
+        "figures": compare.figures(runs),
+        "loss": compare.loss_figure(runs),
+    }
+
+
+def _section(run: RunReport, label: str) -> dict[str, Any]:
+    record, summary = run.record, run.summary
+    return {
+        "label": label,
+        "name": summary.name,
+        "headline": words.headline(summary, label=label),
+        "alarm": words.alarm(record, summary),
+        "tiles": words.tiles(summary),
+        "facts": words.what_ran(record, summary),
+        "time": figures.time_figure(run),
+        "lengths": figures.length_figure(run),
+        "loss": figures.loss_figure(run),
+        "steps": figures.step_figures(run),
+        "shares": figures.share_figures(run),
+        "prediction": figures.prediction_figure(run),
+        "slowest_columns": figures.SLOWEST_COLUMNS,
+        "slowest": figures.slowest_rows(slowest_steps(summary)),
+        "config": record.config_text,
+    }

@@ -1,1 +1,0 @@
-"""Any model: one's own ``nn.Module`` or one of Hugging Face, on token shards of dynamic degree."""

@@ -1,0 +1,134 @@
+"""A metric that is a function of the user's: imported by name, called with each sequence."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from importlib import import_module
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import nearest
+from lengthwise.index.store import TokenStore
+from lengthwise.runtime.analyze.blocks import Blocks, cut_blocks
+from lengthwise.runtime.analyze.request import AnalysisRequest
+
+SequenceFunction = Callable[[np.ndarray, int], float]
+
+_BLOCK_COST = 1 << 20
+_SEQUENCE_COST = 4096
+"""Tokens whose scoring takes as long as what a function does for a sequence of any length."""
+
+
+class FunctionScorer:
+    """Calls MODULE:FUNCTION as ``f(tokens, id)``, ``tokens`` being a read-only array of token ids."""
+
+    def __init__(self, request: AnalysisRequest, store: TokenStore) -> None:
+        self._label, self._store = request.target, store
+        self._module, self._function = _load(request.target)
+
+    def identity(self) -> dict[str, Any]:
+        """The function's name, and a digest of the file it is in."""
+        file = getattr(self._module, "__file__", None)
+        source = blake2b(Path(file).read_bytes(), digest_size=8).hexdigest() if file and Path(file).is_file() else ""
+        return {"kind": "function", "function": self._label, "source_digest": source}
+
+    def blocks(self) -> Blocks:
+        """In corpus order, as files are read fastest."""
+        lengths = self._store.lengths.lengths
+        ids = np.arange(len(lengths))
+        return cut_blocks(ids, lengths, block_cost=_BLOCK_COST, sequence_cost=_SEQUENCE_COST)
+
+    def start(self, device: torch.device) -> None:
+        """Nothing: the function is imported."""
+
+    def score(self, ids: np.ndarray) -> np.ndarray:
+        """One number per sequence: int64 if all are whole numbers, float32 if all are, else float64.
+
+        Raises:
+            InputError: the function fails, or returns what is not one finite number.
+        """
+        with _exits_raised():
+            values = [self._call(id) for id in ids.tolist()]
+        return np.array(values, dtype=np.result_type(*{np.dtype(type(value)) for value in values}))
+
+    def _call(self, id: int) -> Any:
+        tokens = self._store.tokens(id)
+        try:
+            value = self._function(tokens, id)
+        except (Exception, SystemExit) as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise InputError(
+                f"{self._label} fails on sequence {id} ({len(tokens):,} tokens): {type(error).__name__}: {error} "
+                f"({where.filename}, line {where.lineno})"
+            ) from error
+        return self._checked(value, id)
+
+    def _checked(self, value: object, id: int) -> np.number[Any]:
+        if not isinstance(value, Real | np.bool_):
+            shown = f"an array of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise InputError(
+                f"{self._label} returns {shown} for sequence {id}; it must return one number: an int or a float"
+            )
+        if isinstance(value, int | np.integer | np.bool_):
+            if not -(1 << 63) <= int(value) < 1 << 63:
+                raise InputError(f"{self._label} returns {value} for sequence {id}, beyond 64 bits; return a float")
+            return np.int64(value)
+        if not isfinite(value):
+            raise InputError(
+                f"{self._label} returns {value} for sequence {id}; a metric must be a finite number, so that sequences "
+                "can be ordered by it"
+            )
+        return np.float32(value) if isinstance(value, np.float32 | np.float16) else np.float64(value)
+
+
+@contextmanager
+def _exits_raised() -> Iterator[None]:
+    """Make ``os._exit`` raise in a function of the user's, which would end the analysis as if all had gone well."""
+    leave = os._exit
+
+    def raise_exit(status: int) -> NoReturn:
+        if current_thread() is main_thread():
+            raise SystemExit(f"os._exit({status})")
+        leave(status)
+
+    os._exit = raise_exit
+    try:
+        yield
+    finally:
+        os._exit = leave
+
+
+def _load(label: str) -> tuple[Any, SequenceFunction]:
+    """The module and the function of MODULE:FUNCTION, the current folder being looked in first."""
+    module_name, _, path = label.partition(":")
+    here = str(Path.cwd())
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = module = import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise InputError(
+                f"metric {label}: no module {error.name!r} in {here} or among the installed packages"
+            ) from None
+        raise InputError(f"metric {label}: importing {module_name} fails: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise InputError(f"metric {label}: importing {module_name} fails: {type(error).__name__}: {error}") from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            known = [other for other in vars(found) if not other.startswith("_")] if hasattr(found, "__dict__") else []
+            raise InputError(f"metric {label}: {module_name} has no {name!r}; {nearest(name, known)}")
+        found = getattr(found, name)
+    if not callable(found):
+        raise InputError(f"metric {label}: it is a {type(found).__name__}, not a function f(tokens, id)")
+    return module, found

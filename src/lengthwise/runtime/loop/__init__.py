@@ -1,0 +1,1 @@
+"""Prepared runs: steps of a user's own training loop."""

@@ -1,0 +1,152 @@
+"""Every collective operation of a run begins with all ranks saying which one it is.
+
+A user's loop may take ranks apart: ``if rank == 0: run.save(...)``, a ``break`` or a caught error on one rank. Ranks
+that go on to different operations would wait for each other for ever, or mix up what they send. So each operation
+begins with one all-gather of rows of one size, whichever it is: where the operations differ, every rank knows at once.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeVar
+
+import torch
+
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.differences import ranks_text
+from lengthwise.runtime.comm.objects import gather_json
+from lengthwise.runtime.comm.world import DistContext
+
+Result = TypeVar("Result")
+NUM_VALUES = 13
+"""Integers that a rank sends beside the operation, the step and the length of its note."""
+
+
+class RankOperation(IntEnum):
+    """What a rank is about to do with all others."""
+
+    BEGIN = 1
+    UPDATE = 2
+    LEAVE = 3
+    SKIP = 4
+    SAVE = 5
+    RESUME = 6
+
+    @property
+    def call(self) -> str:
+        """As it stands in a loop."""
+        calls = {RankOperation.BEGIN: "begin of a step", RankOperation.LEAVE: "end of a step that was left"}
+        method = {
+            RankOperation.UPDATE: "step.update()",
+            RankOperation.SKIP: "step.skip()",
+            RankOperation.SAVE: "run.save()",
+        }
+        return (calls | method).get(self, "run.resume()")
+
+    def at(self, step: int) -> str:
+        """In words."""
+        return {
+            RankOperation.BEGIN: f"began step {step}",
+            RankOperation.UPDATE: f"called step.update() of step {step}",
+            RankOperation.LEAVE: f"left step {step} without step.update()",
+            RankOperation.SKIP: f"called step.skip() of step {step}",
+            RankOperation.SAVE: f"called run.save() before step {step}",
+            RankOperation.RESUME: "called run.resume()",
+        }[self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What every rank said, by rank."""
+
+    operations: tuple[RankOperation, ...]
+    steps: tuple[int, ...]
+    values: tuple[tuple[int, ...], ...]
+    notes: tuple[str, ...]
+    """Empty strings where a rank has nothing to say."""
+
+    def column(self, number: int) -> tuple[int, ...]:
+        """One of the values, by rank."""
+        return tuple(row[number] for row in self.values)
+
+    def check_same(self, *also: RankOperation) -> None:
+        """Raise ``CheckError`` unless all ranks are at one operation, or at one of ``also``, of one step."""
+        if len(set(zip(self.operations, self.steps))) == 1:
+            return
+        if also and set(self.operations) <= set(also) and len(set(self.steps)) == 1:
+            return
+        done = [f"{ranks_text(ranks)} {place}" for place, ranks in self._ranks_by_place().items()]
+        raise CheckError(
+            f"{', '.join(done)}: all ranks have to make the same calls of a run in the same order; take them out of "
+            "`if rank == ...`, and let no rank leave the loop alone"
+        )
+
+    def _ranks_by_place(self) -> dict[str, list[int]]:
+        places: dict[str, list[int]] = {}
+        for rank, (operation, step) in enumerate(zip(self.operations, self.steps)):
+            places.setdefault(operation.at(step), []).append(rank)
+        return places
+
+    def notes_text(self) -> str:
+        """The notes with the ranks that have them; equal ones once."""
+        ranks: dict[str, list[int]] = {}
+        for rank, note in enumerate(self.notes):
+            if note:
+                ranks.setdefault(note, []).append(rank)
+        if len(self.notes) == 1:
+            return next(iter(ranks))
+        return "; ".join(f"{ranks_text(those)}: {note}" for note, those in ranks.items())
+
+
+def meet(
+    world: DistContext, operation: RankOperation, step: int, *, values: Sequence[int] = (), note: str = ""
+) -> Meeting:
+    """Say which operation this rank has come to, and hear the same of all others. One all-gather; a second with notes.
+
+    Raises:
+        CommunicationError: some rank does not come within the time limit, or is gone.
+    """
+    assert len(values) <= NUM_VALUES, "rows of all operations have one size"
+    ACTIVITY.begin(operation.call, step=step)
+    said = [int(operation), step, len(note), *values, *[0] * (NUM_VALUES - len(values))]
+    rows = gather_rows(torch.tensor(said, dtype=torch.int64, device=world.device)).tolist()
+    notes = gather_json(world, note) if any(row[2] for row in rows) else [""] * len(rows)
+    return Meeting(
+        operations=tuple(RankOperation(row[0]) for row in rows),
+        steps=tuple(row[1] for row in rows),
+        values=tuple(tuple(row[3:]) for row in rows),
+        notes=tuple(notes),
+    )
+
+
+def bits_of(value: float) -> int:
+    """The int64 with the bits of a float64."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def float_of(bits: int) -> float:
+    """The float64 with the bits of an int64."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def together(world: DistContext, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns, which needs no other rank; where it fails on any rank, no rank goes on without it.
+
+    Raises:
+        InputError: it failed on another rank; where it failed here, its own error.
+    """
+    result, own = None, None
+    try:
+        result = work()
+    except LengthwiseError as error:
+        own = error
+    errors = gather_json(world, str(own) if own is not None else None)
+    if own is not None:
+        raise own
+    failed = [rank for rank, error in enumerate(errors) if error is not None]
+    if failed:
+        raise InputError(f"{ranks_text(failed)} cannot go on: {errors[failed[0]]}")
+    return result  # type: ignore[return-value]

@@ -1,0 +1,106 @@
+"""Frozen models beside the one that is trained: teachers and reference models, exact on shards of packs, without state.
+
+They are intercepted as the trained model is, compute without gradients, and are whole on every rank.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.verify.trace import LENGTHS, synthetic
+from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""Largest difference of outputs over the largest output, that rounding explains; of other dtypes:"""
+LOW_PRECISION = 5e-2
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+
+def adapt_frozen(run: "Run", model: nn.Module, *, layers: str | None, check: bool) -> WrappedModel:
+    """Have ``model`` compute micro-batches of ``run``, and compare a pack with its sequences alone.
+
+    Raises:
+        InputError: it shares parts with a prepared model, or attends in a way that cannot be sharded.
+        CheckError: its outputs on a pack are not those on single sequences.
+    """
+    if any(part is other for part in model.modules() for taken in run.models for other in taken.modules()):
+        raise InputError(
+            f"{type(model).__name__} is prepared already, or has parts of a prepared model; give a model of its own, "
+            "such as copy.deepcopy(model)"
+        )
+    model.to(run.world.device)
+    adapted = WrappedModel(model, objective=run.adapted.objective, layers=layers, is_frozen=True)
+    try:
+        with synthetic(run, LENGTHS):
+            adapted.learn([lambda: _output(run, adapted, (0,)), lambda: _output(run, adapted, (1,))], LENGTHS)
+            adapted.script = _script(run, adapted)
+            if check:
+                _check(run, adapted)
+    except BaseException:
+        adapted.release()
+        raise
+    return adapted
+
+
+def _micro_batch(run: "Run", sequences: tuple[int, ...], events: list[Event] | None = None) -> MicroBatch:
+    lengths = tuple(LENGTHS[number] * run.feeding.slot_tokens for number in sequences)
+    pack = Pack(ids=sequences, lengths=lengths)
+    shard = PackShard(
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
+        device=run.world.device, events=events,
+    )  # fmt: skip
+    return run.make(shard, pack)
+
+
+def _output(run: "Run", adapted: WrappedModel, sequences: tuple[int, ...]) -> Any:
+    micro_batch = _micro_batch(run, sequences)
+    with active(micro_batch.shard):
+        return adapted.model(**adapted.inputs_of(micro_batch))
+
+
+def _script(run: "Run", adapted: WrappedModel) -> ExchangeScript:
+    """Its calls of attention; there is no backward."""
+    events: list[Event] = []
+    micro_batch = _micro_batch(run, (0,), events)
+    with active(micro_batch.shard):
+        adapted.model(**adapted.inputs_of(micro_batch))
+    calls = micro_batch.shard.attended
+    return ExchangeScript(calls={number: call for (_, number), call in zip(events, calls, strict=True)})
+
+
+def _check(run: "Run", adapted: WrappedModel) -> None:
+    """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves."""
+    model, training = adapted.model, adapted.model.training
+    model.eval()
+    try:
+        packed = _slots(_output(run, adapted, (0, 1)), sum(LENGTHS))
+        alone = []
+        for number in (0, 1):
+            with adapted.plain():
+                alone.append(_slots(_output(run, adapted, (number,)), LENGTHS[number]))
+    finally:
+        model.train(training)
+    for of_pack, *parts in zip(packed, *alone):
+        together, apart = of_pack.detach(), torch.cat(parts).detach()
+        limit = TOLERANCE.get(together.dtype, LOW_PRECISION)
+        if not float((together - apart).abs().max()) <= limit * max(1e-6, float(apart.abs().max())):
+            raise CheckError(
+                f"{type(model).__name__} computes other outputs for two sequences in one pack than for each alone; its "
+                "tokens meet elsewhere than in attention. Call it on whole sequences before the run, and keep what it "
+                "says as a column of the corpus"
+            )
+
+
+def _slots(output: Any, num_slots: int) -> list[Tensor]:
+    """What it returned with one row for each slot: [slots, ...]."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [leaf[0] for leaf in leaves if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots)]

@@ -1,0 +1,31 @@
+"""What a user's loop did by hand to a model, its weights or its gradients while it was prepared."""
+
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.watched_parameters import WatchedParameters
+from lengthwise.runtime.state.sharded import ShardedState
+
+
+def gradient_problem(state: ShardedState | Fsdp2State, version: int) -> str:
+    """What was done to gradients since they had ``version``, if anything was."""
+    if (name := state.detached_gradient()) is not None:
+        return (
+            f"the gradient of {name} was taken away, by optimizer.zero_grad(), model.zero_grad() or "
+            f"{name}.grad = ...; leave that out, step.update() begins anew"
+        )
+    if version != state.gradient_version:
+        return (
+            "gradients were changed between step.backward(loss) calls, by loss.backward(), clip_grad_norm_, "
+            "scaler.unscale_, zero_grad() or by hand; leave that out: step.backward(loss) is the backward, and "
+            "step.update() sums over ranks, clips by clip_norm= of prepare, and begins anew"
+        )
+    return ""
+
+
+def inspect(state: ShardedState | Fsdp2State, parameters: WatchedParameters) -> tuple[str, int, bool]:
+    """What is wrong with the model, the fingerprint of this rank's weights, and whether they were changed."""
+    problem = parameters.problem()
+    if problem or isinstance(state, Fsdp2State):
+        return problem, 0, False
+    local = state.local_weights()
+    problem = local.bring_back()
+    return problem, 0 if state.world.size == 1 else local.fingerprint(), local.is_changed

@@ -1,0 +1,75 @@
+"""Pipelines of a plan as a model that is not ours computes them."""
+
+from typing import TYPE_CHECKING
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.step_plan import PlannedMicroBatch as Planned
+from lengthwise.runtime.loop.call_order import RankOperation, meet
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.micro_batch import laid_out
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+
+def make_shard(run: "Run", step: int, pipeline: Pipeline, planned: Planned, *, is_alone: bool = False) -> PackShard:
+    """This rank's slots of a planned micro-batch; all of them where it ``is_alone``."""
+    world, feeding = run.world, run.feeding
+    group = run.alone if is_alone else world.groups.of(tuple(sorted(pipeline.ranks)))
+    assert group is not None, "a rank computes in pipelines that it is in"
+    ids = []
+    pack = laid_out(planned.pack, group.size, feeding)
+    for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
+        ids += [sequence] if length == computed else [sequence, -1]
+    return PackShard(
+        step=step,
+        seed=run.seed,
+        ids=tuple(ids),
+        cu_seqlens=feeding.cu_seqlens(pack),
+        group=group,
+        device=world.device,
+        recompute=pipeline.recompute_of(planned),
+    )
+
+
+def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
+    """Raise ``InputError`` naming what of a plan is not for a model that is not ours."""
+    where = f"plan for step {plan.step}"
+    if plan.num_devices != num_ranks:
+        raise InputError(f"{where} is for {plan.num_devices} ranks, the run has {num_ranks}; plan again")
+    for number, pipeline in enumerate(plan.pipelines):
+        scheme = pipeline.scheme
+        if scheme.num_stages != 1 or scheme.num_layers != num_layers:
+            raise InputError(
+                f"{where}: pipelines[{number}] has stages of {scheme.stage_layers} layers; a model that is not ours is "
+                f"computed in one stage of {num_layers}"
+            )
+        used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
+        if not used <= {"dense", "ulysses"}:
+            raise InputError(
+                f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: ulysses, dense"
+            )
+
+
+def agree_to_begin(plan: StepPlan, clock: StepClock, problem: str) -> None:
+    """Check that all ranks hold the same plan, and set the clock's zero; ``problem``: what is wrong with this rank's
+    model, if anything is.
+
+    Raises:
+        CheckError: plans differ, ranks are at different operations, or a model is not as it was prepared.
+    """
+    values = [int(plan.digest, 16) - (1 << 63), int(clock.since_start_s() * 1e9)]
+    met = meet(clock.world, RankOperation.BEGIN, plan.step, values=values, note=problem)
+    met.check_same()
+    clock.align(max(met.column(1)) / 1e9)
+    if any(met.notes):
+        raise CheckError(f"step {plan.step}: {met.notes_text()}")
+    digests = met.column(0)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, value in enumerate(digests) if value != digests[0])
+        raise CheckError(
+            f"step {plan.step}: rank {other} plans {digests[other] + (1 << 63):016x}, rank 0 plans "
+            f"{digests[0] + (1 << 63):016x}; the ranks see different data, profiles or versions"
+        )

@@ -1,0 +1,390 @@
+"""A prepared run: global batches, their plans, and steps for the user's loop."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.timeline import SpanKind
+from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.runtime.comm.consensus import require_equal
+from lengthwise.runtime.comm.differences import ranks_text
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.call_order import Meeting, RankOperation, meet, together
+from lengthwise.runtime.loop.frozen_models import adapt_frozen
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State, wrapped_modules
+from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect
+from lengthwise.runtime.loop.planned_pipelines import agree_to_begin, check_executable
+from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
+from lengthwise.runtime.loop.shared_reads import digested
+from lengthwise.runtime.loop.step import Step
+from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
+from lengthwise.runtime.loop.watched_parameters import WatchedParameters
+from lengthwise.runtime.loop.workers import ItemReaders, read_ahead
+from lengthwise.runtime.models.checksum import weight_checksums
+from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.device_meter import DeviceMeter
+from lengthwise.runtime.train.trainer import BatchStream
+from lengthwise.runtime.verify.trace import nothing_to_learn
+from lengthwise.runtime.wrap import context as shards
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.exchange_script import ExchangeScript
+from lengthwise.runtime.wrap.loss_check import LossCheck
+from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
+from lengthwise.runtime.wrap.preserved_state import untouched
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+
+Planner = Callable[[GlobalBatch], StepPlan]
+
+
+_log = logging.getLogger("lengthwise")
+
+MOST_ATTEMPTS = 10
+"""How often one step may be given up and come again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchFailure:
+    """A micro-batch that did not fit, and where."""
+
+    rank: int
+    pipeline: int
+    micro_batch: int
+
+
+class Run:
+    """What ``prepare`` returns. Every rank makes the same and does the same with it."""
+
+    def __init__(
+        self,
+        adapted: WrappedModel,
+        world: DistContext,
+        *,
+        stream: BatchStream,
+        planner: Planner,
+        feeding: PackCollator,
+        optimizer: OptimizerSettings,
+        lr: Callable[[int], float],
+        clip_norm: float = 1.0,
+        num_steps: int,
+        seed: int = 0,
+    ) -> None:
+        self.adapted, self.world, self.stream, self.planner = adapted, world, stream, planner
+        self.feeding, self.lr, self.clip_norm, self.seed = feeding, lr, clip_norm, seed
+        self.num_steps, self.next_step = num_steps, 0
+        self.meter = DeviceMeter(world.device)
+        self.state = self._make_state(optimizer)
+        self.state.hold_everything()
+        self.alone = Group(rank=0)
+        self.parameters = WatchedParameters(adapted.model)
+        self.seen_scripts: tuple[ExchangeScript, ...] = ()
+        """Exchanges of the forwards of a micro-batch, as the loop last called them."""
+        self.loss_check = LossCheck()
+        self.counts_targets = False
+        """Whether the targets of a step are counted before its first backward, where labels leave out some."""
+        self._frozen: list[WrappedModel] = []
+        self.unprepared = UnpreparedModels(lambda: self.models, lambda: adapted.is_plain)
+        self.skipped: list[int] = []
+        """Numbers of steps that ``step.skip()`` left out."""
+        self._step: Step | None = None
+        self._batch: GlobalBatch | None = None
+        """Of a step that is not done."""
+        self._stream_state: dict[str, Any] = {}
+        """Of the stream before that."""
+        self._attempt, self._last_failure = 0, ""
+        self.readers: ItemReaders | None = None
+        self.on_void: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None
+        """Told on every rank which micro-batches did not fit, before the step is planned again."""
+        self.on_finish: Callable[[Step], None] | None = None
+        """Told on every rank of every step that is done."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own."""
+        return self.adapted.model
+
+    @property
+    def num_params(self) -> int:
+        """Trained parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.adapted.anatomy.parameters.values())
+
+    @property
+    def usual_scripts(self) -> tuple[ExchangeScript, ...]:
+        """Exchanges of the forwards that a micro-batch of this loop usually has; none where that is not known yet."""
+        is_known = not self._frozen and self.feeding.units is None
+        return self.seen_scripts or ((self.adapted.script,) if is_known else ())
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share the micro-batch of the moment, for collectives of one's own."""
+        return shards.current().group
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The trained model and the frozen ones beside it."""
+        return [adapted.model for adapted in (self.adapted, *self._frozen)]
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """The model as it was before, with today's weights: for evaluation and generation. So are frozen ones."""
+        with ExitStack() as stack:
+            for adapted in self._frozen:
+                stack.enter_context(adapted.plain())
+            yield stack.enter_context(self.adapted.plain())
+
+    def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
+        """Have a teacher or a reference model compute micro-batches beside the trained one; every rank calls this.
+
+        Call it in the loop as the trained model, such as ``teacher(**micro_batch.inputs)``. It computes without
+        gradients, has no state in checkpoints, and is whole on every rank. ``layers``: the name of its list of layers.
+
+        Raises:
+            InputError: it has parts of a prepared model, differs between ranks, or attends in an unknown way.
+            CheckError: its outputs on a pack are not those on single sequences.
+        """
+        with untouched(model):
+            require_equal(self.world, {"frozen": {"class": type(model).__qualname__, **weight_checksums(model)}})
+            adapted = together(self.world, lambda: adapt_frozen(self, model, layers=layers, check=check))
+        self._frozen.append(adapted)
+        return model
+
+    def steps(self) -> Iterator[Step]:
+        """Steps up to ``num_steps``; one that was given up comes again, planned anew.
+
+        A step is given up where a rank ran out of memory, where its update raised, and where a loop left it, by an
+        error that it caught or a ``break``. Called again, the steps go on where they were.
+
+        Raises:
+            CheckError: a step got no update, was given up too often, or ranks plan differently.
+        """
+        while True:
+            self._leave_unfinished()
+            if self.next_step >= self.num_steps:
+                return
+            self._step = self._begin()
+            yield self._step
+
+    def _leave_unfinished(self) -> None:
+        """Have all ranks forget what this rank's loop left unfinished."""
+        step, self._step = self._step, None
+        if step is None or step.is_over:
+            return
+        step.leave()
+        if step.is_iterated:
+            raise CheckError(f"step {step.number} got no step.update()")
+        _log.warning("%s; it comes again", self._last_failure)
+
+    def _begin(self) -> Step:
+        """The next step, or once more the one that was given up."""
+        if self._batch is None:
+            self._stream_state = self.stream.state_dict()
+            self._batch, self._attempt = next(self.stream), 0
+        elif self._attempt >= MOST_ATTEMPTS:
+            raise CheckError(
+                f"step {self.next_step} was given up {self._attempt + 1} times, the last time because of this: "
+                f"{self._last_failure}. Leave it out with step.skip() on every rank, or mend the cause"
+            )
+        else:
+            self._attempt += 1
+        ACTIVITY.begin("plan", step=self.next_step)
+        clock = StepClock(self.world)
+        with clock.span(SpanKind.PLAN, "plan"):
+            plan = self.planner(self._batch)
+        plan.check_covers(self._batch)
+        check_executable(plan, self.adapted.anatomy.num_layers, self.world.size)
+        agree_to_begin(plan, clock, self.parameters.problem())
+        self._make_groups(plan)
+        self.state.clear_gradient()
+        return Step(self, plan, clock, attempt=self._attempt)
+
+    def make(self, shard: PackShard, pack: Pack) -> MicroBatch:
+        """The micro-batch of a shard."""
+        feeding = self.feeding if shard.group.size == 1 else digested(self.feeding, shard)
+        return MicroBatch(shard, pack, feeding, make_inputs=self.adapted.inputs_of)
+
+    @property
+    def gradient_version(self) -> int:
+        """Grows with whatever is done to gradients."""
+        return self.state.gradient_version
+
+    def gradient_problem(self, version: int) -> str:
+        """What a loop did to gradients since they had ``version``, if it did anything."""
+        return gradient_problem(self.state, version)
+
+    def check_gradients(self, version: int) -> None:
+        """Raise ``CheckError`` if gradients no longer land where they are summed, or were changed by hand."""
+        if problem := self.gradient_problem(version):
+            raise CheckError(problem)
+
+    def discard(self) -> None:
+        """Forget gradients that belong to no step."""
+        self.state.discard_gradient()
+
+    def inspect(self) -> tuple[str, int, bool]:
+        """What is wrong with the model, the fingerprint of this rank's weights, and whether a loop changed them."""
+        return inspect(self.state, self.parameters)
+
+    def take_over_changes(self, met: Meeting, where: str, *, columns: tuple[int, int]) -> None:
+        """Keep what loops did to weights between updates, if every rank's did the same.
+
+        ``columns``: of the meeting, where the fingerprint and the flag are that :meth:`inspect` gave.
+
+        Raises:
+            CheckError: copies of the model differ between ranks.
+        """
+        fingerprints = met.column(columns[0])
+        other = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+        if other:
+            self.discard()
+            message = (
+                f"{where}: the weights on {ranks_text(other)} are not those on rank 0, so a loop changed them in some "
+                "ranks alone; change weights in the same way on every rank, or on none"
+            )
+            self.note_failure(message)
+            raise CheckError(message)
+        if any(met.column(columns[1])) and not isinstance(self.state, Fsdp2State):
+            self.state.local_weights().adopt()
+            self._tell("%s: weights were changed by hand since the last update; the change is kept", where)
+
+    def give_up(self, step: Step, met: Meeting) -> None:
+        """Forget all of a step in which a rank ran out of memory, and learn from it. Every rank calls this.
+
+        Raises:
+            InfeasibleError: it was planned anew as often as is worth while.
+        """
+        self.discard()
+        failures = tuple(
+            MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index)
+            for rank, (pipeline, index) in enumerate(zip(met.column(2), met.column(3)))
+            if pipeline >= 0
+        )
+        failed = failures[0]
+        pack = step.plan.pipelines[failed.pipeline].micro_batches[failed.micro_batch].pack
+        reason = (
+            f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens"
+        )
+        self.note_failure(reason)
+        if self.on_void is None or step.attempt >= MOST_ATTEMPTS:
+            raise InfeasibleError(
+                f"{reason}, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
+            )
+        self.on_void(step, failures)
+
+    def note_failure(self, reason: str) -> None:
+        """Remember why the step comes again."""
+        self._last_failure = reason
+
+    def note_skipped(self, step: Step) -> None:
+        """A step is left out; every rank calls this."""
+        self.skipped.append(step.number)
+        self._tell("step %d is skipped: %s", step.number, self._last_failure or "asked for by step.skip()")
+        self.finish(step)
+
+    def finish(self, step: Step) -> None:
+        """A step is done; every rank calls this."""
+        self.next_step += 1
+        self._batch, self._step, self._last_failure = None, None, ""
+        if self.on_finish is not None:
+            self.on_finish(step)
+
+    def save(self, folder: Path | str, *, keep: int = 3) -> Path:
+        """Write a checkpoint of weights, optimizer, stream and step, and return its path; every rank calls this.
+
+        Raises:
+            CheckError: ranks call different things, or a step is being computed.
+        """
+        state = self._saved_state()
+        self._come_between_steps("run.save()")
+        problem, fingerprint, is_changed = self.inspect()
+        values = [fingerprint, int(is_changed)]
+        met = meet(self.world, RankOperation.SAVE, self.next_step, values=values, note=problem)
+        met.check_same()
+        if any(met.notes):
+            raise CheckError(f"run.save(): {met.notes_text()}")
+        self.take_over_changes(met, "run.save()", columns=(0, 1))
+        sampler = self.stream.state_dict() if self._batch is None else self._stream_state
+        extra = {
+            "step": self.next_step,
+            "sampler": sampler,
+            "skipped": self.skipped,
+            "buffers": buffers_to_save(self.model),
+        }
+        checkpoint.save(Path(folder), state, extra, keep=keep)
+        path = checkpoint.latest(Path(folder))
+        self._tell("saved step %d: %s", self.next_step, path)
+        return path
+
+    def _come_between_steps(self, call: str) -> None:
+        """Leave a step that an error ended; raise ``CheckError`` if one is being computed."""
+        step = self._step
+        if step is not None and not step.is_over and (step.is_being_computed or step.is_computed):
+            raise CheckError(f"{call} in the midst of step {step.number}; call it after step.update()")
+        self._leave_unfinished()
+
+    def resume(self, path: Path | str) -> int:
+        """Go on from a checkpoint, by any number of ranks; a folder of checkpoints stands for its newest.
+
+        Returns the step that is next.
+
+        Raises:
+            InputError: it is damaged, of another model or optimizer, or its data is not this run's.
+            CheckError: ranks call different things, or a step is being computed.
+        """
+        state = self._saved_state()
+        self._come_between_steps("run.resume()")
+        meet(self.world, RankOperation.RESUME, 0).check_same()
+        path = Path(path)
+        if not (path / checkpoint.STATE_FILE).is_file():
+            path = checkpoint.latest(path)
+        extra: dict[str, Any] = checkpoint.load(path, state)
+        restore_buffers(self.model, extra.get("buffers", {}), path)
+        self.stream.load_state_dict(extra["sampler"])
+        self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
+        self.state.hold_everything()
+        self._tell("going on with step %d: %s", self.next_step, path)
+        return self.next_step
+
+    def _tell(self, words: str, *values: object) -> None:
+        if self.world.is_first:
+            _log.info(words, *values)
+
+    def read_with(self, num_workers: int) -> None:
+        """Have so many processes read the sequences of each step from its start."""
+        self.readers, self.feeding = read_ahead(self.feeding, num_workers)
+
+    def close(self) -> None:
+        """Give the model back as it was, with today's weights."""
+        if self.readers is not None:
+            self.readers.close()
+        for adapted in (*self._frozen, self.adapted):
+            adapted.release()
+        self.state.let_go()
+
+    def _make_state(self, optimizer: OptimizerSettings) -> ShardedState | Fsdp2State:
+        model = self.adapted.model
+        if wrapped_modules(model):
+            return Fsdp2State(model, self.world, optimizer, close=lambda: nothing_to_learn(self))
+        return ShardedState(model, self.world, optimizer, table=self.adapted.anatomy.table())
+
+    def _saved_state(self) -> ShardedState:
+        if isinstance(self.state, Fsdp2State):
+            raise InputError(
+                "checkpoints of a model that FSDP2 holds are written with torch.distributed.checkpoint: "
+                "get_state_dict(model, run.state.optimizer) and run.stream.state_dict()"
+            )
+        return self.state
+
+    def _make_groups(self, plan: StepPlan) -> None:
+        """Every rank makes all groups of the step, in one order."""
+        self.world.groups.prepare((tuple(sorted(pipeline.ranks)), "") for pipeline in plan.pipelines)

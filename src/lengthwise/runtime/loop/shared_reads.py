@@ -1,0 +1,62 @@
+"""Digests of what a rank reads of sequences that it shares with others, who must have read the same."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.micro_batch import PackCollator, SequenceSource
+
+_SHIFT = 0x9E3779B1
+
+
+def digested(feeding: PackCollator, shard: PackShard) -> PackCollator:
+    """The same feeding, which adds a digest of whatever is first read of a sequence to ``shard``."""
+    labels, special = feeding.labels, feeding.special
+    return replace(
+        feeding,
+        source=_Digested(feeding.source, _noting(shard, 1)),
+        labels=None if labels is None else _Column(labels, _noting(shard, 2)),
+        special=None if special is None else _Column(special, _noting(shard, 3)),
+        passed={
+            name: _Column(column, _noting(shard, 4 + number))
+            for number, (name, column) in enumerate(sorted(feeding.passed.items()))
+        },
+    )
+
+
+Note = Callable[[int, np.ndarray], np.ndarray]
+
+
+def _noting(shard: PackShard, kind: int) -> Note:
+    seen: set[int] = set()
+
+    def note(sequence: int, values: np.ndarray) -> np.ndarray:
+        if sequence not in seen:
+            seen.add(sequence)
+            array = np.asarray(values)
+            array = np.ascontiguousarray(array.astype(np.int64) if array.dtype.kind in "iu" else array)
+            high, low = zlib.crc32(array.data, kind), (sequence * _SHIFT + kind) & 0x7FFFFFFF
+            shard.read_digest ^= (high * _SHIFT ^ low * low) & ((1 << 62) - 1)
+        return values
+
+    return note
+
+
+class _Digested:
+    def __init__(self, source: SequenceSource, note: Note) -> None:
+        self._source, self._note = source, note
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Of a sequence."""
+        return self._note(sequence, self._source.tokens(sequence))
+
+
+class _Column:
+    def __init__(self, column: Callable[[int], np.ndarray], note: Note) -> None:
+        self._column, self._note = column, note
+
+    def __call__(self, sequence: int) -> np.ndarray:
+        return self._note(sequence, self._column(sequence))

@@ -1,0 +1,353 @@
+"""One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan."""
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.core.step_plan import Pipeline, StepPlan
+from lengthwise.core.step_plan import PlannedMicroBatch as Planned
+from lengthwise.core.timeline import SpanKind
+from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.comm.differences import ranks_text
+from lengthwise.runtime.loop.call_order import Meeting, RankOperation, bits_of, float_of, meet
+from lengthwise.runtime.loop.learning_rate import rate_of
+from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
+from lengthwise.runtime.loop.planned_pipelines import make_shard
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.execute_step import StepResult
+from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.loss_backward import backward
+from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
+from lengthwise.runtime.wrap.loss_terms import LossTotals
+from lengthwise.runtime.wrap.micro_batch import MicroBatch, laid_out
+from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
+from lengthwise.runtime.wrap.zero_collectives import finish, finish_backward
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+
+NUM_DIGESTS = 4
+"""Phases whose sequences are compared between the ranks that share them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchTiming:
+    """What one micro-batch took on this rank."""
+
+    pipeline: int
+    """Of the plan."""
+    micro_batch: int
+    time_s: float
+    peak_bytes: int
+    """Above what was there before it; 0 where the device does not count."""
+
+
+class Step:
+    """The micro-batches of this rank in one step; iterate once, give every loss to :meth:`backward`, then update."""
+
+    def __init__(self, run: "Run", plan: StepPlan, clock: StepClock, *, attempt: int) -> None:
+        self.run, self.plan, self.clock = run, plan, clock
+        self.attempt = attempt
+        """0, or how often the step was given up before."""
+        self.result: StepResult | None = None
+        self.is_over = False
+        self.is_skipped = False
+        self.measured: list[MicroBatchTiming] = []
+        self.failure: tuple[int, int] | None = None
+        """Pipeline and micro-batch in which this rank ran out of memory."""
+        self._own = self._planned_for_this_rank()
+        self._shards: dict[int, PackShard] = {}
+        self._current: MicroBatch | None = None
+        self._gradient_version = run.gradient_version
+        self.is_iterated = False
+        """Whether a loop went through its micro-batches to their end."""
+        self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
+        self._position = -1
+        counted = None if run.feeding.labels is None or not run.counts_targets else self._count_targets()
+        self._weighing = Weighing(LossTotals.of(plan, run.feeding, targets=counted), run.world.device)
+        if run.readers is not None:
+            run.readers.start([planned.pack for *_, planned in self._own])
+
+    @property
+    def number(self) -> int:
+        """Of the step, from 0."""
+        return self.plan.step
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether all micro-batches of this rank have had their backward."""
+        return len(self._shards) == len(self._own) and all(shard.is_finished for shard in self._shards.values())
+
+    @property
+    def is_being_computed(self) -> bool:
+        """Whether a loop goes through its micro-batches."""
+        return self._iterator is not None and self._iterator() is not None and not self.is_computed
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """This rank's micro-batches, in the order that every rank of their groups has.
+
+        Raises:
+            CheckError: a micro-batch got no backward, or the step is iterated again.
+        """
+        if self._iterator is not None:
+            raise CheckError(f"step {self.number} was iterated before; each micro-batch is computed once")
+        iterator = self._micro_batches()
+        self._iterator = weakref.ref(iterator)  # a loop that is left by an error closes it, if nobody holds on to it
+        return iterator
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        for position, (number, index, _, planned) in enumerate(self._own):
+            self._position, shard = position, self._shard(position)
+            # A rank that ran out of memory goes through the rest of the step, and sends zeros in its forwards' place.
+            is_computed = self.failure is None
+            shard.has_failed = not is_computed
+            compute = self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}")
+            with active(shard), self.run.unprepared.refused(), compute:
+                meter = self.run.meter.start()
+                pack = laid_out(planned.pack, shard.group.size, self.run.feeding)
+                self._current = self.run.make(shard, pack)
+                self._current.totals = self._weighing.totals
+                self.run.adapted.keeps_output = self.run.loss_check.needs_output
+                yield self._current
+                if self._current is not None:
+                    raise CheckError(
+                        f"step {self.number}: micro-batch {index} of pipeline {number} got no step.backward(loss), "
+                        "which every micro-batch needs, for other ranks take part in it"
+                    )
+                time_s, peak = meter.stop()
+                if is_computed:
+                    self.measured.append(
+                        MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak)
+                    )
+        self.is_iterated = True
+
+    def backward(self, loss: Tensor, *, side: Tensor | None = None, mean_over: MeanOver | None = None) -> None:
+        """Add the gradient of ``loss``, the mean over this rank's targets, with the weight that it has in the step.
+
+        ``side``: a further term, a sum of ``micro_batch.mean(...)``. ``mean_over``: what ``loss`` is a mean over where
+        it is not the loss that was checked before the run: this rank's "targets" or "tokens"; the "units" of the
+        micro-batch, of sums by ``micro_batch.per_sequence``, the same on every rank that shares it; or the whole
+        "step", as a sum of ``micro_batch.mean(...)``.
+
+        Raises:
+            CheckError: there is no micro-batch that waits for it, gradients were changed by hand, or the loss is not
+                the one that was checked.
+            InputError: it cannot be differentiated.
+        """
+        if self._current is None or self.is_over:
+            raise CheckError(f"step {self.number}: backward without a micro-batch; call it once for each")
+        micro_batch, run = self._current, self.run
+        shard = micro_batch.shard
+        if not shard.has_failed:
+            run.check_gradients(self._gradient_version)
+            check_form(loss, len(shard.passes))
+            if mean_over is None:
+                run.loss_check.check(loss, run.adapted, micro_batch)
+            terms = self._weighing.terms(micro_batch, loss, side, mean_over)
+            shard.backward_begun = shard.num_exchanges
+            try:
+                # Without a mean over targets, other ranks still need this rank's part of the backward.
+                has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
+                backward(terms, None if has_all else shard)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                shard.has_failed = True
+        if shard.has_failed:  # and not before: the error holds on to what was computed
+            self.failure = self.failure or self._own[self._position][:2]
+            finish_backward(shard)
+        else:
+            run.seen_scripts = tuple(forward.script for forward in shard.passes)
+        shard.is_finished = True
+        shard.passes.clear()
+        self._current, self._gradient_version = None, run.gradient_version
+
+    def _count_targets(self) -> int:
+        """Targets of the whole step; every rank calls this."""
+        count, run = 0, self.run
+        for _, _, pipeline, planned in self._own:
+            if run.world.rank == min(pipeline.ranks):
+                count += run.make(
+                    make_shard(run, self.number, pipeline, planned, is_alone=True), planned.pack
+                ).num_targets
+        return int(sum_over_ranks(torch.tensor(count, device=run.world.device)))
+
+    def update(self) -> StepResult | None:
+        """Sum gradients over ranks, clip by their norm, step the optimizer; what every rank gets back is equal.
+
+        None: some rank ran out of memory, so nothing of the step is kept; it comes again, planned anew.
+
+        Raises:
+            CheckError: micro-batches are left, another rank left the step, or ranks have come apart; nothing of the
+                step is kept, and it comes again.
+            LengthwiseError: loss or gradient is not finite; weights are as they were, and the step comes again.
+        """
+        if self.is_over:
+            raise CheckError(f"step {self.number} has been updated")
+        if not self.is_computed:
+            done = sum(shard.is_finished for shard in self._shards.values())
+            raise CheckError(
+                f"step {self.number}: update after {done} of {len(self._own)} micro-batches; compute "
+                "all that `for micro_batch in step` gives"
+            )
+        self.is_over = True
+        run, state = self.run, self.run.state
+        (lr, fault), clip = rate_of(run.lr, self.number, self.plan.lr_factor), run.clip_norm
+        met = self._meet_for_update(lr, fault)
+        if any(pipeline >= 0 for pipeline in met.column(2)):
+            run.give_up(self, met)
+            return None
+        run.take_over_changes(met, f"step {self.number}", columns=(4, 5))
+        with self.clock.span(SpanKind.UPDATE, "push"):
+            state.finish_push()
+        loss, num_targets = sum(map(float_of, met.column(0))), sum(met.column(1))
+        if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in met.column(12)):
+            raise self._fail(
+                f"step {self.number}: no token of it has a loss; look at the labels of its sequences", LengthwiseError
+            )
+        # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
+        try:
+            factor = self._weighing.factor(met.column(12), num_targets)
+        except InputError as error:
+            raise self._fail(f"step {self.number}: {error}", InputError) from None
+        norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0] * factor
+        mean = loss / max(1, num_targets) + factor * sum(map(float_of, met.column(11)))
+        if not torch.isfinite(torch.tensor([norm, mean])).all():
+            raise self._fail(
+                f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged "
+                "since the step before. Lower lr, set clip_norm, or look at the step's sequences; a loop that goes on "
+                "gets the step again, unless it calls step.skip()",
+                LengthwiseError,
+            )
+        with self.clock.span(SpanKind.UPDATE, "optimizer"):
+            state.step(lr=lr, clip=factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
+            state.hold_everything()
+        self.result = StepResult(loss=mean, grad_norm=norm, lr=lr)
+        run.finish(self)
+        return self.result
+
+    def skip(self) -> None:
+        """Leave the step out on all ranks: weights stay as they are, its sequences count as computed.
+
+        For a step whose update raised, or in place of its update; every rank calls it. ``run.skipped`` has its number.
+
+        Raises:
+            CheckError: it was updated, or other ranks do something else.
+        """
+        if self.result is not None or self.is_skipped:
+            raise CheckError(f"step {self.number} was {'skipped' if self.is_skipped else 'updated'}; nothing to skip")
+        self.finish_exchanges()
+        meet(self.run.world, RankOperation.SKIP, self.number).check_same()
+        self.is_over = self.is_skipped = True
+        self.run.discard()
+        self.run.note_skipped(self)
+
+    def leave(self) -> None:
+        """Tell all ranks that this one goes on without an update, by an error or a ``break``; nothing of it is kept."""
+        place = self._place()
+        self.finish_exchanges()
+        self.is_over = True
+        met = meet(self.run.world, RankOperation.LEAVE, self.number, note=f"left it {place}")
+        met.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
+        self.run.discard()
+        self.run.note_failure(f"step {self.number}: {met.notes_text()}")
+
+    def finish_exchanges(self) -> None:
+        """Stand in for what is left of this rank's micro-batches, so that no other rank waits for them."""
+        iterator = None if self._iterator is None else self._iterator()
+        if iterator is not None:
+            iterator.close()  # type: ignore[attr-defined]
+        self._current = None
+        for position, (_, _, pipeline, _) in enumerate(self._own):
+            shard, scripts = self._shard(position), self.run.usual_scripts
+            if not scripts and len(pipeline.ranks) > 1 and not shard.is_finished:
+                raise CheckError(
+                    f"step {self.number}: this rank left it before the order was seen in which its loop calls the "
+                    "trained model and the frozen ones, so it cannot stand in for itself; start the run again"
+                )
+            finish(shard, scripts)
+
+    def _meet_for_update(self, lr: float, fault: str) -> Meeting:
+        """What all ranks bring to the update; ``fault``: why there is no rate.
+
+        Raises:
+            CheckError: a rank left the step, or what they bring does not agree.
+        """
+        run, weighing = self.run, self._weighing
+        problem, fingerprint, is_changed = run.inspect()
+        problem = fault or problem or run.gradient_problem(self._gradient_version)
+        pipeline, index = self.failure or (-1, -1)
+        values = [
+            bits_of(float(weighing.by_target)), weighing.num_targets, pipeline, index, fingerprint, int(is_changed),
+            bits_of(lr), *self._read_digests(), bits_of(weighing.direct), int(weighing.uses),
+        ]  # fmt: skip
+        met = meet(run.world, RankOperation.UPDATE, self.number, values=values, note=problem)
+        met.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
+        if RankOperation.LEAVE in met.operations:
+            raise self._fail(f"step {self.number}: {met.notes_text()}; so no rank updates, and the step comes again")
+        if any(met.notes):
+            raise self._fail(f"step {self.number}: {met.notes_text()}")
+        if len(set(met.column(6))) > 1:
+            raise self._fail(
+                f"step {self.number}: lr is {', '.join(f'{float_of(bits):g}' for bits in met.column(6))} on ranks 0 to "
+                f"{run.world.size - 1}; it has to be the same on every rank"
+            )
+        if differing := self._read_differently(met):
+            raise self._fail(
+                f"step {self.number}: {ranks_text(differing)} share sequences, but read other tokens or labels for "
+                "them; give every rank the same corpus, whose items are the same whenever they are read"
+            )
+        return met
+
+    def _read_digests(self) -> list[int]:
+        """Of what this rank read of the sequences that it shares, for each phase (beyond the last one, together)."""
+        digests = [0] * NUM_DIGESTS
+        for position, shard in self._shards.items():
+            digests[min(self._own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
+        return digests
+
+    def _read_differently(self, met: Meeting) -> list[int]:
+        """Ranks of a pipeline that read different things for the same sequences."""
+        if self.plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in met.column(2)):
+            return []  # ranks of several pipelines cannot be compared; one that failed has not read all
+        for pipeline in self.plan.pipelines:
+            digests = met.column(7 + pipeline.phase)
+            if len({digests[rank] for rank in pipeline.ranks}) > 1:
+                return sorted(pipeline.ranks)
+        return []
+
+    def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
+        """Forget the step on every rank; the error to raise."""
+        self.run.discard()
+        self.run.note_failure(message)
+        return kind(message)
+
+    def _place(self) -> str:
+        """Where in the step this rank is."""
+        if self.is_iterated:
+            return "without step.update()"
+        done = sum(shard.is_finished for shard in self._shards.values())
+        return f"after {done} of its {len(self._own)} micro-batches, by an error, a break or a continue"
+
+    def _planned_for_this_rank(self) -> list[tuple[int, int, Pipeline, Planned]]:
+        """Number of the pipeline, number of the micro-batch, and both, in the order of computing."""
+        rank = self.run.world.rank
+        return [
+            (number, index, pipeline, replace(planned, pack=self.run.feeding.computed(planned.pack)))
+            for phase in range(self.plan.num_phases)
+            for number, pipeline in enumerate(self.plan.pipelines)
+            if pipeline.phase == phase and rank in pipeline.ranks
+            for index, planned in enumerate(pipeline.micro_batches)
+        ]
+
+    def _shard(self, position: int) -> PackShard:
+        if position not in self._shards:
+            _, _, pipeline, planned = self._own[position]
+            self._shards[position] = make_shard(self.run, self.number, pipeline, planned)
+        return self._shards[position]

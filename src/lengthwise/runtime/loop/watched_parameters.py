@@ -1,0 +1,36 @@
+"""Notice parameters that came, went, were frozen or unfrozen after the model was prepared: none of them would train."""
+
+from torch import nn
+
+from lengthwise.runtime.loop.fsdp2 import wrapped_modules
+
+_WAY_OUT = "change a model before lengthwise.prepare; or run.save(), run.close(), change it and prepare it again"
+
+
+class WatchedParameters:
+    """The parameters of a model as they were when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._is_wrapped = bool(wrapped_modules(model))
+        self._parameters = dict(model.named_parameters())
+        self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def problem(self) -> str:
+        """What is no longer as it was, or nothing."""
+        parameters = dict(self._model.named_parameters())
+        for name in [*self._parameters, *parameters]:
+            here, before = parameters.get(name), self._parameters.get(name)
+            if here is None:
+                return f"the parameter {name} is gone since the model was prepared; {_WAY_OUT}"
+            if before is None:
+                return f"the parameter {name} was added since the model was prepared; {_WAY_OUT}"
+            if here is not before and not self._is_wrapped:  # FSDP2 itself puts whole ones in the place of shares
+                return (
+                    f"the parameter {name} was replaced by another since the model was prepared; set its values "
+                    f"instead, as load_state_dict without assign=True does, or {_WAY_OUT}"
+                )
+            if here.requires_grad != (name in self._trained):
+                done = "unfrozen" if here.requires_grad else "frozen"
+                return f"the parameter {name} was {done} since the model was prepared; {_WAY_OUT}"
+        return ""

@@ -1,0 +1,138 @@
+"""Items of a slow dataset, read by processes of their own while the rank computes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.wrap.micro_batch import PackCollator, SequenceSource
+
+PACKS_AHEAD = 2
+"""Micro-batches that each process reads ahead."""
+
+_SPECIAL = "which tokens are never hidden"
+"""The name of a column that is no argument of a forward."""
+Labels = Callable[[int], np.ndarray]
+Item = tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]
+"""Tokens, labels and further columns of a sequence."""
+
+
+class ItemReaders:
+    """A source that ``num_workers`` processes of a ``DataLoader`` read from, a micro-batch at a time, in order.
+
+    They know the micro-batches of a step when it starts, and live as long as the run. What is asked for out of turn is
+    read on the spot.
+    """
+
+    def __init__(
+        self,
+        source: SequenceSource,
+        labels: Labels | None,
+        *,
+        num_workers: int,
+        columns: Mapping[str, Labels] | None = None,
+        name: Callable[[int], str] = "item {}".format,
+    ) -> None:
+        """``columns``: what else is read of a sequence, by name; ``name``: what an error calls a sequence."""
+        self._items = _Items(source, labels, columns or {}, name)
+        self._order = _Order()
+        self._loader: DataLoader[list[Item]] | None = DataLoader(
+            self._items,
+            sampler=self._order,
+            batch_size=None,
+            num_workers=num_workers,
+            collate_fn=_as_it_is,
+            persistent_workers=True,
+            prefetch_factor=PACKS_AHEAD,
+        )
+        self._batches: Iterator[list[Item]] = iter(())
+        self._waiting: Iterator[tuple[int, ...]] = iter(())
+        self._held: dict[int, Item] = {}
+
+    def start(self, packs: Sequence[Pack]) -> None:
+        """Have the micro-batches of a step read; what is left of the step before is forgotten."""
+        self._order.packs = [pack.ids for pack in packs]
+        self._waiting = iter(self._order.packs)
+        self._batches = iter(()) if self._loader is None or not packs else iter(self._loader)
+        self._held = {}
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Of a sequence of the micro-batch that is computed.
+
+        Raises:
+            LengthwiseError: a process could not read one of its sequences.
+        """
+        return self._of(sequence)[0]
+
+    def labels(self, sequence: int, /) -> np.ndarray:
+        """The same of its labels; there are some."""
+        return cast(np.ndarray, self._of(sequence)[1])
+
+    def column(self, name: str, sequence: int, /) -> np.ndarray:
+        """The same of a further column."""
+        return self._of(sequence)[2][name]
+
+    def close(self) -> None:
+        """Let the processes end."""
+        self._loader, self._batches = None, iter(())
+
+    def _of(self, sequence: int) -> Item:
+        while sequence not in self._held and (ids := next(self._waiting, None)) is not None:
+            self._held = dict(zip(ids, next(self._batches)))
+        return self._held[sequence] if sequence in self._held else self._items.read(sequence)
+
+
+def read_ahead(feeding: PackCollator, num_workers: int) -> tuple[ItemReaders, PackCollator]:
+    """So many processes that read sequences with all their columns, and the feeding that takes them from there."""
+    columns = {**feeding.passed, **({} if feeding.special is None else {_SPECIAL: feeding.special})}
+    named = {} if feeding.units is None else {"name": feeding.units.name}
+    readers = ItemReaders(feeding.source, feeding.labels, num_workers=num_workers, columns=columns, **named)
+    return readers, replace(
+        feeding,
+        source=readers,
+        labels=None if feeding.labels is None else readers.labels,
+        passed={name: partial(readers.column, name) for name in feeding.passed},
+        special=None if feeding.special is None else partial(readers.column, _SPECIAL),
+    )
+
+
+class _Order(Sampler[tuple[int, ...]]):
+    """The micro-batches of the step."""
+
+    def __init__(self) -> None:
+        self.packs: list[tuple[int, ...]] = []
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self.packs)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+
+class _Items(Dataset[list[Item]]):
+    """All sequences of a micro-batch by their ids."""
+
+    def __init__(
+        self, source: SequenceSource, labels: Labels | None, columns: Mapping[str, Labels], name: Callable[[int], str]
+    ) -> None:
+        self._source, self._labels, self._columns, self._name = source, labels, columns, name
+
+    def __getitem__(self, ids: tuple[int, ...]) -> list[Item]:
+        return [self.read(id) for id in ids]
+
+    def read(self, id: int) -> Item:
+        """One of them."""
+        try:
+            labels = None if self._labels is None else self._labels(id)
+            return self._source.tokens(id), labels, {name: read(id) for name, read in self._columns.items()}
+        except Exception as error:
+            raise LengthwiseError(f"{self._name(id)} could not be read: {type(error).__name__}: {error}") from error
+
+
+def _as_it_is(items: Any) -> Any:
+    return items

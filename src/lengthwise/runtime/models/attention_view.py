@@ -1,0 +1,78 @@
+"""In which order attention sees the tokens of a pack, and where its sequences end in that order. Pure integers.
+
+Most models attend in the pack's own order. One that attends along several axes of its sequences has a view per axis:
+the same tokens, other neighbours.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionView:
+    """One order of a pack's tokens, cut into the sequences that attention never leaves."""
+
+    cu_seqlens: tuple[int, ...]
+    """Offsets of the boundaries in this order, from 0 to T."""
+    causal: bool
+    """No token sees a later one of this order."""
+    order: np.ndarray | None = None
+    """[T] where in the pack each token of this order is; None: the pack's own order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.cu_seqlens[-1]
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[T] where in this order each token of the pack is."""
+        if self.order is None:
+            return np.arange(self.num_tokens)
+        places = np.empty(self.num_tokens, dtype=np.int64)
+        places[self.order] = np.arange(self.num_tokens)
+        return places
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """[T] how many tokens of its sequence are before each token of the pack."""
+        starts = np.repeat(self.cu_seqlens[:-1], [end - start for start, end in pairwise(self.cu_seqlens)])
+        return (np.arange(self.num_tokens) - starts)[self.places]
+
+
+def in_order(cu_seqlens: tuple[int, ...], *, causal: bool) -> AttentionView:
+    """The pack's own order."""
+    return AttentionView(cu_seqlens=cu_seqlens, causal=causal)
+
+
+def check_positions(cu_seqlens: tuple[int, ...], spec: ModelSpec) -> None:
+    """Raise ``InputError`` if a sequence is longer than the model has learned positions."""
+    longest = max(end - start for start, end in pairwise(cu_seqlens))
+    if longest > spec.max_positions:
+        raise InputError(
+            f"a sequence has {longest:,} tokens, model {spec.name} has learned positions for {spec.max_positions:,}; "
+            f"set data.max_length={spec.max_positions}"
+        )
+
+
+def within_frames(cu_seqlens: tuple[int, ...], *, frame_size: int) -> AttentionView:
+    """Each sequence cut into frames of ``frame_size`` tokens, the last one with what is left."""
+    cuts = [cut for start, end in pairwise(cu_seqlens) for cut in range(start, end, frame_size)]
+    return AttentionView(cu_seqlens=(*cuts, cu_seqlens[-1]), causal=False)
+
+
+def across_frames(cu_seqlens: tuple[int, ...], *, frame_size: int) -> AttentionView:
+    """The tokens at one place of every frame of a sequence, then those at the next place."""
+    order, lengths = [], []
+    for start, end in pairwise(cu_seqlens):
+        place = np.arange(end - start) % frame_size
+        order.append(start + np.argsort(place, kind="stable"))
+        lengths.append(np.bincount(place))
+    cuts = np.concatenate([[0], np.cumsum(np.concatenate(lengths))])
+    return AttentionView(cu_seqlens=tuple(cuts.tolist()), causal=False, order=np.concatenate(order))

@@ -1,0 +1,154 @@
+"""What the one-device models share: the way from tokens through layers to a loss, over one pack.
+
+T tokens of the pack, t of them on this rank, D hidden size, V vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.models.activation_recompute import recomputed
+from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.execution import Execution, OneDevice
+from lengthwise.runtime.models.operators import Operators, Tables
+
+
+class RunLayer(Protocol):
+    """How one layer is run: as it is, or compiled."""
+
+    def __call__(self, layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
+        """The layer's output ``[t, D]``."""
+        ...
+
+
+def _as_it_is(layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
+    out_tD: Tensor = layer(x_tD, operators)
+    return out_tD
+
+
+class Transformer(nn.Module, ABC):
+    """Embedding, layers, norm, head. Calling it gives the *sum* of the losses of a pack.
+
+    A model knows nothing of devices: what needs more than this rank's tokens and weights it asks of an
+    :class:`~lengthwise.runtime.models.execution.Execution`.
+    """
+
+    layers: nn.ModuleList
+    inputs: frozenset[str] = frozenset({"embedding"})
+    """Weights that come before the first layer."""
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.spec = spec
+        self.run_layer: RunLayer = _as_it_is
+
+    @abstractmethod
+    def views(self, cu_seqlens: tuple[int, ...]) -> tuple[AttentionView, ...]:
+        """The views of a pack that layers attend in, in turn."""
+
+    @abstractmethod
+    def tables(self, offsets: np.ndarray) -> Tables | None:
+        """Rotary tables of tokens at ``offsets`` [t] of their sequences; None if positions are told otherwise."""
+
+    @abstractmethod
+    def embed(self, execution: Execution) -> Tensor:
+        """What the first layer gets, ``[t, D]``."""
+
+    @abstractmethod
+    def norm(self, x_tD: Tensor) -> Tensor:
+        """From the last layer's output to what the head multiplies, ``[t, D]``."""
+
+    @property
+    @abstractmethod
+    def output(self) -> tuple[Tensor, Tensor | None]:
+        """``[V, D]`` and, where there is one, ``[V]``: logits = norm @ head^T + bias."""
+
+    @property
+    def num_units(self) -> int:
+        """Parts of the model whose weights come and go together: the input, each layer, the output."""
+        return len(self.layers) + 2
+
+    def unit_of(self, name: str) -> int:
+        """The unit, counted from 0, of the weight called ``name``."""
+        if name.startswith("layers."):
+            return int(name.split(".")[1]) + 1
+        return 0 if name in self.inputs else self.num_units - 1
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        cu_seqlens: tuple[int, ...],
+        targets_T: Tensor,
+        *,
+        recompute: tuple[bool, ...] | None = None,
+    ) -> Tensor:
+        """Sum over the targets of the pack of their cross-entropy: a scalar.
+
+        Args:
+            tokens_T: int64 token ids.
+            cu_seqlens: offsets of the sequence boundaries, from 0 to T.
+            targets_T: see :mod:`lengthwise.runtime.models.targets`.
+            recompute: one flag per layer; True keeps only the layer's input and computes it again in the backward.
+        """
+        return self.run(self._alone(tokens_T, cu_seqlens, targets_T, recompute=recompute))
+
+    def hidden(
+        self, tokens_T: Tensor, cu_seqlens: tuple[int, ...], *, recompute: tuple[bool, ...] | None = None
+    ) -> Tensor:
+        """Output of the last layer, before the final norm: ``[T, D]``."""
+        return self.run_layers(self._alone(tokens_T, cu_seqlens, None, recompute=recompute))
+
+    def logits(self, tokens_T: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
+        """``[T, V]`` at once, for evaluation and tests."""
+        head_VD, bias_V = self.output
+        logits_TV = self.norm(self.hidden(tokens_T, cu_seqlens)) @ head_VD.T
+        return logits_TV if bias_V is None else logits_TV + bias_V
+
+    def run(self, execution: Execution, x_tD: Tensor | None = None) -> Tensor:
+        """The layers of ``execution``, from ``x_tD`` or, with the first layer among them, from this rank's tokens.
+
+        Returns:
+            The last layer's output ``[t, D]``; after the last layer of all, the sum of the losses of this rank's
+            tokens.
+        """
+        x_tD = self.run_layers(execution, x_tD)
+        if execution.layers.stop < len(self.layers):
+            return x_tD
+        x_tD = execution.watch.enter(self.num_units - 1, x_tD)
+        return execution.cross_entropy(self.norm(x_tD), *self.output)
+
+    def run_layers(self, execution: Execution, x_tD: Tensor | None = None) -> Tensor:
+        """Output of the last of the layers of ``execution`` for the tokens of this rank: ``[t, D]``."""
+        if x_tD is None:
+            execution.watch.need(0)
+            x_tD = self.embed(execution)
+        for number in execution.layers:
+            run = partial(self.run_layer, self.layers[number], operators=execution.operators(number))
+            x_tD = execution.watch.enter(number + 1, x_tD)
+            x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
+        return x_tD
+
+    def _alone(
+        self,
+        tokens_T: Tensor,
+        cu_seqlens: tuple[int, ...],
+        targets_T: Tensor | None,
+        *,
+        recompute: tuple[bool, ...] | None,
+    ) -> OneDevice:
+        flags = recompute or ()
+        assert len(flags) in (0, len(self.layers)), f"{len(flags)} recompute flags for {len(self.layers)} layers"
+        return OneDevice(
+            tokens_T, targets_T, views=self.views(cu_seqlens), tables=self.tables, layers=range(len(self.layers)),
+            recompute=flags,
+        )  # fmt: skip
+
+
+def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """A weight without values."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))

@@ -1,0 +1,103 @@
+"""A cross-entropy that never holds the logits of a whole pack.
+
+T tokens, D hidden size, V vocabulary; C tokens of one chunk. The idea of computing the gradient with the loss, chunk by
+chunk, is Liger Kernel's fused linear cross-entropy (Hsu et al. 2024).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lengthwise.runtime.models.targets import IGNORE
+
+# Logits of one chunk. A CPU's cache wants it small (measured: 8 MiB of float32, but at least 128 tokens per product), a
+# GPU wants large products.
+_CHUNK_LOGITS = {"cpu": 2**21, "cuda": 2**27}
+_MIN_CHUNK_TOKENS = 128
+
+
+def chunk_tokens(vocab_size: int, device: torch.device) -> int:
+    """Tokens whose logits are to be held at once on ``device``."""
+    return max(_MIN_CHUNK_TOKENS, _CHUNK_LOGITS.get(device.type, _CHUNK_LOGITS["cuda"]) // max(1, vocab_size))
+
+
+def chunked_cross_entropy(
+    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, chunk_tokens: int, bias_V: Tensor | None = None
+) -> Tensor:
+    """Sum over the tokens that have a target of ``-log softmax(hidden @ head.T + bias)[target]``: a scalar.
+
+    At most ``chunk_tokens`` rows of logits exist at a time. The gradients of ``hidden`` and ``head`` are made in the
+    forward, so the backward only scales them: no logits are computed twice, and [T, D] + [V, D] numbers are kept.
+    Tokens without a target cost nothing. The loss is float32, or float64 for float64 inputs.
+
+    Args:
+        hidden_TD: final hidden states.
+        head_VD: output embeddings; its gradient is accumulated in the dtype of the loss.
+        targets_T: int64, ``IGNORE`` where there is none.
+        chunk_tokens: rows of logits held at once.
+        bias_V: added to the logits.
+    """
+    grad = torch.is_grad_enabled()
+    needs = (grad and hidden_TD.requires_grad, grad and head_VD.requires_grad)
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TD, head_VD, bias_V, targets_T, chunk_tokens, needs)
+    return loss
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """With E = exp(logits - max) and Z its row sums, the gradient of the logits is E / Z - onehot(target).
+
+    Neither the division nor the subtraction touches a [C, V] matrix: Z divides the [C, D] side of both products, and
+    the one-hot part is a row gathered from the head and a row added to its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_TD, head_VD, bias_V, targets_T, chunk_tokens, needs):  # type: ignore[no-untyped-def]
+        wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+        loss = hidden_TD.new_zeros((), dtype=wide)
+        dhidden_TD = torch.zeros_like(hidden_TD) if needs[0] else None
+        dhead_VD = torch.zeros_like(head_VD, dtype=wide) if needs[1] else None
+        dbias_V = torch.zeros_like(bias_V, dtype=wide) if needs[1] and bias_V is not None else None
+        for rows_C in (targets_T != IGNORE).nonzero().squeeze(1).split(chunk_tokens):
+            hidden_CD, targets_C = hidden_TD[rows_C], targets_T[rows_C]
+            logits_CV = (hidden_CD @ head_VD.T).to(wide)
+            if bias_V is not None:
+                logits_CV += bias_V
+            logits_CV -= logits_CV.amax(dim=1, keepdim=True)
+            target_logits_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
+            exps_CV = logits_CV.exp_()
+            sums_C1 = exps_CV.sum(dim=1, keepdim=True)
+            loss += (sums_C1.squeeze(1).log() - target_logits_C).sum()
+            if dbias_V is not None:
+                dbias_V += (exps_CV / sums_C1).sum(0)
+                dbias_V.index_add_(0, targets_C, torch.ones_like(target_logits_C), alpha=-1)
+            exps_CV = exps_CV.to(head_VD.dtype)
+            if dhidden_TD is not None:
+                expected_CD = (exps_CV @ head_VD).to(wide) / sums_C1
+                dhidden_TD[rows_C] = (expected_CD - head_VD[targets_C]).to(hidden_TD.dtype)
+            if dhead_VD is not None:
+                _accumulate(dhead_VD, exps_CV, hidden_CD.to(wide) / sums_C1)
+                dhead_VD.index_add_(0, targets_C, hidden_CD.to(wide), alpha=-1)
+        ctx.save_for_backward(dhidden_TD, dhead_VD, dbias_V)
+        ctx.head_dtype = head_VD.dtype
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        dhidden_TD, dhead_VD, dbias_V = ctx.saved_tensors
+        return (
+            None if dhidden_TD is None else dhidden_TD * grad.to(dhidden_TD.dtype),
+            None if dhead_VD is None else (dhead_VD * grad).to(ctx.head_dtype),
+            None if dbias_V is None else (dbias_V * grad).to(ctx.head_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _accumulate(dhead_VD: Tensor, exps_CV: Tensor, scaled_CD: Tensor) -> None:
+    """``dhead += exps.T @ scaled``, the product in the dtype of ``exps``, the sum in the dtype of ``dhead``."""
+    if exps_CV.dtype == dhead_VD.dtype:
+        dhead_VD.addmm_(exps_CV.T, scaled_CD)
+    else:
+        dhead_VD += exps_CV.T @ scaled_CD.to(exps_CV.dtype)

@@ -1,0 +1,116 @@
+"""How one rank computes a model on its share of a pack. A model asks; who holds what is answered here or by a stage.
+
+t tokens of this rank, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
+from lengthwise.runtime.models.operators import Dense, Operators, Tables
+
+MakeTables = Callable[[np.ndarray], Tables | None]
+"""A model's rotary tables for tokens at some offsets of their sequences; None where it has none."""
+
+
+class ExecutionWatch:
+    """Told when the weights of a unit are about to be used, and when their gradients are complete. Does nothing itself.
+
+    Units are those of :meth:`~lengthwise.runtime.models.base.Transformer.unit_of`.
+    """
+
+    def need(self, unit: int) -> None:
+        """The forward is about to use the weights of ``unit``."""
+
+    def complete(self, unit: int) -> None:
+        """The backward of this micro-batch has added all it adds to the gradients of ``unit``."""
+
+    def enter(self, unit: int, x_tD: Tensor) -> Tensor:
+        """``x_tD``, the input of ``unit``: whose gradient is known only once those of its weights are complete.
+
+        Of the first unit of a stage, completion is not told: there is nothing behind it.
+        """
+        self.need(unit)
+        if x_tD.grad_fn is not None:
+            x_tD.register_hook(partial(self._on_gradient, unit))
+        return x_tD
+
+    def _on_gradient(self, unit: int, _: Tensor) -> None:
+        self.complete(unit)
+
+
+class Execution(Protocol):
+    """One micro-batch on one rank."""
+
+    layers: range
+    """Those that this rank computes."""
+    watch: ExecutionWatch
+
+    def offsets(self) -> Tensor:
+        """[t] int64: where in its sequence each token of this rank is."""
+        ...
+
+    def lookup(self, table_VD: Tensor) -> Tensor:
+        """Rows of ``table_VD`` of this rank's tokens, ``[t, D]``."""
+        ...
+
+    def operators(self, layer: int) -> Operators:
+        """Of a layer, counted from 0."""
+        ...
+
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether a layer keeps its input alone and is computed again in the backward."""
+        ...
+
+    def cross_entropy(self, hidden_tD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """Sum over this rank's targets of the loss of ``hidden @ head^T + bias``: a scalar."""
+        ...
+
+
+class OneDevice:
+    """The whole pack with whole weights."""
+
+    def __init__(
+        self,
+        tokens_T: Tensor,
+        targets_T: Tensor | None,
+        *,
+        views: Sequence[AttentionView],
+        tables: MakeTables,
+        layers: range,
+        recompute: Sequence[bool] = (),
+        watch: ExecutionWatch | None = None,
+    ) -> None:
+        """``views``: of the layers, in turn; ``recompute``: one flag per layer, or none for no layer."""
+        self.layers, self.watch = layers, watch or ExecutionWatch()
+        self.tokens_T, self.targets_T, self.views, self.recompute = tokens_T, targets_T, views, recompute
+        self._dense = [Dense(view, tables(view.offsets)) for view in views]
+
+    def offsets(self) -> Tensor:
+        """[T]"""
+        return torch.from_numpy(self.views[0].offsets).to(self.tokens_T.device)
+
+    def lookup(self, table_VD: Tensor) -> Tensor:
+        """[T, D]"""
+        return F.embedding(self.tokens_T, table_VD)
+
+    def operators(self, layer: int) -> Operators:
+        """Dense, in the layer's view."""
+        return self._dense[layer % len(self._dense)]
+
+    def is_recomputed(self, layer: int) -> bool:
+        """As it was given."""
+        return bool(self.recompute) and self.recompute[layer]
+
+    def cross_entropy(self, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """Of the whole pack."""
+        assert self.targets_T is not None, "a loss needs targets"
+        size = chunk_tokens(len(head_VD), hidden_TD.device)
+        return chunked_cross_entropy(hidden_TD, head_VD, self.targets_T, bias_V=bias_V, chunk_tokens=size)

@@ -1,0 +1,136 @@
+"""What a layer needs done for it: attention and feed-forward, each on the tokens and weights that this rank holds.
+
+A layer knows norms, residuals and weights; how tokens meet each other, and where the rest of a weight is, is its
+operators' business. :class:`Dense` is the operators of one device and the right-hand side of every equality.
+
+t tokens of this rank, D hidden size, E = (N + 2 K) H rows of queries, keys and values, N heads, K key/value heads,
+H head size, F feed-forward size; in a bundle of weights, this rank's share of E, N and F.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lengthwise.runtime.models.activation import silu_mul
+from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.rope import split, split_and_rotate
+from lengthwise.runtime.models.varlen_attention import attend
+
+Tables = tuple[Tensor, Tensor]
+"""Cosine and sine of the angles of some tokens, each ``[tokens, H / 2]``."""
+
+
+class LayerWeights:
+    """The weights of one operation."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that it has, by name."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWeights(LayerWeights):
+    """Weights of one attention, for any whole number of key/value heads with their queries."""
+
+    qkv: Tensor
+    """[E, D]: for each key/value head its queries, its key, its value."""
+    proj: Tensor
+    """[N H, D]: out = heads @ proj."""
+    group_size: int
+    """Query heads of each key/value head."""
+    head_size: int
+    qkv_bias: Tensor | None = None
+    """[E]"""
+
+    def project(self, x_tD: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of (normed) tokens, with weights that are held whole."""
+        return self.heads(F.linear(x_tD, self.qkv, self.qkv_bias), tables)
+
+    def heads(self, qkv_tE: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[t, N, H]``, keys and values ``[t, K, H]`` of a projection; rotated, if there are ``tables``."""
+        qkv_tKGH = qkv_tE.unflatten(1, (-1, self.group_size + 2, self.head_size))
+        return split(qkv_tKGH) if tables is None else split_and_rotate(qkv_tKGH, *tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FfnWeights(LayerWeights):
+    """Weights of one feed-forward, for any of its columns: the sum over the rest of F adds up."""
+
+    up: Tensor
+    """[F, D]"""
+    down: Tensor
+    """[F, D]: out = activations @ down."""
+    gate: Tensor | None = None
+    """[F, D]; None: ``activation(up)`` instead of ``silu(gate) * up``."""
+    up_bias: Tensor | None = None
+    """[F]"""
+    activation: str = "silu"
+    """Of a feed-forward without gate: one of ``ACTIVATIONS``."""
+
+    def activate(self, up_tF: Tensor, gate_tF: Tensor | None) -> Tensor:
+        """From the products with ``up`` and ``gate`` to what ``down`` multiplies."""
+        if gate_tF is not None:
+            return silu_mul(gate_tF, up_tF)
+        return ACTIVATIONS[self.activation](up_tF)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+"""GELU by Hendrycks & Gimpel 2016, with the error function (BERT) or its tanh approximation (GPT-2)."""
+
+
+class Operators(Protocol):
+    """The two operations of one layer of one micro-batch."""
+
+    def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
+        """Attention of (normed) tokens, projected back to ``[t, D]``; no output bias."""
+        ...
+
+    def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
+        """Feed-forward of (normed) tokens, ``[t, D]``; no output bias."""
+        ...
+
+
+class Dense:
+    """One device that holds every token and every weight."""
+
+    has_whole_weights = True
+
+    def __init__(self, view: AttentionView, tables: Tables | None) -> None:
+        self.view, self.tables = view, tables
+
+    def attention(self, x_TD: Tensor, weights: AttentionWeights) -> Tensor:
+        """Attention within each sequence of the view."""
+        return self.meet(*weights.project(x_TD, self.tables)).flatten(1) @ weights.proj
+
+    def meet(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        """Attention between projections, ``[T, N, H]``."""
+        return attend_in(self.view, q_TNH, k_TKH, v_TKH)
+
+    def ffn(self, x_TD: Tensor, weights: FfnWeights) -> Tensor:
+        """Up, activation, down."""
+        return feed_forward(x_TD, weights)
+
+
+def attend_in(view: AttentionView, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    """Attention of a whole pack, given and returned in the pack's order; ``[T, N, H]``."""
+    if view.order is None:
+        return attend(q_TNH, k_TKH, v_TKH, view.cu_seqlens, causal=view.causal)
+    order, places = (torch.from_numpy(index).to(q_TNH.device) for index in (view.order, view.places))
+    q_TNH, k_TKH, v_TKH = (x[order] for x in (q_TNH, k_TKH, v_TKH))
+    return attend(q_TNH, k_TKH, v_TKH, view.cu_seqlens, causal=view.causal)[places]
+
+
+def feed_forward(x_tD: Tensor, weights: FfnWeights) -> Tensor:
+    """``activation(x up^T + bias) down``, or SwiGLU (Shazeer 2020): ``(silu(x gate^T) * (x up^T)) down``."""
+    gate_tF = None if weights.gate is None else F.linear(x_tD, weights.gate)
+    return weights.activate(F.linear(x_tD, weights.up, weights.up_bias), gate_tF) @ weights.down

@@ -1,0 +1,165 @@
+"""Attention between some queries and some keys, with the log-sum-exps that let partial results be put together.
+
+t queries, s keys, N query heads, K key/value heads, H head size; B equal blocks of L queries and S keys.
+
+A softmax over all keys is put together from softmaxes over parts of them. With lse the logarithm of the sum of
+exponentials, parts weigh exp(lse_part - lse), and lse grows by logaddexp, which never leaves the range of numbers,
+however large the logits (online softmax, Milakov & Gimelshein 2018). The backward of a part needs the lse and output
+of the whole alone (FlashAttention, Dao et al. 2022).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.parallel.tokens import TokenShards
+
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """``count`` neighbouring blocks of ``num_queries`` queries that each see ``num_keys`` keys."""
+
+    query: int
+    """The first one."""
+    num_queries: int
+    key: int
+    num_keys: int
+    causal: bool = False
+    """Query n sees the keys up to number n alone; there are as many."""
+    count: int = 1
+
+
+def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: int) -> tuple[Task, ...]:
+    """What the queries of ``rank`` see of the keys of ``source``, both in the order of ``view``.
+
+    Every query is in one task at most: what it sees of another rank's keys of its sequence are the first ones.
+    """
+    queries, keys = (np.sort(view.places[shards.places[one]]) for one in (rank, source))
+    bounds = np.asarray(view.cu_seqlens)
+    sequence = np.searchsorted(bounds, queries, side="right") - 1
+    starts = np.searchsorted(keys, bounds[sequence])
+    own = view.causal and rank == source
+    ends = np.searchsorted(keys, queries if view.causal and not own else bounds[sequence + 1])
+    changes = np.flatnonzero((np.diff(sequence, prepend=-1) != 0) | (np.diff(ends, prepend=-1) != 0))
+    tasks: list[Task] = []
+    for first, end in zip(changes.tolist(), [*changes[1:].tolist(), len(queries)]):
+        task = Task(
+            query=first, num_queries=end - first, key=int(starts[first]), num_keys=int(ends[first] - starts[first]),
+            causal=own,
+        )  # fmt: skip
+        if task.num_keys:
+            tasks.append(task)
+    return tuple(_joined(tasks))
+
+
+def _joined(tasks: Sequence[Task]) -> list[Task]:
+    """Equal neighbours as one task."""
+    joined: list[Task] = []
+    for task in tasks:
+        if joined and _continues(joined[-1], task):
+            joined[-1] = replace(joined[-1], count=joined[-1].count + 1)
+        else:
+            joined.append(task)
+    return joined
+
+
+def _continues(last: Task, task: Task) -> bool:
+    after = last.query + last.count * last.num_queries, last.key + last.count * last.num_keys
+    return (task.query, task.key) == after and (task.num_queries, task.num_keys) == (last.num_queries, last.num_keys)
+
+
+def rows_of_queries(task: Task, x: Tensor) -> Tensor:
+    """[B, L, ...]: the blocks of ``x`` [t, ...]."""
+    rows = x[task.query : task.query + task.count * task.num_queries]
+    return rows.unflatten(0, (task.count, task.num_queries))
+
+
+def rows_of_keys(task: Task, x: Tensor) -> Tensor:
+    """[B, S, ...]: the blocks of ``x`` [s, ...]."""
+    return x[task.key : task.key + task.count * task.num_keys].unflatten(0, (task.count, task.num_keys))
+
+
+def attend_block(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Output ``[B, L, N, H]`` and log-sum-exps ``[B, L, N]`` (float32 at least) of every block."""
+    if _flash_on_cuda(q_BLNH):
+        out, lse_BNL, *_ = torch.ops.aten._flash_attention_forward(
+            q_BLNH.contiguous(), k_BSKH.contiguous(), v_BSKH.contiguous(), None, None,
+            q_BLNH.shape[1], k_BSKH.shape[1], 0.0, causal, False,
+        )  # fmt: skip
+        return out, lse_BNL.transpose(1, 2)
+    q, k, v = _heads_first(q_BLNH, k_BSKH, v_BSKH)
+    if q.is_cpu:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    else:
+        out, lse = _plain(q, k, v, causal=causal)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def attend_block_backward(
+    dout_BLNH: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out_BLNH: Tensor, lse_BLN: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``qkv`` of every block, given the output and log-sum-exps over *all* keys, not the block's alone."""
+    q_BLNH, k_BSKH, v_BSKH = qkv
+    if _flash_on_cuda(q_BLNH):
+        nothing = torch.zeros(2, dtype=torch.uint64, device=q_BLNH.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout_BLNH.contiguous(), q_BLNH.contiguous(), k_BSKH.contiguous(), v_BSKH.contiguous(),
+            out_BLNH.contiguous(), lse_BLN.transpose(1, 2).contiguous(), None, None,
+            q_BLNH.shape[1], k_BSKH.shape[1], 0.0, causal, nothing, nothing,
+        )  # fmt: skip
+        return dq, dk, dv
+    q, k, v = _heads_first(q_BLNH, k_BSKH, v_BSKH)
+    dout, out, lse = (x.transpose(1, 2) for x in (dout_BLNH, out_BLNH, lse_BLN))
+    if q.is_cpu:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse.contiguous(), 0.0, causal
+        )
+    else:
+        dq, dk, dv = _plain_backward(dout, q, k, v, out, lse, causal=causal)
+    num_kv_heads = k_BSKH.shape[2]
+    dk, dv = (x.unflatten(1, (num_kv_heads, -1)).sum(2) for x in (dk, dv))
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _flash_on_cuda(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+
+
+def _heads_first(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, N, tokens, H] of all three: the kernels below take as many key/value heads as query heads."""
+    group_size = q_BLNH.shape[2] // k_BSKH.shape[2]
+    k, v = (x if group_size == 1 else x.repeat_interleave(group_size, dim=2) for x in (k_BSKH, v_BSKH))
+    return q_BLNH.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def _masked(logits: Tensor, *, causal: bool) -> Tensor:
+    if not causal:
+        return logits
+    rows = torch.arange(logits.shape[-2], device=logits.device)[:, None]
+    return logits.masked_fill(torch.arange(logits.shape[-1], device=logits.device) > rows, -torch.inf)
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """For devices and dtypes without a kernel; ``[B, N, L, H]``, all logits of a block at once."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = _masked((q @ k.transpose(2, 3)).to(wide) * q.shape[-1] ** -0.5, causal=causal)
+    lse = logits.logsumexp(-1)
+    return (logits - lse[..., None]).exp().to(v.dtype) @ v, lse
+
+
+def _plain_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide, scale = lse.dtype, q.shape[-1] ** -0.5
+    logits = _masked((q @ k.transpose(2, 3)).to(wide) * scale, causal=causal)
+    weights = (logits - lse[..., None]).exp()
+    dv = weights.to(v.dtype).transpose(2, 3) @ dout
+    inner = (dout.to(wide) * out).sum(-1, keepdim=True)
+    dlogits = (weights * ((dout @ v.transpose(2, 3)).to(wide) - inner) * scale).to(q.dtype)
+    return dlogits @ k, dlogits.transpose(2, 3) @ q, dv

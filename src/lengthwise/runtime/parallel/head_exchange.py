@@ -1,0 +1,111 @@
+"""Tokens for heads and back: every rank attends with some of the heads over the whole pack (DeepSpeed-Ulysses, Jacobs
+et al. 2023).
+
+T tokens of the pack, t of this rank, N query heads, n of this rank, K key/value heads, k of them that this rank's
+queries read, H head size, p ranks. Heads are split in consecutive runs, by whole key/value groups where there are
+enough; else key/value heads are copied to every rank that has a query head of their group. p need not divide N.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.pipeline_config import head_bounds
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.operators import attend_in
+from lengthwise.runtime.models.varlen_attention import attend
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UlyssesShards:
+    """What one rank gives and gets."""
+
+    group: Group
+    sizes: tuple[int, ...]
+    """Tokens of each rank."""
+    view: AttentionView
+    into: Tensor | None
+    """[T] index that puts gathered tokens into the view's order; None: they are in it."""
+    back: Tensor | None
+    """[T] the inverse."""
+
+
+Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""Attention over whole sequences, in the view's order, with some heads: ``[T, n, H]`` of queries, keys, values, and the
+number of the first of these heads."""
+
+
+def exchange_attention(
+    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, exchange: UlyssesShards, *, core: Core | None = None
+) -> Tensor:
+    """Attention of all heads of this rank's tokens, ``[t, N, H]``: two all-to-alls around whole sequences.
+
+    ``core``: between the two; softmax attention within the sequences of the view, if left out.
+    """
+    group, sizes = exchange.group, exchange.sizes
+    if group.size == 1:
+        return attend_in(exchange.view, q_tNH, k_tKH, v_tKH)
+    num_heads, num_kv_heads, head_size = q_tNH.shape[1], k_tKH.shape[1], q_tNH.shape[2]
+    group_size = num_heads // num_kv_heads
+    bounds = head_bounds(num_heads, num_kv_heads, degree=group.size)
+    runs = [_kv_run(bounds, rank, group_size) for rank in range(group.size)]
+    parts = [
+        torch.cat([q_tNH[:, start:end], k_tKH[:, first:last], v_tKH[:, first:last]], dim=1).flatten()
+        for (start, end), (first, last) in runs
+    ]
+    (start, end), (first, last) = runs[group.rank]
+    num_mine, num_kv = end - start, last - first
+    received = [size * (num_mine + 2 * num_kv) * head_size for size in sizes]
+    qkv_TnH = all_to_all(torch.cat(parts), [part.numel() for part in parts], received, group)
+    qkv_TnH = qkv_TnH.view(sum(sizes), num_mine + 2 * num_kv, head_size)
+    if exchange.into is not None:
+        qkv_TnH = qkv_TnH[exchange.into]
+    q_TnH, k_TkH, v_TkH = qkv_TnH.split([num_mine, num_kv, num_kv], dim=1)
+    if num_kv > 1 and num_mine != num_kv * group_size:
+        # Parts of groups: our heads are not evenly spread over the key/value heads they read.
+        reads = [head // group_size - first for head in range(start, end)]
+        k_TkH, v_TkH = k_TkH[:, reads], v_TkH[:, reads]
+    if num_mine == 0:
+        out_TnH = q_TnH
+    elif core is not None:
+        out_TnH = core(q_TnH, k_TkH, v_TkH, start)
+    else:
+        out_TnH = attend(q_TnH, k_TkH, v_TkH, exchange.view.cu_seqlens, causal=exchange.view.causal)
+    if exchange.back is not None:
+        out_TnH = out_TnH[exchange.back]
+    counts = [end - start for (start, end), _ in runs]
+    mine = sizes[group.rank]
+    back = all_to_all(
+        out_TnH.flatten(),
+        [size * num_mine * head_size for size in sizes],
+        [mine * count * head_size for count in counts],
+        group,
+    )
+    pieces = back.split([mine * count * head_size for count in counts])
+    return torch.cat([piece.view(mine, count, head_size) for piece, count in zip(pieces, counts)], dim=1)
+
+
+def _kv_run(bounds: Sequence[int], rank: int, group_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Query heads of a rank, and the key/value heads they read."""
+    start, end = bounds[rank], bounds[rank + 1]
+    return (start, end), (start // group_size, -(-end // group_size) if end > start else start // group_size)
+
+
+def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+    """Differentiable :meth:`~lengthwise.runtime.comm.group.Group.exchange` of flat numbers."""
+    out: Tensor = _AllToAll.apply(x, tuple(send), tuple(receive), group)
+    return out
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, group):  # type: ignore[no-untyped-def]
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return group.exchange(x, send, receive).view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return ctx.group.exchange(grad.contiguous(), ctx.receive, ctx.send), None, None, None

@@ -1,0 +1,131 @@
+"""A model on one rank of a stage: its tokens, the operators of its layers by method, the vocabulary.
+
+t tokens of this rank, D hidden size, V vocabulary or this rank's rows of it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lengthwise.core.layout import row_bounds
+from lengthwise.core.pipeline_config import Method, WeightPlacement
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
+from lengthwise.runtime.models.execution import ExecutionWatch
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.parallel.embedding import sharded_cross_entropy, sharded_lookup
+from lengthwise.runtime.parallel.stage_shard import LayerStage, StageView
+from lengthwise.runtime.parallel.tokens import shard_tokens
+from lengthwise.runtime.parallel.weights import Prefetch
+
+MakeOperators = Callable[[LayerStage, AttentionWeights, FfnWeights], Operators]
+
+
+def make_operators(method: Method) -> MakeOperators:
+    """``operators`` of the file of ``method``: what it makes of a layer's place and weights."""
+    found: MakeOperators = import_module(f"lengthwise.runtime.parallel.{method}").operators
+    return found
+
+
+class StageExecution:
+    """One micro-batch of a model on the ranks of ``group``; whole pack given, this rank's share computed."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        group: Group,
+        *,
+        tokens_T: Tensor,
+        targets_T: Tensor,
+        cu_seqlens: tuple[int, ...],
+        methods: Sequence[Method],
+        weights: WeightPlacement,
+        recompute: Sequence[bool] = (),
+        layers: range | None = None,
+        watch: ExecutionWatch | None = None,
+    ) -> None:
+        """``methods``: one per layer; ``recompute``: one flag per layer, or none for no layer; ``layers``: of this
+        stage, or all of them.
+
+        The model's weights are whole, or this rank's rows of :func:`~lengthwise.core.layout.row_bounds`.
+
+        Raises:
+            InputError: a method cannot share this model's layers among so many ranks.
+        """
+        self._group, self._recompute = group, recompute
+        self.layers = range(len(model.layers)) if layers is None else layers
+        self.watch = watch or ExecutionWatch()
+        self._is_sharded = weights is WeightPlacement.SHARDED
+        self._vocabulary = row_bounds("embedding", model.spec, degree=group.size)
+        views = model.views(cu_seqlens)
+        shards = shard_tokens(cu_seqlens, degree=group.size, causal=model.spec.causal)
+        self._places, self._offsets = shards.places, views[0].offsets
+        self._tokens_T, self._targets_T = tokens_T, targets_T
+        self._views = [
+            StageView(view=view, shards=shards, group=group, device=tokens_T.device, make_tables=model.tables)
+            for view in views
+        ]
+        bounds = _bounds(model, group.size)
+        prefetch = Prefetch()
+        self._operators: dict[int, Operators] = {}
+        for number in self.layers:
+            layer: Any = model.layers[number]
+            stage = LayerStage(
+                view=self._views[number % len(views)],
+                bounds=bounds,
+                prefetch=prefetch,
+                layer=number,
+                is_recomputed=self.is_recomputed(number),
+                watch=self.watch,
+            )
+            attention, ffn = layer.attention_weights, layer.ffn_weights
+            self._operators[number] = make_operators(methods[number])(stage, attention, ffn)
+
+    def offsets(self) -> Tensor:
+        """[t]"""
+        return torch.from_numpy(self._offsets[self._places[self._group.rank]]).to(self._tokens_T.device)
+
+    def lookup(self, table_VD: Tensor) -> Tensor:
+        """[t, D]"""
+        if not self._is_sharded or self._group.size == 1:
+            return F.embedding(self._own(self._tokens_T), table_VD)
+        assert self._vocabulary is not None
+        return sharded_lookup(table_VD, self._of_ranks(self._tokens_T), self._vocabulary, self._group)
+
+    def operators(self, layer: int) -> Operators:
+        """By the layer's method."""
+        return self._operators[layer]
+
+    def is_recomputed(self, layer: int) -> bool:
+        """As it was given."""
+        return bool(self._recompute) and self._recompute[layer]
+
+    def cross_entropy(self, hidden_tD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """Of this rank's targets."""
+        if not self._is_sharded or self._group.size == 1:
+            size = chunk_tokens(len(head_VD), hidden_tD.device)
+            targets_t = self._own(self._targets_T)
+            return chunked_cross_entropy(hidden_tD, head_VD, targets_t, bias_V=bias_V, chunk_tokens=size)
+        assert self._vocabulary is not None
+        targets = self._of_ranks(self._targets_T)
+        return sharded_cross_entropy(hidden_tD, head_VD, bias_V, targets, self._vocabulary, self._group)
+
+    def _own(self, x_T: Tensor) -> Tensor:
+        return x_T[torch.from_numpy(self._places[self._group.rank]).to(x_T.device)]
+
+    def _of_ranks(self, x_T: Tensor) -> list[np.ndarray]:
+        values = x_T.cpu().numpy()
+        return [values[places] for places in self._places]
+
+
+def _bounds(model: Transformer, degree: int) -> Mapping[str, Sequence[int]]:
+    """Rows by rank of every kind of weight that layers shard."""
+    names = {name.rpartition(".")[2] for name, _ in model.layers.named_parameters()}
+    found = {name: row_bounds(name, model.spec, degree=degree) for name in names}
+    return {name: bounds for name, bounds in found.items() if bounds is not None}

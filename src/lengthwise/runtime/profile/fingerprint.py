@@ -1,0 +1,127 @@
+"""Of what a profile was taken, and the file that keeps it while that stays the same."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.layer_profile import Identity, LayerTable
+from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.profile.measure import device_name
+from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
+
+_log = logging.getLogger("lengthwise")
+_PACKAGES = ("torch", "transformers", "lengthwise")
+
+
+def identity_of(run: Run) -> Identity:
+    """Model, device and software of a run."""
+    model, device = run.model, run.world.device
+    autocast = autocast_dtype(device)
+    dtype = str(run.state.compute_dtype).removeprefix("torch.")
+    return Identity(
+        model_name=type(model).__name__,
+        model_digest=_digest(run) if autocast is None else f"{_digest(run)}, autocast to {autocast}",
+        device=device_name(device),
+        dtype=dtype,
+        num_ranks=run.world.size,
+        software=", ".join(f"{package} {_version(package)}" for package in _PACKAGES),
+    )
+
+
+def other_bytes(run: Run) -> int:
+    """Of parameters that are not trained, and of buffers."""
+    model, trained = run.model, {id(each) for each in run.adapted.anatomy.parameters.values()}
+    others = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in trained]
+    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in others}.values())
+
+
+def find_table(
+    run: Run, path: Path, make: Callable[[], LayerTable], *, longest: int, degrees: Sequence[int]
+) -> tuple[LayerTable, bool]:
+    """The profile at ``path`` if it is of this run and goes far enough, else ``make()``, kept there for the next time.
+
+    The first rank reads and writes; all get the same. Whether it was found is told as well. What differs is logged.
+
+    Raises:
+        InputError: there is a file at ``path`` and it is no profile: it is not written over.
+    """
+    identity = identity_of(run)
+    saved = _read(path, identity, longest, degrees) if run.world.is_first else None
+    document = broadcast_json(run.world, saved.document if isinstance(saved, LayerTable) else saved)
+    if isinstance(document, str):
+        raise InputError(document)
+    if document is not None:
+        return LayerTable.of_document(document), True
+    table = make()
+    if run.world.is_first:
+        table.save(path)
+    return table, False
+
+
+def _read(path: Path, identity: Identity, longest: int, degrees: Sequence[int]) -> LayerTable | str | None:
+    """The table, why there can be none, or None where one is to be made."""
+    if not path.exists():
+        return None
+    try:
+        table = LayerTable.load(path)
+    except InputError as error:
+        return str(error)
+    told = identity.differences(table.identity)
+    if table.longest < longest:
+        told.append(f"sequences of up to {table.longest:,} tokens instead of {longest:,}")
+    if missing := sorted(set(degrees) - set(table.degrees)):
+        told.append(f"no degree {', '.join(map(str, missing))}")
+    if told:
+        _log.warning("the profile at %s has %s: measured anew", path, "; ".join(told))
+        return None
+    return table
+
+
+def _digest(run: Run) -> str:
+    """Over modules with their constants, parameters with their shapes, and the configuration of transformers."""
+    adapted, model = run.adapted, run.model
+    described = {
+        "modules": repr(model),
+        "parameters": [
+            (name, list(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
+        ],
+        "layers": adapted.anatomy.layers_name,
+        "recomputed": _described(adapted.layers.context),
+        "objective": adapted.objective,
+        "slot_tokens": run.feeding.slot_tokens,
+        "config": _config(model),
+        "training": model.training,
+        "by_sequence": adapted.by_sequence is not None,
+    }
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _described(value: object) -> object:
+    """The same in every process for the same function and what is bound to it."""
+    if isinstance(value, partial):
+        return [_described(part) for part in (value.func, *value.args, *value.keywords.items())]
+    if isinstance(value, frozenset | tuple):
+        return sorted(map(str, value))
+    return getattr(value, "__qualname__", None if value is None else str(value))
+
+
+def _config(model: torch.nn.Module) -> object:
+    config = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    return repr(config) if to_dict is None else to_dict()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

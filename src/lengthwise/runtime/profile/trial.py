@@ -1,0 +1,177 @@
+"""One micro-batch of made-up sequences through a prepared model, for its seconds or its bytes.
+
+The model computes what it would in training, of sequences that repeat the corpus' first one to any length. Gradients it
+leaves are to be discarded.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import Pack
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.profile.probes import LoopbackGroup, SavedTensorCounter, Stopwatch, storages
+from lengthwise.runtime.verify.trace import synthetic
+from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.exchange_script import AttentionExchange, ExchangeScript, SlotGather
+from lengthwise.runtime.wrap.layer_hooks import LayerWatch
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
+from lengthwise.runtime.wrap.zero_collectives import finish
+
+Watch = TypeVar("Watch", bound=LayerWatch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A pack, who shares it, and which layers are recomputed."""
+
+    lengths: tuple[int, ...]
+    """In tokens."""
+    group: Group
+    recompute: tuple[bool, ...] = ()
+    attended: tuple[AttentionExchange | SlotGather, ...] = ()
+    """Calls of attention in its forward, as :func:`hold` saw them: what others wait for if this rank fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryResult:
+    """Bytes of one micro-batch on this rank."""
+
+    num_bytes: int
+    """In all, when most is there: the allocator's peak on a GPU, what the forward keeps on a CPU."""
+    layers: tuple[int, ...]
+    """Of each layer that was computed, what its forward kept."""
+    inputs: tuple[int, ...]
+    """Of each layer that was computed, its arguments."""
+    attended: tuple[AttentionExchange | SlotGather, ...]
+    """Every call of attention in the forward."""
+
+
+def group_of(world: DistContext, degree: int) -> Group | None:
+    """This rank's of the groups of ``degree`` consecutive ranks; None on ranks that are left over. Collective."""
+    starts = range(0, world.size - degree + 1, degree)
+    found = [world.groups.of(tuple(range(start, start + degree))) for start in starts]
+    return next((group for group in found if group is not None), None)
+
+
+def hold(run: Run, trial: Trial) -> MemoryResult:
+    """Compute a trial as if all its ranks were there: nothing is sent, so that running out of memory harms nobody.
+
+    Raises:
+        OutOfMemoryError: this rank has not enough of it.
+    """
+    group = LoopbackGroup(rank=trial.group.rank, ranks=trial.group.ranks, handle=trial.group.handle)
+    device, before = run.world.device, 0
+    with _micro_batch(run, trial, group) as micro_batch:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+        inputs = micro_batch.inputs
+        known = [list(run.adapted.anatomy.constants()), inputs]
+        with watched(run, SavedTensorCounter(known, device, trial.recompute)) as keeping, keeping:
+            loss = _loss(run, micro_batch)
+        attended = tuple(micro_batch.shard.attended)
+        num_bytes = keeping.num_bytes + sum(storages(inputs).values())
+        _backward(loss, micro_batch)
+        if device.type == "cuda":
+            num_bytes = torch.cuda.max_memory_allocated(device) - before
+    computed = sorted(keeping.kept)
+    return MemoryResult(
+        num_bytes=num_bytes,
+        layers=tuple(keeping.kept[layer] for layer in computed),
+        inputs=tuple(keeping.input_bytes(layer) for layer in computed),
+        attended=attended,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingResult:
+    """Seconds of one micro-batch on this rank."""
+
+    time_s: float
+    forward_s: tuple[float, ...]
+    """Of each layer that was computed."""
+    backward_s: tuple[float | None, ...]
+    """The same; None where the layer's input needs no gradient."""
+
+
+def clock(run: Run, trial: Trial | None) -> TimingResult | None:
+    """The seconds of a trial that all ranks begin together; None on ranks without one and on those that failed.
+
+    A rank that runs out of memory here sends the others zeros for what they wait for.
+    """
+    world = run.world
+    gather_rows(torch.zeros(1, device=world.device))
+    if trial is None:
+        return None
+    world.synchronize()
+    start_s = time.perf_counter()
+    with (
+        _micro_batch(run, trial, trial.group) as micro_batch,
+        watched(run, Stopwatch(world.synchronize)) as watch,
+    ):
+        shard, has_failed = micro_batch.shard, False
+        try:
+            _backward(_loss(run, micro_batch), micro_batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            has_failed = True
+        if has_failed:  # and not before: the error holds on to what was computed
+            finish(shard, [shard.script or run.adapted.script])
+            return None
+    world.synchronize()
+    time_s = time.perf_counter() - start_s
+    computed = sorted(watch.forward_s)
+    return TimingResult(
+        time_s=time_s,
+        forward_s=tuple(watch.forward_s[layer] for layer in computed),
+        backward_s=tuple(watch.backward_s(layer) for layer in computed),
+    )
+
+
+@contextmanager
+def watched(run: Run, watch: Watch) -> Iterator[Watch]:
+    """Layers are computed under ``watch``."""
+    layers = run.adapted.layers
+    before, layers.watch = layers.watch, watch
+    try:
+        yield watch
+    finally:
+        layers.watch = before
+
+
+@contextmanager
+def _micro_batch(run: Run, trial: Trial, group: Group) -> Iterator[MicroBatch]:
+    pack = Pack(ids=tuple(range(len(trial.lengths))), lengths=trial.lengths)
+    slots = tuple(length // run.feeding.slot_tokens for length in trial.lengths)
+    with synthetic(run, slots):
+        shard = PackShard(
+            step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=group,
+            device=run.world.device, recompute=trial.recompute,
+            script=None if run.adapted.layers.num_kept is None else ExchangeScript.complete(trial.attended),
+        )  # fmt: skip
+        with active(shard):
+            yield run.make(shard, pack)
+
+
+def _loss(run: Run, micro_batch: MicroBatch) -> Tensor:
+    output = run.model(**micro_batch.inputs)
+    if micro_batch.shard.has_failed:
+        raise torch.OutOfMemoryError("the model's forward ran out of memory")
+    return run.adapted.loss_of(output, micro_batch)
+
+
+def _backward(loss: Tensor, micro_batch: MicroBatch) -> None:
+    micro_batch.shard.backward_begun = micro_batch.shard.num_exchanges
+    loss.backward(torch.full_like(loss, micro_batch.num_targets / max(1, micro_batch.pack.num_tokens)))

@@ -1,0 +1,361 @@
+"""Measures two layers of a prepared model, and all else once: what its whole cost follows from. DCP, section 3.5.
+
+All ranks measure at the same time, in groups of one degree after the other, and go through the same packs: what decides
+what comes next is known to all of them, and what one alone knows, its memory and its clock, is told to all first. Every
+pack is first computed by each rank for itself, as if the others answered. So a rank that runs out of memory leaves
+nobody waiting, and all give up longer packs of that degree together.
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.layer_profile import LayerRow, LayerTable, LinkRow
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.devices import local_size
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
+from lengthwise.runtime.profile.trial import TimingResult, Trial, clock, group_of, hold
+from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
+
+NUM_LAYERS = 2
+"""That are computed: the first warms up, the second is measured."""
+SHORTEST = 32
+"""Slots of the shortest sequence measured, where sequences are much longer."""
+FEWEST = 3
+"""Packs that are measured whatever time they take: three coefficients need as many."""
+MOST_SEQUENCES = 256
+"""In the pack of many short ones."""
+GROWTH = 4.0
+"""Seconds of twice as long a sequence, at most."""
+SHARE_OF_FREE = 0.9
+"""Of the memory that is free, how much a trial may be expected to need."""
+LINK_REPEATS = 5
+UPDATE_REPEATS = 5
+
+Progress = Callable[[float], None]
+"""Told the part of the work that is done, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfilingEffort:
+    """How much may be spent."""
+
+    repeats: int = 5
+    """Of every pack, while there is time."""
+    budget_s: float = 20.0
+    """Seconds of all packs. The first three of every degree are measured in any case."""
+    memory_bytes: int | None = None
+    """That a micro-batch may take on a rank; None: what is free."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1 or self.budget_s < 0:
+            raise InputError(f"a profile needs a repeat and time; got repeats={self.repeats}, budget_s={self.budget_s}")
+
+
+@dataclass(kw_only=True)
+class _Case:
+    """A pack and what was seen of it, the same on every rank."""
+
+    lengths: tuple[int, ...]
+    kept: int
+    inputs: int
+    constant: int
+    alive: int
+    trial: Trial | None
+    """On this rank; None where it is in no group."""
+    wall_s: float = 0.0
+    times: list[np.ndarray] = field(default_factory=list)
+    """[ranks in groups, 3] forward, backward, constant; one array per repeat."""
+
+    @property
+    def held(self) -> int:
+        """Bytes while two layers are computed."""
+        return NUM_LAYERS * (self.kept + self.inputs) + self.constant + self.alive
+
+    def row(self, degree: int) -> LayerRow:
+        """Medians over repeats and ranks."""
+        low, (forward, backward, constant), high = np.quantile(np.concatenate(self.times), (0.25, 0.5, 0.75), axis=0)
+        spread = (high - low) / 2
+        return LayerRow(
+            lengths=self.lengths, degree=degree, forward_s=float(forward), backward_s=float(backward),
+            constant_s=float(constant), forward_spread_s=float(spread[0]), backward_spread_s=float(spread[1]),
+            constant_spread_s=float(spread[2]), kept_bytes=self.kept, input_bytes=self.inputs,
+            constant_bytes=self.constant, alive_bytes=self.alive, repeats=len(self.times),
+        )  # fmt: skip
+
+
+def measure(
+    run: Run,
+    *,
+    longest: int,
+    degrees: Sequence[int] | None = None,
+    effort: ProfilingEffort = ProfilingEffort(),
+    update_s: float | None = None,
+    on_progress: Progress = lambda done: None,
+) -> LayerTable:
+    """Measure packs of up to ``longest`` tokens at every degree; every rank calls this and gets the same table.
+
+    Args:
+        run: a prepared model, before its first step; as it was when this returns.
+        longest: tokens of the longest sequence.
+        degrees: how many ranks share a pack; None: all numbers that divide those of the run.
+        effort: limits.
+        update_s: seconds of an update where they are known; None: measured, before the first one.
+        on_progress: called on every rank.
+
+    Raises:
+        InputError: not even the shortest pack fits, or a degree is none.
+    """
+    world, adapted = run.world, run.adapted
+    if degrees is None:
+        degrees = [degree for degree in range(1, world.size + 1) if world.size % degree == 0]
+    if not degrees or not all(1 <= degree <= world.size for degree in degrees):
+        raise InputError(f"degrees are numbers from 1 to the {world.size} ranks of the run, not {list(degrees)}")
+    layers, rows, profiler = adapted.layers, [], _Profiler(run, longest, effort, on_progress)
+    before, layers.num_kept = layers.num_kept, NUM_LAYERS
+    try:
+        for number, degree in enumerate(degrees):
+            rows += profiler.measure(degree, part=(number, len(degrees)))
+    finally:
+        layers.num_kept = before
+        run.discard()
+    anatomy = adapted.anatomy
+    table = LayerTable(
+        identity=identity_of(run),
+        num_layers=anatomy.num_layers,
+        num_params=sum(parameter.numel() for parameter in anatomy.parameters.values()),
+        other_bytes=other_bytes(run),
+        longest=longest,
+        update_s=_update_s(run) if update_s is None else update_s,
+        rows=tuple(rows),
+        links=tuple(_link(run, degree) for degree in degrees if degree > 1),
+        too_large=tuple(profiler.too_large),
+    )
+    on_progress(1.0)
+    return table
+
+
+def ladder(longest: int, *, degree: int, slot_tokens: int = 1) -> list[tuple[int, ...]]:
+    """Lone sequences of doubling length, the shortest first, in tokens; every rank has slots of each."""
+    slots = [max(1, longest // slot_tokens)]
+    shortest = max(degree, min(SHORTEST, slots[0] // 8))
+    while slots[-1] // 2 >= shortest:
+        slots.append(slots[-1] // 2)
+    return [(number * slot_tokens,) for number in reversed(slots)]
+
+
+def many_short(measured: Sequence[tuple[int, ...]], *, slot_tokens: int = 1) -> tuple[int, ...]:
+    """A pack with about as many tokens as the second longest of the lone sequences, of many short ones; () of one slot.
+
+    It tells what a token costs from what a micro-batch does. Its neighbours differ in length, as those of other packs
+    do: attention on a CPU computes runs of equally long sequences in one call.
+    """
+    slots = [lengths[0] // slot_tokens for lengths in measured]
+    total = slots[max(0, len(slots) - 2)]
+    short = max(1, min(slots[min(1, len(slots) - 1)], total // 2))
+    number = min(MOST_SEQUENCES, total // short)
+    if number < 2:
+        return ()
+    return tuple(slot_tokens * (short if place % 2 else max(1, short - 1)) for place in range(number))
+
+
+class _Profiler:
+    """What ranks have agreed on so far."""
+
+    def __init__(self, run: Run, longest: int, effort: ProfilingEffort, on_progress: Progress) -> None:
+        self._run, self._longest, self._effort, self._on_progress = run, longest, effort, on_progress
+        self._start_s, self._spent_s = time.perf_counter(), 0.0
+        self._memory = self._agree(-_free_bytes(run.world), -(effort.memory_bytes or np.inf)).max(axis=0).max() * -1
+        self._random = np.random.default_rng(0)
+        self.too_large: list[tuple[int, int]] = []
+
+    def measure(self, degree: int, *, part: tuple[int, int]) -> list[LayerRow]:
+        """The rows of one degree, the ``part[0]``-th of ``part[1]``."""
+        self._degree, self._group = degree, group_of(self._run.world, degree)
+        until_s = self._spent_s + max(0.0, self._effort.budget_s - self._spent_s) / (part[1] - part[0])
+        packs = ladder(self._longest, degree=degree, slot_tokens=self._run.feeding.slot_tokens)
+        cases: list[_Case] = []
+        for number, lengths in enumerate(packs):
+            if self._is_too_much(cases, lengths, until_s):
+                break
+            case = self._begin(lengths, warm_up=not cases)
+            if case is None:
+                break
+            cases.append(case)
+            self._on_progress((part[0] + 0.5 * (number + 1) / (len(packs) + 1)) / part[1])
+        if not cases:
+            return []
+        lengths = many_short([case.lengths for case in cases], slot_tokens=self._run.feeding.slot_tokens)
+        short = self._begin(lengths, warm_up=False) if lengths else None
+        cases += [short] if short is not None else []
+        for repeat in range(1, self._effort.repeats):
+            for number in self._random.permutation(len(cases)).tolist():
+                if self._spent_s + cases[number].wall_s <= until_s and not self._time(cases[number]):
+                    self._give_up(cases[number].lengths)
+            self._on_progress((part[0] + 0.5 + 0.5 * repeat / self._effort.repeats) / part[1])
+        return [case.row(degree) for case in cases]
+
+    def _is_too_much(self, cases: list[_Case], lengths: tuple[int, ...], until_s: float) -> bool:
+        """Whether a longer pack is expected to need more memory than there is, or more time than is left."""
+        if not cases:
+            return False
+        longer = sum(lengths) / sum(cases[-1].lengths)
+        needed = cases[-1].held * longer
+        if len(cases) > 1:  # a line through the last two
+            per_token = (cases[-1].held - cases[-2].held) / (sum(cases[-1].lengths) - sum(cases[-2].lengths))
+            needed = cases[-1].held + max(0.0, per_token) * (sum(lengths) - sum(cases[-1].lengths))
+        if needed > self._memory:
+            self.too_large.append((self._degree, sum(lengths)))
+            return True
+        expected_s = 2 * cases[-1].wall_s * max(longer, GROWTH * longer / 2)  # once for bytes, once for seconds
+        return len(cases) >= FEWEST and self._spent_s + expected_s > until_s
+
+    def _begin(self, lengths: tuple[int, ...], *, warm_up: bool) -> _Case | None:
+        """Bytes and the first seconds of a pack; None if it did not fit some rank."""
+        failed, numbers, trial = 0.0, (0, 0, 0, 0), None
+        try:
+            if self._group is not None:
+                numbers, trial = _bytes(self._run, Trial(lengths=lengths, group=self._group))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = 1.0
+        seen = self._agree(failed, *numbers).max(axis=0)
+        if seen[0]:
+            self._give_up(lengths)
+            return None
+        kept, inputs, constant, alive = (int(number) for number in seen[1:])
+        case = _Case(lengths=lengths, kept=kept, inputs=inputs, constant=constant, alive=alive, trial=trial)
+        if not self._time(case) or (warm_up and not self._time(case)):
+            self._give_up(lengths)
+            return None
+        if warm_up:
+            del case.times[0]
+        return case
+
+    def _give_up(self, lengths: tuple[int, ...]) -> None:
+        """Some rank ran out of memory: all of them leave what they had of it."""
+        gc.collect()
+        if self._run.world.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.too_large.append((self._degree, sum(lengths)))
+
+    def _time(self, case: _Case) -> bool:
+        """Take the time once; whether it fitted all ranks."""
+        before_s = self._spent_s
+        took = clock(self._run, case.trial)
+        has_failed = case.trial is not None and took is None
+        seen = self._agree(float(has_failed), *((np.nan,) * 3 if took is None else _seconds(took)))
+        if seen[:, 0].any():
+            return False
+        case.times.append(seen[~np.isnan(seen[:, 1]), 1:])
+        case.wall_s = self._spent_s - before_s
+        return True
+
+    def _agree(self, *values: float) -> np.ndarray:
+        """[ranks, n] what every rank says; the seconds spent become those of the slowest."""
+        row = [time.perf_counter() - self._start_s, *values]
+        rows = gather_rows(torch.tensor(row, dtype=torch.float64, device=self._run.world.device)).cpu().numpy()
+        self._spent_s = float(rows[:, 0].max())
+        return rows[:, 1:]
+
+
+def _seconds(took: TimingResult) -> tuple[float, float, float]:
+    """Forward and backward of the last layer that was computed, and what the layers leave of the whole."""
+    known = [each for each in took.backward_s if each is not None]
+    forward_s = took.forward_s[-1]
+    backward_s = known[-1] if known else max(took.time_s - sum(took.forward_s), forward_s)
+    layers_s = sum(took.forward_s) + sum(backward_s if each is None else each for each in took.backward_s)
+    return forward_s, backward_s, max(0.0, took.time_s - layers_s)
+
+
+def _bytes(run: Run, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
+    """Of a layer beside its input, of its input, of all but layers, and of the layer that is there in full again.
+
+    And the trial with its calls of attention.
+    """
+    plain = hold(run, trial)
+    trial = replace(trial, attended=plain.attended)
+    number = len(plain.layers)
+    inputs, layer = plain.inputs[-1], plain.layers[-1]
+    constant = max(0, plain.num_bytes - number * layer)
+    if run.world.device.type != "cuda":
+        kept = max(1, layer - inputs)
+        return (kept, inputs, constant, kept), trial
+    recomputed = hold(run, replace(trial, recompute=(True,) * run.adapted.anatomy.num_layers))
+    inputs = recomputed.layers[-1]
+    alive = max(0, recomputed.num_bytes - number * inputs - constant)
+    return (max(1, layer - inputs), inputs, constant, alive), trial
+
+
+def _free_bytes(world: DistContext) -> float:
+    """Memory that this rank may use for a trial."""
+    if world.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(world.device)
+        cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
+        return SHARE_OF_FREE * (free + cached)
+    try:
+        with open("/proc/meminfo") as lines:
+            found = dict(line.split(":", 1) for line in lines)
+        return SHARE_OF_FREE * 1024 * int(found["MemAvailable"].split()[0]) / local_size()
+    except (OSError, KeyError):
+        return np.inf
+
+
+def _median_s(run: Run, work: Callable[[], object], repeats: int) -> float:
+    """Median over repeats of the slowest rank's seconds, when all begin together."""
+    times = []
+    for _ in range(repeats):
+        gather_rows(torch.zeros(1, device=run.world.device))
+        run.world.synchronize()
+        start_s = time.perf_counter()
+        work()
+        run.world.synchronize()
+        times.append(time.perf_counter() - start_s)
+    rows = gather_rows(torch.tensor(times, dtype=torch.float64, device=run.world.device))
+    return float(rows.amax(dim=0).median())
+
+
+def _update_s(run: Run) -> float:
+    """Push, clip, optimizer and pull, with gradients and a learning rate of 0: weights stay as they are."""
+    state = run.state
+    if state.optimizer is not None and state.optimizer.state:
+        raise CheckError("an update can be measured before the first one alone; give measure(..., update_s=...)")
+
+    def update() -> None:
+        state.clear_gradient()
+        state.finish_push()
+        state.global_norm(torch.zeros((), device=run.world.device))
+        state.step(lr=0.0, clip=1.0)
+        state.hold_everything()
+
+    run.discard()
+    update()
+    found_s = _median_s(run, update, UPDATE_REPEATS)
+    if state.optimizer is not None:
+        state.optimizer.state.clear()
+    state.clear_gradient()
+    return found_s
+
+
+def _link(run: Run, degree: int) -> LinkRow:
+    """Seconds of an all-to-all of little and of much, in all groups of a degree at once."""
+    group = group_of(run.world, degree)
+    much = (1 << 26) if run.world.device.type == "cuda" else (1 << 22)
+    times = []
+    for num_bytes in (degree, much):
+        each = num_bytes // degree
+        x = torch.zeros(each * degree, dtype=torch.uint8, device=run.world.device)
+        splits = [each] * degree
+        exchange = (lambda: None) if group is None else (lambda: group.exchange(x, splits, splits))  # noqa: B023
+        exchange()
+        times.append(_median_s(run, exchange, LINK_REPEATS))
+    sent = (much - degree) * (degree - 1) / degree
+    return LinkRow(degree=degree, latency_s=times[0], bytes_per_s=sent / max(times[1] - times[0], 1e-9))

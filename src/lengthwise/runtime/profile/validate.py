@@ -1,0 +1,112 @@
+"""What was predicted from two layers against what the whole model takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from lengthwise.core.pipeline_config import spread
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.profile.trial import Trial, clock, group_of, hold
+from lengthwise.runtime.wrap.exchange_script import AttentionExchange, SlotGather
+
+Predict = Callable[[Sequence[int], int, int], tuple[float, float]]
+"""From lengths, degree and number of recomputed layers to seconds and bytes above the model state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One micro-batch of the whole model."""
+
+    lengths: tuple[int, ...]
+    degree: int
+    recomputed: int
+    predicted_s: float
+    measured_s: float
+    """Median over repeats of the slowest rank."""
+    predicted_bytes: int
+    measured_bytes: int
+    """Of the fullest rank."""
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured seconds, minus one."""
+        return self.predicted_s / self.measured_s - 1.0
+
+    @property
+    def bytes_error(self) -> float:
+        """Predicted over measured bytes, minus one."""
+        return self.predicted_bytes / self.measured_bytes - 1.0
+
+    def __str__(self) -> str:
+        """A line for people."""
+        packed = f"{len(self.lengths)} x {self.lengths[0]:,}" if len(set(self.lengths)) == 1 else str(self.lengths)
+        return (
+            f"{packed} tokens, degree {self.degree}, {self.recomputed} recomputed: {self.predicted_s * 1e3:.1f} ms "
+            f"predicted, {self.measured_s * 1e3:.1f} measured ({self.time_error:+.0%}); "
+            f"{self.predicted_bytes / 2**20:.1f} MiB predicted, {self.measured_bytes / 2**20:.1f} measured "
+            f"({self.bytes_error:+.1%})"
+        )
+
+
+def check_prediction(
+    run: Run,
+    predict: Predict,
+    *,
+    packs: Sequence[tuple[int, ...]],
+    degrees: Sequence[int],
+    recomputed: Sequence[int],
+    repeats: int = 3,
+) -> list[Prediction]:
+    """Compute every pack at every degree with every number of recomputed layers; the same on every rank.
+
+    Bytes are those of one micro-batch above the model state. On a GPU that is the allocator's peak. On a CPU it is what
+    the forward keeps, and the one recomputed layer that is there in full while it has its backward.
+    """
+    found = []
+    for degree in degrees:
+        group = group_of(run.world, degree)
+        for lengths in packs:
+            for count in recomputed:
+                flags = spread(count, run.adapted.anatomy.num_layers)
+                trial = None if group is None else Trial(lengths=lengths, group=group, recompute=flags)
+                measured_s, num_bytes = _measure(run, trial, repeats)
+                predicted_s, predicted_bytes = predict(lengths, degree, count)
+                found.append(
+                    Prediction(
+                        lengths=lengths,
+                        degree=degree,
+                        recomputed=count,
+                        predicted_s=predicted_s,
+                        measured_s=measured_s,
+                        predicted_bytes=round(predicted_bytes),
+                        measured_bytes=num_bytes,
+                    )
+                )
+    run.discard()
+    return found
+
+
+def _measure(run: Run, trial: Trial | None, repeats: int) -> tuple[float, int]:
+    """Seconds and bytes of a trial, agreed on by all ranks."""
+    num_bytes = 0
+    if trial is not None:
+        num_bytes, attended = _held(run, trial)
+        trial = replace(trial, attended=attended)
+    clock(run, trial)  # the first of anything is slow
+    times = [took.time_s if (took := clock(run, trial)) is not None else 0.0 for _ in range(repeats)]
+    row = torch.tensor([*times, num_bytes], dtype=torch.float64, device=run.world.device)
+    slowest = gather_rows(row).cpu().numpy().max(axis=0)
+    return float(np.median(slowest[:-1])), int(slowest[-1])
+
+
+def _held(run: Run, trial: Trial) -> tuple[int, tuple[AttentionExchange | SlotGather, ...]]:
+    found = hold(run, trial)
+    if run.world.device.type == "cuda" or not any(trial.recompute):
+        return found.num_bytes, found.attended
+    plain = hold(run, replace(trial, recompute=()))
+    layers = zip(plain.layers, plain.inputs, trial.recompute, strict=True)
+    alive = max(kept - given for kept, given, is_recomputed in layers if is_recomputed)
+    return found.num_bytes + alive, found.attended

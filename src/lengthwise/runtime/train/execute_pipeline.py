@@ -1,0 +1,205 @@
+"""One rank's operations of a step on tensors: pull, receive, forward, backward, send, push, in the order of its list.
+
+t tokens of this rank, D hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.timeline import PUSH, SpanKind
+from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.comm.groups import Key
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.execution import Execution, ExecutionWatch, OneDevice
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock, bytes_in_use
+from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors
+from lengthwise.sim.schedule_check import Operation, OperationKind, WeightPhase
+
+OUTPUTS, GRADIENTS = "outputs", "gradients"
+"""Groups of a pipeline: messages one way never wait for those the other way."""
+
+
+class StepWatch(ExecutionWatch):
+    """Waits for the weights a forward needs; in the last backward, pushes gradients as soon as they are final."""
+
+    def __init__(self, state: ShardedState, clock: StepClock) -> None:
+        self._state, self._clock = state, clock
+        self.is_last_backward = False
+
+    def need(self, unit: int) -> None:
+        """Wait until the weights of ``unit`` are there."""
+        if self._state.is_coming(unit):
+            with self._clock.interruption(SpanKind.COMMUNICATE, "pull"):
+                self._state.need(unit)
+
+    def complete(self, unit: int) -> None:
+        """Push ``unit`` if no micro-batch adds to its gradients any more."""
+        if self.is_last_backward:
+            self._state.push_from(unit)
+
+
+@dataclass
+class InFlight:
+    """A micro-batch between its forward and its backward on this rank."""
+
+    input_tD: Tensor | None
+    """What the stage before sent; None on the first stage."""
+    output: Tensor
+    """[t, D], or on the last stage the scalar loss."""
+    sent: AsyncResult | None = None
+
+
+@dataclass(kw_only=True)
+class WeightPhaseRun:
+    """Executes the operations of one rank in one stretch of a step."""
+
+    plan: StepPlan
+    model: Transformer
+    state: ShardedState
+    feeds: Callable[[Pack], MicroBatchTensors]
+    """The tensors of a micro-batch, asked for in the order of computing."""
+    clock: StepClock
+    loss: Tensor = field(init=False)
+    """This rank's share of the step's mean loss so far."""
+
+    def __post_init__(self) -> None:
+        self._world = self.state.world
+        self._watch = StepWatch(self.state, self.clock)
+        self._in_flight: dict[tuple[int, int], InFlight] = {}
+        self._received: Tensor | None = None
+        self._going: list[AsyncResult] = []
+        self.loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
+
+    def run(self, stretch: WeightPhase, operations: tuple[Operation, ...]) -> None:
+        """Do all of them."""
+        backwards = [number for number, one in enumerate(operations) if one.kind is OperationKind.BACKWARD]
+        for number, operation in enumerate(operations):
+            if operation.kind is OperationKind.PULL:
+                self._pull(stretch)
+            elif operation.kind is OperationKind.PUSH:
+                self._push()
+            elif operation.kind is OperationKind.FORWARD:
+                self._forward(operation)
+            elif operation.kind is OperationKind.BACKWARD:
+                self._watch.is_last_backward = number == backwards[-1]
+                self._backward(operation)
+            elif operation.kind is OperationKind.RECEIVE:
+                self._receive(operation)
+            else:
+                self._send(operation)
+
+    def _pull(self, stretch: WeightPhase) -> None:
+        with self.clock.span(SpanKind.COMMUNICATE, "layout"):
+            self.state.hold(stretch.holdings)
+            self.state.pull()
+
+    def _push(self) -> None:
+        with self.clock.span(SpanKind.COMMUNICATE, PUSH):
+            for going in self._going:
+                going.wait()
+            self._going = []
+            self.state.finish_push()
+
+    def _forward(self, operation: Operation) -> None:
+        pipeline, micro_batch = self._of(operation)
+        execution = self._execution(operation, pipeline, micro_batch)
+        input_tD, self._received = self._received, None
+        with self.clock.span(SpanKind.COMPUTE, f"forward {operation.micro_batch}"):
+            output = self.model.run(execution, input_tD)
+            if output.ndim == 0:
+                output = output / self.plan.loss_normaliser
+                self.loss += output.detach()
+        self._in_flight[operation.pipeline, operation.micro_batch] = InFlight(input_tD, output)
+        self.clock.sample_memory(bytes_in_use(self._world.device))
+
+    def _backward(self, operation: Operation) -> None:
+        one = self._in_flight[operation.pipeline, operation.micro_batch]
+        gradient, self._received = self._received, None
+        with self.clock.span(SpanKind.COMPUTE, f"backward {operation.micro_batch}"):
+            if one.output.requires_grad:
+                one.output.backward(gradient)
+        one.output = one.output.detach()  # what the backward needed goes now
+        if one.sent is not None:
+            one.sent.wait()  # it has arrived: its gradient came back
+        if one.input_tD is None:
+            del self._in_flight[operation.pipeline, operation.micro_batch]
+        self.clock.sample_memory(bytes_in_use(self._world.device))
+
+    def _receive(self, operation: Operation) -> None:
+        """What the next pass of the list begins with."""
+        group, source, _ = self._channel(operation)
+        x_tD = torch.empty(
+            operation.num_tokens, self.model.spec.hidden_size, dtype=self.state.compute_dtype, device=self._world.device
+        )
+        with self.clock.span(SpanKind.WAIT, "bubble"):
+            group.receive(x_tD, source, tag=operation.micro_batch).wait()
+        self._received = x_tD if operation.is_backward else x_tD.requires_grad_()
+
+    def _send(self, operation: Operation) -> None:
+        group, _, target = self._channel(operation)
+        one = self._in_flight[operation.pipeline, operation.micro_batch]
+        if not operation.is_backward:
+            one.sent = group.send(one.output.detach(), target, tag=operation.micro_batch)
+            return
+        del self._in_flight[operation.pipeline, operation.micro_batch]
+        assert one.input_tD is not None
+        gradient_tD = torch.zeros_like(one.input_tD) if one.input_tD.grad is None else one.input_tD.grad
+        self._going = [going for going in self._going if not going.is_done]
+        self._going.append(group.send(gradient_tD, target, tag=operation.micro_batch))
+
+    def _of(self, operation: Operation) -> tuple[Pipeline, PlannedMicroBatch]:
+        pipeline = self.plan.pipelines[operation.pipeline]
+        return pipeline, pipeline.micro_batches[operation.micro_batch]
+
+    def _channel(self, operation: Operation) -> tuple[Group, int, int]:
+        """The group of a message, and the places of its sender and its receiver in it."""
+        purpose = GRADIENTS if operation.is_backward else OUTPUTS
+        ranks = tuple(sorted(self.plan.pipelines[operation.pipeline].ranks))
+        group = self._world.groups.of(ranks, purpose)
+        assert group is not None, "a rank sends within pipelines that it is in"
+        sender, receiver = operation.ranks
+        return group, ranks.index(sender), ranks.index(receiver)
+
+    def _execution(self, operation: Operation, pipeline: Pipeline, micro_batch: PlannedMicroBatch) -> Execution:
+        scheme = pipeline.scheme
+        with self.clock.span(SpanKind.DATA, f"data {operation.micro_batch}"):
+            fed = self.feeds(micro_batch.pack)
+        stage = next(s for s in range(scheme.num_stages) if self._world.rank in pipeline.ranks_of(s))
+        layers, recompute = scheme.layers_of_stage(stage), pipeline.recompute_of(micro_batch)
+        if scheme.degree == 1:
+            return OneDevice(
+                fed.tokens_T, fed.targets_T, views=self.model.views(fed.cu_seqlens), tables=self.model.tables,
+                layers=layers, recompute=recompute, watch=self._watch,
+            )  # fmt: skip
+        group = self._world.groups.of(operation.ranks)
+        assert group is not None, "a rank computes in pipelines that it is in"
+        return StageExecution(
+            self.model,
+            group,
+            tokens_T=fed.tokens_T,
+            targets_T=fed.targets_T,
+            cu_seqlens=fed.cu_seqlens,
+            methods=pipeline.methods_of(micro_batch),
+            weights=scheme.weights,
+            recompute=recompute,
+            layers=layers,
+            watch=self._watch,
+        )
+
+
+def make_groups(plan: StepPlan, state: ShardedState) -> None:
+    """The groups of all stages and pipelines; every rank makes all of them, in the same order."""
+    keys: list[Key] = []
+    for pipeline in plan.pipelines:
+        scheme = pipeline.scheme
+        keys += [(pipeline.ranks_of(stage), "") for stage in range(scheme.num_stages if scheme.degree > 1 else 0)]
+        if scheme.num_stages > 1:
+            keys += [(tuple(sorted(pipeline.ranks)), purpose) for purpose in (OUTPUTS, GRADIENTS)]
+    state.world.groups.prepare(keys)

@@ -1,0 +1,142 @@
+"""One optimizer step: exactly what its plan says, on every rank, with the same collectives in the same order."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import CheckError, LengthwiseError
+from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.timeline import SpanKind
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.executable import check_executable
+from lengthwise.runtime.train.execute_pipeline import WeightPhaseRun, make_groups
+from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors, TokenSource, feed
+from lengthwise.sim.schedule_check import check_matching, operations
+
+
+class DivergedError(LengthwiseError):
+    """The loss or the gradient of a step is not finite; weights are as they were before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step computed; equal on every rank."""
+
+    loss: float
+    """Mean over the target tokens of the whole step."""
+    grad_norm: float
+    """Global, before clipping."""
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConsensus:
+    """What holds before a step, of any rank and so for all."""
+
+    stop: bool
+    """A rank was asked to stop."""
+    save_failed: bool
+    """A rank knows of a checkpoint that could not be written."""
+
+
+def agree(
+    plan: StepPlan, world: DistContext, clock: StepClock, *, stop: bool, save_failed: bool = False
+) -> StepConsensus:
+    """Check that all ranks hold the same plan, set the clock's zero, and share what any rank knows. One all-gather.
+
+    Raises:
+        CheckError: the plans differ; training with them would hang or corrupt the gradient.
+    """
+    values = [int(plan.digest, 16) - (1 << 63), int(stop), int(save_failed), int(clock.since_start_s() * 1e9)]
+    row = torch.tensor(values, dtype=torch.int64, device=world.device)
+    digests, stops, failures, leads_ns = gather_rows(row).T.tolist()
+    clock.align(max(leads_ns) / 1e9)
+    if len(set(digests)) > 1:
+        other = next(rank for rank, value in enumerate(digests) if value != digests[0])
+        raise CheckError(
+            f"step {plan.step}: rank {other} plans {_hex(digests[other])}, rank 0 plans {_hex(digests[0])}; "
+            "the ranks see different data, profiles or versions"
+        )
+    return StepConsensus(stop=any(stops), save_failed=any(failures))
+
+
+def _hex(digest: int) -> str:
+    return f"{digest + (1 << 63):016x}"
+
+
+def run_step(
+    plan: StepPlan,
+    model: Transformer,
+    state: ShardedState,
+    source: TokenSource,
+    *,
+    lr: float,
+    clip_norm: float,
+    clock: StepClock,
+    masking: TokenMasking | None = None,
+    feeds: Callable[[Pack], MicroBatchTensors] | None = None,
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+) -> StepResult:
+    """Compute this rank's micro-batches, sum gradients over ranks, clip by the true global norm, update.
+
+    Every target's loss weighs 1 / ``plan.loss_normaliser``, so the summed gradient is the one a single device computes
+    on the whole batch, however many micro-batches each rank has (none included). ``masking``: how tokens are hidden,
+    of a model that predicts masked ones. ``feeds``: where tensors come from; None: ``source`` is read when they are
+    needed.
+
+    Raises:
+        InputError: the plan is for other ranks or another model.
+        CheckError: its operations do not match.
+        DivergedError: the loss or the gradient is not finite; weights are left as they were.
+    """
+    loss = run_micro_batches(plan, model, state, source, clock=clock, masking=masking, feeds=feeds, schedule=schedule)
+    with clock.span(SpanKind.UPDATE, "clip"):
+        norm, total = state.global_norm(loss)
+    if not (torch.isfinite(torch.tensor([norm, total])).all()):
+        raise DivergedError(
+            f"step {plan.step}: loss {total} and gradient norm {norm} are not both finite; weights are unchanged since "
+            f"the step before. Lower optim.lr (now {lr:.2e}), set optim.clip_norm, or look at the step's sequences in "
+            "plans.jsonl"
+        )
+    with clock.span(SpanKind.UPDATE, "optimizer"):
+        state.step(lr=lr, clip=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)
+    return StepResult(loss=total, grad_norm=norm, lr=lr)
+
+
+def run_micro_batches(
+    plan: StepPlan,
+    model: Transformer,
+    state: ShardedState,
+    source: TokenSource,
+    *,
+    clock: StepClock,
+    masking: TokenMasking | None = None,
+    feeds: Callable[[Pack], MicroBatchTensors] | None = None,
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+) -> Tensor:
+    """Pull, compute and push all that the plan has for this rank; its share of the step's mean loss.
+
+    Raises:
+        InputError, CheckError: as :func:`run_step`.
+    """
+    check_executable(plan, model.spec, state.world.size)
+    planned = operations(plan, schedule)
+    for _, lists in planned:
+        check_matching(lists, step=plan.step)
+    make_groups(plan, state)
+    state.clear_gradient()
+    feeds = feeds or partial(feed, source, device=state.world.device, masking=masking)
+    rank_run = WeightPhaseRun(plan=plan, model=model, state=state, feeds=feeds, clock=clock)
+    for stretch, lists in planned:
+        rank_run.run(stretch, lists[state.world.rank])
+    return rank_run.loss

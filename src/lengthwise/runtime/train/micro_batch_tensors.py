@@ -1,0 +1,100 @@
+"""From a pack of sequence ids to the tensors of one forward."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import NEXT_TOKEN, Pack
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
+
+
+class SourceError(LengthwiseError):
+    """A sequence cannot be read, or is another than the one that was planned."""
+
+
+class TokenSource(Protocol):
+    """Where token values come from; :class:`lengthwise.data.corpus.Corpus` is one."""
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Token ids of one sequence."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchTensors:
+    """The tensors of one micro-batch, on the device that computes it. T tokens, padding included."""
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    cu_seqlens: tuple[int, ...]
+
+    def to(self, device: torch.device) -> "MicroBatchTensors":
+        """The same on ``device``; from pinned memory it is copied while the device computes."""
+        moved = (tensor.to(device, non_blocking=True) for tensor in (self.tokens_T, self.targets_T))
+        return MicroBatchTensors(tokens_T=next(moved), targets_T=next(moved), cu_seqlens=self.cu_seqlens)
+
+    def pinned(self) -> "MicroBatchTensors":
+        """The same in memory that a GPU copies from by itself."""
+        return MicroBatchTensors(
+            tokens_T=self.tokens_T.pin_memory(), targets_T=self.targets_T.pin_memory(), cu_seqlens=self.cu_seqlens
+        )
+
+
+def masking_of(spec: ModelSpec, *, seed: int) -> TokenMasking | None:
+    """How a model's tokens are hidden; None if its objective is the next token.
+
+    Raises:
+        InputError: the model is to predict masked tokens and has no mask token.
+    """
+    if spec.objective == NEXT_TOKEN:
+        return None
+    if spec.mask_token_id is None:
+        raise InputError(f"model {spec.name} predicts masked tokens and has no mask_token_id")
+    return TokenMasking(seed=seed, vocab_size=spec.vocab_size, mask_token_id=spec.mask_token_id)
+
+
+def feed(
+    source: TokenSource, pack: Pack, device: torch.device, *, masking: TokenMasking | None = None
+) -> MicroBatchTensors:
+    """Lay the sequences of ``pack`` end to end, each padded to its computed length with token 0.
+
+    With ``masking``, targets are the hidden tokens instead of the next ones. Such models look both ways, so that each
+    sequence's padding is a sequence of its own there.
+
+    Raises:
+        LengthwiseError: a sequence could not be read, or has another length than planned.
+    """
+    tokens = np.zeros(pack.num_tokens, dtype=np.int64)
+    for sequence, start, length in zip(pack.ids, pack.cu_seqlens, pack.lengths):
+        tokens[start : start + length] = _read(source, sequence, length)
+    tokens_T = torch.from_numpy(tokens)
+    if masking is None:
+        cu_seqlens, targets_T = pack.cu_seqlens, next_token_targets(tokens_T, pack)
+    else:
+        starts = zip(pack.cu_seqlens, pack.lengths)
+        cu_seqlens = tuple(sorted({*pack.cu_seqlens, *(start + length for start, length in starts)}))
+        tokens_T, targets_T = masked_targets(tokens_T, pack, masking)
+    return MicroBatchTensors(tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens).to(device)
+
+
+def _read(source: TokenSource, sequence: int, length: int) -> np.ndarray:
+    try:
+        tokens = source.tokens(sequence)
+    except LengthwiseError as error:
+        raise SourceError(f"sequence {sequence} ({length:,} tokens) could not be read: {error}") from None
+    except Exception as error:
+        raise SourceError(
+            f"sequence {sequence} ({length:,} tokens) could not be read: {type(error).__name__}: {error}; mend its "
+            "source before going on"
+        ) from error
+    if len(tokens) != length:
+        raise SourceError(
+            f"sequence {sequence} has {len(tokens):,} tokens, its plan says {length:,}; the data has changed since it "
+            "was indexed: index it again"
+        )
+    return tokens

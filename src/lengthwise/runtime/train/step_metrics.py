@@ -1,0 +1,185 @@
+"""One row per step: to JSON lines, to TensorBoard, and as the log line."""
+
+import errno
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import GIB, ModelSpec, bytes_in_words
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.timeline import SpanKind, Timeline
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.train.clock import peak_bytes
+from lengthwise.runtime.train.execute_step import StepResult
+
+Row = dict[str, Any]
+
+
+class StepCallback(Protocol):
+    """Told of every finished step, on the first rank alone."""
+
+    def on_step(self, row: Row) -> None:
+        """Take the metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTiming:
+    """Seconds of one step over all ranks."""
+
+    step_s: float
+    """From the first rank's start to the last rank's end."""
+    compute_s: tuple[float, ...]
+    """Of each rank."""
+    data_wait_s: float
+    """That ranks waited for their tokens."""
+    communicate_s: float
+    update_s: float
+    peak_bytes: int
+    recompiles: int = 0
+    """Graphs that ranks compiled within the step, together."""
+
+
+def measure(timeline: Timeline, world: DistContext, *, recompiles: int = 0) -> StepTiming:
+    """Share this rank's times with the others. One small all-gather; times but compute are means over ranks."""
+    times_s = [timeline.time_s(kind, world.rank) for kind in _SHARED_KINDS]
+    values = [timeline.step_time_s, *times_s, peak_bytes(world.device), recompiles]
+    row = torch.tensor(values, dtype=torch.float64)
+    ends, compute, data, communicate, update, peaks, graphs = gather_rows(row.to(world.device)).T.tolist()
+    return StepTiming(
+        step_s=max(ends),
+        compute_s=tuple(compute),
+        data_wait_s=sum(data) / world.size,
+        communicate_s=sum(communicate) / world.size,
+        update_s=sum(update) / world.size,
+        peak_bytes=int(max(peaks)),
+        recompiles=int(sum(graphs)),
+    )
+
+
+_SHARED_KINDS = (SpanKind.COMPUTE, SpanKind.DATA, SpanKind.COMMUNICATE, SpanKind.UPDATE)
+
+
+def step_row(
+    plan: StepPlan, result: StepResult, measured: StepTiming, *, model: ModelSpec, peak_flops_per_s: float | None
+) -> Row:
+    """The metrics of one step, named as other trainers name them. Tokens are those trained, padding left out."""
+    lengths = [length for p in plan.pipelines for m in p.micro_batches for length in m.pack.lengths]
+    tokens = sum(lengths)
+    by_device = [0.0] * plan.num_devices
+    for pipeline in plan.pipelines:
+        share = sum(m.pack.num_tokens for m in pipeline.micro_batches) / pipeline.scheme.degree
+        for rank in pipeline.ranks:
+            by_device[rank] += share
+    flops_per_s = float(model.train_flops(np.asarray(lengths)).sum()) / measured.step_s / plan.num_devices
+    return {
+        "step": plan.step,
+        "loss/avg": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "lr_factor": plan.lr_factor,
+        "perf/tokens_per_s": tokens / measured.step_s,
+        "perf/tokens_per_s_per_gpu": tokens / measured.step_s / plan.num_devices,
+        "perf/tflops_per_gpu": flops_per_s / 1e12,
+        "perf/mfu": flops_per_s / peak_flops_per_s if peak_flops_per_s else None,
+        "perf/step_time_s": measured.step_s,
+        "time/data_wait_s": measured.data_wait_s,
+        "time/fwd_bwd_s": sum(measured.compute_s) / len(measured.compute_s),
+        "time/comm_wait_s": measured.communicate_s,
+        "time/optim_s": measured.update_s,
+        "data/num_tokens": tokens,
+        "data/num_sequences": len(lengths),
+        "data/max_len": max(lengths),
+        "data/pad_frac": plan.padding_fraction,
+        "data/wait_frac": measured.data_wait_s / measured.step_s,
+        "balance/tokens_max_over_mean": max(by_device) * len(by_device) / sum(by_device),
+        "balance/time_max_over_mean": max(measured.compute_s) * len(by_device) / sum(measured.compute_s),
+        "plan/id": plan.digest,
+        "plan/policy": plan.policy,
+        "plan/pred_time_s": plan.time_s or None,  # a plan made by hand may predict nothing
+        "plan/pred_error": plan.time_s / measured.step_s - 1.0 if plan.time_s else None,
+        "plan/lower_bound_s": plan.lower_bound_s,
+        "compile/recompiles": measured.recompiles,
+        "memory/max_reserved_gib": measured.peak_bytes / GIB,
+    }
+
+
+def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
+    """The row as one line of text."""
+    mfu = "n/a" if row["perf/mfu"] is None else f"{row['perf/mfu']:.1%}"
+    eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
+    error = "" if row["plan/pred_error"] is None else f" (predicted {row['plan/pred_error']:+.0%})"
+    recompiles = f"recompiles: {row['compile/recompiles']}  " if row["compile/recompiles"] else ""
+    factor = f" (x{row['lr_factor']:.2f})" if row["lr_factor"] != 1 else ""
+    peak_gib = row["memory/max_reserved_gib"]
+    of_device = "<1%" if 0 < peak_gib / device_gib < 0.005 else f"{peak_gib / device_gib:.0%}"
+    memory = f"{bytes_in_words(peak_gib * GIB, digits=2).replace(' ', '')}({of_device})"
+    return (
+        f"step: {row['step'] + 1}/{num_steps}  loss: {row['loss/avg']:.4f}  grad_norm: {row['grad_norm']:.2f}  "
+        f"lr: {row['lr']:.1e}{factor}  tokens: {row['data/num_tokens']:,}  seqs: {row['data/num_sequences']} "
+        f"(max {row['data/max_len']:,})  pad: {row['data/pad_frac']:.1%}  data: {row['data/wait_frac']:.1%}  "
+        f"imbalance: {row['balance/time_max_over_mean']:.2f}  tps/gpu: {row['perf/tokens_per_s_per_gpu']:,.0f}  "
+        f"tflops: {row['perf/tflops_per_gpu']:.2f}  mfu: {mfu}  mem: {memory}  "
+        f"{recompiles}plan: {row['plan/policy']}{error}  eta: {eta}"
+    )
+
+
+class JsonLines:
+    """Appends rows to a file, each whole or not at all to a reader."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def on_step(self, row: Row) -> None:
+        """Write the row.
+
+        Raises:
+            OSError: the disk refuses it, or the file was removed or replaced.
+        """
+        content = json.dumps(row).encode() + b"\n"
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+            while is_there and content:  # nearly full, a disk takes a part
+                content = content[self._file.write(content) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        if not is_there:
+            raise OSError(errno.ESTALE, "another file took the place of the one that the run writes", str(self._path))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes every number of a row as a scalar."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError("train.tensorboard needs tensorboard: pip install 'lengthwise[tb]'") from None
+        self._writer = SummaryWriter(str(folder))
+
+    def on_step(self, row: Row) -> None:
+        """Write the scalars of the row at its step."""
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "step":
+                self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._writer.close()

@@ -1,0 +1,189 @@
+"""Where a pack begins to differ from its sequences one by one: the layer, the module in it and what that calls."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils import _pytree as pytree
+
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.verify.stock_call import pack_of, shard_for, stock_output
+from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.micro_batch import laid_out
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+DIFFERS = 1e-6
+"""Relative difference of outputs that is taken for more than rounding."""
+NOWHERE = 1 << 30
+"""After all modules."""
+_MIXING = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "batch_norm", "instance_norm", "group_norm", "roll", "cumsum",
+    "cumprod", "flip", "fft", "rfft", "gru", "lstm", "rnn_tanh", "pad", "unfold", "avg_pool1d", "max_pool1d", "mean",
+    "sum", "amax", "max", "std", "var", "logcumsumexp", "softmax", "matmul", "bmm", "baddbmm", "einsum",
+    "scaled_dot_product_attention", "cat", "gather", "sort", "topk",
+)  # fmt: skip
+"""Functions in which slots may meet, the likeliest first."""
+
+
+@dataclass
+class _Recording:
+    """Outputs of modules in the order in which they ended, what they got, and the functions that each itself calls."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    calls_before: dict[str, int] = field(default_factory=dict)
+    """Functions that a module's parent had called when the module began."""
+    calls: dict[str, list[str]] = field(default_factory=dict)
+    stack: list[str] = field(default_factory=list)
+
+
+class _Names(TorchFunctionMode):
+    """Notes which functions of torch are called by which module."""
+
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self._recording.stack:
+            name = (resolve_name(func) or getattr(func, "__name__", "")).rpartition(".")[2]
+            self._recording.calls.setdefault(self._recording.stack[-1], []).append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[_Recording]:
+    recording, handles = _Recording(), []
+
+    def begin(name: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if name not in recording.inputs and (tensors := _floating((args, kwargs))):
+                recording.inputs[name] = tensors[0].detach()
+                parent = recording.stack[-1] if recording.stack else ""
+                recording.calls_before[name] = len(recording.calls.get(parent, []))
+            recording.stack.append(name)
+
+        return note
+
+    def end(name: str) -> Any:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            recording.stack.remove(name)
+            if name not in recording.outputs and (tensors := _floating(output)):
+                recording.outputs[name] = tensors[0].detach()
+
+        return note
+
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(begin(name), with_kwargs=True))
+        handles.append(module.register_forward_hook(end(name)))
+    try:
+        with _Names(recording):
+            yield recording
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _floating(values: Any) -> list[Tensor]:
+    """The tensors in a tree that may be hidden states."""
+    leaves = pytree.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.is_floating_point()]
+
+
+def where_it_begins(run: "Run", lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]) -> str:
+    """A sentence on where outputs begin to differ, the same on every rank. Every rank calls this."""
+    first, size, words = NOWHERE, 0.0, ""
+    try:
+        if group is not None:
+            first, size, words = _compare(run, lengths, group, recompute)
+    except (LengthwiseError, RuntimeError, IndexError, KeyError):  # what it explains is refused all the same
+        words = ""
+    rows = gather_rows(torch.tensor([first, size], dtype=torch.float64, device=run.world.device)).tolist()
+    earliest = min(range(len(rows)), key=lambda rank: rows[rank][0])
+    if rows[earliest][0] >= NOWHERE:
+        return (
+            "The outputs of all its modules agree, so the difference is in its loss, or in its backward: layers that "
+            "share state beside their arguments cannot be recomputed; set recompute='none' for them" + _OUT
+        )
+    module = broadcast_json(run.world, words, source=earliest)
+    return f"It begins in {module}, whose output differs by {rows[earliest][1]:.1e}{_OUT}"
+
+
+_OUT = ". check=False trains it all the same"
+
+
+def _compare(run: "Run", lengths: tuple[int, ...], group: Group, recompute: tuple[bool, ...]) -> tuple[int, float, str]:
+    """Number of the first module whose output differs, by how much, and words for it."""
+    alone = []
+    with torch.no_grad():
+        for sequence in range(len(lengths)):
+            with _recorded(run.model) as recording:
+                stock_output(run, lengths, sequence)
+            alone.append(recording)
+        pack = laid_out(pack_of(run, lengths), group.size, run.feeding)
+        with active(shard_for(run, pack, group, recompute=recompute)) as shard:
+            inputs = run.make(shard, pack).inputs
+            with _recorded(run.model) as packed:
+                run.model(**inputs)
+    places = torch.from_numpy(shard.places).to(shard.device)
+
+    def difference(output: Tensor | None, outputs: list[Tensor | None]) -> float:
+        expected = _laid_end_to_end(outputs, lengths)
+        return 0.0 if output is None or expected is None else _difference(output, *expected, places)
+
+    for number, (name, output) in enumerate(packed.outputs.items()):
+        size = difference(output, [recording.outputs.get(name) for recording in alone])
+        if size <= DIFFERS:
+            continue
+        calls, parent = packed.calls.get(name, []), name.rpartition(".")[0]
+        if difference(packed.inputs.get(name), [recording.inputs.get(name) for recording in alone]) > DIFFERS:
+            before = packed.calls.get(parent, [])[: packed.calls_before[name]]
+            return number, size, f"{_described(run, parent, before)}, before its {name.removeprefix(f'{parent}.')}"
+        return number, size, _described(run, name, calls)
+    return NOWHERE, 0.0, ""
+
+
+def _difference(output: Tensor, whole: Tensor, axis: int, places: Tensor) -> float:
+    """Of this rank's slots from the same slots of the stock model, over the largest number in those; 0 if not alike."""
+    if output.dim() != whole.dim() or output.shape[axis] != len(places):
+        return 0.0
+    inside = places < whole.shape[axis]
+    mine, theirs = output.movedim(axis, 0)[inside], whole.movedim(axis, 0)[places[inside]]
+    if mine.shape != theirs.shape or not len(mine):
+        return 0.0
+    size = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+    return size if size == size else float("inf")
+
+
+def _laid_end_to_end(outputs: list[Tensor | None], lengths: tuple[int, ...]) -> tuple[Tensor, int] | None:
+    """Outputs of the sequences as a pack has them, and the axis of their slots; None if there is no such axis."""
+    tensors = [output for output in outputs if output is not None]
+    if len(tensors) != len(lengths) or len({tensor.dim() for tensor in tensors}) != 1:
+        return None
+    shapes = [tensor.shape for tensor in tensors]
+    axes = [axis for axis in range(tensors[0].dim()) if tuple(shape[axis] for shape in shapes) == lengths]
+    return (torch.cat(tensors, dim=axes[0]), axes[0]) if axes else None
+
+
+def _described(run: "Run", name: str, calls: list[str]) -> str:
+    """A module by the layer it is in, its own name and the functions in which its slots may meet."""
+    anatomy, module = run.adapted.anatomy, run.model.get_submodule(name)
+    prefix, kind = f"{anatomy.layers_name}.", type(module).__name__
+    made = [call for call in _MIXING if call in calls]
+    what = f", which calls {', '.join(made[:2])}" if made else ""
+    if not name:
+        return f"the forward of {kind} itself{what}"
+    if not name.startswith(prefix):
+        return f"{name} ({kind}{what})"
+    number, _, rest = name.removeprefix(prefix).partition(".")
+    layer = f"layer {number} ({type(anatomy.layers[int(number)]).__name__})"
+    return f"{layer}, in {rest} ({kind}{what})" if rest else f"{layer} itself{what}"

@@ -1,0 +1,103 @@
+"""Torch without noise, in float64: the mode in which a prepared model is compared with itself as its user calls it.
+
+Dropout becomes the identity on both sides, whatever function draws it, so that training mode can be compared.
+Transformers computes norms, rotations and softmax in float32 even where the weights are float64; a difference of 1e-16
+that crosses a rounding of float32 becomes one of 1e-8, which would hide small mistakes. So casts to float32 go to
+float64 instead.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.verify.scratch_copy import scratch_state
+from lengthwise.runtime.wrap.context import ALMOST_ONE
+from lengthwise.runtime.wrap.counter_rng import ONE_NUMBER, one_number
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+_IDENTITIES = (
+    F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout,
+    torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+)  # fmt: skip
+_DROPOUT_OF_MULTI_HEAD = 10
+"""The position of ``dropout_p`` among the arguments of ``F.multi_head_attention_forward``."""
+
+
+class NoiseFreeMode(TorchFunctionMode):
+    """While it is entered, noise is the identity and, with ``double``, nothing is cast to float32."""
+
+    def __init__(self, *, double: bool, scalar: float = ALMOST_ONE) -> None:
+        """``scalar``: what a draw of a single uniform number gives, such as the one that layer drop compares."""
+        super().__init__()
+        self._double, self._scalar = double, scalar
+        self._answers: dict[Any, Callable[..., Any]] = {
+            **dict.fromkeys(_IDENTITIES, _first),
+            F.scaled_dot_product_attention: _without_dropout,
+            F.multi_head_attention_forward: _multi_head_without_dropout,
+            torch.randn_like: lambda func, input, **options: torch.zeros_like(input, **options),
+            torch.rand_like: lambda func, input, **options: torch.full_like(input, 0.5, **options),
+            torch.rand: self._rand,
+        }
+        if double:
+            self._answers[Tensor.float] = lambda func, input, **options: Tensor.double(input)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if self._double:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        answer = self._answers.get(func)
+        return func(*args, **kwargs) if answer is None else answer(func, *args, **kwargs)
+
+    def _rand(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if args in ONE_NUMBER:
+            return one_number(self._scalar, *args, **kwargs)
+        drawn: Tensor = func(*args, **kwargs)
+        return drawn
+
+
+def _first(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    result: Tensor = args[0] if args else kwargs["input"]
+    return result
+
+
+def _without_dropout(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    result: Tensor = func(*args, **{name: value for name, value in kwargs.items() if name != "dropout_p"})
+    return result
+
+
+def _multi_head_without_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) > _DROPOUT_OF_MULTI_HEAD:
+        args = (*args[:_DROPOUT_OF_MULTI_HEAD], 0.0, *args[_DROPOUT_OF_MULTI_HEAD + 1 :])
+    else:
+        kwargs["dropout_p"] = 0.0
+    return func(*args, **kwargs)
+
+
+@contextmanager
+def quiet(run: "Run", dtype: torch.dtype | None = None) -> Iterator[None]:
+    """The model in training mode without noise, on copies of its tensors in ``dtype``; afterwards as it was."""
+    model, default = run.model, torch.get_default_dtype()
+    is_wrapped = isinstance(run.state, Fsdp2State)
+    constants = [] if is_wrapped else list(run.adapted.anatomy.constants())
+    with ExitStack() as stack:
+        stack.enter_context(scratch_state(model, constants, dtype=dtype, attributes=not is_wrapped))
+        if not model.training:
+            model.train()
+        if dtype is torch.float64:
+            stack.callback(torch.set_default_dtype, default)
+            torch.set_default_dtype(dtype)
+        stack.enter_context(torch.autocast(run.world.device.type, enabled=False))
+        layers = run.adapted.layers
+        stack.callback(setattr, layers, "mode", layers.mode)
+        layers.mode = stack.enter_context(NoiseFreeMode(double=dtype is torch.float64))
+        yield

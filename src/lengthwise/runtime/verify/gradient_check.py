@@ -1,0 +1,374 @@
+"""Before training: whether packs, shards and recompute teach a model what it learns as its user calls it.
+
+The model is called as its user calls it, with one sequence at a time and without positions, in training mode with noise
+switched off, and compared with what training will compute: packs of several sequences, shared by the real ranks in
+groups of every degree, with layers that recompute. Losses and the gradient of every parameter are compared, in float64
+where memory allows. What differs is refused with the layer and the operation where the difference begins.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.profile.probes import LoopbackGroup
+from lengthwise.runtime.profile.trial import group_of
+from lengthwise.runtime.verify.first_difference import where_it_begins
+from lengthwise.runtime.verify.float64_mode import quiet
+from lengthwise.runtime.verify.scratch_copy import changed_buffers, saved_buffers
+from lengthwise.runtime.verify.stock_call import (
+    GradientResult,
+    learned_alone,
+    learned_in_pack,
+    parameter_names,
+    random_states,
+)
+from lengthwise.runtime.verify.trace import of_kinds, synthetic
+from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
+from lengthwise.runtime.wrap.context import ALMOST_ONE
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+_log = logging.getLogger("lengthwise")
+
+LENGTHS = (11, 7, 2)
+"""Slots of the sequences of the short pack: ragged, one of them with fewer slots than many degrees."""
+LONG = 2048
+"""Slots up to which gradients of a long sequence are compared."""
+WORK = {"cpu": 5e9, "cuda": 5e12}
+"""Parameters times slots up to which a long sequence is compared by gradients: seconds on either device."""
+SEEN_FORWARD = 1 << 15
+"""Slots up to which the loss of a sequence is compared that crosses a length named in the model's config."""
+FEW_NUMBERS = 1 << 26
+"""A model with fewer numbers is always compared in float64; of others, memory is looked at first."""
+RECOMPUTE = ("none", "all", "alternate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """What rounding explains: a gradient may differ by ``relative`` of its norm, or of ``floor`` of the norm of all.
+
+    The floor is for parameters whose true gradient is zero, such as the bias of keys under a softmax.
+    """
+
+    relative: float
+    floor: float
+
+
+TOLERANCES = {
+    torch.float64: Tolerance(relative=1e-8, floor=1e-3),  # sums in another order; 1e-13 is usual
+    None: Tolerance(relative=1e-5, floor=1e-2),  # float64 with norms and softmax in float32
+    torch.float32: Tolerance(relative=1e-3, floor=3e-2),
+    torch.bfloat16: Tolerance(relative=5e-2, floor=0.3),  # products of 8 bits
+    torch.float16: Tolerance(relative=5e-2, floor=0.3),
+}
+
+
+def _tolerance(dtype: torch.dtype | None, own: torch.dtype) -> Tolerance:
+    if dtype is None:
+        dtype = None if own is torch.float64 else own
+    return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSetting:
+    """One way in which a plan may compute a pack."""
+
+    lengths: tuple[int, ...]
+    degree: int
+    recompute: str = "none"
+    scalar: float = ALMOST_ONE
+    gradients: bool = True
+    kinds: bool = False
+    """Whether its slots are of all kinds that the corpus has, rather than those of the first sequence."""
+
+    def __str__(self) -> str:
+        lengths = ", ".join(f"{length:,}" for length in self.lengths)
+        layers = {"none": "no layer", "all": "every layer", "alternate": "every other layer"}[self.recompute]
+        return f"sequences of {lengths} slots in one pack, degree {self.degree}, {layers} recomputed"
+
+
+def check_exact(
+    run: "Run",
+    *,
+    degrees: Sequence[int] | None = None,
+    recompute: Sequence[str] = RECOMPUTE,
+    longest: int | None = None,
+) -> None:
+    """Compare what packs teach with what the model learns from each sequence alone, called as its user calls it.
+
+    Every rank calls this and gets the same verdict.
+
+    Args:
+        run: whose model has been learned.
+        degrees: that plans may use; None: the divisors of the world's size, and all numbers up to 4.
+        recompute: which of ``none``, ``all`` and ``alternate`` layers plans may recompute.
+        longest: slots of the longest sequence of the corpus; None: only short ones are compared.
+
+    Raises:
+        CheckError: they differ by more than rounding, or the forward changes the model's buffers.
+        InputError: the model cannot be computed in packs at all.
+    """
+    size = run.world.size
+    if run.adapted.by_sequence is not None:
+        degrees = [1]
+    if degrees is None:
+        degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
+    settings = settings_of(run, degrees=degrees, recompute=recompute, longest=longest)
+    dtypes = _dtypes(run)
+    for dtype in dtypes:
+        try:
+            with quiet(run, dtype):
+                _compare(run, settings, _tolerance(dtype, run.state.compute_dtype))
+            return
+        except NotInThisDtype as error:
+            if dtype == dtypes[-1]:
+                raise error.reason from None
+
+
+def settings_of(
+    run: "Run", *, degrees: Sequence[int], recompute: Sequence[str], longest: int | None
+) -> list[ComputeSetting]:
+    """Every setting that is compared, short packs first."""
+    most = max(degrees)
+    lengths = LENGTHS if most <= sum(LENGTHS) else (*LENGTHS, most)
+    settings = [
+        ComputeSetting(lengths=lengths, degree=degree, recompute=name)
+        for degree in degrees
+        for name in (recompute if degree in (1, most) else recompute[-1:])  # between: layers of both kinds
+    ]
+    if run.adapted.rules.scalars:
+        settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
+    if longest is None:
+        return settings
+    work = WORK.get(run.world.device.type, WORK["cuda"])
+    if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
+        settings += [
+            ComputeSetting(lengths=kinds, degree=degree, recompute=recompute[-1], kinds=True)
+            for degree in sorted({1, most})
+            if sum(kinds) >= degree
+        ]
+    if longest <= max(LENGTHS):
+        return settings
+    long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
+    settings += [
+        ComputeSetting(lengths=(long, 5), degree=degree, recompute=recompute[-1]) for degree in sorted({1, most})
+    ]
+    beyond = {min(longest, limit + limit // 8 + 1) for limit in length_limits(run.model) if long <= limit < longest}
+    for length in sorted(beyond):
+        if length > SEEN_FORWARD:
+            _log.warning(
+                "sequences of more than %s slots are not compared with the stock model, which computes otherwise "
+                "beyond a length that its config names; the corpus has up to %s", f"{SEEN_FORWARD:,}", f"{longest:,}",
+            )  # fmt: skip
+            break
+        settings.append(ComputeSetting(lengths=(length, 5), degree=most, recompute="none", gradients=False))
+    return settings
+
+
+def _lengths_of_kinds(run: "Run", longest: int, most: int) -> tuple[int, ...]:
+    """Slots of ragged sequences in which all kinds of slots of the corpus come, as far as they can be computed."""
+    num_kinds = len(run.feeding.kinds.get("tokens", ()))
+    if run.adapted.by_sequence is not None or num_kinds < 2:
+        return ()
+    left, limit = max(2 * sum(LENGTHS), min(2 * num_kinds, max(most, 2 * sum(LENGTHS)))), max(longest, max(LENGTHS))
+    lengths = []
+    while left > 0:
+        lengths.append(min(limit, max(2, left - left // 2)))
+        left -= lengths[-1]
+    return tuple(lengths)
+
+
+_LIMITS = ("position", "window", "chunk", "block", "local", "span", "max_length", "seq_len", "n_ctx")
+
+
+def length_limits(model: nn.Module) -> list[int]:
+    """Numbers in a model's config at which it may begin to compute otherwise, such as the size of a window."""
+    config = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    values: dict[str, Any] = to_dict() if callable(to_dict) else {}
+    return sorted({value for value in _limits_in(values) if value > max(LENGTHS)})
+
+
+def _limits_in(values: dict[str, Any]) -> Iterator[int]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _limits_in(value)
+        elif type(value) is int and any(part in name for part in _LIMITS):
+            yield value
+
+
+def _dtypes(run: "Run") -> list[torch.dtype | None]:
+    """Dtypes to compare in, the most precise first; None: the model's own."""
+    own = run.state.compute_dtype
+    if isinstance(run.state, Fsdp2State):
+        return [None]
+    numbers = sum(tensor.numel() for tensor in run.adapted.anatomy.constants())
+    free = torch.cuda.mem_get_info(run.world.device)[0] if run.world.device.type == "cuda" else 0
+    dtypes: list[torch.dtype | None] = [None]
+    if own in (torch.float16, torch.bfloat16) and (numbers <= FEW_NUMBERS or numbers * 16 < free):
+        dtypes.insert(0, torch.float32)
+    if numbers <= FEW_NUMBERS or numbers * 32 < free:
+        dtypes.insert(0, torch.float64)
+    return dtypes
+
+
+def _compare(run: "Run", settings: list[ComputeSetting], tolerance: Tolerance) -> None:
+    before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool, bool], GradientResult]()
+    dry = set[tuple[tuple[int, ...], int, bool]]()
+    for setting in settings:
+        key, what = (setting.lengths, setting.gradients, setting.kinds), str(setting)
+        group = group_of(run.world, setting.degree)
+        made_up = of_kinds if setting.kinds else synthetic
+        with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
+            if key not in alone:
+                stock = partial(learned_alone, run, setting.lengths, gradients=setting.gradients)
+                alone[key] = on_every_rank(run, stock, what, is_stock=True)
+                on_every_rank(run, partial(_check_buffers, run, before))
+            shape = (setting.lengths, setting.degree, setting.kinds)
+            if setting.degree > 1 and shape not in dry:
+                dry.add(shape)
+                _check_alike(run, setting, group)
+            packed = on_every_rank(run, partial(_packed_undrawn, run, setting, group), what)
+            _verdict(run, setting, packed, alone[key], tolerance)
+            on_every_rank(run, partial(_check_buffers, run, before))
+
+
+def _packed_undrawn(run: "Run", setting: ComputeSetting, group: Any) -> GradientResult | None:
+    """What a pack teaches, if nothing in the forward draws random numbers that are not answered.
+
+    Raises:
+        InputError: something did.
+    """
+    states = random_states(run.world.device)
+    packed, _ = _packed(run, setting, group)
+    if random_states(run.world.device) == states or run.adapted.by_sequence is not None:
+        return packed
+    raise InputError(
+        f"the forward of {type(run.model).__name__} draws random numbers in a way that cannot be the same on all ranks "
+        "(Python's random, numpy.random, or a generator of its own); draw with dropout, torch.randn_like or "
+        "torch.rand_like"
+    )
+
+
+def _packed(run: "Run", setting: ComputeSetting, group: Any) -> tuple[GradientResult | None, int]:
+    try:
+        return learned_in_pack(
+            run, setting.lengths, group, recompute=_flags(run, setting.recompute), scalar=setting.scalar,
+            gradients=setting.gradients,
+        )  # fmt: skip
+    except CheckError:
+        if setting.scalar == ALMOST_ONE:
+            raise
+        raise _decided_at_random(run) from None  # other calls were made, which is a difference as well
+
+
+def _decided_at_random(run: "Run") -> CheckError:
+    return CheckError(
+        f"{type(run.model).__name__} draws a random number in its forward that decides what is computed, such as "
+        "which layers are left out, and ranks that share a sequence would decide differently; set layerdrop "
+        "(encoder_layerdrop, decoder_layerdrop) to 0 in its config"
+    )
+
+
+def _flags(run: "Run", recompute: str) -> tuple[bool, ...]:
+    """Which layers recompute."""
+    num_layers = run.adapted.anatomy.num_layers
+    return {
+        "none": (),
+        "all": (True,) * num_layers,
+        "alternate": tuple(layer % 2 == 0 for layer in range(num_layers)),
+    }[recompute]
+
+
+def _check_alike(run: "Run", setting: ComputeSetting, group: Any) -> None:
+    """Compute a setting as if nobody answered, so that an error on one rank leaves no other rank waiting.
+
+    Raises:
+        CheckError: ranks would exchange different numbers of messages, and wait for each other for ever.
+    """
+    silent = None if group is None else LoopbackGroup(rank=group.rank, ranks=group.ranks, handle=group.handle)
+    _, num_made = on_every_rank(run, partial(_packed, run, setting, silent), str(setting))
+    counts = gather_rows(torch.tensor([num_made, group is not None], device=run.world.device)).tolist()
+    made = {count for count, is_in_group in counts if is_in_group}
+    if len(made) > 1:
+        raise CheckError(
+            f"{type(run.model).__name__} makes {min(made)} exchanges between ranks on one rank and {max(made)} on "
+            f"another, for {setting}: what its forward computes depends on its share of the tokens, and ranks "
+            "would wait for each other for ever"
+        )
+
+
+def _check_buffers(run: "Run", before: dict[str, Tensor]) -> None:
+    """Raise ``CheckError`` if forwards have changed what the model keeps in buffers."""
+    changed = changed_buffers(run.model, before)
+    if not changed:
+        return
+    module = run.model.get_submodule(changed[0].rpartition(".")[0])
+    is_norm = "norm" in type(module).__name__.lower()
+    raise CheckError(
+        f"a forward of {type(run.model).__name__} in training mode changes its buffer {changed[0]} "
+        f"({type(module).__name__}), which would differ between ranks and depend on how sequences are packed; freeze "
+        f"such modules with eval() before preparing the model in training mode"
+        f"{', or use LayerNorm or GroupNorm instead' if is_norm else ''}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Worst:
+    """The largest difference, over the limit for it."""
+
+    ratio: float
+    relative: float
+    name: str
+
+
+def _verdict(
+    run: "Run", setting: ComputeSetting, packed: GradientResult | None, alone: GradientResult, tolerance: Tolerance
+) -> None:
+    """Raise the same ``CheckError`` on every rank if any of them has learned something else from the pack."""
+    worst = _Worst(ratio=0.0, relative=0.0, name="") if packed is None else _worst(run, packed, alone, tolerance)
+    ratios = gather_rows(torch.tensor([worst.ratio], dtype=torch.float64, device=run.world.device)).flatten()
+    if bool((ratios <= 1.0).all()):
+        return
+    if setting.scalar != ALMOST_ONE:
+        raise _decided_at_random(run)
+    where = where_it_begins(run, setting.lengths, group_of(run.world, setting.degree), _flags(run, setting.recompute))
+    source = int(ratios.nan_to_num(torch.inf).argmax())
+    name, relative = broadcast_json(run.world, [worst.name, float(worst.relative)], source=source)
+    raise CheckError(
+        f"{type(run.model).__name__} learns something else from packs than from its sequences one by one, called as "
+        f"its user calls it ({setting}): {name} differs by {relative:.1e} (limit {tolerance.relative:.0e}). {where}"
+    )
+
+
+def _worst(run: "Run", packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
+    off = abs(packed.loss - alone.loss)
+    relative = off / max(abs(alone.loss), 1e-6)
+    found = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]
+    if packed.gradients:
+        rows = [
+            torch.stack([(got.double() - expected.double()).norm(), expected.double().norm()])
+            for got, expected in zip(packed.gradients, alone.gradients)
+        ]
+        errors, norms = torch.stack(rows).T.cpu()
+        limits = tolerance.relative * norms.clamp(min=tolerance.floor * float(norms.norm()))
+        ratios = (errors / limits.clamp(min=1e-300)).nan_to_num(torch.inf)
+        at = int(ratios.argmax())
+        name = f"the gradient of {parameter_names(run)[at]}"
+        relative = float(errors[at] / norms[at]) if norms[at] else float(errors[at])
+        found.append(_Worst(ratio=float(ratios[at]), relative=relative, name=name))
+    return max(found, key=lambda one: one.ratio)
+
+
+def _ratio(value: float, limit: float) -> float:
+    return value / limit if value == value else float("inf")

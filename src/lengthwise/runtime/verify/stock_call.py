@@ -1,0 +1,180 @@
+"""One sequence through a model as its user calls it, and several in one pack as training computes them.
+
+Both sides of the comparison in :mod:`lengthwise.runtime.verify.gradient_check`: losses weighted by their targets, and the
+gradient of every trained parameter.
+"""
+
+import random
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.wrap.context import ALMOST_ONE, PackShard, active
+from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
+from lengthwise.runtime.wrap.micro_batch import MicroBatch, laid_out
+from lengthwise.runtime.wrap.sequence_by_sequence import drawing_for
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientResult:
+    """What some sequences teach: their losses, each weighted by its targets, summed; and the gradient of that sum."""
+
+    loss: float
+    gradients: list[Tensor]
+    """One for each trained parameter; with FSDP2 a single one for all of them."""
+
+
+def parameter_names(run: "Run") -> list[str]:
+    """The name of each of :attr:`GradientResult.gradients`."""
+    return ["all parameters"] if isinstance(run.state, Fsdp2State) else list(run.adapted.anatomy.parameters)
+
+
+def shard_for(run: "Run", pack: Pack, group: Group, **options: Any) -> PackShard:
+    """This rank's slots of a pack, computed without noise by the ranks of ``group``."""
+    return PackShard(
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=group,
+        device=run.world.device, has_noise=False, **options,
+    )  # fmt: skip
+
+
+def pack_of(run: "Run", lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> Pack:
+    """Sequences of made-up ``lengths`` in slots; all of them, or those numbered ``sequences``."""
+    sequences = tuple(range(len(lengths))) if sequences is None else sequences
+    return Pack(ids=sequences, lengths=tuple(lengths[number] * run.feeding.slot_tokens for number in sequences))
+
+
+def stock_output(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
+    """What the model returns for one sequence alone, called as before it was prepared."""
+    pack = pack_of(run, lengths, (sequence,))
+    shard = shard_for(run, pack, run.alone)
+    micro_batch = run.make(shard, pack)
+    with active(shard):
+        inputs = run.adapted.stock_inputs_of(micro_batch)
+    by_sequence = run.adapted.by_sequence is not None
+    with run.plain(), drawing_for(shard, sequence) if by_sequence else nullcontext():
+        return run.model(**inputs), micro_batch
+
+
+def stock_loss(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[Tensor | None, int]:
+    """The mean loss of one sequence and the number of its targets; no loss where it has none."""
+    output, micro_batch = stock_output(run, lengths, sequence)
+    if not micro_batch.num_targets:
+        return None, 0
+    with active(micro_batch.shard):
+        loss = run.adapted.loss_of(output, micro_batch)
+    if loss.dim():
+        raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
+    return loss, micro_batch.num_targets
+
+
+def learned_alone(run: "Run", lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
+    """What sequences of ``lengths`` slots teach the stock model, called with each of them in turn."""
+    total, summed = 0.0, None
+    for sequence in range(len(lengths)):
+        loss, num_targets = stock_loss(run, lengths, sequence)
+        if loss is None:
+            continue
+        total += float(loss.detach().double()) * num_targets
+        if gradients:
+            added = _gradients(run, loss, num_targets)
+            summed = added if summed is None else [a + b for a, b in zip(summed, added)]
+    if not gradients:
+        return GradientResult(loss=total, gradients=[])
+    if isinstance(run.state, Fsdp2State):
+        return GradientResult(loss=total, gradients=[run.state.take_gradient() / run.world.size])
+    return GradientResult(loss=total, gradients=summed or [])
+
+
+def learned_in_pack(
+    run: "Run",
+    lengths: tuple[int, ...],
+    group: Group | None,
+    *,
+    recompute: tuple[bool, ...] = (),
+    scalar: float = ALMOST_ONE,
+    gradients: bool = True,
+) -> tuple[GradientResult | None, int]:
+    """What one pack of the sequences teaches, shared by the ranks of ``group``, and the exchanges this rank made.
+
+    Nothing on ranks outside of any group.
+    """
+    is_sharded, degree = isinstance(run.state, Fsdp2State), 1
+    result, num_made, total = [], 0, torch.zeros(1, dtype=torch.float64, device=run.world.device)
+    if group is not None:
+        pack, degree = laid_out(pack_of(run, lengths), group.size, run.feeding), group.size
+        with active(shard_for(run, pack, group, recompute=recompute, scalar=scalar)) as shard:
+            made_before = shard.num_exchanges
+            micro_batch = run.make(shard, pack)
+            output = run.model(**micro_batch.inputs)
+            if shard.has_failed:
+                raise torch.OutOfMemoryError("the model's forward ran out of memory")
+            loss, num_targets = run.adapted.loss_of(output, micro_batch), micro_batch.num_targets
+            if num_targets:
+                total += loss.detach().double() * num_targets
+            if gradients:
+                result = _gradients(run, loss, num_targets, shard)
+        num_made = shard.num_exchanges - made_before
+        group.combine(total, torch.distributed.ReduceOp.SUM)
+    if is_sharded and gradients:
+        assert isinstance(run.state, Fsdp2State)
+        result = [run.state.take_gradient() / (run.world.size // degree)]
+    if group is None:
+        return None, 0
+    if not is_sharded:
+        _sum_over(group, result)
+    return GradientResult(loss=float(total), gradients=result), num_made
+
+
+def _gradients(run: "Run", loss: Tensor, num_targets: int, shard: PackShard | None = None) -> list[Tensor]:
+    """Of the mean loss times its number of targets, for every trained parameter.
+
+    A rank without targets takes part in the backward of its ``shard`` with zeros.
+    """
+    terms = [LossTerm(value=loss, weight=float(num_targets))] if num_targets else []
+    if isinstance(run.state, Fsdp2State):
+        backward(terms, None if terms else shard)
+        return []
+    parameters = list(run.adapted.anatomy.parameters.values())
+    found = gradients(parameters, terms, None if terms else shard)
+    return [
+        torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in zip(parameters, found)
+    ]
+
+
+SUMMED_AT_ONCE = 1 << 24
+"""Numbers of gradients that are copied to be summed by one collective."""
+
+
+def _sum_over(group: Group, gradients: list[Tensor]) -> None:
+    """Sum gradients over the ranks of a group, in place."""
+    if group.size == 1 or not gradients:
+        return
+    if sum(gradient.numel() for gradient in gradients) > SUMMED_AT_ONCE:
+        for number, gradient in enumerate(gradients):
+            gradients[number] = group.combine(gradient.contiguous(), torch.distributed.ReduceOp.SUM)
+        return
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    group.combine(flat, torch.distributed.ReduceOp.SUM)
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    gradients[:] = [part.view(gradient.shape) for part, gradient in zip(parts, gradients)]
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """Of all generators that a forward may draw from without being seen to; equal if none drew."""
+    drawn = np.random.get_state(legacy=False)
+    keys = {name: each.tobytes() if isinstance(each, np.ndarray) else each for name, each in drawn.pop("state").items()}
+    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), keys, drawn]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return tuple(states)

@@ -1,0 +1,73 @@
+"""One verdict on all ranks: what fails on any of them is raised on each, as the same sentence."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+T = TypeVar("T")
+
+
+class NotInThisDtype(Exception):  # noqa: N818 - an outcome, not a fault
+    """The model cannot be computed in the dtype of the comparison."""
+
+    def __init__(self, reason: LengthwiseError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def on_every_rank(run: "Run", compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
+    """What ``compute`` returns, once all ranks have computed it; if one failed, all raise the same error.
+
+    Args:
+        run: whose ranks call this.
+        compute: what each of them does.
+        what: the sequences that it computes, and how, in words.
+        is_stock: whether the model is called as before it was prepared.
+    """
+    result: Any = None
+    failure: tuple[str, str] | None = None
+    try:
+        result = compute()
+    except CommunicationError:
+        raise  # ranks are gone, and nothing can be shared with the others
+    except Exception as error:
+        failure = _described(run, error, what, is_stock)
+    failed = gather_rows(torch.tensor([failure is not None], dtype=torch.int64, device=run.world.device)).tolist()
+    first = next((rank for rank, (has_failed,) in enumerate(failed) if has_failed), None)
+    if first is None:
+        return result
+    kind, message = broadcast_json(run.world, failure, source=first)
+    if kind == "dtype":
+        raise NotInThisDtype(CheckError(message))
+    raise next(one for one in (InputError, InfeasibleError, CheckError) if one.__name__ == kind)(message)
+
+
+def _described(run: "Run", error: Exception, what: str, is_stock: bool) -> tuple[str, str]:
+    """The kind of a failure, and the sentence about it."""
+    if isinstance(error, LengthwiseError):
+        kinds = [one.__name__ for one in (InputError, InfeasibleError, CheckError) if isinstance(error, one)]
+        return (kinds[0] if kinds else "CheckError"), str(error)
+    name = type(run.model).__name__
+    if isinstance(error, IndexError) and is_stock:
+        return "InputError", (
+            f"{name} looked up a row that one of its tables has not ({error}), in {what} with the corpus's own tokens; "
+            "give its embedding a row for every token id, and its positions one for each slot, or set max_length"
+        )
+    if is_out_of_memory(error):
+        return "InfeasibleError", (
+            f"{name} ran out of memory when it was compared with the stock model on {what}; lower max_length, use more "
+            "devices, or leave the comparison out with check=False"
+        )
+    reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    if is_stock:
+        return "dtype", f"{name} fails on a sequence alone, called as before it was prepared, in {what} ({reason})"
+    return "dtype", f"{name} fails where plans compute it otherwise than its user, in {what} ({reason})"

@@ -1,0 +1,1 @@
+"""Make any `nn.Module` compute shards of packs exactly."""

@@ -1,0 +1,133 @@
+"""What a model's forward asks for, call by call, learned once from two forwards of different length.
+
+A shape alone does not say which axis holds the slots: a pack may have as many of them as the model has heads. So the
+model computes two sequences of different length on one device; where a size followed the length, slots lie.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lengthwise.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCall:
+    """One call in one forward, as it was seen."""
+
+    kind: str
+    shape: tuple[int, ...]
+    note: str = ""
+    """What else must be known of it: how it masks, why it cannot be sharded."""
+    layer: int | None = None
+    mask: Tensor | None = field(default=None, repr=False)
+    """That it was given."""
+    scale: float | None = None
+    """Of its logits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A product of two tensors, which may be that of an attention by hand."""
+
+    is_scores: bool
+    """Whether it is one of queries and keys: every slot with every other."""
+    layer: int | None = None
+
+
+@dataclass
+class ForwardCalls:
+    """Calls of one forward by what they are."""
+
+    attention: list[ForwardCall] = field(default_factory=list)
+    positions: list[ForwardCall] = field(default_factory=list)
+    noise: list[ForwardCall] = field(default_factory=list)
+    scalars: int = 0
+    """Draws of a single uniform number, such as those of layer drop."""
+    products: list[Product] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRule:
+    """What a call is."""
+
+    dim: int | None
+    """Where its slots lie; None: the call has nothing to do with them."""
+    note: str = ""
+    shape: tuple[int, ...] = ()
+    """In the first of the two forwards."""
+    layer: int | None = None
+    kind: str = ""
+    scale: float | None = None
+
+    @property
+    def is_over_slots(self) -> bool:
+        """Whether it is an attention in which slots meet; in others each slot is by itself."""
+        return self.dim is not None and self.dim == len(self.shape) - (3 if self.kind == "flash" else 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRules:
+    """What each call of a forward is, in order."""
+
+    attention: tuple[CallRule, ...] = ()
+    positions: tuple[CallRule, ...] = ()
+    noise: tuple[CallRule, ...] = ()
+    scalars: int = 0
+    """Draws of a single uniform number."""
+    products: tuple[Product, ...] = ()
+    """None where there is no attention by hand."""
+
+
+def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int]) -> CallRules:
+    """The rules behind two forwards of sequences of ``lengths`` slots.
+
+    Raises:
+        InputError: the forwards do not make the same calls, or one cannot be told to be sharded or not.
+    """
+    found = {}
+    for name in ("attention", "positions", "noise"):
+        ones, others = getattr(first, name), getattr(second, name)
+        if len(ones) != len(others):
+            raise InputError(
+                f"the model makes {len(ones)} calls of {name} for {lengths[0]} slots and {len(others)} for {lengths[1]}"
+                "; a forward must not depend on the length of its sequences"
+            )
+        found[name] = tuple(_rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(ones, others)))
+    products = first.products if any(product.is_scores for product in first.products) else []
+    if products and first.products != second.products:
+        raise InputError(
+            f"the model computes an attention by hand for {lengths[0]} slots in another way than for {lengths[1]}; a "
+            "forward must not depend on the length of its sequences"
+        )
+    return CallRules(**found, scalars=max(first.scalars, second.scalars), products=tuple(products))
+
+
+def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengths: tuple[int, int]) -> CallRule:
+    where = f"{name} call {number} ({first.kind} of {first.shape})"
+    if len(first.shape) != len(second.shape) or first.kind != second.kind:
+        raise InputError(f"{where} is another for sequences of {lengths[1]} slots: {second.kind} of {second.shape}")
+    changed = [dim for dim, (a, b) in enumerate(zip(first.shape, second.shape)) if a != b]
+    if any((first.shape[dim], second.shape[dim]) != lengths for dim in changed) or len(changed) > 1:
+        raise InputError(
+            f"{where} grows with the sequence otherwise than one axis with its slots ({second.shape} for "
+            f"{lengths[1]} of them instead of {lengths[0]}), so how to shard it is not known"
+        )
+    if first.note != second.note:
+        one, other = (call.note or "unmasked" for call in (first, second))
+        raise InputError(f"{where} is {one} for {lengths[0]} slots, {other} for {lengths[1]}")
+    if not same_scale(first.scale, second.scale):
+        raise InputError(
+            f"{where} scales its logits by {first.scale} for {lengths[0]} slots and by {second.scale} for "
+            f"{lengths[1]}, and by what for others is not known"
+        )
+    dim = changed[0] if changed else None
+    return CallRule(
+        dim=dim, note=first.note, shape=first.shape, layer=first.layer, kind=first.kind, scale=first.scale
+    )  # fmt: skip
+
+
+def same_scale(one: float | None, other: float | None) -> bool:
+    """Whether two calls multiply their logits by the same."""
+    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-5))

@@ -1,0 +1,230 @@
+"""The micro-batch that this rank computes at the moment: what attention, positions and noise have to know of it.
+
+A model that is not ours is called by code that is not ours, so what it needs beyond its arguments lies here. There is
+one at a time in a process. *Slots* are what a pack is made of along the axis that is sharded: tokens, or the frames of
+a video. T slots of the pack, t of this rank.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.models.attention_view import in_order
+from lengthwise.runtime.parallel.stage_shard import StageView
+from lengthwise.runtime.parallel.tokens import shard_tokens
+from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
+from lengthwise.runtime.wrap.loss_check import NotedLoss
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.wrap.micro_batch import MicroBatch
+
+ALMOST_ONE = 1.0 - 2.0**-24
+"""The largest uniform number in float32: a draw of it leaves out no layer."""
+
+
+@dataclass
+class CallCounts:
+    """Calls since the forward began, by what they are; a recomputed layer counts again from where it began."""
+
+    attention: int = 0
+    registered: int = 0
+    """Of attention through the registry of transformers."""
+    positions: int = 0
+    noise: int = 0
+    products: int = 0
+    """Of two tensors, such as that of queries and keys."""
+    layers: int = 0
+    """Of layers that a model asks to recompute by itself."""
+
+    @property
+    def all_attention(self) -> int:
+        """Calls of attention of whatever kind."""
+        return self.attention + self.registered
+
+    def copy(self) -> "CallCounts":
+        """As it is now."""
+        return replace(self)
+
+
+@dataclass(kw_only=True)
+class ForwardPass:
+    """One forward of a prepared model in a micro-batch."""
+
+    script: ExchangeScript
+    begun: int
+    """Exchanges of the group when it began."""
+    ended: int | None = None
+    """The same when it ended; None: it has not, or by an error."""
+    noted: NotedLoss | None = None
+    """The loss that it stands for; None of a frozen model."""
+    roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
+    """Its outputs, where a backward without a loss begins, and zeros of their shapes."""
+
+
+@dataclass(eq=False, kw_only=True)
+class PackShard:
+    """This rank's slots of one pack."""
+
+    step: int
+    seed: int
+    ids: tuple[int, ...]
+    """Of the sequences; padding after them is of nobody."""
+    cu_seqlens: tuple[int, ...]
+    """Offsets of the sequence boundaries in slots."""
+    group: Group
+    device: torch.device
+    recompute: tuple[bool, ...] = ()
+    """One flag per layer, or none for no layer."""
+    counts: CallCounts = field(default_factory=CallCounts)
+    dtype: torch.dtype | None = None
+    """That of autocast, in the forward; None: it is off."""
+    layer: int | None = None
+    """That is computed at the moment; None: what is before, between or after them."""
+    attended: list[AttentionExchange | SlotGather] = field(default_factory=list)
+    """Each attention over slots so far, and what else ranks exchanged."""
+    targets_of: Callable[[], tuple[int, ...]] | None = None
+    """Gives the number of targets of every sequence of the pack, whoever holds them."""
+    events: list[Event] | None = None
+    """Each half of an attention as it comes, where that is to be known."""
+    script: ExchangeScript | None = None
+    """That forwards follow, where it is not the one of the whole model."""
+    passes: list[ForwardPass] = field(default_factory=list)
+    """Forwards of prepared models so far."""
+    backward_begun: int | None = None
+    """Exchanges of the group when the backward began."""
+    read_digest: int = 0
+    """Of what was read of the sequences that ranks share."""
+    is_finished: bool = False
+    """Nobody of the group waits for anything any more."""
+    has_noise: bool = True
+    """Whether dropout drops and noise is drawn; not where a model is compared with itself."""
+    scalar: float = ALMOST_ONE
+    """What every draw of a single uniform number gives, on every rank."""
+    preserves_rng: bool = False
+    """Whether layers draw from torch's own generators, whose states are then kept for layers that recompute."""
+    has_failed: bool = False
+    """This rank ran out of memory in it."""
+    gathers: list[Tensor] = field(default_factory=list)
+    """What was gathered from all ranks, whose backward is issued even if no loss depends on it."""
+    alone: "Callable[[int], MicroBatch] | None" = None
+    """Makes a micro-batch of the sequence with this number in the pack, all of it on this rank."""
+
+    def alone_with(self, ids: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> "PackShard":
+        """Sequences of this micro-batch that this rank has whole, computed apart from it."""
+        return PackShard(
+            step=self.step, seed=self.seed, ids=ids, cu_seqlens=cu_seqlens, group=Group(rank=0), device=self.device,
+            dtype=self.dtype, has_noise=self.has_noise, scalar=self.scalar,
+        )  # fmt: skip
+
+    @cached_property
+    def stage(self) -> StageView:
+        """Who of the group holds which slots."""
+        return StageView(
+            view=in_order(self.cu_seqlens, causal=False),
+            shards=shard_tokens(self.cu_seqlens, degree=self.group.size, causal=False),
+            group=self.group,
+            device=self.device,
+            make_tables=lambda offsets: None,
+        )
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[t] where in the pack this rank's slots are."""
+        return self.stage.shards.places[self.group.rank]
+
+    @property
+    def num_slots(self) -> int:
+        """t."""
+        return len(self.places)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[t] how many slots of its sequence are before each slot of this rank."""
+        return torch.from_numpy(self.stage.view.offsets[self.places]).to(self.device)
+
+    @property
+    def num_exchanges(self) -> int:
+        """All exchanges of the group that this rank has taken part in."""
+        return self.group.sent.calls["all_to_all"]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Slots of each sequence that is one: not of padding."""
+        return [end - start for start, end in pairwise(self.cu_seqlens)][: len(self.ids)]
+
+    @cached_property
+    def longest(self) -> int:
+        """Slots of the longest sequence."""
+        return max(end - start for start, end in pairwise(self.cu_seqlens))
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """[t] id of the sequence of each slot of this rank; -1 for padding."""
+        ids = [*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids))]
+        of_slot = np.repeat(ids, [end - start for start, end in pairwise(self.cu_seqlens)])
+        return torch.from_numpy(of_slot[self.places]).to(self.device)
+
+    def note_attention(self, out: Tensor) -> None:
+        """An attention over slots gave ``out``: note it, and its backward when that comes, where it is to be known."""
+        self.note_exchange(out, self.counts.all_attention - 1)
+
+    def note_exchange(self, out: Tensor, number: int) -> None:
+        """The same of any exchange of slots, by its number in the forward."""
+        events = self.events
+        if events is not None:
+            events.append(("forward", number))
+            if out.requires_grad:
+                out.register_hook(lambda gradient: events.append(("backward", number)))
+
+    def num_targets(self) -> tuple[int, ...]:
+        """Of each stretch between :attr:`cu_seqlens`; padding has none."""
+        assert self.targets_of is not None, "a micro-batch was made of it"
+        counts = iter(self.targets_of())
+        padded = (*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids)))
+        return tuple(next(counts) if sequence >= 0 else 0 for sequence in padded)
+
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether a layer keeps its input alone."""
+        return bool(self.recompute) and self.recompute[layer]
+
+
+_shards: list[PackShard] = []
+
+
+def current() -> PackShard:
+    """The micro-batch of the moment.
+
+    Raises:
+        InputError: there is none.
+    """
+    if not _shards:
+        raise InputError(
+            "the prepared model was called outside of a micro-batch, where it cannot know whose tokens it has; call it "
+            "in `for micro_batch in step`, or as it was before: with run.plain(): model(...)"
+        )
+    return _shards[-1]
+
+
+def is_active() -> bool:
+    """Whether there is one."""
+    return bool(_shards)
+
+
+@contextmanager
+def active(shard: PackShard) -> Iterator[PackShard]:
+    """``shard`` is the micro-batch of the moment."""
+    _shards.append(shard)
+    try:
+        yield shard
+    finally:
+        _shards.remove(shard)

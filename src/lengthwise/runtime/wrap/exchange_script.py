@@ -1,0 +1,91 @@
+"""Which exchanges a forward of a prepared model and its backward issue, as they were seen to.
+
+Every attention over slots trades tokens for heads and back: two exchanges in its forward. Its backward issues two more,
+but only where gradients flow through it: not below the first trained parameter, nor where adapters sit behind the
+attention alone. A recomputed layer issues those of its forward again, if its backward runs at all. None of this is
+assumed: a forward and a backward on one rank are watched, once with no layer recomputed and once with all.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+
+Event = tuple[Literal["forward", "backward"], int]
+"""An attention by its number, and which half of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionExchange:
+    """Sizes of one call of attention, and the layer that made it."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    layer: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotGather:
+    """A gather of ``width`` numbers of every slot from all ranks: one exchange, and one in its backward."""
+
+    width: int
+    dtype: torch.dtype
+    layer: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summed:
+    """A sum over all ranks of numbers of every sequence: one exchange of whether all ranks have them, one of them.
+
+    A rank that has none says so in the first, and there is no second. None in its backward.
+    """
+
+    count: int = 0
+    """Numbers of this rank that the others wait for; 0 until all ranks have some."""
+    dtype: torch.dtype = torch.float32
+    layer: int | None = None
+
+
+Calls = dict[int, AttentionExchange | SlotGather | Summed]
+"""What ranks exchange in a forward, by number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeScript:
+    """The attention calls of one forward, by number, and what happens to them in the backward, in order."""
+
+    calls: Calls
+    kept: tuple[Event, ...] = ()
+    """Of the backward, where no layer is recomputed."""
+    recomputed: tuple[Event, ...] = ()
+    """Of the backward, where all layers are."""
+
+    @classmethod
+    def complete(cls, calls: Sequence[AttentionExchange | SlotGather]) -> "ExchangeScript":
+        """The script of a model in which gradients flow through every attention."""
+        numbered: Calls = dict(enumerate(calls))
+        kept, again = list[Event](), list[Event]()
+        for layer, group in _by_layer([("backward", number) for number in reversed(numbered)], numbered):
+            if layer is not None:
+                again += [("forward", number) for _, number in reversed(group)]
+            kept, again = kept + group, again + group
+        return cls(calls=numbered, kept=tuple(kept), recomputed=tuple(again))
+
+    def forward(self) -> Iterator[Event]:
+        """Events of the forward."""
+        return (("forward", number) for number in self.calls)
+
+    def backward(self, is_recomputed: Callable[[int], bool]) -> Iterator[Event]:
+        """Events of the backward where some layers are recomputed."""
+        kept = dict(_by_layer(self.kept, self.calls))
+        for layer, events in _by_layer(self.recomputed, self.calls):
+            yield from events if layer is not None and is_recomputed(layer) else kept.get(layer, [])
+
+
+def _by_layer(events: Sequence[Event], calls: Calls) -> list[tuple[int | None, list[Event]]]:
+    """Neighbours of one layer together."""
+    return [(layer, list(group)) for layer, group in groupby(events, lambda event: calls[event[1]].layer)]

@@ -1,0 +1,141 @@
+"""Flash attention that a model calls by its kernel, not through torch: met where the model's code imported it.
+
+These are ordinary functions, which torch does not let be overridden. So while the model's forward runs, their names in
+the modules where its classes are written stand for ours.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HOMES = {
+    "torch.nn.attention.varlen": ("varlen_attn",),
+    "flash_attn": ("flash_attn_varlen_func", "flash_attn_func"),
+    "flash_attn.flash_attn_interface": ("flash_attn_varlen_func", "flash_attn_func"),
+}
+"""Functions that are known, and where they are defined or offered."""
+_OPEN = 1 << 62
+"""A window's side that is open."""
+_NAMES = {
+    "query": ("query", "q"),
+    "key": ("key", "k"),
+    "value": ("value", "v"),
+    "scale": ("scale", "softmax_scale"),
+    "causal": ("causal", "is_causal"),
+    "ends": ("cu_seq_q", "cu_seqlens_q"),
+    "window": ("window_size",),
+    "dropout": ("dropout_p",),
+}
+_REFUSED = {
+    "softcap": "soft-capped logits",
+    "alibi_slopes": "a bias by position",
+    "block_table": "paged keys",
+    "seqused_k": "keys left out",
+    "return_aux": "more than outputs",
+    "return_attn_probs": "the weights of attention",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashKernel:
+    """One call of such a function: queries, keys, values ``[t, heads, H]`` or ``[rows, t, heads, H]``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool
+    scale: float | None
+    window: tuple[int, int] | None
+    dropout: float
+    refused: str
+    """Why it cannot be sharded; nothing if it can."""
+    ends: Tensor | None = field(repr=False)
+    """Where it says sequences end."""
+
+    @property
+    def slot_dim(self) -> int:
+        """Where slots lie."""
+        return self.query.dim() - 3
+
+
+def read_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlashKernel:
+    """What a call of one of the known functions asks for."""
+    bound = signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    values: dict[str, Any] = {
+        name: next((given[each] for each in names if each in given), None) for name, names in _NAMES.items()
+    }
+    before, after = values["window"] or (-1, -1)
+    causal = bool(values["causal"]) or after == 0
+    window = (before if before >= 0 else _OPEN, 0 if causal else after if after >= 0 else _OPEN)
+    refused = [words for name, words in _REFUSED.items() if _is_set(given.get(name))]
+    return FlashKernel(
+        query=values["query"],
+        key=values["key"],
+        value=values["value"],
+        causal=causal,
+        scale=values["scale"],
+        window=None if window in ((_OPEN, _OPEN), (_OPEN, 0)) else window,
+        dropout=values["dropout"] or 0.0,
+        refused=f"refused: it asks for {' and '.join(refused)}" if refused else "",
+        ends=values["ends"],
+    )
+
+
+def _is_set(option: Any) -> bool:
+    """Whether an option is other than left out or off."""
+    return isinstance(option, Tensor) or (option is not None and option != 0)
+
+
+def ends_note(kernel: FlashKernel) -> str:
+    """Why the ends of its sequences cannot be replaced by those of the pack, of a call with one sequence."""
+    num_slots = kernel.query.shape[kernel.slot_dim]
+    if kernel.ends is None or kernel.ends.tolist() == [0, num_slots]:
+        return ""
+    return f"refused: its sequences end at {kernel.ends.tolist()} where one sequence of {num_slots} was given"
+
+
+class ImportedKernels:
+    """Known functions in the namespaces that a model's code calls them from."""
+
+    def __init__(self, model: nn.Module) -> None:
+        known: dict[int, Any] = {}
+        for home, names in HOMES.items():
+            module = sys.modules.get(home)
+            known |= {id(each): each for name in names if (each := getattr(module, name, None)) is not None}
+        written_in = {type(module).__module__ for module in model.modules()}
+        spaces = [sys.modules[name] for name in sorted({*written_in, *HOMES}) if name in sys.modules]
+        self._found: list[tuple[ModuleType, str, Callable[..., Any]]] = [
+            (space, name, value) for space in spaces for name, value in vars(space).items() if id(value) in known
+        ]
+        self._is_answering = False
+
+    @contextmanager
+    def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
+        """Calls go to ``answer(function, *args, **kwargs)``; those that it makes itself do not."""
+        with ExitStack() as stack:
+            for space, name, function in self._found:
+                setattr(space, name, self._answering(function, answer))
+                stack.callback(setattr, space, name, function)
+            yield
+
+    def _answering(self, function: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._is_answering:
+                return function(*args, **kwargs)
+            self._is_answering = True
+            try:
+                with torch._C.DisableTorchFunction():
+                    return answer(function, *args, **kwargs)
+            finally:
+                self._is_answering = False
+
+        return call

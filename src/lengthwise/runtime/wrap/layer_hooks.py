@@ -1,0 +1,158 @@
+"""Layers of somebody else's model under our hand: recomputed when the micro-batch says so, watched, or left out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap import context as shards
+from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.recompute_layers import computed_twice
+from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
+
+Forward = Callable[..., Any]
+
+
+class LayerReachedError(Exception):
+    """A forward that is to stop before its first layer has got there."""
+
+
+class LayerWatch:
+    """Told of every layer that is computed. Does nothing itself."""
+
+    def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute the layer, and return what it returns."""
+        return forward(*args, **kwargs)
+
+
+class HookedLayers:
+    """The layers of a model, whose forwards go through here until :meth:`release`."""
+
+    def __init__(self, layers: nn.ModuleList, *, context: Callable[[], Any] | None = None) -> None:
+        """``context``: contexts of a selective recompute, as :func:`torch.utils.checkpoint.checkpoint` takes them."""
+        self.intercept: InterceptCalls | None = None
+        """That is in force while the model's forward runs."""
+        self.mode: AbstractContextManager[Any] | None = None
+        """In which the model computes at the moment, for layers that are computed again."""
+        self.watch = LayerWatch()
+        self.num_kept: int | None = None
+        """Layers that are computed; the others pass on what they get. None: all."""
+        self._is_halted = False
+        self.context = context
+        self._modules = list(layers)
+        self._forwards: list[Forward] = [layer.forward for layer in layers]
+        self._prepared: list[PreparedForward] = []
+        self._last: Any = None
+        self._attends: dict[int, bool] = {}
+        for number, layer in enumerate(layers):
+            self._prepared.append(PreparedForward(layer, partial(self._forward, number)))
+
+    def release(self) -> None:
+        """The layers as they were."""
+        for prepared in self._prepared:
+            prepared.release()
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """A forward raises :class:`LayerReachedError` when it comes to a layer."""
+        self._is_halted = True
+        try:
+            yield
+        finally:
+            self._is_halted = False
+
+    def _forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        if self._is_halted:
+            raise LayerReachedError
+        if not shards.is_active():
+            return self._forwards[number](*args, **kwargs)
+        if self.num_kept is not None and number >= self.num_kept:
+            if self.intercept is not None:
+                self.intercept.skip(number)
+            return _passed_on(self._last, args, kwargs)
+        if self.num_kept is not None and number == 0:
+            args, kwargs = _with_gradient(args, kwargs)
+        is_recomputed = torch.is_grad_enabled() and shards.current().is_recomputed(number)
+        compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
+        shard = shards.current()
+        before, shard.layer = shard.counts.all_attention, number
+        if self.intercept is not None:
+            self.intercept.layer = number
+        self._last = self.watch.computes(number, compute, args, kwargs)
+        if self.intercept is not None:
+            self.intercept.layer = None
+        shard.layer = None
+        self._attends[number] = shard.counts.all_attention > before
+        return self._last
+
+    @property
+    def last_output(self) -> Any:
+        """What the layer that was computed last returned."""
+        return self._last
+
+    def check_attends(self, model: str) -> None:
+        """Raise ``InputError`` if a layer was computed without a call of attention that is known."""
+        silent = [number for number, attends in self._attends.items() if not attends]
+        if silent:
+            told = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
+            raise InputError(
+                f"layers {told} of {model} ({type(self._modules[silent[0]]).__name__}) make no call of attention that "
+                "is known, so tokens of different ranks would never meet in them; attend with "
+                "torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention, varlen_attn or flash_attn, "
+                "not by hand, and do it inside of the layer's forward"
+            )
+
+    def _recomputed(self, number: int, *args: Any, **kwargs: Any) -> Any:
+        """Keep the arguments alone."""
+        mode = self.mode
+        intercept, forward, shard = self.intercept, self._forwards[number], shards.current()
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            if intercept is not None:
+                intercept.shard = shard
+            with mode or nullcontext(), intercepted(intercept):  # a backward is not under the modes of its forward
+                return forward(*args, **kwargs)
+
+        return computed_twice(forward, again, shard, self.context, args, kwargs)
+
+
+def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments whose hidden states need a gradient.
+
+    Where some layers stand for all, they are to have a backward, though they themselves or what is before them may be
+    frozen: layers above have one.
+    """
+    leaves, form = pytree.tree_flatten((args, kwargs))
+    number = next(
+        (number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
+    )
+    if number is None or leaves[number].requires_grad or not torch.is_grad_enabled():
+        return args, kwargs
+    leaves[number] = leaves[number].detach().requires_grad_()
+    made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, form)
+    return made
+
+
+def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer that changes nothing returns, in the form of what one before it returned."""
+    given = args[0] if args else kwargs.get("hidden_states")
+    if given is None:
+        given = next(each for each in kwargs.values() if isinstance(each, Tensor))
+    if isinstance(last, Tensor):
+        return given
+    return (given, *last[1:]) if isinstance(last, tuple) else last
+
+
+@contextmanager
+def intercepted(intercept: InterceptCalls | None) -> Iterator[None]:
+    """Calls are met; of models whose forward asks for nothing, there is nothing to meet."""
+    if intercept is None:
+        yield
+        return
+    with intercept.met():
+        yield

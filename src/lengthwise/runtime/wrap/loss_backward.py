@@ -1,0 +1,70 @@
+"""The backward of what a user's loop calls a loss: where it begins, and with which weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from lengthwise.runtime.wrap.context import PackShard
+
+Roots = tuple[tuple[GradientEdge, Tensor], ...]
+"""Where a backward may begin, and zeros of the shapes of what was computed there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTerm:
+    """A number to differentiate, and its weight in the step."""
+
+    value: Tensor
+    weight: float
+
+
+def roots_of(output: Any, last_layer: Any) -> Roots:
+    """Where the backward of a forward begins that has no loss: at its outputs, or at those of its last layer.
+
+    A single number among the outputs is a loss, which may be 0 / 0 where this rank's tokens have no target; its
+    gradient would be that too, whatever it is multiplied with.
+    """
+    for made in (output, last_layer):
+        roots = tuple(
+            (get_gradient_edge(leaf), torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape))
+            for leaf in pytree.tree_leaves(made)
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.requires_grad and leaf.grad_fn is not None
+        )
+        if roots:
+            return roots
+    return ()
+
+
+def backward(terms: Sequence[LossTerm], shard: PackShard | None = None) -> None:
+    """Add the gradients of weighted ``terms``, and those of zero for the forwards of ``shard``, in one backward.
+
+    With ``shard``, the exchanges of its forwards are issued even if no term depends on them.
+    """
+    begins, weights = _begins(terms, shard)
+    if begins:
+        torch.autograd.backward(begins, weights)
+
+
+def gradients(
+    parameters: Sequence[Tensor], terms: Sequence[LossTerm], shard: PackShard | None = None
+) -> list[Tensor | None]:
+    """The gradients that :func:`backward` would add to ``parameters``; None where nothing depends on one."""
+    begins, weights = _begins(terms, shard)
+    if not begins:
+        return [None] * len(parameters)
+    return list(torch.autograd.grad(begins, parameters, weights, allow_unused=True))
+
+
+def _begins(terms: Sequence[LossTerm], shard: PackShard | None) -> tuple[list[Any], list[Tensor]]:
+    """Where a backward begins, and with which weights."""
+    begins: list[Any] = [term.value for term in terms if term.value.requires_grad]
+    weights = [torch.full_like(term.value, term.weight) for term in terms if term.value.requires_grad]
+    for forward in shard.passes if shard is not None else ():
+        begins += [edge for edge, _ in forward.roots]
+        weights += [zeros for _, zeros in forward.roots]
+    return begins, weights

@@ -1,0 +1,115 @@
+"""Whether what a loop hands to ``step.backward`` is a loss that the step can weigh.
+
+A micro-batch's loss gets the weight of its targets in the step, so it must be a mean over them. The loss that was
+checked before the run is: the model's own, or that of ``loss=``. So a loss is compared with that one; once it was
+equal, others that were computed by the same operations are taken for it without another look. A loss that is not equal
+needs its user's word for what it is a mean over.
+"""
+
+from collections import deque
+from typing import Any, Literal
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+
+MeanOver = Literal["targets", "tokens", "units", "step"]
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Relative difference of two computations of one loss; of other dtypes, and under autocast:"""
+LOW_PRECISION = 2e-2
+DEPTH = 6
+"""Operations of a loss, from the last one back, by which it is known."""
+
+Signature = tuple[str, ...]
+
+
+class NotedLoss:
+    """The loss that a forward of a prepared model stands for."""
+
+    def __init__(self, loss: Tensor | None, output: Any) -> None:
+        """``loss``: that the forward returned; ``output``: that one is to be made of, if it was kept."""
+        self._loss = None if loss is None else ref(loss)
+        self.value = None if loss is None else loss.detach()
+        self.output = output
+
+    def is_loss(self, loss: Tensor) -> bool:
+        """Whether this is the very tensor that the forward returned."""
+        return self._loss is not None and self._loss() is loss
+
+
+class LossCheck:
+    """What a run knows of its loop's losses."""
+
+    def __init__(self) -> None:
+        self._known: set[Signature] = set()
+        self.needs_output = True
+        """Whether forwards have to keep what a loss is made of: it costs memory, and is given up when it was seen."""
+
+    def check(self, loss: Any, adapted: Any, micro_batch: Any) -> None:
+        """Compare with the loss that was checked before the run.
+
+        Raises:
+            CheckError: it is another one.
+        """
+        signature = signature_of(loss)
+        noted = [forward.noted for forward in micro_batch.shard.passes if forward.noted is not None]
+        if signature in self._known or any(each.is_loss(loss) for each in noted):
+            return
+        values = [each.value for each in noted if each.value is not None]
+        with torch.no_grad():
+            values += [adapted.loss_of(each.output, micro_batch) for each in noted if each.output is not None]
+        if not values and adapted.has_own_loss and not self.needs_output:
+            self.needs_output = True  # the next micro-batch's is looked at
+            return
+        limit = LOW_PRECISION if micro_batch.shard.dtype is not None else TOLERANCE.get(loss.dtype, LOW_PRECISION)
+        mine = float(loss.detach())
+        if any(abs(mine - float(value)) <= limit * max(1e-12, abs(float(value))) for value in values):
+            self._known.add(signature)
+            self.needs_output = False
+            return
+        if micro_batch.num_targets == 0 or not torch.isfinite(loss.detach()):
+            return  # a mean over nothing; or the update says what is wrong
+        checked = ", ".join(f"{float(value):.6g}" for value in values) or "none"
+        raise CheckError(
+            f"step.backward got a loss of {mine:.6g}, and the one that was checked before the run "
+            f"(the model's own, or that of loss=) is {checked}; so its weight in the step is not known. Hand that loss "
+            "over as it is, not divided or summed; give further terms as step.backward(loss, side=micro_batch.mean("
+            "values, over='tokens')); or say what another loss is a mean over, on this rank: "
+            "step.backward(loss, mean_over='targets')"
+        )
+
+
+def check_form(loss: Any, passes: int, name: str = "loss") -> None:
+    """Raise ``InputError`` if ``loss`` is not a number that can be differentiated with respect to the model."""
+    if isinstance(loss, MissingTensor):
+        return
+    if not isinstance(loss, Tensor):
+        raise InputError(f"step.backward takes the {name} as a tensor; got {type(loss).__name__}")
+    if loss.dim():
+        raise InputError(f"the {name} has shape {list(loss.shape)}; step.backward takes one number, a mean")
+    if not loss.is_floating_point():
+        raise InputError(f"the {name} is {str(loss.dtype).removeprefix('torch.')}; step.backward takes a real number")
+    if not loss.requires_grad:
+        raise InputError(
+            f"the {name} has no gradient: it was detached, made of .item(), or computed under torch.no_grad()"
+        )
+    if not passes:
+        raise InputError(
+            "the prepared model was not called in this micro-batch, so the loss cannot be its; call "
+            "model(**micro_batch.inputs) first"
+        )
+
+
+def signature_of(loss: Tensor) -> Signature:
+    """The last operations that made a loss, breadth first."""
+    names: list[str] = []
+    waiting: deque[tuple[Any, int]] = deque([(loss.grad_fn, 0)])
+    while waiting:
+        node, depth = waiting.popleft()
+        names.append("" if node is None else node.name())
+        if node is not None and depth < DEPTH:
+            waiting += [(parent, depth + 1) for parent, _ in node.next_functions]
+    return tuple(names)

@@ -1,0 +1,106 @@
+"""Terms of a loss that are means over the whole step, of which each rank and micro-batch computes a share."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import num_targets
+from lengthwise.core.errors import InputError
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
+
+Over = Literal["targets", "tokens", "sequences", "units"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTotals:
+    """What means over a step divide by."""
+
+    targets: int
+    slots: int
+    """Of all sequences, without padding: tokens, or frames where sequences are videos."""
+    sequences: int
+    units: int
+    """Sequences, or groups of sequences that share a micro-batch."""
+    is_exact: bool = True
+    """False where labels leave out targets that nobody has counted yet; the update then scales the gradient."""
+
+    @classmethod
+    def of(cls, plan: StepPlan, feeding: "PackCollator", *, targets: int | None) -> "LossTotals":
+        """Those of a step; ``targets``: as they were counted, None: as lengths say."""
+        planned = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
+        packs, is_exact = [feeding.computed(pack) for pack in planned], feeding.labels is None
+        if targets is None and feeding.units is not None and is_exact:  # members have other targets than their sum
+            targets = sum(num_targets(pack.lengths, objective=feeding.objective) for pack in packs)
+        return cls(
+            targets=max(1, plan.loss_normaliser if targets is None else targets),
+            slots=sum(sum(pack.lengths) for pack in packs) // feeding.slot_tokens,
+            sequences=sum(len(pack.ids) for pack in packs),
+            units=sum(len(pack.ids) for pack in planned),
+            is_exact=is_exact or targets is not None,
+        )
+
+    def check_exact(self, over: str) -> None:
+        """Raise ``InputError`` if means over anything but targets would be scaled at the update."""
+        if not self.is_exact:
+            raise InputError(
+                f"a mean over {over} beside one over targets needs the number of targets before the first backward, "
+                "and labels leave out some: prepare(..., count_targets=True) reads the labels of each step first"
+            )
+
+
+def share_of_mean(micro_batch: "MicroBatch", values: Tensor, over: Over) -> Tensor:
+    """What this rank's slots add to the mean of ``values`` over the whole step.
+
+    Raises:
+        InputError: there is not one value for each slot, or the number of targets is not known yet.
+    """
+    if isinstance(values, MissingTensor):
+        return values  # stands for a term; Step.backward does not look at it
+    shard, totals = micro_batch.shard, micro_batch.totals
+    if over not in ("targets", "tokens", "sequences", "units"):
+        raise InputError(f"a mean is over 'targets', 'tokens', 'sequences' or 'units', not over {over!r}")
+    if over == "units":
+        return _share_of_units(micro_batch, values)
+    if values.numel() != shard.num_slots:
+        raise InputError(
+            f"a mean over {over} needs one value for each of the {shard.num_slots} slots of this rank, [t] or [1, t]; "
+            f"got {list(values.shape)}"
+        )
+    is_real = shard.sequences.to(values.device) >= 0
+    if over == "targets":
+        is_target = is_real if micro_batch.num_targets and micro_batch.has_all_targets else micro_batch.labels != -100
+        weights, mask = torch.full_like(values.detach(), micro_batch.slot_tokens / totals.targets), is_target
+    else:
+        totals.check_exact(over)
+        mask = is_real
+        if over == "tokens":
+            weights = torch.full_like(values.detach(), 1.0 / totals.slots)
+        else:
+            lengths = torch.from_numpy(lengths_of_slots(shard.cu_seqlens, shard.places)).to(values.device)
+            weights = 1.0 / (lengths.to(values.dtype) * totals.sequences)
+    weights = weights.reshape(values.shape)
+    return torch.where(mask.to(values.device).reshape(values.shape), values * weights, values.new_zeros(())).sum()
+
+
+def _share_of_units(micro_batch: "MicroBatch", values: Tensor) -> Tensor:
+    """What this rank adds to a mean over the units of the step: the p ranks of a group have the same values."""
+    if values.shape != (num_units := len(micro_batch.units),):
+        raise InputError(
+            f"a mean over units needs one value for each of the {num_units} units of this micro-batch, [{num_units}]; "
+            f"got {list(values.shape)}"
+        )
+    return values.sum() / (micro_batch.totals.units * micro_batch.degree)
+
+
+def lengths_of_slots(cu_seqlens: tuple[int, ...], places: np.ndarray) -> np.ndarray:
+    """[t] slots of the sequence that each place of a pack is in."""
+    lengths = np.array([end - start for start, end in pairwise(cu_seqlens)])
+    return np.asarray(lengths[np.searchsorted(cu_seqlens, places, side="right") - 1])

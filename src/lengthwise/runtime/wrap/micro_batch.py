@@ -1,0 +1,319 @@
+"""What the user's loop is given: one micro-batch, this rank's share of it, ready for the model's forward."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.batch import EVERY_TOKEN, NEXT_TOKEN, Pack
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.models.targets import IGNORE, TokenMasking, masked_targets
+from lengthwise.runtime.train.micro_batch_tensors import feed
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.counter_rng import normal_slots, uniform_sequences
+from lengthwise.runtime.wrap.loss_terms import LossTotals, Over, share_of_mean
+from lengthwise.runtime.wrap.sequence_sums import num_sequences, sums_by_sequence
+from lengthwise.runtime.wrap.unit_members import Units
+
+
+class SequenceSource(Protocol):
+    """Where sequences come from."""
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """``[length]`` token ids, or ``[slots, ...]`` of anything."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackCollator:
+    """How a pack becomes tensors."""
+
+    source: SequenceSource
+    objective: str
+    masking: TokenMasking | None = None
+    ignore_index: int = IGNORE
+    slot_tokens: int = 1
+    """Tokens of a slot: of a frame, where sequences are videos."""
+    labels: Callable[[int], np.ndarray] | None = None
+    """Labels of a sequence, each token's own; None: the tokens. Next tokens are predicted by the token before them;
+    with other objectives each token predicts its own label."""
+    shifts_labels: bool = True
+    """Whether, with next tokens, the token before it predicts a label; False: its own token does, as in the model."""
+    passed: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
+    """Further arguments of the forward by name, one value for each token of a sequence."""
+    special: Callable[[int], np.ndarray] | None = None
+    """Which tokens of a sequence are never hidden; None: any may be."""
+    kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Slots of the corpus that differ, ``tokens`` and each further column, to compare the model on; nothing: the first
+    sequence is taken for all."""
+
+    units: Units | None = None
+    """Of which sequences those consist that are planned; None: of one each."""
+
+    def computed(self, pack: Pack) -> Pack:
+        """A pack as it was planned, of the sequences that are computed."""
+        return pack if self.units is None else self.units.members(pack)
+
+    @property
+    def has_all_targets(self) -> bool:
+        """Whether each slot has a loss, whatever its sequence holds."""
+        return self.objective == EVERY_TOKEN and self.labels is None
+
+    def cu_seqlens(self, pack: Pack) -> tuple[int, ...]:
+        """Boundaries in slots. Padding is a sequence of its own: models may look both ways."""
+        ends = {start + length for start, length in zip(pack.cu_seqlens, pack.lengths)}
+        return tuple(bound // self.slot_tokens for bound in sorted({*pack.cu_seqlens, *ends}))
+
+
+def laid_out(pack: Pack, degree: int, feeding: PackCollator) -> Pack:
+    """The pack, padded where it has fewer slots than ranks: models fail on a rank without any.
+
+    Raises:
+        InputError: it has padding, and its model learns from every token.
+    """
+    slots = feeding.slot_tokens
+    if pack.num_tokens < degree * slots:
+        pack = replace(pack, padded_to=degree * slots, rows=0)
+    if feeding.has_all_targets and pack.num_tokens > sum(pack.lengths):
+        raise InputError(
+            f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
+            f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every "
+            "slot; plan a lower degree for them, or no padding"
+        )
+    return pack
+
+
+class MicroBatch:
+    """One micro-batch on this rank. t slots of this rank, T of the pack."""
+
+    def __init__(
+        self,
+        shard: PackShard,
+        pack: Pack,
+        feeding: PackCollator,
+        *,
+        make_inputs: "Callable[[MicroBatch], dict[str, Any]]",
+    ) -> None:
+        self.shard, self.pack = shard, pack
+        self._feeding, self._make_inputs = feeding, make_inputs
+        self.totals = LossTotals(
+            targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // feeding.slot_tokens,
+            sequences=len(pack.ids), units=max(1, len(pack.ids) // self._num_members),
+        )  # fmt: skip
+        """What means over the step divide by; of a micro-batch of no step, its own."""
+        self.means: set[Over] = set()
+        """What :meth:`mean` was asked for."""
+        shard.alone = self._alone
+        shard.targets_of = lambda: self.targets_by_sequence
+
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of the model's forward."""
+        return self._make_inputs(self)
+
+    def whole(self) -> "MicroBatch":
+        """The same pack with all of its slots on this rank."""
+        alone = self.shard.alone_with(self.shard.ids, self.shard.cu_seqlens)
+        return MicroBatch(alone, self.pack, self._feeding, make_inputs=self._make_inputs)
+
+    def _alone(self, number: int) -> "MicroBatch":
+        """The sequence with this number in the pack, with all of its slots on this rank."""
+        pack = Pack(ids=(self.pack.ids[number],), lengths=(self.pack.lengths[number],))
+        shard = self.shard.alone_with(pack.ids, self._feeding.cu_seqlens(pack))
+        return MicroBatch(shard, pack, self._feeding, make_inputs=self._make_inputs)
+
+    @property
+    def group(self) -> Group:
+        """The ranks that share this micro-batch."""
+        return self.shard.group
+
+    @property
+    def degree(self) -> int:
+        """How many they are."""
+        return self.shard.group.size
+
+    @property
+    def positions(self) -> Tensor:
+        """[t] int64: where in its sequence each slot of this rank is."""
+        return self.shard.positions
+
+    @cached_property
+    def sequences(self) -> list[np.ndarray]:
+        """The sequences of the whole pack as the corpus has them."""
+        return [self._feeding.source.tokens(sequence) for sequence in self.pack.ids]
+
+    def own(self, whole: Tensor | np.ndarray) -> Tensor:
+        """This rank's slots of what is laid out for the whole pack, ``[T, ...]``, on its device: ``[t, ...]``.
+
+        Without padding, such as the sequences end to end, where the pack has some: that is added, as zeros.
+        """
+        values, pack, size = torch.as_tensor(whole), self.pack, self._feeding.slot_tokens
+        if len(values) != self.shard.cu_seqlens[-1] and len(values) * size == sum(pack.lengths):
+            starts = zip(pack.cu_seqlens, pack.lengths)
+            places = [place for start, length in starts for place in range(start // size, (start + length) // size)]
+            values = values.new_zeros(self.shard.cu_seqlens[-1], *values.shape[1:]).index_copy(
+                0, torch.tensor(places, device=values.device), values
+            )
+        return values[torch.from_numpy(self.shard.places).to(values.device)].to(self.shard.device)
+
+    @cached_property
+    def _laid_out(self) -> tuple[Tensor, Tensor]:
+        """Tokens and targets [T] of the whole pack."""
+        feeding, pack = self._feeding, self.pack
+        fed = feed(feeding.source, pack, torch.device("cpu"))
+        tokens_T, targets_T = fed.tokens_T, fed.targets_T
+        if feeding.labels is not None:
+            targets_T = self._from_labels(targets_T, feeding.labels)
+        elif feeding.masking is not None:
+            tokens_T, targets_T = masked_targets(tokens_T, pack, feeding.masking, special=feeding.special)
+        return tokens_T, targets_T.masked_fill(targets_T == feeding.ignore_index, IGNORE)
+
+    @cached_property
+    def _fed(self) -> tuple[Tensor, Tensor]:
+        tokens_T, targets_T = self._laid_out
+        return self.own(tokens_T), self.own(targets_T)
+
+    @property
+    def targets_by_sequence(self) -> tuple[int, ...]:
+        """Targets of each sequence of the pack, of all ranks that share it."""
+        pack = self.pack
+        if self._feeding.has_all_targets:
+            return pack.lengths
+        targets_T = self._laid_out[1]
+        spans = zip(pack.cu_seqlens, pack.lengths)
+        return tuple(int((targets_T[start : start + length] != IGNORE).sum()) for start, length in spans)
+
+    def _from_labels(self, targets_T: Tensor, labels: Callable[[int], np.ndarray]) -> Tensor:
+        """The labels of the corpus: of the next token where that is predicted, else each token's own."""
+        shift = int(self._feeding.objective == NEXT_TOKEN and self._feeding.shifts_labels)
+        targets_T = torch.full_like(targets_T, IGNORE)
+        for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
+            values = np.ascontiguousarray(labels(sequence)[shift:], dtype=np.int64)
+            targets_T[start : start + length - shift] = torch.from_numpy(values)
+        return targets_T
+
+    @cached_property
+    def unshifted_labels(self) -> Tensor:
+        """[t] int64: the label of each token itself, as models take it that shift labels in their own loss."""
+        labels_T = np.full(self.pack.num_tokens, IGNORE, dtype=np.int64)
+        labels_of = self._feeding.labels or self._feeding.source.tokens
+        for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
+            labels_T[start : start + length] = labels_of(sequence)
+        labels_T[labels_T == self._feeding.ignore_index] = IGNORE
+        return self.own(labels_T)
+
+    @cached_property
+    def passed(self) -> dict[str, Tensor]:
+        """By name, further columns of the items: one value for each slot of this rank, [t, ...]."""
+        pack, columns = self.pack, {}
+        for name, values_of in self._feeding.passed.items():
+            values = [np.asarray(values_of(sequence)) for sequence in pack.ids]
+            whole_T = np.zeros((pack.num_tokens, *values[0].shape[1:]), dtype=np.int64)
+            for start, length, own_values in zip(pack.cu_seqlens, pack.lengths, values):
+                whole_T[start : start + length] = own_values
+            columns[name] = self.own(whole_T)
+        return columns
+
+    def mean(self, values: Tensor, *, over: Over) -> Tensor:
+        """What this rank adds to a mean over the whole step, of one value for each of its slots, [t] or [1, t].
+
+        ``over``: "targets", those that have a target; "tokens", all; "sequences", the mean over sequences of the mean
+        of each; "units", of one value for each of the u units of this micro-batch instead, [u], made of
+        :meth:`per_sequence` and so the same on every rank that shares it. The sum over micro-batches and ranks is that
+        mean: give it as ``step.backward(loss, side=...)``, or instead of a loss as
+        ``step.backward(..., mean_over="step")``.
+
+        Raises:
+            InputError: there is not one value for each slot, or the number of targets is not known.
+        """
+        share = share_of_mean(self, values, over)
+        self.means.add(over)
+        return share
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """[s, ...] the sum over each of the s sequences of this micro-batch of ``values`` [t, ...] or [1, t, ...].
+
+        The same on every rank that shares the micro-batch, whichever slots it has; each of them calls it, and makes the
+        same loss of it, a mean over units: ``step.backward(loss, mean_over="units")``, or a term by
+        ``micro_batch.mean(values, over="units")``. Differentiable; in float32 or more. Two small exchanges.
+
+        Raises:
+            InputError: there is not one value for each slot, or ranks that share the micro-batch have other shapes.
+        """
+        return sums_by_sequence(self.shard, values, self._num_members)
+
+    @cached_property
+    def units(self) -> Tensor:
+        """[u, M] int64: for each unit of this micro-batch, which of its sequences are the unit's M members, in order.
+
+        ``per_sequence(values)[micro_batch.units]`` is [u, M, ...]. Where items are single sequences, M is 1.
+
+        Raises:
+            InputError: it is no micro-batch of a step, and has other sequences than whole units.
+        """
+        count, num_members = num_sequences(self.shard), self._num_members
+        if count % num_members:
+            raise InputError(
+                f"units have {num_members} sequences, and these are {count} by which the model is compared before the "
+                "run; loss= is the mean over targets that is compared. Make a loss over units in the loop: "
+                "step.backward(loss, mean_over='units')"
+            )
+        return torch.arange(count, device=self.shard.device).view(-1, num_members)
+
+    @cached_property
+    def is_last(self) -> Tensor:
+        """[t] bool: whether each slot of this rank is the last one of its sequence."""
+        ends = np.asarray(self.shard.cu_seqlens[1:]) - 1
+        return torch.from_numpy(np.isin(self.shard.places, ends)).to(self.shard.device) & (self.shard.sequences >= 0)
+
+    @property
+    def _num_members(self) -> int:
+        return 1 if self._feeding.units is None else self._feeding.units.num_members
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens of a slot."""
+        return self._feeding.slot_tokens
+
+    @property
+    def has_all_targets(self) -> bool:
+        """Whether each slot of a sequence has a target."""
+        return self._feeding.has_all_targets
+
+    @property
+    def tokens(self) -> Tensor:
+        """[t] int64 token ids."""
+        return self._fed[0]
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """[t] int64: what each token is to predict, ``ignore_index`` where nothing."""
+        return self.labels.masked_fill(self.labels == IGNORE, self._feeding.ignore_index)
+
+    @property
+    def labels(self) -> Tensor:
+        """[t] int64: the same with -100 where nothing, as models of transformers take it."""
+        return self._fed[1]
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Tokens of this rank that have a loss."""
+        if self._feeding.has_all_targets:
+            return int((self.shard.sequences >= 0).sum()) * self._feeding.slot_tokens
+        return int((self._fed[1] != IGNORE).sum())
+
+    def normal(self, *shape: int, call: int = 0) -> Tensor:
+        """``[t, *shape]`` standard normal numbers that belong to the slots: the same at every degree, in every pack.
+
+        ``call`` tells several draws of a micro-batch apart.
+        """
+        return normal_slots(self.shard, shape, call)
+
+    def uniform_of_sequences(self, *, call: int = 0) -> Tensor:
+        """[t] a number in [0, 1) for each sequence, repeated for its slots: such as the time of a diffusion."""
+        return uniform_sequences(self.shard, call)

@@ -1,0 +1,105 @@
+"""When a micro-batch does not fit after all: what a user's loop is given instead of what was not computed.
+
+The rank stands in for itself (:mod:`stand_in`), all ranks leave the step together at its update, and its batch is
+planned again. What the model's forward would have returned is a :class:`MissingTensor`, with which a user's loop goes on
+unharmed.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lengthwise.core.errors import LengthwiseError
+
+_OF_CPU = ("can't allocate memory", "not enough memory", "DefaultCPUAllocator")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_CPU)
+
+
+class MissingTensor:
+    """Stands for a tensor that was not computed: whatever is done with it gives another."""
+
+    def __init__(self, parts: int = 0) -> None:
+        """``parts``: what it is unpacked into, such as the members of a unit; 0: that is not known."""
+        self.parts = parts
+
+    def __iter__(self) -> "Iterator[MissingTensor]":
+        if not self.parts:
+            raise TypeError("what was not computed for lack of memory cannot be unpacked; use its elements by number")
+        return iter([self] * self.parts)
+
+    def __getattr__(self, name: str) -> "MissingTensor":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "MissingTensor":
+        """As a method of a tensor."""
+        return self
+
+    def __getitem__(self, index: Any) -> "MissingTensor":
+        return self
+
+    def __float__(self) -> float:
+        return float("nan")
+
+    def __format__(self, spec: str) -> str:
+        return format(float("nan"), spec)
+
+    def __repr__(self) -> str:
+        return "not computed for lack of memory"
+
+    def item(self) -> float:
+        """Not a number."""
+        return float("nan")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Any function of torch."""
+        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return max(given, key=lambda each: each.parts)
+
+
+def _arithmetic(self: MissingTensor, *others: Any) -> MissingTensor:
+    return self
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul", "floordiv", "mod"):
+    setattr(MissingTensor, f"__{_name}__", _arithmetic)
+    setattr(MissingTensor, f"__r{_name}__", _arithmetic)
+for _name in ("neg", "pos", "abs"):
+    setattr(MissingTensor, f"__{_name}__", _arithmetic)
+
+
+class OutputStructure:
+    """The form of what a forward returns, as it was last seen."""
+
+    def __init__(self) -> None:
+        self._form: pytree.TreeSpec | None = None
+
+    def note(self, output: Any) -> None:
+        """A forward returned this."""
+        if self._form is None:
+            self._form = pytree.tree_flatten(output)[1]
+
+    def not_computed(self) -> Any:
+        """The same with nothing in it.
+
+        Raises:
+            LengthwiseError: no forward was seen yet.
+        """
+        if self._form is None:
+            raise LengthwiseError("the very first forward ran out of memory; lower max_length or use more devices")
+        return pytree.tree_unflatten([MissingTensor()] * self._form.num_leaves, self._form)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes attention in at the moment; None: it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

@@ -1,0 +1,101 @@
+"""Compute again in the backward instead of keeping: what a recomputed layer keeps, and how its user may say so."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap import context as shards
+from lengthwise.runtime.wrap.context import PackShard
+
+_ATTENTION = (
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_attention_math", "torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+)  # fmt: skip
+_MATMULS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::linear", "aten::matmul")
+KINDS = {"attention": _ATTENTION, "matmuls": _MATMULS, "attention and matmuls": _ATTENTION + _MATMULS}
+"""What a selective recompute keeps the outputs of."""
+
+
+def selective_contexts(keep: str = "attention") -> Callable[[], Any]:
+    """A ``context`` for recomputed layers: outputs of ``keep`` are kept, everything else is computed again.
+
+    ``attention`` keeps the outputs of attention kernels, the dearest thing to compute again in a long sequence and one
+    of the smallest to keep; ``matmuls`` those of matrix products; ``attention and matmuls`` both.
+
+    Raises:
+        InputError: ``keep`` is none of these.
+    """
+    if keep not in KINDS:
+        raise InputError(f"a selective recompute keeps no {keep!r}; it can keep: {', '.join(KINDS)}")
+    return partial(create_selective_checkpoint_contexts, partial(_policy, frozenset(KINDS[keep])))
+
+
+def _policy(kept: frozenset[str], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = getattr(getattr(op, "_schema", None), "name", "")
+    return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``layer(*args, **kwargs)``, computed again in the backward if the micro-batch of the moment says so.
+
+    For models that call their layers in a way of their own. A layer of a prepared model knows its number; of other
+    callables, the first called in a forward is layer 0, the next layer 1. Outside of a micro-batch it is a plain call.
+    """
+    if not shards.is_active() or _is_prepared(layer):
+        return layer(*args, **kwargs)
+    shard = shards.current()
+    number = shard.counts.layers
+    shard.counts.layers += 1
+    if number >= len(shard.recompute) or not shard.is_recomputed(number) or not torch.is_grad_enabled():
+        return layer(*args, **kwargs)
+    return computed_twice(layer, layer, shard, None, args, kwargs)
+
+
+def _is_prepared(layer: Any) -> bool:
+    """Whether its forward decides by itself."""
+    return getattr(getattr(layer, "__dict__", {}).get("forward"), "is_prepared", False)
+
+
+def computed_twice(
+    first: Callable[..., Any],
+    second: Callable[..., Any],
+    shard: PackShard,
+    context: Callable[[], Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """``first`` of the arguments, which alone are kept; ``second`` of them in the backward.
+
+    The second runs whole, so that every rank issues the same collectives, and counts calls from where the first did.
+    """
+    begun, is_second = shard.counts.copy(), False
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_second
+        if not is_second:
+            is_second = True
+            return first(*args, **kwargs)
+        after, shard.counts = shard.counts, begun.copy()
+        try:
+            with shards.active(shard):
+                return second(*args, **kwargs)
+        finally:
+            shard.counts = after
+
+    options: dict[str, Any] = {} if context is None else {"context_fn": context}
+    with set_checkpoint_early_stop(False):
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=shard.preserves_rng, determinism_check="default",
+            **options, **kwargs,
+        )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Load balancing losses of mixtures of experts, which are functions of all tokens of a sequence.
+
+The stock model, called with one sequence, balances its experts over that sequence. So a pack balances them sequence by
+sequence, and each sequence weighs as much as it has targets:
+
+    auxiliary loss of a pack = sum over sequences of targets(i) * stock auxiliary loss(i) / targets of the pack
+
+Logits of the routers are gathered over the ranks that share the pack, so that every rank has the same number; weighted
+by each rank's share of the targets, as every loss is, the sum over ranks and micro-batches of a step is that of the
+stock model called with one sequence at a time. No plan changes it.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.exchange_script import SlotGather
+from lengthwise.runtime.wrap.zero_collectives import gathered
+
+GATHERS = 1 << 22
+"""Added to the numbers of gathers, beside those of calls of attention."""
+FUNCTION = "load_balancing_loss_func"
+"""What transformers calls the function; every model has it beside its classes."""
+
+
+class BalancingLosses:
+    """The functions that balance the experts of a model, in the namespaces that its code calls them from."""
+
+    def __init__(self, model: nn.Module) -> None:
+        names = sorted({type(module).__module__ for module in model.modules()})
+        spaces = [sys.modules[name] for name in names if name in sys.modules]
+        self._places: list[tuple[ModuleType, Any]] = [
+            (space, vars(space)[FUNCTION]) for space in spaces if callable(vars(space).get(FUNCTION))
+        ]
+
+    @contextmanager
+    def by_sequence(self, shard: PackShard) -> Iterator[None]:
+        """Inside, they are computed for each sequence of the pack."""
+        with ExitStack() as stack:
+            for space, function in self._places:
+                setattr(space, FUNCTION, partial(_balance, function, shard))
+                stack.callback(setattr, space, FUNCTION, function)
+            yield
+
+
+def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kwargs: Any) -> Any:
+    """The mean over the sequences, weighted by their targets."""
+    if not isinstance(gate_logits, tuple) or any(len(logits) != shard.num_slots for logits in gate_logits):
+        return function(gate_logits, *args, **kwargs)
+    widths = [logits.shape[1] for logits in gate_logits]
+    whole = gather_slots(torch.cat(gate_logits, dim=1), shard)
+    losses, weights = [], []
+    for (start, end), num_targets in zip(pairwise(shard.cu_seqlens), shard.num_targets()):
+        if num_targets:
+            losses.append(function(whole[start:end].split(widths, dim=1), *args, **kwargs))
+            weights.append(num_targets)
+    if not losses:
+        return whole.sum() * 0.0
+    total = sum(weights)
+    return torch.stack([loss * (weight / total) for loss, weight in zip(losses, weights)]).sum()
+
+
+def gather_slots(x_t: Tensor, shard: PackShard) -> Tensor:
+    """``[T, W]`` of the whole pack from every rank's ``[t, W]``; gradients of all ranks are summed. One exchange."""
+    shard.attended.append(SlotGather(width=x_t.shape[1], dtype=x_t.dtype, layer=shard.layer))
+    whole: Tensor = x_t * 1.0 if shard.group.size == 1 else _GatherSlots.apply(x_t, shard)
+    shard.note_exchange(whole, GATHERS + len(shard.gathers))
+    shard.gathers.append(whole)
+    return whole
+
+
+class _GatherSlots(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_t: Tensor, shard: PackShard) -> Tensor:
+        ctx.shard, ctx.width = shard, x_t.shape[1]
+        send, receive = gathered(shard.stage.shards.sizes, shard.group.rank, ctx.width)
+        out = shard.group.exchange(x_t.flatten().repeat(shard.group.size), send, receive)
+        whole = out.new_empty(sum(shard.stage.shards.sizes), ctx.width)
+        whole[_places(shard)] = out.view(-1, ctx.width)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        shard: PackShard = ctx.shard
+        send, receive = gathered(shard.stage.shards.sizes, shard.group.rank, ctx.width)
+        out = shard.group.exchange(gradients[0][_places(shard)].flatten(), receive, send)
+        return out.view(shard.group.size, -1, ctx.width).sum(0), None
+
+
+def _places(shard: PackShard) -> Tensor:
+    """[T] where in the pack the slots of the first rank, the second, and so on are."""
+    return torch.cat([torch.from_numpy(places) for places in shard.stage.shards.places]).to(shard.device)

@@ -1,0 +1,202 @@
+"""Compute a micro-batch sequence by sequence: the stock forward, called once for each, by one rank.
+
+What packs and shards would change is exact this way whatever the model does: convolutions, recurrences, encoders with a
+decoder, lengths that its factors depend on. Outputs are put together as a pack would have them: what has an axis of
+slots end to end, losses as their mean weighted by the targets of each sequence. Random numbers are those of the step
+and the sequence, whatever else is in the micro-batch.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.context import CallCounts, PackShard
+from lengthwise.runtime.wrap.counter_rng import mix_word
+
+Shapes = dict[str, tuple[int, ...]]
+"""Of the tensors in a tree, by their path."""
+
+
+class NotCombined:
+    """Stands for an output of several sequences that cannot be put together; refuses to be used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _refuse(self) -> InputError:
+        return InputError(
+            f"{self._name} has one value for each of several sequences, which cannot be put together for a micro-batch "
+            "of a model that is computed sequence by sequence; use its loss and its outputs by token, or say "
+            "loss=lambda output, micro_batch: ... for those"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refuse()
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, of several sequences>"
+
+    def _used(self, *args: Any, **kwargs: Any) -> Any:
+        raise self._refuse()
+
+    __call__ = __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = _used
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _used
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """No function of torch takes it."""
+        raise next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
+
+
+class SequenceBySequence:
+    """The forward of a model over the sequences of a micro-batch, one after the other."""
+
+    def __init__(self, forward: Callable[..., Any], model_name: str) -> None:
+        self._forward, self._name = forward, model_name
+        self._input_axes: dict[str, int | None] = {}
+        self._output_axes: dict[str, int | None] = {}
+        self._seen: list[tuple[Shapes, Shapes]] = []
+
+    def learn(self, lengths: tuple[int, int]) -> None:
+        """Learn from the last two micro-batches, of one sequence each, which axes of inputs and outputs are slots."""
+        (inputs, outputs), (other_inputs, other_outputs) = self._seen[-2:]
+        self._input_axes = _axes(inputs, other_inputs, lengths)
+        self._output_axes = _axes(outputs, other_outputs, lengths)
+
+    def __call__(self, shard: PackShard, args: Any, kwargs: Any) -> Any:
+        """What the forward returns for the whole micro-batch."""
+        given, shard.preserves_rng = _leaves((args, kwargs)), True
+        outputs, spans, counts = [], [], []
+        padded = (*shard.ids, *[-1] * (len(shard.cu_seqlens) - 1 - len(shard.ids)))
+        for sequence, span, num_targets in zip(padded, pairwise(shard.cu_seqlens), shard.num_targets()):
+            if sequence < 0:
+                continue
+            shard.counts = CallCounts()
+            some_args, some_kwargs = self._cut((args, kwargs), *span, shard.num_slots)
+            with drawing_for(shard, sequence):
+                outputs.append(self._forward(*some_args, **some_kwargs))
+            spans.append(span)
+            counts.append(num_targets)
+        if not outputs:
+            raise InputError(f"a micro-batch of {self._name} has no sequence")
+        if len(outputs) == 1 and shard.num_slots == spans[0][1] - spans[0][0]:
+            self._seen = [*self._seen[-1:], (_shapes(given), _shapes(_leaves(outputs[0])))]
+            return outputs[0]
+        return self._combined(outputs, spans, counts, shard.num_slots)
+
+    def _cut(self, given: Any, start: int, end: int, num_slots: int) -> Any:
+        """The part of the arguments that belongs to the slots from ``start`` to ``end``."""
+        leaves, form = pytree.tree_flatten_with_path(given)
+        cut = []
+        for path, leaf in leaves:
+            name = pytree.keystr(path)
+            if isinstance(leaf, Tensor):
+                axis = self._input_axes[name] if name in self._input_axes else _axis_of(leaf, num_slots)
+                if axis is not None and leaf.shape[axis] == num_slots:
+                    leaf = leaf.narrow(axis, start, end - start)
+            cut.append(leaf)
+        return pytree.tree_unflatten(cut, form)
+
+    def _combined(self, outputs: list[Any], spans: list[tuple[int, int]], counts: list[int], num_slots: int) -> Any:
+        flat = [pytree.tree_flatten_with_path(output) for output in outputs]
+        if any(form != flat[0][1] for _, form in flat):
+            raise InputError(f"{self._name} returns outputs of different forms for sequences of different lengths")
+        combined = []
+        for number, (path, first) in enumerate(flat[0][0]):
+            values, name = [leaves[number][1] for leaves, _ in flat], pytree.keystr(path)
+            if all(isinstance(value, Tensor) for value in values):
+                combined.append(self._combined_tensors(name, values, spans, counts, num_slots))
+            elif all(type(value) is type(first) and value == first for value in values[1:]):
+                combined.append(first)
+            else:
+                combined.append(NotCombined(f"output{name} of {self._name}"))
+        return pytree.tree_unflatten(combined, flat[0][1])
+
+    def _combined_tensors(
+        self, name: str, values: list[Tensor], spans: list[tuple[int, int]], counts: list[int], num_slots: int
+    ) -> Any:
+        lengths = [end - start for start, end in spans]
+        axis = self._output_axes.get(name, _axis_of(values[0], lengths[0]))
+        if axis is not None and all(
+            value.dim() > axis and value.shape[axis] == length for value, length in zip(values, lengths)
+        ):
+            return _end_to_end(values, spans, axis, num_slots)
+        if values[0].dim() == 0 and values[0].is_floating_point():
+            return _weighted_mean(values, counts)
+        if len(values) == 1:
+            return values[0]
+        return NotCombined(f"output{name} of {self._name}")
+
+
+def _weighted_mean(values: list[Tensor], counts: list[int]) -> Tensor:
+    """Of losses by the number of their targets; without any target, which a mean over them would not survive."""
+    total = sum(counts)
+    terms = [value * (count / total) for value, count in zip(values, counts) if count]
+    return torch.stack(terms).sum() if terms else values[0]
+
+
+def _end_to_end(values: list[Tensor], spans: Sequence[tuple[int, int]], axis: int, num_slots: int) -> Tensor:
+    """Slots of the sequences where the pack has them; zeros where it has padding."""
+    parts, place = [], 0
+    for value, (start, end) in zip(values, spans):
+        if start > place:
+            parts.append(_zeros_like(value, axis, start - place))
+        parts.append(value)
+        place = end
+    if num_slots > place:
+        parts.append(_zeros_like(values[0], axis, num_slots - place))
+    return torch.cat(parts, dim=axis) if len(parts) > 1 else parts[0]
+
+
+def _zeros_like(value: Tensor, axis: int, size: int) -> Tensor:
+    return value.new_zeros([size if number == axis else extent for number, extent in enumerate(value.shape)])
+
+
+def _leaves(values: Any) -> list[tuple[str, Any]]:
+    return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(values)[0]]
+
+
+def _shapes(leaves: list[tuple[str, Any]]) -> "Shapes":
+    return {name: tuple(leaf.shape) for name, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _axes(first: "Shapes", second: "Shapes", lengths: tuple[int, int]) -> dict[str, int | None]:
+    """By name, the axis that grew as the lengths did."""
+    axes: dict[str, int | None] = {}
+    for name in first.keys() & second.keys():
+        sizes = list(zip(first[name], second[name]))
+        axes[name] = sizes.index(lengths) if lengths in sizes else None
+    return axes
+
+
+def _axis_of(tensor: Tensor, num_slots: int) -> int | None:
+    """The axis of slots of a tensor that was not there when axes were learned."""
+    axes = [axis for axis, size in enumerate(tensor.shape) if size == num_slots]
+    return next((axis for axis in axes if axis or num_slots > 1 or tensor.dim() == 1), None)
+
+
+@contextmanager
+def drawing_for(shard: PackShard, sequence: int) -> Iterator[None]:
+    """All generators of random numbers begin anew for a sequence in its step, and go on as before afterwards."""
+    seed = mix_word(mix_word(mix_word(shard.seed) ^ shard.step) ^ sequence)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = [shard.device] if shard.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed % (1 << 63))
+        random.seed(seed)
+        np.random.seed(seed % (1 << 32))
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,21 @@
+"""One label for each sequence: carried at one of its slots, as labels of tokens are, and given to the model alone."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+
+from lengthwise.runtime.models.targets import IGNORE
+
+
+def with_label_of_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a model that classifies sequences, called with labels [1, L] of which one is not ignored."""
+
+    @wraps(forward)
+    def call(*args: Any, labels: Any = None, **kwargs: Any) -> Any:
+        if isinstance(labels, Tensor) and labels.dim() == 2 and not labels.is_floating_point():
+            labels = labels[labels != IGNORE][:1]
+        return forward(*args, **kwargs) if labels is None else forward(*args, labels=labels, **kwargs)
+
+    return call

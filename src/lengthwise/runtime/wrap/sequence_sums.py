@@ -1,0 +1,118 @@
+"""Sums of values of slots over each sequence of a micro-batch, whose slots several ranks may hold.
+
+Every rank of the group gets the same sums, and so makes the same loss of them. A rank's loss counts for 1 / p of it
+(:mod:`weighing`), so the gradient of a sum on one rank stands for p of them, and nothing is sent in the backward. What
+is sent in the forward is an exchange like those of attention, so a rank that cannot go on stands in for itself.
+
+t slots of this rank, s sequences of the micro-batch, p ranks that share it.
+"""
+
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.context import ForwardPass, PackShard
+from lengthwise.runtime.wrap.exchange_script import ExchangeScript, Summed
+from lengthwise.runtime.wrap.oom_recovery import MissingTensor
+from lengthwise.runtime.wrap.zero_collectives import SAID, finish_forward, said_and_summed
+
+
+def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tensor:
+    """``[s, ...]`` the sum over each sequence of ``values`` [t, ...] or [1, t, ...]; on every rank of the group.
+
+    Two exchanges: of shapes, and of the sums. Without values, for lack of memory, what is returned stands for the sums
+    of ``num_members`` sequences a unit.
+
+    Raises:
+        InputError: there is not one value for each slot of this rank, or other ranks have values of another shape.
+    """
+    if isinstance(values, MissingTensor):
+        finish_forward(shard, _begin(shard))
+        return cast(Tensor, MissingTensor(parts=num_members))
+    by_slot = _by_slot(values, shard.num_slots)
+    forward, dtype = _begin(shard), torch.promote_types(by_slot.dtype, torch.float32)
+    numbers = torch.from_numpy(sequence_numbers(shard)[shard.places]).to(by_slot.device)
+    is_real = numbers >= 0  # what a model makes of padding may be anything
+    zeros = torch.zeros(num_sequences(shard), *by_slot.shape[1:], dtype=dtype, device=by_slot.device)
+    sums: Tensor = zeros.index_add(0, numbers[is_real], by_slot[is_real].to(dtype))
+    if shard.group.size > 1 and _all_have(shard, sums):
+        forward.script = ExchangeScript(calls={0: Summed(count=sums.numel(), dtype=dtype)})
+        sums = _SumOverRanks.apply(sums, shard)
+        forward.script = ExchangeScript(calls={0: Summed()})
+    forward.ended = shard.num_exchanges
+    return sums
+
+
+def _all_have(shard: PackShard, sums: Tensor) -> bool:
+    """Whether all ranks of the group have sums; one that has none ran out of memory, and the step is void.
+
+    Raises:
+        InputError: theirs have other shapes.
+    """
+    if sums.dim() > SAID - 2:
+        raise InputError(f"per_sequence takes values with at most {SAID - 2} axes; got {sums.dim()}")
+    dtype = 2 * sums.dtype.itemsize + sums.dtype.is_complex
+    mine = [1, dtype, *sums.shape, *[0] * (SAID - 2 - sums.dim())]
+    ((send, receive), _), *_ = said_and_summed(Summed(), shard.group.size)
+    said = shard.group.exchange(torch.tensor(mine * shard.group.size, device=shard.device), send, receive)
+    rows = said.view(-1, SAID).tolist()
+    if not all(row[0] for row in rows):
+        return False
+    other = next((rank for rank, row in enumerate(rows) if row != mine), None)
+    if other is not None:
+        theirs = [size for size in rows[other][2:] if size]
+        raise InputError(
+            f"per_sequence got values of {list(sums.shape[1:])} for each slot here and of {theirs[1:]} on rank "
+            f"{shard.group.ranks[other]}, or of another dtype; ranks that share a micro-batch make the same calls"
+        )
+    return True
+
+
+def sequence_numbers(shard: PackShard) -> np.ndarray:
+    """[T] which sequence of the micro-batch each slot of the pack is in, from 0; -1 for padding."""
+    padded = np.full(len(shard.cu_seqlens) - 1, -1)
+    padded[: len(shard.ids)] = shard.ids
+    numbers = np.where(padded >= 0, np.cumsum(padded >= 0) - 1, -1)
+    return np.repeat(numbers, [end - start for start, end in pairwise(shard.cu_seqlens)])
+
+
+def num_sequences(shard: PackShard) -> int:
+    """s."""
+    return sum(sequence >= 0 for sequence in shard.ids)
+
+
+def _by_slot(values: Any, num_slots: int) -> Tensor:
+    """[t, ...] of this rank's slots."""
+    if not isinstance(values, Tensor):
+        raise InputError(f"per_sequence takes a tensor with one value for each slot; got {type(values).__name__}")
+    if values.dim() and len(values) == num_slots:
+        return values
+    if values.dim() > 1 and tuple(values.shape[:2]) == (1, num_slots):
+        return values[0]
+    raise InputError(
+        f"per_sequence needs one value for each of the {num_slots} slots of this rank, [t, ...] or [1, t, ...]; got "
+        f"{list(values.shape)}"
+    )
+
+
+def _begin(shard: PackShard) -> ForwardPass:
+    forward = ForwardPass(script=ExchangeScript(calls={0: Summed()}), begun=shard.num_exchanges)
+    shard.passes.append(forward)
+    return forward
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, shard: PackShard) -> Tensor:
+        ctx.size = shard.group.size
+        counts = [sums.numel()] * ctx.size
+        parts = shard.group.exchange(sums.flatten().repeat(ctx.size), counts, counts)
+        return parts.view(ctx.size, *sums.shape).sum(0)  # in one order on every rank
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * ctx.size, None

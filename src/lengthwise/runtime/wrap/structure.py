@@ -1,0 +1,136 @@
+"""What is where in a model that is not ours: its layers, and which parameters come before, in and after them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.table import ParameterTable
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelStructure:
+    """A model as this package sees it."""
+
+    model: nn.Module
+    layers_name: str
+    """Where the list of layers is in the model."""
+    layers: nn.ModuleList
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.layers)
+
+    @cached_property
+    def is_hugging_face(self) -> bool:
+        """Whether attention goes through the registry of transformers."""
+        return hasattr(self.model, "set_attn_implementation") and hasattr(self.model, "config")
+
+    def hugging_face_models(self) -> list[nn.Module]:
+        """The model itself, or the outermost parts of it, whose attention goes through that registry."""
+        found: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
+            if not inside and hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
+                found[name] = module
+        return list(found.values())
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are trained, each once."""
+        return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of all trained parameters.
+
+        Raises:
+            InputError: they are not of one dtype, or there are none.
+        """
+        found = {parameter.dtype: name for name, parameter in self.parameters.items()}
+        if len(found) != 1:
+            told = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+            raise InputError(
+                f"{type(self.model).__name__} needs trained parameters of one dtype; {told or 'it trains none'}. Cast "
+                "it with model.to(dtype), or keep it in float32 and compute under torch.autocast"
+            )
+        return next(iter(found))
+
+    def table(self) -> ParameterTable:
+        """Trained parameters by unit: what stands before the layers, each layer, what comes after them."""
+        prefix = f"{self.layers_name}."
+        units, seen = {}, False
+        for name in self.parameters:
+            if name.startswith(prefix):
+                units[name], seen = int(name.removeprefix(prefix).split(".")[0]) + 1, True
+            else:
+                units[name] = self.num_layers + 1 if seen else 0
+        return ParameterTable.of_units(self.model, units, self.num_layers + 2)
+
+    def constants(self) -> Iterator[Tensor]:
+        """Parameters, buffers and other tensors that modules keep, such as tables of positions."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for module in self.model.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def find_anatomy(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> ModelStructure:
+    """The model with its layers: the longest ``ModuleList`` of modules of one class, or the one called ``layers``.
+
+    ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.
+
+    Raises:
+        InputError: there is none, or several are as long.
+    """
+    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)}
+    if layers is not None:
+        if layers not in lists:
+            told = ", ".join(lists) or "none"
+            raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {told}")
+        return ModelStructure(model=model, layers_name=layers, layers=lists[layers])
+    repeated = {
+        name: each for name, each in lists.items() if of_any_class or len({type(module) for module in each}) == 1
+    }
+    outer = {
+        name: each
+        for name, each in repeated.items()
+        if not any(name.startswith(f"{other}.") for other in repeated if other != name)
+    }
+    if not outer:
+        raise InputError(
+            f"{type(model).__name__} has no nn.ModuleList of equal modules, so its layers are not known; put them into "
+            "one, or name it: prepare(..., layers='transformer.blocks')"
+        )
+    outer = {name: each for name, each in outer.items() if next(each[0].children(), None) is not None} or outer
+    longest = max(len(each) for each in outer.values())
+    found = _nearest_to_tokens(model, [name for name, each in outer.items() if len(each) == longest])
+    if len(found) > 1 and not of_any_class:
+        told = " and ".join(found)
+        raise InputError(f"{told} have {longest} layers each; say which: prepare(..., layers={found[0]!r})")
+    return ModelStructure(model=model, layers_name=found[-1], layers=outer[found[-1]])
+
+
+def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
+    """Of lists of layers those in the part of a model that has its token embedding: others are of image towers, say."""
+    embed = getattr(model, "get_input_embeddings", None)
+    try:
+        embedding = None if embed is None else embed()
+    except NotImplementedError:
+        embedding = None
+    home = next((name for name, module in model.named_modules() if module is embedding), None)
+    if home is None or len(names) < 2:
+        return names
+    shared = {name: _num_shared(name.split("."), home.split(".")) for name in names}
+    names = [name for name in names if shared[name] == max(shared.values())]
+    depths = {name: name.count(".") for name in names}
+    return [name for name in names if depths[name] == min(depths.values())]
+
+
+def _num_shared(one: list[str], other: list[str]) -> int:
+    """Parts of two paths before they differ."""
+    return next((depth for depth, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,332 @@
+"""What somebody else's forward asks of torch that must be answered for the pack, not for this rank's slots alone.
+
+Attention, positions (``torch.arange`` over the slots, the first rows of a table) and noise. Everything else in a
+Transformer acts on each token by itself. The model's code is untouched: calls are met where torch lets them be
+overridden, while the model's own forward runs.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.wrap import flash_kernels as kernels
+from lengthwise.runtime.wrap.attention_calls import AttentionCalls, slots_first
+from lengthwise.runtime.wrap.call_rules import CallRule, CallRules, ForwardCall, ForwardCalls
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.counter_rng import (
+    ONE_NUMBER,
+    attend_rows_dropping,
+    keep_like,
+    normal_like,
+    one_number,
+    uniform_like,
+)
+from lengthwise.runtime.wrap.custom_masks import MaskTables
+from lengthwise.runtime.wrap.manual_attention import ADDED_PRODUCTS, PRODUCTS, find_scores
+from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
+
+_OTHER_NOISE = (
+    F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.bernoulli, torch.normal,
+    torch.multinomial, torch.rand, torch.randn, torch.randint, torch.randperm, torch.randint_like, Tensor.bernoulli_,
+    Tensor.bernoulli, Tensor.normal_, Tensor.uniform_, Tensor.random_, Tensor.exponential_, Tensor.multinomial,
+    F.gumbel_softmax, F.rrelu,
+)  # fmt: skip
+LOCAL = 1 << 21
+"""Added to the numbers of calls of attention within a slot, when they draw."""
+
+
+class InterceptCalls(AttentionCalls, TorchFunctionMode):
+    """While it is entered, calls are noted in ``calls`` or, where there are ``rules``, answered by them.
+
+    With ``calls``, ``rules`` and ``masks``, the masks of one whole sequence are noted, and nothing attends.
+    """
+
+    def __init__(
+        self,
+        constants: Iterable[Tensor],
+        *,
+        imported: kernels.ImportedKernels | None = None,
+        calls: ForwardCalls | None = None,
+        rules: CallRules | None = None,
+        masks: MaskTables | None = None,
+    ) -> None:
+        AttentionCalls.__init__(self, calls, rules, masks)
+        TorchFunctionMode.__init__(self)
+        self._tables = {id(each): each for each in constants}
+        self._imported = imported
+        self._answers: dict[Any, Callable[..., Any]] = {
+            F.scaled_dot_product_attention: self._attention,
+            F.multi_head_attention_forward: self._multi_head_attention,
+            F.dropout: self._dropout,
+            torch.dropout: self._plain_dropout,
+            torch.arange: self._arange,
+            Tensor.__getitem__: self._item,
+            torch.randn_like: self._randn_like,
+            torch.rand_like: self._rand_like,
+            **dict.fromkeys(_OTHER_NOISE, self._other_noise),
+            **dict.fromkeys((*PRODUCTS, *ADDED_PRODUCTS), self._product),
+        }
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self._has_scores and find_scores((*args, *(kwargs or {}).values())) is not None:
+            return self._of_scores(func, args, kwargs or {})
+        answer = self._answers.get(func)
+        if answer is None:
+            return func(*args, **(kwargs or {}))
+        return answer(func, *args, **(kwargs or {}))
+
+    @property
+    def _draws(self) -> bool:
+        """Whether noise is drawn, and not the identity."""
+        return self.shard is None or self.shard.has_noise
+
+    @contextmanager
+    def met(self) -> Iterator[None]:
+        """Calls are met, those of imported kernels as well."""
+        with self:
+            if self._imported is None:
+                yield
+            else:
+                with self._imported.answered(self._kernel):
+                    yield
+
+    def check_complete(self) -> None:
+        """Raise ``CheckError`` unless the forward made as many calls as it was seen to make."""
+        if self._rules is None or self.shard is None:
+            return
+        for name in ("attention", "positions", "noise"):
+            made, known = getattr(self.shard.counts, name), len(getattr(self._rules, name))
+            if made != known:
+                raise CheckError(
+                    f"the forward made {made} calls of {name}, where it made {known} when it was prepared; what it "
+                    "computes must not depend on the data or on the mode it is in"
+                )
+
+    def skip(self, layer: int) -> None:
+        """A layer is left out: calls after it keep the numbers that they have when it is computed."""
+        if self._rules is None or self.shard is None:
+            return
+        for name in ("attention", "positions", "noise"):
+            left_out = sum(rule.layer == layer for rule in getattr(self._rules, name))
+            setattr(self.shard.counts, name, getattr(self.shard.counts, name) + left_out)
+        self.shard.counts.products += sum(product.layer == layer for product in self._rules.products)
+
+    def _attention(
+        self,
+        func: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        note = "masked" if attn_mask is not None else "causal" if is_causal else ""
+        if self._calls is not None and key.shape[-2] != query.shape[-2]:
+            note = f"refused: it has {query.shape[-2]} queries and {key.shape[-2]} keys"
+        call = ForwardCall(kind="attention", shape=tuple(query.shape), note=note, layer=self.layer, mask=attn_mask)
+        call = replace(call, scale=scale)
+        rule = self._rule("attention", call)
+        if self._is_dry(query):
+            return self._note_mask(query, (*query.shape[:-1], value.shape[-1]), attn_mask)
+        if rule is None:
+            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        assert self.shard is not None, "rules come with a micro-batch"
+        number = self.shard.counts.attention - 1
+        dropout_p = dropout_p if self.shard.has_noise else 0.0
+        if not rule.is_over_slots:  # within slots, each of which this rank has whole
+            if not dropout_p:
+                return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+            if rule.dim is None:
+                raise InputError(f"attention call {number} drops weights, but has no axis of slots to draw them by")
+            return attend_rows_dropping(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, rule.dim, LOCAL + number, self.shard
+            )
+        sees: dict[str, Any] = {"causal": rule.note == "causal"}
+        if rule.note == "masked":
+            assert self._masks is not None, "masks come with rules"
+            sees = self._masks.kind(number, attn_mask, self.shard)
+        elif attn_mask is not None:
+            assert self._masks is not None, "masks come with rules"
+            self._masks.check_band(number, attn_mask, self.shard, causal=rule.note == "causal")
+        self._check_scale(number, rule, scale)
+        kind = AttentionRequest(scale=scale, dropout=dropout_p, call=number, **sees)
+        q, k, v = (slots_first(x) for x in (query, key, value))
+        out = attend_shard(q, k, v, kind, self.shard)
+        num_heads = query.shape[-3] if query.dim() > 2 else 1
+        return out.unflatten(1, (-1, num_heads)).permute(1, 2, 0, 3).reshape(*query.shape[:-1], value.shape[-1])
+
+    def _kernel(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Flash attention by a kernel's own function."""
+        call = kernels.read_call(func, args, kwargs)
+        query, note = call.query, call.refused
+        if self._calls is not None:
+            note = note or kernels.ends_note(call) or ("causal" if call.causal else "")
+        rule = self._rule("attention", ForwardCall(kind="flash", shape=tuple(query.shape), note=note, layer=self.layer))
+        if self._is_dry(query):
+            return self._note_mask(query, (*query.shape[:-1], call.value.shape[-1]), None)
+        if rule is None or not rule.is_over_slots:
+            if rule is not None and call.dropout:
+                raise InputError(f"{func.__name__} drops weights within slots; draw with dropout outside of attention")
+            out: Tensor = func(*args, **kwargs)
+            return out
+        assert self.shard is not None, "rules come with a micro-batch"
+        number = self.shard.counts.attention - 1
+        kind = AttentionRequest(
+            causal=call.causal, scale=call.scale, window=call.window, dropout=call.dropout, call=number
+        )
+        q, k, v = (x.movedim(call.slot_dim, 0).flatten(1, -2) for x in (query, call.key, call.value))
+        out_tNH = attend_shard(q, k, v, kind, self.shard)
+        shape = (*query.movedim(call.slot_dim, 0).shape[:-1], call.value.shape[-1])
+        return out_tNH.reshape(shape).movedim(0, call.slot_dim)
+
+    def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """That of ``nn.MultiheadAttention``; without its weights, which nobody has on shards."""
+        kwargs["need_weights"] = False
+        with _patched(F, "scaled_dot_product_attention", self._attention):
+            return func(*args, **kwargs)[0], None
+
+    def _plain_dropout(self, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        return self._dropout(F.dropout, input, p, train)
+
+    def _dropout(
+        self, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Tensor:
+        if p == 0.0:
+            return input
+        rule = self._rule("noise", ForwardCall(kind="dropout", shape=tuple(input.shape), layer=self.layer))
+        if not training or not self._draws:
+            return input
+        if rule is None:
+            return func(input, p, training, inplace)
+        shard, dim = self._slots_of(rule, "dropout")
+        keep = keep_like(input, dim, p, shard.counts.noise - 1, shard)
+        factor = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+        return input.mul_(keep).mul_(factor) if inplace else (input * keep) * factor  # booleans are kept, no numbers
+
+    def _randn_like(self, func: Any, input: Tensor, **options: Any) -> Tensor:
+        return self._noise_like(func, normal_like, input, options)
+
+    def _rand_like(self, func: Any, input: Tensor, **options: Any) -> Tensor:
+        return self._noise_like(func, uniform_like, input, options)
+
+    def _noise_like(self, func: Any, draw: Callable[..., Tensor], input: Tensor, options: dict[str, Any]) -> Tensor:
+        rule = self._rule("noise", ForwardCall(kind=func.__name__, shape=tuple(input.shape), layer=self.layer))
+        if not self._draws:
+            neutral = 0.0 if func is torch.randn_like else 0.5
+            return torch.full_like(input, neutral, **options)
+        if rule is None:
+            return func(input, **options)
+        shard, dim = self._slots_of(rule, func.__name__)
+        like = torch.empty_like(input, dtype=options.get("dtype") or input.dtype)
+        return draw(like, dim, shard.counts.noise - 1, shard).requires_grad_(options.get("requires_grad", False))
+
+    def _other_noise(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if func is torch.rand and args in ONE_NUMBER:  # one number: to skip layers by
+            assert self.shard is not None, "a micro-batch is computed"
+            if self._calls is not None:
+                self._calls.scalars += 1
+            return one_number(self.shard.scalar, *args, **kwargs)
+        if kwargs.get("training", True) is False or (func in _SWITCHED and len(args) > 2 and args[2] is False):
+            return func(*args, **kwargs)
+        raise InputError(
+            f"the model's forward calls {func.__name__}, whose draws would differ between ranks that share a sequence; "
+            "draw with dropout, torch.randn_like or torch.rand_like inside the model, or micro_batch.normal outside"
+        )
+
+    def _slots_of(self, rule: CallRule, what: str) -> tuple[PackShard, int]:
+        assert self.shard is not None, "rules come with a micro-batch"
+        if rule.dim is None:
+            raise InputError(
+                f"{what} of {rule.shape} has no axis of slots, so its draws cannot be the same at every degree; apply "
+                "it to the tokens"
+            )
+        return self.shard, rule.dim
+
+    def _arange(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        end = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else kwargs.get("end")
+        if not isinstance(end, int) or kwargs.get("start", 0) != 0 or kwargs.get("step", 1) != 1 or len(args) > 2:
+            return func(*args, **kwargs)
+        if _is_called_in("transformers.masking_utils"):
+            return func(*args, **kwargs)  # masks of this rank's slots, whose positions they are given
+        rule = self._rule("positions", ForwardCall(kind="arange", shape=(end,), layer=self.layer))
+        if rule is None or rule.dim is None:
+            return func(*args, **kwargs)
+        assert self.shard is not None, "rules come with a micro-batch"
+        return self.shard.positions.to(kwargs.get("device"), kwargs.get("dtype") or torch.int64)
+
+    def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
+        """The first rows of a table that the model keeps are those of the positions."""
+        if id(table) not in self._tables:
+            return func(table, index)
+        parts = index if isinstance(index, tuple) else (index,)
+        cuts = [at for at, part in enumerate(parts) if _is_start(part)]
+        if len(cuts) != 1 or any(isinstance(part, Tensor | list | bool) for part in parts):
+            return func(table, index)
+        rule = self._rule("positions", ForwardCall(kind="table", shape=(parts[cuts[0]].stop,), layer=self.layer))
+        if rule is None or rule.dim is None:
+            return func(table, index)
+        assert self.shard is not None, "rules come with a micro-batch"
+        cut, axis = cuts[0], _axis(table, parts, cuts[0])
+        if self.shard.longest > table.shape[axis]:
+            raise InputError(
+                f"a sequence has {self.shard.longest:,} slots, the model's table of positions "
+                f"{tuple(table.shape)} is for {table.shape[axis]:,}; set max_length={table.shape[axis]}"
+            )
+        rest = tuple(slice(None) if at == cut else part for at, part in enumerate(parts))
+        return func(table.index_select(axis, self.shard.positions), rest)
+
+
+def _is_called_in(module: str) -> bool:
+    """Whether the call of torch that is met was written there."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.overrides"):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == module
+
+
+_SWITCHED = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
+"""Those whose third argument says whether they draw."""
+
+
+def _is_start(part: Any) -> bool:
+    """Whether it is ``[:n]``."""
+    return isinstance(part, slice) and part.start in (None, 0) and isinstance(part.stop, int) and part.step in (None, 1)
+
+
+def _axis(table: Tensor, parts: tuple[Any, ...], cut: int) -> int:
+    """Of the table, that the part of an index numbered ``cut`` cuts."""
+    before, after = parts[:cut], parts[cut:]
+    if any(part is Ellipsis for part in before):
+        return table.dim() - sum(part is not None for part in after)
+    return sum(part is not None for part in before)
+
+
+@contextmanager
+def _patched(module: Any, name: str, answer: Callable[..., Any]) -> Iterator[None]:
+    """Calls of ``module.name`` go to ``answer``; those that it makes itself do not."""
+    original = getattr(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        setattr(module, name, original)
+        try:
+            return answer(original, *args, **kwargs)
+        finally:
+            setattr(module, name, call)
+
+    setattr(module, name, call)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

@@ -1,0 +1,353 @@
+"""A model under our hand: its forward, its layers and its attention, until it is given back as it was."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from inspect import signature
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap import context as shards
+from lengthwise.runtime.wrap.attention_calls import AllAttendedError
+from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
+from lengthwise.runtime.wrap.custom_masks import MaskTables
+from lengthwise.runtime.wrap.exchange_script import ExchangeScript
+from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
+from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
+from lengthwise.runtime.wrap.hugging_face import AttentionSwitch
+from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
+from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepted
+from lengthwise.runtime.wrap.loss_backward import roots_of
+from lengthwise.runtime.wrap.loss_check import NotedLoss
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, autocast_dtype, is_out_of_memory
+from lengthwise.runtime.wrap.position_ids import StockPositions
+from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
+from lengthwise.runtime.wrap.router_losses import BalancingLosses
+from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
+from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
+from lengthwise.runtime.wrap.structure import find_anatomy
+from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
+from lengthwise.runtime.wrap.zero_collectives import finish_forward
+
+TOKENS = ("input_ids", "idx", "tokens", "ids", "x", "input")
+TARGETS = ("labels", "targets", "target", "y")
+POSITIONS = ("position_ids", "positions", "input_pos", "pos")
+"""Names that arguments of a forward go by."""
+
+LossOf = Callable[[Any, MicroBatch], Tensor]
+MakeInputs = Callable[[MicroBatch], dict[str, Any]]
+
+
+class WrappedModel:
+    """A model that computes micro-batches where :func:`~lengthwise.runtime.wrap.context.active` says which."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        objective: str = NEXT_TOKEN,
+        layers: str | None = None,
+        loss: LossOf | None = None,
+        inputs: MakeInputs | None = None,
+        context: Callable[[], Any] | None = None,
+        by_sequence: bool = False,
+        labels_sequences: bool = False,
+        is_frozen: bool = False,
+    ) -> None:
+        """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
+        micro-batch to the forward's arguments; ``context``: see :class:`HookedLayers`; ``by_sequence``: compute the stock
+        forward once for each sequence, which this rank has whole, instead of packs and shards; ``labels_sequences``:
+        the model takes one label for each sequence; ``is_frozen``: it has no gradients.
+
+        Raises:
+            InputError: its layers are not known, or its parameters are of several dtypes.
+        """
+        self.model, self.objective = model, objective
+        self.anatomy = find_anatomy(model, layers=layers, of_any_class=by_sequence)
+        assert is_frozen or self.anatomy.dtype
+        self._is_frozen, self.keeps_output = is_frozen, False
+        self._loss, self._inputs = loss, inputs
+        self.labels = LabelConvention()
+        """What the model does with labels, where it is of transformers."""
+        self._plain = 0
+        self._outputs = OutputStructure()
+        self.script = ExchangeScript(calls={})
+        """Exchanges of a forward and its backward; known when it was watched."""
+        self._forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
+        self._prepared: PreparedForward | None = None
+        self._constants = list(self.anatomy.constants())
+        self._imported = ImportedKernels(model)
+        self._masks = MaskTables(type(model).__name__)
+        self._balancing = BalancingLosses(model)
+        self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
+        self.rules = CallRules()
+        for part in (model, *self.anatomy.hugging_face_models()):
+            names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # as transformers calls it
+            found = [disable for name in names if (disable := getattr(part, name, None)) is not None]
+            for disable in found[:1]:
+                disable()  # what is recomputed is planned
+        self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
+        """Computes micro-batches sequence by sequence; None: they are computed in packs."""
+        self.layers = HookedLayers(self.anatomy.layers, context=context)
+        self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
+        self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
+        self._switches = [] if by_sequence else [AttentionSwitch(part) for part in self.anatomy.hugging_face_models()]
+        for switch in self._switches:
+            switch.on()
+        self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
+
+    def _copied(self, memo: Memo) -> None:
+        """The model is copied: the copy's attention is as it was before."""
+        for switch in self._switches:
+            switch.turn_off_copies(memo)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it computes as it did before it was prepared at the moment."""
+        return self._plain > 0
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether its user said how to make the loss."""
+        return self._loss is not None
+
+    def release(self) -> None:
+        """The model as it was."""
+        if self._prepared is not None:
+            self._prepared.release()
+        self.layers.release()
+        if self._rotary is not None:
+            self._rotary.release()
+        for switch in self._switches:
+            switch.release()
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """The model computes as it did before it was prepared: for evaluation and generation."""
+        self._plain += 1
+        for switch in self._switches:
+            switch.off()
+        try:
+            yield self.model
+        finally:
+            self._plain -= 1
+            for switch in [] if self._plain else self._switches:
+                switch.on()
+
+    def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int]) -> None:
+        """Learn which calls are about slots from two forwards of one sequence each; of ``lengths`` slots.
+
+        Raises:
+            InputError: it attends in a way that cannot be sharded.
+        """
+        if self.by_sequence is not None:
+            self._intercept = self.layers.intercept = None
+            for forward in forwards:
+                forward()
+            self.by_sequence.learn(lengths)
+            return
+        seen = []
+        self._masks.use(next(iter(self.anatomy.parameters.values())).dtype)
+        for forward in forwards:
+            calls = ForwardCalls()
+            self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
+            forward()
+            seen.append(calls)
+        self.rules = compare(seen[0], seen[1], lengths)
+        self.layers.check_attends(type(self.model).__name__)
+        for number, rule in enumerate(self.rules.attention):
+            if rule.note.startswith("refused") and rule.is_over_slots:
+                raise InputError(f"attention call {number} of {type(self.model).__name__} is {rule.note}")
+            for call in (calls.attention[number] for calls in seen):
+                if call.mask is not None and rule.is_over_slots:
+                    self._masks.note(number, call.mask, call.shape)
+        needed = bool(self.rules.attention or self.rules.noise or self.rules.scalars)
+        needed = needed or any(rule.dim is not None for rule in self.rules.positions)
+        self._intercept = self._new_intercept(rules=self.rules) if needed else None
+        self.layers.intercept = self._intercept
+
+    def _new_intercept(self, *, calls: ForwardCalls | None = None, rules: CallRules | None = None) -> InterceptCalls:
+        return InterceptCalls(self._constants, imported=self._imported, calls=calls, rules=rules, masks=self._masks)
+
+    def _learn_masks(self, shard: shards.PackShard) -> None:
+        """See the masks of sequences as long as those of this micro-batch: the model computes some of them alone."""
+        make_alone = shard.alone
+        if not self._masks or make_alone is None:
+            return
+        self._masks.use(next(iter(self.anatomy.parameters.values())).dtype)
+        for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
+            if self._masks.is_known(length):
+                continue
+            micro_batch = make_alone(number)
+            intercept = self._new_intercept(calls=ForwardCalls(), rules=self.rules)
+            intercept.shard, before = micro_batch.shard, self.layers.intercept
+            self.layers.intercept = intercept
+            devices = [shard.device] if shard.device.type == "cuda" else []
+            try:
+                with torch.no_grad(), torch.random.fork_rng(devices), shards.active(micro_batch.shard):
+                    inputs = self.inputs_of(micro_batch)
+                    with intercepted(intercept):
+                        self._forward(**inputs)
+            except AllAttendedError:
+                pass
+            finally:
+                self.layers.intercept = before
+
+    def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Arguments of the forward."""
+        if self._inputs is not None:
+            return self._inputs(micro_batch)
+        if self.by_sequence is None:
+            return self._inputs_of_pack(micro_batch)
+        without_cache = {"use_cache": False} if self._takes_cache else {}  # a layer that recomputes would add to it
+        return self.stock_inputs_of(micro_batch) | without_cache
+
+    def _inputs_of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
+        if self.anatomy.is_hugging_face:
+            targets = micro_batch.labels[None]
+            found: dict[str, Any] = {"input_ids": tokens, "labels": targets}
+            if self._positions is not None and self._positions.is_argument:
+                found["position_ids"] = self._positions.of(micro_batch)[None]
+            if self.objective == NEXT_TOKEN or "use_cache" in signature(self._forward).parameters:
+                found["use_cache"] = False
+            if self.objective == NEXT_TOKEN and self.labels.shifts and self.labels.takes_shifted:
+                found["shift_labels"] = targets  # by itself it would shift across the ends of shards
+            return found | self._passed(micro_batch)
+        known = signature(self._forward).parameters
+        found = {}
+        for names, value in ((TOKENS, tokens), (TARGETS, targets), (POSITIONS, positions)):
+            if (name := next((name for name in names if name in known), None)) is not None:
+                found[name] = value
+        if not any(name in found for name in TOKENS):
+            raise InputError(
+                f"the forward of {type(self.model).__name__} takes {', '.join(known)}; say which is what: "
+                "prepare(..., inputs=lambda micro_batch: {'tokens': micro_batch.tokens[None], ...})"
+            )
+        return found | self._passed(micro_batch)
+
+    def _passed(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
+        """Further columns of the items, which the forward takes by their names."""
+        return {name: values[None] for name, values in micro_batch.passed.items()}
+
+    @property
+    def uses_labels(self) -> bool:
+        """Whether the model of transformers makes its loss itself, of labels that it is given by their name."""
+        return self.anatomy.is_hugging_face and self._inputs is None and self._loss is None
+
+    @property
+    def _takes_cache(self) -> bool:
+        """Whether the forward can be told to keep no keys and values for generation."""
+        return self.anatomy.is_hugging_face and "use_cache" in signature(self._forward).parameters
+
+    def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """What the model's user gives it for one sequence alone: tokens and labels, positions only if it needs them."""
+        if self._inputs is not None:
+            return self._inputs(micro_batch)
+        inputs = self._inputs_of_pack(micro_batch)
+        optional = {
+            name
+            for name, parameter in signature(self._forward).parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        added = (
+            "shift_labels",
+            "use_cache",
+            *(POSITIONS if self.anatomy.is_hugging_face else optional & set(POSITIONS)),
+        )
+        stock = {name: value for name, value in inputs.items() if name not in added}
+        if self.uses_labels and self.objective == NEXT_TOKEN and self.labels.shifts:
+            stock["labels"] = micro_batch.unshifted_labels[None]
+        return stock
+
+    def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
+        """The loss in what the forward returned."""
+        if self._loss is not None:
+            return self._loss(output, micro_batch)
+        if (loss := self._loss_in(output)) is not None:
+            return loss
+        raise InputError(
+            f"{type(self.model).__name__} returns no loss; say how to make one: "
+            "prepare(..., loss=lambda output, micro_batch: F.cross_entropy(output[0], micro_batch.targets))"
+        )
+
+    def _loss_in(self, output: Any) -> Tensor | None:
+        """The loss in what the forward returned, if it is known which it is."""
+        parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+        found = getattr(output, "loss", None)
+        if any(isinstance(part, MissingTensor) for part in (found, *parts)):
+            return cast(Tensor, MissingTensor())  # stands for one; Step.backward does not look at it
+        scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
+        if isinstance(found, Tensor):
+            return found
+        return scalars[0] if len(scalars) == 1 else None
+
+    def _forward_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._plain:
+            return self._forward(*args, **kwargs)
+        shard = shards.current()
+        _check_mask(kwargs.get("attention_mask"))
+        shard.gathers.clear()
+        shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
+        with torch.no_grad() if self._is_frozen else nullcontext():
+            return self._pass(shard, args, kwargs)
+
+    def _pass(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
+        script = shard.script or self.script
+        if not torch.is_grad_enabled():
+            script = ExchangeScript(calls=script.calls)  # no backward
+        forward = shards.ForwardPass(script=script, begun=shard.num_exchanges)
+        shard.passes.append(forward)
+        try:
+            if not shard.has_failed:
+                self._learn_masks(shard)
+            output = None if shard.has_failed else self._compute(shard, args, kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shard.has_failed = True
+        if shard.has_failed:  # and not before: the error holds on to what was computed
+            finish_forward(shard, forward)
+            return self._outputs.not_computed()
+        forward.ended, forward.roots = shard.num_exchanges, roots_of([output, shard.gathers], self.layers.last_output)
+        self._outputs.note(output)
+        if not self._is_frozen:
+            loss = None if self.has_own_loss else self._loss_in(output)
+            forward.noted = NotedLoss(loss, output if self.has_own_loss and self.keeps_output else None)
+        return output
+
+    def _compute(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
+        if self.by_sequence is not None:
+            return self.by_sequence(shard, args, kwargs)
+        with self._balancing.by_sequence(shard):
+            return self._call(shard, args, kwargs)
+
+    def _call(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
+        if self.uses_labels and self.labels.shifts and not self.labels.takes_shifted:
+            targets = kwargs.pop("labels", None)
+            output = self._compute_shard(shard, args, kwargs)
+            if targets is not None:
+                output["loss"] = loss_of_logits(output, targets)
+            return output
+        return self._compute_shard(shard, args, kwargs)
+
+    def _compute_shard(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
+        if self._intercept is None:
+            return self._forward(*args, **kwargs)
+        self._intercept.shard = shard
+        with intercepted(self._intercept):
+            output = self._forward(*args, **kwargs)
+        self._intercept.check_complete()
+        return output
+
+
+def _check_mask(mask: Any) -> None:
+    if isinstance(mask, Tensor) and not bool((mask == 1).all()):
+        raise InputError(
+            "attention_mask hides tokens; a pack has no padding to hide and its sequences do not see each other: leave "
+            "attention_mask out (micro_batch.inputs has none)"
+        )

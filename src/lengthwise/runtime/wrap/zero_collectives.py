@@ -1,0 +1,107 @@
+"""A rank that cannot go on with a micro-batch stands in for itself: it sends zeros for what its group still waits for.
+
+A rank that ran out of memory, or whose loop left a step by an error or a ``break``, may not just stop: the others of
+its group wait for it in the exchanges of attention. Which exchanges are left is known (:mod:`script`). So it sends
+zeros in their place, for what is left of this micro-batch and for all of the next ones. No rank hangs, and all learn at
+the update that the step is void.
+"""
+
+from collections.abc import Iterable
+from itertools import islice, pairwise
+
+import torch
+
+from lengthwise.core.pipeline_config import head_bounds
+from lengthwise.runtime.wrap.context import ForwardPass, PackShard
+from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather, Summed
+
+Exchanged = tuple[list[int], list[int]]
+"""Numbers that a rank sends to each of its group, and receives from each."""
+
+
+def gathered(sizes: tuple[int, ...], rank: int, width: int) -> Exchanged:
+    """Of ``width`` numbers of every slot, which all ranks get. The backward goes the other way."""
+    return [sizes[rank] * width] * len(sizes), [size * width for size in sizes]
+
+
+SAID = 8
+"""Integers that a rank says of its sums by sequence: 1 if it has some, their dtype, and their shape."""
+
+
+def said_and_summed(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]]:
+    """What each of ``size`` ranks says of its sums to all, then the sums, if they are waited for."""
+    numbers = [(SAID, torch.int64), (call.count, call.dtype)]
+    return [(([number] * size, [number] * size), dtype) for number, dtype in numbers if number]
+
+
+def exchanges(call: AttentionExchange | SlotGather, sizes: tuple[int, ...], rank: int) -> tuple[Exchanged, ...]:
+    """Of queries, keys and values; of outputs. Backwards go the other way.
+
+    As :func:`~lengthwise.runtime.parallel.head_exchange.exchange_attention` issues them for slots of ``sizes``.
+    """
+    if isinstance(call, SlotGather):
+        return (gathered(sizes, rank, call.width),)
+    bounds = head_bounds(call.num_heads, call.num_kv_heads, degree=len(sizes))
+    group_size = call.num_heads // call.num_kv_heads
+    queries = [end - start for start, end in pairwise(bounds)]
+    keys = [-(-end // group_size) - start // group_size if end > start else 0 for start, end in pairwise(bounds)]
+    widths = [(q + 2 * k) * call.head_size for q, k in zip(queries, keys)]
+    mine, size = sizes[rank], call.head_size
+    there = ([mine * width for width in widths], [each * widths[rank] for each in sizes])
+    back = ([each * queries[rank] * size for each in sizes], [mine * q * size for q in queries])
+    return there, back
+
+
+def finish_forward(shard: PackShard, forward: ForwardPass) -> None:
+    """Send zeros for the exchanges of a forward that this rank did not come to."""
+    if forward.ended is None:
+        _send(shard, forward.script, forward.script.forward(), shard.num_exchanges - forward.begun)
+        forward.ended = shard.num_exchanges
+
+
+def finish_backward(shard: PackShard) -> None:
+    """The same of the backward of all forwards of a micro-batch, the last one first."""
+    if shard.backward_begun is None:
+        shard.backward_begun = shard.num_exchanges
+    done = shard.num_exchanges - shard.backward_begun
+    for forward in reversed(shard.passes):
+        events = list(forward.script.backward(shard.is_recomputed))
+        _send(shard, forward.script, events, done)
+        done = max(0, done - sum(1 if isinstance(forward.script.calls[at], SlotGather) else 2 for _, at in events))
+    shard.is_finished = True
+
+
+def finish(shard: PackShard, scripts: Iterable[ExchangeScript]) -> None:
+    """The same of all that is left of a micro-batch in which models with these scripts are called, in order."""
+    if shard.is_finished:
+        return
+    for forward in shard.passes:
+        finish_forward(shard, forward)
+    if shard.backward_begun is None:
+        for script in islice(scripts, len(shard.passes), None):
+            shard.passes.append(ForwardPass(script=script, begun=shard.num_exchanges))
+            finish_forward(shard, shard.passes[-1])
+    finish_backward(shard)
+
+
+def _send(shard: PackShard, script: ExchangeScript, events: Iterable[Event], num_done: int) -> None:
+    """Zeros for all exchanges of ``events`` but the first ``num_done``."""
+    if shard.group.size == 1:
+        return
+    number = 0
+    for kind, call_number in events:
+        for (send, receive), dtype in _sent(shard, script.calls[call_number], kind == "forward"):
+            if number >= num_done:
+                zeros = torch.zeros(sum(send), dtype=dtype, device=shard.device)
+                shard.group.exchange(zeros, send, receive)
+            number += 1
+
+
+def _sent(
+    shard: PackShard, call: AttentionExchange | SlotGather | Summed, is_forward: bool
+) -> Iterable[tuple[Exchanged, torch.dtype]]:
+    """The exchanges of a call, and what is exchanged."""
+    if isinstance(call, Summed):
+        return said_and_summed(call, shard.group.size)
+    dtype, there = shard.dtype or call.dtype, exchanges(call, shard.stage.shards.sizes, shard.group.rank)
+    return [(each, dtype) for each in (there if is_forward else [(back, send) for send, back in reversed(there)])]

@@ -1,0 +1,99 @@
+"""The cost model of a prepared run: from its profile, measured now or kept from before."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.layer_profile import LayerTable
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.specs import ClusterSpec
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.profile.fingerprint import find_table, identity_of
+from lengthwise.runtime.profile.two_layer_profile import ProfilingEffort, measure
+from lengthwise.runtime.profile.validate import check_prediction
+
+CACHE = Path("~/.cache/lengthwise")
+CHECKED_S = 2.0
+"""Seconds of a micro-batch of the whole model that is worth computing to check a prediction."""
+
+
+def profile_path(run: Run, options: PrepareOptions) -> Path:
+    """Where the run's measurements are kept: where the user says, or under their digest."""
+    if options.profile is not None:
+        return Path(options.profile)
+    return CACHE.expanduser() / f"{identity_of(run).digest}.json"
+
+
+def find_cost(run: Run, options: PrepareOptions, *, cluster: ClusterSpec, lengths: LengthIndex) -> DualLayerCost:
+    """Costs of the run's model on its ranks; every rank gets the same.
+
+    Raises:
+        InputError: the profile's file is something else.
+    """
+    most = options.max_degree or run.world.size
+    degrees = [degree for degree in range(1, most + 1) if run.world.size % degree == 0]
+    effort = ProfilingEffort(memory_bytes=None if options.memory_gib is None else cluster.device.memory_bytes)
+
+    def make() -> LayerTable:
+        with _progress(shown=options.verbose and run.world.is_first) as advance:
+            return measure(run, longest=lengths.max_length, degrees=degrees, effort=effort, on_progress=advance)
+
+    path, shown = profile_path(run, options), options.verbose and run.world.is_first
+    table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees)
+    cost = DualLayerCost(table, cluster=cluster)
+    if shown:
+        anatomy = run.adapted.anatomy
+        told = "read from" if was_kept else "measured, kept in"
+        off = max(found.worst_error for found in cost.fits.values())
+        say(
+            f"{type(run.model).__name__}: {anatomy.num_layers} layers in {anatomy.layers_name}, {run.num_params:,} "
+            f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {told} {path}, curves within "
+            f"{off:.0%}"
+        )
+    if not was_kept and options.check:
+        _check(run, cost, longest=lengths.max_length, shown=shown)
+    return cost
+
+
+def measure_again(run: Run, cost: DualLayerCost, degree: int) -> DualLayerCost:
+    """The cost model with new measurements of one degree; between two steps, on every rank."""
+    table = cost.table
+    fresh = measure(run, longest=table.longest, degrees=[degree], update_s=table.update_s)
+    kept = tuple(row for row in table.rows if row.degree != degree)
+    return DualLayerCost(replace(table, rows=(*kept, *fresh.rows)), cluster=cost.cluster)
+
+
+def _check(run: Run, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
+    """Compute a few micro-batches of the whole model, and say how far off the prediction is."""
+    num_layers = cost.table.num_layers
+    for degree in cost.table.degrees:
+        length = longest
+        while length > 32 and cost.predict((length,), degree, num_layers)[0] > CHECKED_S:
+            length //= 2
+        slot = run.feeding.slot_tokens
+        pack = (max(1, length // slot) * slot,)
+        for found in check_prediction(
+            run, cost.predict, packs=[pack], degrees=[degree], recomputed=[0, num_layers], repeats=3
+        ):
+            if shown:
+                say(f"  {found}")
+
+
+def say(words: str) -> None:
+    """Print a line on standard error."""
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False, markup=False, emoji=False).print(words, soft_wrap=True)
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[float], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True, markup=False), transient=True, disable=not shown) as bar:
+        task = bar.add_task("measuring two layers", total=1.0)
+        yield lambda done: bar.update(task, completed=done)

@@ -1,0 +1,225 @@
+"""Policies on the same global batches: planned, simulated, summed up."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import fsum
+from statistics import median
+from time import perf_counter
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, ModelSpec
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_kinds
+from lengthwise.plan.heterogeneous.hydraulis import published_space
+from lengthwise.plan.heterogeneous.propose.beforehand import Space, searching
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.policies import prepare
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.search_space import SearchSpace, first_batches, make_problem, sample_lengths
+from lengthwise.report.pages.compare_results import ClusterResult, ComparedStep, PolicyResult
+from lengthwise.session.planning_args import check_longest
+from lengthwise.sim.engine import simulate
+from lengthwise.sim.step_summary import SimulatedStep, summary
+
+WORTH_OTHER_PROCESSES = 32
+"""Devices from which on searching proposals takes longer than starting a process for it."""
+SEARCHED: dict[str, Space] = {"hydraulis": published_space, "auto": flexible_kinds}
+"""Policies that propose strategies, and what of."""
+
+TIMED = 2
+"""Steps whose planning is timed; of the others, a policy that has others as moves need not plan again what they did."""
+
+OnStep = Callable[[str, int], None]
+"""Hears which policy is at work, and how many more steps it is done with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyComparison:
+    """What does not change between clusters."""
+
+    model: ModelSpec
+    dtype: str
+    pool: SearchSpace
+    policies: tuple[str, ...]
+    lengths: LengthIndex
+    num_steps: int
+    seed: int
+
+    def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
+        """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
+        problem, refused = None, ""
+        try:
+            problem = make_problem(
+                AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype),
+                cluster=cluster,
+                num_layers=self.model.num_layers,
+                max_length=self.lengths.max_length,
+                pool=self.pool,
+                samples=sample_lengths(self.lengths, tokens_per_step=tokens_per_step, seed=self.seed),
+            )
+            check_longest(problem, self.lengths)
+        except InfeasibleError as error:
+            problem, refused = None, str(error)
+        return ComparedCluster(cluster=cluster, tokens_per_step=tokens_per_step, problem=problem, refused=refused)
+
+    @contextmanager
+    def ahead(self, entries: Sequence["ComparedCluster"]) -> Iterator[None]:
+        """Meanwhile, other processes search what takes longest, where that pays for starting them."""
+        large = [
+            entry.problem for entry in entries if entry.problem and entry.problem.num_devices >= WORTH_OTHER_PROCESSES
+        ]
+        spaces = [space for name, space in SEARCHED.items() if name in self.policies]
+        workers = min(len(large) * len(spaces), os.cpu_count() or 1)
+        if workers < 1:
+            yield
+            return
+        with searching(large, spaces, workers=workers):
+            yield
+
+    def run(self, entry: "ComparedCluster", *, with_steps: bool, on_step: OnStep) -> ClusterResult:
+        """Every policy on a cluster; one that cannot hold some sequence says why, and the others go on.
+
+        Args:
+            entry: the cluster.
+            with_steps: also keep one typical step of every policy, for the page.
+            on_step: hears of progress.
+        """
+        drawn = first_batches(self.lengths, steps=self.num_steps, tokens_per_step=entry.tokens_per_step, seed=self.seed)
+        results, planners, batches = [], {}, list[PricedBatch]()
+        if entry.problem is None:
+            results = [PolicyResult(policy=name, refused=entry.refused) for name in self.policies]
+        else:
+            batches = [PricedBatch(entry.problem, batch) for batch in drawn]
+            for name in self.policies:
+                planners[name] = Planner(policy=name, problem=entry.problem)
+                results.append(play(planners[name], batches, on_step=on_step))
+        found = ClusterResult(
+            num_devices=entry.cluster.num_devices,
+            cluster=entry.name,
+            tokens_per_step=round(sum(batch.num_tokens for batch in drawn) / len(drawn)),
+            policies=tuple(results),
+        )
+        return _with_steps(found, planners, batches) if with_steps else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedCluster:
+    """A cluster, ready to be played on."""
+
+    cluster: ClusterSpec
+    tokens_per_step: int
+    problem: PlanningProblem | None
+    """None where nothing can run, for the reason in ``refused``."""
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the cluster, with the memory of its devices if it is not all that they have."""
+        device = self.cluster.device
+        if device.memory_bytes == DEVICES[device.name].memory_bytes:
+            return self.cluster.name
+        return f"{self.cluster.name} at {device.memory_bytes / GIB:g} GiB"
+
+
+def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -> PolicyResult:
+    """One policy on all batches, or why it cannot run."""
+    name = planner.policy
+    played: list[_Played] = []
+    on_step(name, 0)
+    try:
+        start_s = perf_counter()
+        prepare(name, planner.problem)
+        preparing_s = perf_counter() - start_s
+        times_s = []
+        for number, batch in enumerate(batches):
+            if number < TIMED:  # as if no other policy had planned it
+                batch = PricedBatch(planner.problem, batch.batch)
+            start_s = perf_counter()
+            plan = planner.plan(batch)
+            times_s.append(perf_counter() - start_s)
+            played.append(_Played.of(plan, planner.problem))
+            on_step(name, 1)
+    except InfeasibleError as error:
+        on_step(name, len(batches) - len(played))
+        return PolicyResult(policy=name, refused=str(error))
+    found = _result(name, [each.batch for each in batches], played)
+    return replace(found, preparing_s=preparing_s, planning_s=min(times_s[:TIMED]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Played:
+    """What is kept of a step: plans of a thousand devices are large."""
+
+    summary: SimulatedStep
+    device_s: float
+    padding_s: float
+    num_computed_tokens: int
+    gap: float
+
+    @classmethod
+    def of(cls, plan: StepPlan, problem: PlanningProblem) -> "_Played":
+        found = summary(plan)
+        return cls(
+            summary=found,
+            device_s=found.step_time_s * plan.num_devices,
+            padding_s=fsum(_padding_s(problem, p, m) for p in plan.pipelines for m in p.micro_batches),
+            num_computed_tokens=plan.num_computed_tokens,
+            gap=plan.gap,
+        )
+
+
+def _padding_s(problem: PlanningProblem, pipeline: Pipeline, micro_batch: PlannedMicroBatch) -> float:
+    """Device-seconds of computation that the same sequences without padding would not take."""
+    if not micro_batch.pack.padded_to or not micro_batch.time_s:
+        return 0.0
+    scheme = pipeline.scheme
+    ran_as = replace(
+        scheme,
+        methods=micro_batch.methods or scheme.methods,
+        recompute=micro_batch.recompute or scheme.recompute,
+    )
+    needed_s = problem.kinds[0].cost.time_s(micro_batch.pack.lengths, ran_as)
+    computing = 1.0 - micro_batch.comm_s / micro_batch.time_s
+    return max(0.0, micro_batch.time_s - needed_s) * computing * scheme.num_devices
+
+
+def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Played]) -> PolicyResult:
+    """Figures over all steps, shares weighted by time."""
+    num_tokens = sum(batch.num_tokens for batch in batches)
+    time_s = fsum(one.summary.step_time_s for one in played)
+    device_s = fsum(one.device_s for one in played)
+    spent_s = {
+        name: fsum(getattr(one.summary.losses, name) * one.device_s for one in played)
+        for name in ("compute", "communicate", "bubble", "imbalance", "switch", "update")
+    }
+    padding_s = min(spent_s["compute"], fsum(one.padding_s for one in played))
+    spent_s |= {"compute": spent_s["compute"] - padding_s, "padding": padding_s}
+    return PolicyResult(
+        policy=policy,
+        tokens_per_s=num_tokens / time_s,
+        step_time_s=time_s / len(played),
+        idle=(spent_s["bubble"] + spent_s["imbalance"]) / device_s,
+        bubble=spent_s["bubble"] / device_s,
+        padding=1.0 - num_tokens / sum(one.num_computed_tokens for one in played),
+        gap=median(one.gap for one in played),
+        peak_bytes=max(one.summary.peak_bytes for one in played),
+        spent_s=spent_s,
+        times_s=tuple(one.summary.step_time_s for one in played),
+    )
+
+
+def _with_steps(cluster: ClusterResult, planners: dict[str, Planner], batches: Sequence[PricedBatch]) -> ClusterResult:
+    """With the step whose time under the fastest policy is nearest to the median, under every policy that can run."""
+    if not cluster.ranked:
+        return cluster
+    times_s = cluster.ranked[0].times_s
+    typical = min(range(len(times_s)), key=lambda k: abs(times_s[k] - median(times_s)))
+    plans = {one.policy: planners[one.policy].plan(batches[typical]) for one in cluster.ranked}
+    return replace(
+        cluster, steps={name: ComparedStep(plan=plan, timeline=simulate(plan)) for name, plan in plans.items()}
+    )

@@ -1,0 +1,251 @@
+"""Items of a dataset as sequences: read once for their lengths and columns, and again when they are computed."""
+
+import hashlib
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.session.check_sample import DistinctSlots
+from lengthwise.session.item_columns import ItemColumns
+from lengthwise.session.item_values import ExpectedColumns, ItemRow
+from lengthwise.session.sequence_units import check_as_many
+
+READ_TWICE = 8
+"""Items that are read a second time, to see whether they are the same."""
+REPORT_S = 10.0
+"""Seconds between two messages while items are read."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DatasetItems:
+    """Sequences that the items of a dataset hold: one each, or several where items are units or packed before."""
+
+    items: Any
+    columns: ItemColumns
+    lengths: LengthIndex
+    numbers: np.ndarray
+    """The item of each sequence."""
+    starts: np.ndarray
+    """Where in its item each sequence begins."""
+    checksums: np.ndarray
+    """Of each item, as it was first read."""
+    used: frozenset[str] = frozenset()
+    """What items have beside tokens: ``labels``, ``special``, or arguments of the forward."""
+    largest: tuple[int, int] | None = None
+    """The largest token id, and its item; None: items are no token ids."""
+    largest_label: tuple[int, int] | None = None
+    """The largest label that is predicted, and its item; None: items are no token ids."""
+    kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    num_members: int | None = None
+    """Sequences of every item, where items are units; None: they are not."""
+    _last: dict[int, ItemRow] = field(default_factory=dict)
+
+    def tokens(self, id: int, /) -> np.ndarray:
+        """Token ids, or whatever an item is."""
+        return self._cut(self._row(id).tokens, id)
+
+    def labels(self, id: int, /) -> np.ndarray:
+        """The item's own labels: for each token itself, or what is ignored."""
+        labels = self._row(id).labels
+        assert labels is not None, "items have labels"
+        return self._cut(labels, id)
+
+    def special(self, id: int, /) -> np.ndarray:
+        """[length] booleans: tokens that are never hidden."""
+        special = self._row(id).special
+        assert special is not None, "items say which tokens are special"
+        return self._cut(special, id)
+
+    def passed(self, name: str, id: int, /) -> np.ndarray:
+        """What the forward gets of a column, one value per token."""
+        return self._cut(self._row(id).passed[name], id)
+
+    def _cut(self, values: np.ndarray, id: int) -> np.ndarray:
+        start = int(self.starts[id])
+        slots = int(self.lengths.lengths[id]) // self.columns.expected.slot_tokens
+        slots = len(values) if len(self.numbers) == len(self.checksums) else slots
+        return values[start : start + slots]
+
+    def _row(self, id: int) -> ItemRow:
+        """The item of a sequence, read once for its tokens, labels and other columns.
+
+        Raises:
+            LengthwiseError: it is another one than when its length was read.
+        """
+        number = int(self.numbers[id])
+        if number not in self._last:
+            row = self.columns.read(number, self.items[number])
+            if _checksum(row) != int(self.checksums[number]):
+                raise _changed(number)
+            self._last.clear()
+            self._last[number] = row
+        return self._last[number]
+
+
+@dataclass
+class _Scan:
+    """What reading all items once gives."""
+
+    lengths: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    largest: tuple[int, int] = (-1, -1)
+    largest_label: tuple[int, int] = (-1, -1)
+    num_targets: int = 0
+    used: frozenset[str] | None = None
+    """Of the first item."""
+    num_members: int | None = None
+    """The same."""
+    kinds: DistinctSlots = field(default_factory=DistinctSlots)
+
+
+def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) -> DatasetItems:
+    """The sequences of all items, each of which is read once; ``say`` is told how far that is.
+
+    Raises:
+        InputError: an item cannot be used, or others have other columns or another number of members.
+    """
+    count = _number_of(corpus)
+    if not count:
+        raise InputError("the corpus is empty: there is no sequence to train on")
+    scan, size = _Scan(), columns.expected.slot_tokens
+    state, reported_s = hashlib.blake2b(digest_size=8), time.monotonic()
+    for number in range(count):
+        row = _read(corpus, number, columns)
+        _check_alike(scan, number, row, columns.expected)
+        state.update(np.ascontiguousarray(row.tokens).tobytes())
+        for values in (row.labels, row.special, *row.passed.values()):
+            state.update(b"" if values is None else np.ascontiguousarray(values).tobytes())
+        state.update(b"" if row.num_members is None else repr(row.bounds).encode())
+        scan.checksums.append(_checksum(row))
+        _count(scan, number, row, columns.expected)
+        for start, end in pairwise(row.bounds):
+            scan.lengths.append((end - start) * size)
+            scan.numbers.append(number)
+            scan.starts.append(start)
+        if time.monotonic() - reported_s > REPORT_S:
+            reported_s = time.monotonic()
+            say(f"reading lengths: {number + 1:,} of {count:,} items")
+    _check_repeatable(corpus, columns, scan.checksums)
+    if size == 1 and not scan.num_targets:
+        raise InputError(
+            f"no token of the {count:,} items has a loss: "
+            + (
+                f"all labels of tokens that are predicted are {columns.expected.ignore_index}"
+                if "labels" in (scan.used or ())
+                else "next tokens are learned from items of two tokens or more"
+            )
+        )
+    _report(columns, count, len(scan.lengths), scan.num_members, say)
+    return DatasetItems(
+        items=corpus,
+        columns=columns,
+        lengths=LengthIndex(lengths=np.array(scan.lengths, dtype=np.int64), corpus_digest=state.hexdigest()),
+        numbers=np.array(scan.numbers, dtype=np.int64),
+        starts=np.array(scan.starts, dtype=np.int64),
+        checksums=np.array(scan.checksums, dtype=np.int64),
+        used=scan.used or frozenset(),
+        largest=scan.largest if size == 1 else None,
+        largest_label=scan.largest_label if size == 1 else None,
+        kinds=scan.kinds.columns(),
+        num_members=scan.num_members,
+    )
+
+
+def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) -> None:
+    """Note the largest token and label, and how many tokens of the item have a loss."""
+    if expected.slot_tokens > 1:
+        return
+    scan.kinds.add(row.tokens, row.labels, row.passed)
+    largest = int(row.tokens.max())
+    if largest > scan.largest[0]:
+        scan.largest = largest, number
+    is_first = np.zeros(len(row.tokens), dtype=bool)
+    is_first[list(row.bounds[:-1])] = expected.objective == NEXT_TOKEN
+    labels = (row.tokens if row.labels is None else row.labels)[~is_first]
+    labels = labels[labels != expected.ignore_index]
+    scan.num_targets += len(labels)
+    if len(labels) and int(labels.max()) > scan.largest_label[0]:
+        scan.largest_label = int(labels.max()), number
+
+
+def _number_of(corpus: Any) -> int:
+    try:
+        return len(corpus)
+    except Exception as error:
+        raise InputError(
+            f"{type(corpus).__name__} has no number of items ({type(error).__name__}: {error}); steps are planned by "
+            "lengths: give a dataset with a length"
+        ) from error
+
+
+def _read(corpus: Any, number: int, columns: ItemColumns) -> ItemRow:
+    try:
+        item = corpus[number]
+    except Exception as error:
+        raise InputError(
+            f"item {number} of {type(corpus).__name__} could not be read ({type(error).__name__}: {error}); a corpus "
+            "gives each item by its number, from 0 to its length"
+        ) from error
+    return columns.read(number, item)
+
+
+def _check_alike(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) -> None:
+    """Raise ``InputError`` where an item has other columns with a meaning than the first one."""
+    used = row.used
+    if scan.used is None:
+        scan.used, scan.num_members = used, row.num_members
+    check_as_many(number, row.num_members, scan.num_members)
+    if used == scan.used:
+        return
+    name = min(used ^ scan.used)
+    words = {"labels": "labels (or a mask of tokens that have a loss)", "special": "special_tokens_mask"}
+    first, this = ("item 0", f"item {number}") if name in scan.used else (f"item {number}", "item 0")
+    raise InputError(
+        f"{first} has {words.get(name, name)} and {this} has none; give every item its own"
+        + (f", {expected.ignore_index} where a token has no loss" if name == "labels" else "")
+        + ", or leave the column out of all"
+    )
+
+
+def _check_repeatable(corpus: Any, columns: ItemColumns, checksums: list[int]) -> None:
+    """Raise ``InputError`` if some items are others when they are read again."""
+    for number in np.unique(np.linspace(0, len(checksums) - 1, READ_TWICE).astype(int)).tolist():
+        if _checksum(_read(corpus, number, columns)) != checksums[number]:
+            raise InputError(str(_changed(number)))
+
+
+def _changed(number: int) -> LengthwiseError:
+    return LengthwiseError(
+        f"item {number} is another one each time that it is read, so ranks that share a sequence would not compute the "
+        "same; draw what is random from the number of the item (np.random.default_rng(number)), or in the forward and "
+        "inputs= with micro_batch.normal and dropout"
+    )
+
+
+def _checksum(row: ItemRow) -> int:
+    """Of all that the model gets of an item."""
+    checksum = zlib.crc32(repr((row.tokens.shape, row.bounds, *row.passed)).encode())
+    for values in (row.tokens, row.labels, row.special, *row.passed.values()):
+        checksum = checksum if values is None else zlib.crc32(np.ascontiguousarray(values).data, checksum)
+    return checksum
+
+
+def _report(
+    columns: ItemColumns, num_items: int, num_sequences: int, num_members: int | None, say: Callable[[str], None]
+) -> None:
+    """Name the columns that are not used, and say how many sequences packed rows had."""
+    if columns.unused:
+        names = ", ".join(f"{name} ({reason})" if reason else name for name, reason in columns.unused.items())
+        say(f"columns of items that are not used: {names}")
+    if num_sequences > num_items and num_members is None:
+        say(f"{num_items:,} rows that were packed before are split into their {num_sequences:,} sequences")

@@ -1,0 +1,224 @@
+"""Whatever a user keeps sequences in, as a corpus: an index on disk, a dataset, a list."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.max_length import CorpusView, apply_max_length
+from lengthwise.index.store import open_index
+from lengthwise.session.check_sample import kinds_of
+from lengthwise.session.dataset_items import DatasetItems, read_items
+from lengthwise.session.item_columns import ItemColumns
+from lengthwise.session.item_values import ExpectedColumns, is_mapping
+
+_log = logging.getLogger("lengthwise")
+
+
+class SequenceStore(Protocol):
+    """Sequences by id, before any rule."""
+
+    @property
+    def lengths(self) -> LengthIndex:
+        """Of all of them, in tokens."""
+        ...
+
+    def tokens(self, id: int, /) -> np.ndarray:
+        """Of one."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RunSequences:
+    """The sequences of a run, after the length rule; of units, which are planned as one sequence, the members."""
+
+    store: SequenceStore
+    view: CorpusView
+
+    @property
+    def lengths(self) -> LengthIndex:
+        """What sampler and planner work on: of a unit, the tokens of all of its members."""
+        return self.view.lengths
+
+    @cached_property
+    def computed_lengths(self) -> LengthIndex:
+        """Of each sequence that the model computes: of the members of units, else :attr:`lengths`."""
+        if self.num_members is None:
+            return self.lengths
+        by_unit = self.store.lengths.lengths.reshape(-1, self.num_members)
+        return LengthIndex(lengths=by_unit[self.view.base_ids].reshape(-1))
+
+    @property
+    def num_members(self) -> int | None:
+        """Sequences of every unit; None: items are no units."""
+        return self.store.num_members if isinstance(self.store, DatasetItems) else None
+
+    def tokens(self, id: int, /) -> np.ndarray:
+        """Token ids of one sequence, or ``[slots, ...]`` of anything."""
+        return self._cut(self.store.tokens(self._in_store(id)), id)
+
+    @property
+    def largest_token(self) -> tuple[int, str] | None:
+        """The largest id of all sequences and where it is; None: they are something else, or it is not known."""
+        if isinstance(self.store, DatasetItems):
+            largest = self.store.largest
+            return None if largest is None else (largest[0], f"item {largest[1]}")
+        vocab_size = getattr(self.store, "vocab_size", None)
+        return None if vocab_size is None else (int(vocab_size) - 1, "the corpus")
+
+    @property
+    def largest_label(self) -> tuple[int, str] | None:
+        """The largest label of all items that is predicted and where it is; None: it is not known."""
+        largest = self.store.largest_label if isinstance(self.store, DatasetItems) else None
+        return None if largest is None else (largest[0], f"item {largest[1]}")
+
+    @property
+    def labels(self) -> Callable[[int], np.ndarray] | None:
+        """Labels of one sequence; None: its own tokens are its labels."""
+        return self._column("labels")
+
+    @property
+    def special(self) -> Callable[[int], np.ndarray] | None:
+        """Which tokens of one sequence are never hidden; None: any may be."""
+        return self._column("special")
+
+    @property
+    def passed(self) -> Mapping[str, Callable[[int], np.ndarray]]:
+        """By name, further arguments of the forward for the tokens of one sequence."""
+        store = self.store
+        names = store.used - {"labels", "special"} if isinstance(store, DatasetItems) else ()
+        return {name: _Passed(self, name) for name in sorted(names)}
+
+    def kinds(self) -> Mapping[str, np.ndarray]:
+        """Slots that differ, by column; nothing where slots are no tokens."""
+        return (
+            self.store.kinds
+            if isinstance(self.store, DatasetItems)
+            else kinds_of(self.tokens, len(self.lengths.lengths))
+        )
+
+    def _column(self, name: str) -> Callable[[int], np.ndarray] | None:
+        store = self.store
+        if not isinstance(store, DatasetItems) or name not in store.used:
+            return None
+        read = getattr(store, name)
+        return lambda id: self._cut(read(self._in_store(id)), id)
+
+    def _in_store(self, id: int) -> int:
+        """The number of a sequence before the length rule."""
+        unit, member = divmod(id, self.num_members or 1)
+        return int(self.view.base_ids[unit]) * (self.num_members or 1) + member
+
+    def _cut(self, values: np.ndarray, id: int) -> np.ndarray:
+        if self.num_members is not None:
+            return values  # units are not cut
+        start = int(self.view.starts[id])
+        return values[start : start + int(self.lengths.lengths[id])]
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """One column of sequences that the forward takes."""
+
+    sequences: RunSequences
+    name: str
+
+    def __call__(self, id: int) -> np.ndarray:
+        """Its values for the tokens of a sequence."""
+        store = self.sequences.store
+        assert isinstance(store, DatasetItems), "items have columns"
+        return self.sequences._cut(store.passed(self.name, self.sequences._in_store(id)), id)
+
+
+def read_sequences(
+    corpus: Any,
+    *,
+    max_length: int | None = None,
+    over_length: str = "error",
+    slot_tokens: int = 1,
+    expected: ExpectedColumns | None = None,
+    say: Callable[[str], None] = _log.info,
+) -> RunSequences:
+    """The sequences of a folder made by ``lengthwise index``, of an open corpus, or of anything with items.
+
+    Items are arrays of token ids, dictionaries with ``input_ids``, or with other ``slot_tokens`` arrays whose first
+    axis is the slots; or units, tuples of dictionaries. Every item is read once, for its length and its columns;
+    ``say`` is told how far that is, and which columns are not used.
+
+    Raises:
+        InputError: there is no such folder, an item has no tokens or a column that cannot be used, or a sequence is
+            over ``max_length``.
+    """
+    store: SequenceStore
+    expected = expected or ExpectedColumns(slot_tokens=slot_tokens)
+    if isinstance(corpus, str | PathLike):
+        store = open_index(str(Path(corpus)))
+    elif isinstance(getattr(corpus, "lengths", None), LengthIndex) and hasattr(corpus, "tokens"):
+        store = corpus
+    else:
+        _check_has_items(corpus)
+        store = read_items(corpus, ItemColumns(expected), say)
+    if slot_tokens > 1 and over_length in ("truncate", "split"):
+        raise InputError(
+            f"over_length={over_length} cuts tokens, and slots of {slot_tokens} tokens cannot be cut; use drop"
+        )
+    num_members = store.num_members if isinstance(store, DatasetItems) else None
+    if num_members is not None and over_length in ("truncate", "split"):
+        raise InputError(
+            f"over_length={over_length} cuts sequences, and items are units of {num_members}, which are not cut; cut "
+            "their members in the dataset, or use drop: max_length counts the tokens of a whole unit"
+        )
+    if expected.needs_labels and not isinstance(store, DatasetItems):
+        raise InputError("an index holds tokens alone, and the model learns from labels: give items with labels")
+    lengths = store.lengths if num_members is None else summed(store.lengths, num_members)
+    if num_members is not None and max_length is not None and over_length == "error":
+        _check_units(lengths, num_members, max_length)
+    return RunSequences(store, apply_max_length(lengths, max_length=max_length, rule=over_length))  # type: ignore[arg-type]
+
+
+def _check_units(lengths: LengthIndex, num_members: int, max_length: int) -> None:
+    """Raise ``InputError`` if a unit is over ``max_length``."""
+    if lengths.max_length > max_length:
+        first = int(np.argmax(lengths.lengths > max_length))
+        raise InputError(
+            f"item {first}, a unit of {num_members}, has {int(lengths.lengths[first]):,} tokens in all, over "
+            f"max_length={max_length:,}, which counts all tokens of a unit; raise it, cut members in the dataset, or "
+            "set over_length='drop'"
+        )
+
+
+def summed(lengths: LengthIndex, num_members: int) -> LengthIndex:
+    """Of units, the tokens of all of their members."""
+    of_units = lengths.lengths.reshape(-1, num_members).sum(axis=1)
+    return LengthIndex(lengths=of_units, corpus_digest=lengths.corpus_digest)
+
+
+def _check_has_items(corpus: Any) -> None:
+    """Raise ``InputError`` unless ``corpus[number]`` is an item for every number below ``len(corpus)``."""
+    name = type(corpus).__name__
+    if is_mapping(corpus) and 0 not in corpus:
+        keys = [str(key) for key in list(corpus.keys())[:5]]
+        if hasattr(corpus, "iloc"):
+            way_out = f"give its rows, {name.lower()}.to_dict('records')"
+        elif any(key in ("input_ids", "labels", "attention_mask") for key in keys):
+            way_out = "give items, [dict(zip(columns, row)) for row in zip(*columns.values())]"
+        else:
+            way_out = f"give one of its parts, corpus[{keys[0]!r}]" if keys else "give a list of items"
+        raise InputError(f"a corpus has items by number; {name} has the keys {', '.join(keys) or 'none'}: {way_out}")
+    if hasattr(corpus, "column_names") and hasattr(corpus, "to_pylist"):
+        raise InputError(f"a corpus has items by number; {name} has columns: give its rows, table.to_pylist()")
+    if hasattr(corpus, "__len__") and hasattr(corpus, "__getitem__"):
+        return
+    stream = " (a stream: write it to disk, or list(...) it, for steps are planned by lengths)"
+    is_stream = hasattr(corpus, "__iter__")
+    raise InputError(
+        f"a corpus is a folder made by `lengthwise index`, or has items and a number of them; {name} has not"
+        + (stream if is_stream else "")
+    )

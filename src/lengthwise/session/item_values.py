@@ -1,0 +1,93 @@
+"""What an item holds for a model, what a model expects of items, and their values as arrays."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ItemRow:
+    """What one item holds for the model: values of its tokens, without padding."""
+
+    tokens: np.ndarray
+    labels: np.ndarray | None = None
+    passed: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Arguments of the forward beside the tokens, one value per token."""
+    special: np.ndarray | None = None
+    """True for tokens that are never hidden."""
+    bounds: tuple[int, ...] = ()
+    """Where the sequences of the row begin, and its end."""
+    num_members: int | None = None
+    """Of a unit, whose members are the sequences of the row; None: it is no unit."""
+
+    @property
+    def used(self) -> frozenset[str]:
+        """What it has beside tokens: ``labels``, ``special``, or arguments of the forward."""
+        labels, special = self.labels is not None, self.special is not None
+        return frozenset([*["labels"] * labels, *["special"] * special, *self.passed])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedColumns:
+    """What a model makes of items."""
+
+    objective: str = NEXT_TOKEN
+    arguments: frozenset[str] = frozenset()
+    """Parameters of the model's forward."""
+    label_limit: int | None = None
+    """Labels are below it; None: the number is not known."""
+    ignore_index: int = -100
+    slot_tokens: int = 1
+    needs_labels: bool = False
+    """Whether the model has nothing to learn from tokens without labels."""
+    labels_sequences: bool = False
+    """Whether an item has one label, of the whole sequence."""
+    makes_inputs: bool = False
+    """Whether the user's own ``inputs=`` makes the forward's arguments."""
+    splits_rows: bool = True
+    """Whether rows that were packed before may be split into their sequences."""
+
+
+def is_mapping(item: Any) -> bool:
+    """Whether an item has columns."""
+    return hasattr(item, "keys") and hasattr(item, "__getitem__")
+
+
+def as_array(where: str, values: Any) -> np.ndarray:
+    """The values as NumPy has them.
+
+    Raises:
+        InputError: they are rows of different lengths, or no numbers at all.
+    """
+    try:
+        if isinstance(values, torch.Tensor):
+            values = values.detach().cpu()
+            return (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+        return np.asarray(values)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise InputError(
+            f"{where} holds {type(values).__name__}, which is no array of numbers ({error}); give each item one row"
+        ) from error
+
+
+def without_padding(value: Any, keep: np.ndarray) -> Any:
+    """The part of a column of one value per token that is no padding; another column as it is."""
+    array = np.asarray(value) if not isinstance(value, torch.Tensor) else value.detach().cpu().numpy()
+    return array[keep] if array.shape == keep.shape else array
+
+
+def first_leaf(value: Any) -> Any:
+    """The first number or text in nested lists; a tensor or an array stands for its own."""
+    while isinstance(value, list | tuple):
+        if not value:
+            return None
+        value = value[0]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "USO":
+        return first_leaf(value.tolist()) if value.size else None
+    return np.float64(0) if isinstance(value, np.ndarray) else value

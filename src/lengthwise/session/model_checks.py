@@ -1,0 +1,119 @@
+"""Models that cannot be prepared as they are: each is refused by one sentence with the way out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.runtime.wrap.forward_patch import PreparedForward
+from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+_LOOKS = ("pixel_values", "input_values", "input_features")
+"""Names of inputs of models that look at pictures or listen."""
+
+
+def check_model(model: Any, *, makes_inputs: bool = False) -> None:
+    """Raise ``InputError`` if a model is no module, is wrapped, compiled, not there yet, or prepared already."""
+    name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"the first argument is the model, an nn.Module; {name} is none"
+            + (": load it with from_pretrained" if isinstance(model, str) else "")
+        )
+    _check_not_prepared(model)
+    _check_not_wrapped(model)
+    meta = next((key for key, value in _tensors(model) if value.is_meta), None)
+    if meta is not None:
+        raise InputError(
+            f"{meta} of {name} is on the meta device, so it has no values; load its weights, or make it with "
+            "model.to_empty(device=...) and initialise it"
+        )
+    places = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(places) > 1:
+        raise InputError(
+            f"{name} lies on {len(places)} devices ({', '.join(sorted(map(str, places)))}), and each rank computes the "
+            "whole model on its own: load it without device_map"
+        )
+    _check_adapters(model)
+    hooked = next((key for key, value in model.named_parameters() if _after_accumulation(value)), None)
+    if hooked is not None:
+        raise InputError(
+            f"{hooked} of {name} has a hook that runs after its gradient was accumulated, and here that is once for "
+            "each micro-batch, on a part of the step's gradient; remove it (register_post_accumulate_grad_hook)"
+        )
+    config = getattr(model, "config", None)
+    looks_at = getattr(model, "main_input_name", "input_ids") if config is not None else "input_ids"
+    if looks_at in _LOOKS and not makes_inputs:
+        raise InputError(
+            f"{name} takes {looks_at}, and items are rows of token ids; say what a micro-batch of it is: "
+            "slot_tokens=..., inputs=lambda micro_batch: {...} and loss="
+        )
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _after_accumulation(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _check_not_prepared(model: nn.Module) -> None:
+    for key, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), PreparedForward):
+            part = f"its part {key}" if key else "it"
+            raise InputError(
+                f"{type(model).__name__} cannot be prepared: {part} was prepared before and belongs to another run; "
+                "call run.close() first, which gives it back with today's weights"
+            )
+
+
+def _check_not_wrapped(model: nn.Module) -> None:
+    name = type(model).__name__
+    if any(kind.__name__ in _WRAPPERS for kind in type(model).__mro__):
+        raise InputError(f"{name} sums gradients or shards weights by itself, which the run does: give {name}.module")
+    for key, module in model.named_modules():
+        compiled = type(module).__name__ == "OptimizedModule"
+        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
+            part = f"{key} of {name}" if key else name
+            way_out = "give model._orig_mod" if compiled and not key else "leave compile() out"
+            raise InputError(f"{part} is compiled, and attention in compiled code cannot be shared by ranks: {way_out}")
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse adapters of peft that put slots before a sequence, or that look at gradients after a step."""
+    for key, config in (getattr(model, "peft_config", None) or {}).items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind == "ADALORA":
+            raise InputError(
+                f"adapter {key!r} is {kind}, which chooses its ranks by gradients after each step, and gradients are "
+                "sharded over ranks; use LoRA or DoRA"
+            )
+        if getattr(config, "is_prompt_learning", False):
+            raise InputError(
+                f"adapter {key!r} is {kind}, which puts {getattr(config, 'num_virtual_tokens', 'some')} virtual tokens "
+                "before each sequence, and packs have no place for them; use LoRA, DoRA, IA3 or another adapter of "
+                "weights"
+            )
+
+
+@contextmanager
+def forward_errors_named(model: nn.Module) -> Iterator[None]:
+    """What the model's own code raises becomes an ``InputError`` that says how it was called."""
+    try:
+        yield
+    except LengthwiseError:
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError, RuntimeError) as error:
+        if is_out_of_memory(error) or isinstance(error, torch.distributed.DistError):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"the forward of {type(model).__name__} fails with a pack of one sequence ({type(error).__name__}: "
+            f"{reason}); say how it is called with inputs=lambda micro_batch: {{...}}, and how its loss is made with "
+            "loss=lambda output, micro_batch: ..."
+        ) from error

@@ -1,0 +1,111 @@
+"""What a model learns from: its objective by its class, and what its forward takes of items."""
+
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import nn
+
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.batch import EVERY_TOKEN, MASKED, NEXT_TOKEN
+from lengthwise.core.errors import InputError
+from lengthwise.session.item_values import ExpectedColumns
+
+_OF_SEQUENCES = ("ForSequenceClassification", "ForNextSentencePrediction")
+"""Ends of names of classes of transformers that classify each sequence."""
+_OF_MORE = (
+    "MultipleChoice",
+    "QuestionAnswering",
+    "PreTraining",
+    "DoubleHeadsModel",
+    "ImageClassification",
+    "AudioClassification",
+    "VideoClassification",
+    "CTC",
+)
+"""Parts of names of classes of transformers whose loss is one neither of tokens nor of sequences."""
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The model that adapters of peft were put into, or the model itself."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if hasattr(model, "peft_config") and callable(inner) else model
+
+
+def labels_sequences(model: nn.Module, options: PrepareOptions) -> bool:
+    """Whether a model takes one label for each sequence; it is computed sequence by sequence then."""
+    inner = base_model(model)
+    return _is_hugging_face(inner) and options.loss is None and type(inner).__name__.endswith(_OF_SEQUENCES)
+
+
+def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColumns:
+    """What items are to hold for ``model`` to learn what it is asked to.
+
+    Raises:
+        InputError: its class learns from something else than tokens.
+    """
+    inner = base_model(model)
+    name = type(inner).__name__
+    is_hugging_face = _is_hugging_face(inner)
+    if is_hugging_face and options.loss is None and any(part in name for part in _OF_MORE):
+        raise InputError(
+            f"{name} has neither one label for each token nor one for each sequence, which is what items can hold; use "
+            "its ...ForTokenClassification or ...ForSequenceClassification"
+        )
+    of_sequences = labels_sequences(model, options)
+    if of_sequences:
+        _check_classifies_sequences(inner, options)
+    classifies = of_sequences or (is_hugging_face and name.endswith("ForTokenClassification"))
+    objective = options.objective or (
+        MASKED if name.endswith("ForMaskedLM") else EVERY_TOKEN if classifies else NEXT_TOKEN
+    )
+    if classifies and objective != EVERY_TOKEN:
+        what = "sequence" if of_sequences else "token"
+        raise InputError(f"objective={objective!r}: {name} has a label for each {what}; leave objective out")
+    return ExpectedColumns(
+        objective=objective,
+        arguments=forward_arguments(inner),
+        label_limit=_label_limit(inner, classifies=classifies) if is_hugging_face else None,
+        ignore_index=options.ignore_index,
+        slot_tokens=options.slot_tokens,
+        needs_labels=classifies,
+        labels_sequences=of_sequences,
+        makes_inputs=options.inputs is not None,
+    )
+
+
+def _check_classifies_sequences(model: Any, options: PrepareOptions) -> None:
+    """Raise ``InputError`` unless each sequence has one class, and stays whole."""
+    name, problem = type(model).__name__, getattr(model.config, "problem_type", None)
+    if problem not in (None, "single_label_classification") or int(model.config.num_labels) < 2:
+        raise InputError(
+            f"{name} with num_labels={model.config.num_labels} and problem_type={problem!r} predicts numbers or "
+            "several classes of a sequence, and items can hold one class; make its loss with loss= and inputs="
+        )
+    if options.over_length == "split":
+        raise InputError(f"over_length='split': {name} has one label for a whole sequence; truncate or drop")
+
+
+def forward_arguments(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters of a model's forward."""
+    try:
+        parameters = signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL))
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
+
+
+def _label_limit(model: Any, *, classifies: bool) -> int | None:
+    """Labels are below this number."""
+    if type(model).__name__.endswith("ForNextSentencePrediction"):
+        return 2
+    if classifies:
+        return int(model.config.num_labels)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    rows = getattr(head, "out_features", None)
+    if rows is None and head is not None and getattr(head, "weight", None) is not None:
+        rows = head.weight.shape[0]
+    return None if rows is None else int(rows)

@@ -1,0 +1,141 @@
+"""What steps really took sets the cost model right while the run goes on, the same on every rank."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lengthwise.core.cost import CostModel
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.corrected import CorrectedCost
+from lengthwise.cost.separable import SeparableCost
+from lengthwise.plan.planner import Planner
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.loop.run import MicroBatchFailure, Run
+from lengthwise.runtime.loop.step import Step
+
+_log = logging.getLogger("lengthwise")
+
+EVERY = 8
+"""Steps between two looks at what was measured."""
+WORTH = 0.05
+"""Change of a factor that is worth planning anew for."""
+DRIFT = 0.25
+"""Change of a factor that is told, and measured again."""
+FITS = 0.8
+"""Share of the tokens of a micro-batch which did not fit that are taken to do so."""
+
+
+class OnlineCalibration:
+    """Watches a run; replaces its planner when costs have changed."""
+
+    def __init__(
+        self,
+        run: Run,
+        cost: SeparableCost,
+        plan_with: Callable[[CostModel], Planner],
+        *,
+        measure_again: Callable[[Any, int], SeparableCost] | None = None,
+    ) -> None:
+        """``plan_with``: the planner under a cost model; ``measure_again``: a degree of
+        the base, which gives a new one."""
+        self.run, self.cost = run, CorrectedCost(cost)
+        self._plan_with, self._measure_again = plan_with, measure_again
+        self._predicted_s: dict[int, float] = {}
+        self._measured_s: dict[int, float] = {}
+        self._peaks: dict[int, float] = {}
+        self._num_steps = 0
+        self.events: list[dict[str, Any]] = []
+        """What was changed, when and why."""
+        run.planner = plan_with(self.cost)
+        run.on_finish, run.on_void = self.on_finish, self.on_void
+
+    def on_finish(self, step: Step) -> None:
+        """Every rank calls this after every step; every ``EVERY`` of them they share what they measured."""
+        for measured in step.measured:
+            pipeline = step.plan.pipelines[measured.pipeline]
+            planned, degree = pipeline.micro_batches[measured.micro_batch], pipeline.scheme.degree
+            self._predicted_s[degree] = self._predicted_s.get(degree, 0.0) + planned.time_s
+            self._measured_s[degree] = self._measured_s.get(degree, 0.0) + measured.time_s
+            beyond = planned.peak_bytes - pipeline.state_bytes
+            if measured.peak_bytes and beyond > 0:
+                self._peaks[degree] = max(self._peaks.get(degree, 0.0), measured.peak_bytes / beyond)
+        self._num_steps += 1
+        if self._num_steps % EVERY == 0:
+            self._refine(step.number)
+
+    def on_void(self, step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:
+        """Micro-batches did not fit: plan the step again with a memory model under which they do not."""
+        plan, factors = step.plan, dict(self.cost.bytes_factors)
+        for failure in failures:
+            pipeline = plan.pipelines[failure.pipeline]
+            factor = self._factor_that_refuses(plan, failure)
+            degree = pipeline.scheme.degree
+            factors[degree] = max(factors.get(degree, 1.0), factor)
+            tokens = pipeline.micro_batches[failure.micro_batch].pack.num_tokens
+            self._note(
+                step.number,
+                f"rank {failure.rank} ran out of memory with {tokens:,} tokens at degree {degree}; micro-batches of "
+                f"that degree are taken to need {factors[degree]:.2f} times the bytes that were predicted, and the "
+                "step is planned again",
+                warn=True,
+            )
+        self._change(CorrectedCost(self.cost.base, time_factors=self.cost.time_factors, bytes_factors=factors))
+
+    def _factor_that_refuses(self, plan: StepPlan, failure: MicroBatchFailure) -> float:
+        """The factor on bytes under which a share of the micro-batch fills the device."""
+        pipeline = plan.pipelines[failure.pipeline]
+        planned = pipeline.micro_batches[failure.micro_batch]
+        tokens, num_devices = int(FITS * planned.pack.num_tokens), plan.num_devices
+        scheme = replace(pipeline.scheme, recompute=pipeline.recompute_of(planned))
+        state, predicted = (int(self.cost.base.peak_bytes(n, scheme, num_devices=num_devices)) for n in (0, tokens))
+        return (self.cost.base.memory_limit_bytes - state) / max(1, predicted - state)
+
+    def _refine(self, number: int) -> None:
+        degrees = sorted({kind.scheme.degree for kind in self.run.planner.problem.kinds})  # type: ignore[attr-defined]
+        row = [
+            value
+            for degree in degrees
+            for value in (
+                self._predicted_s.get(degree, 0.0),
+                self._measured_s.get(degree, 0.0),
+                self._peaks.get(degree, 0.0),
+            )
+        ]
+        rows = gather_rows(torch.tensor(row, dtype=torch.float64, device=self.run.world.device)).cpu().numpy()
+        by_degree = rows.reshape(len(rows), len(degrees), 3)
+        self._predicted_s, self._measured_s, self._peaks = {}, {}, {}
+        times, sizes = dict(self.cost.time_factors), dict(self.cost.bytes_factors)
+        base, is_changed = self.cost.base, False
+        for degree, shares in zip(degrees, by_degree.transpose(1, 0, 2)):
+            predicted, measured = shares[:, 0].sum(), shares[:, 1].sum()
+            ratio = float(measured / predicted) if predicted else 1.0
+            if abs(ratio - 1) > DRIFT and self._measure_again is not None:
+                self._note(
+                    number, f"degree {degree} takes {ratio:.2f} times what was predicted; measuring it again", warn=True
+                )
+                base, is_changed = self._measure_again(base, degree), True
+                times.pop(degree, None)
+            elif abs(ratio - 1) > WORTH:
+                times[degree], is_changed = times.get(degree, 1.0) * ratio, True
+                self._note(
+                    number, f"degree {degree} takes {ratio:.2f} times what was predicted", warn=abs(ratio - 1) > DRIFT
+                )
+            peak = float(np.max(shares[:, 2]))
+            if peak > 1.0:
+                sizes[degree], is_changed = sizes.get(degree, 1.0) * peak, True
+                self._note(number, f"degree {degree} needs {peak:.2f} times the bytes that were predicted", warn=False)
+        if is_changed:
+            self._change(CorrectedCost(base, time_factors=times, bytes_factors=sizes))
+
+    def _change(self, cost: CorrectedCost) -> None:
+        self.cost = cost
+        self.run.planner = self._plan_with(cost)
+
+    def _note(self, step: int, words: str, *, warn: bool) -> None:
+        self.events.append({"step": step, "event": words})
+        if self.run.world.is_first:
+            _log.log(logging.WARNING if warn else logging.INFO, "step %d: %s", step, words)

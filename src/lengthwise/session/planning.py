@@ -1,0 +1,350 @@
+"""From a configuration to the parts of a run that need no torch: sampler, model spec, costs, planner."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from lengthwise.config.run_config import Config
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import CostModel, ProfileTable
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.lr_scaling import LrScaling, mean_size
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.core.read_file import brief
+from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.profiled.fitted import FittedCost
+from lengthwise.data.batch_budget import Budget
+from lengthwise.data.corpus import Corpus
+from lengthwise.data.order import Order, OrderSettings, Selection, Shuffled, make_order
+from lengthwise.data.sampler import Sampler
+from lengthwise.data.sort_key import of_corpus
+from lengthwise.plan.layerwise.random_methods import RandomMethods, random_strategies
+from lengthwise.plan.plan_file import PlanFile
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.search_space import (
+    DEFAULT_METHODS,
+    SAMPLES_SEED,
+    RecomputeMode,
+    SearchSpace,
+    lengths_of,
+    make_problem,
+)
+from lengthwise.plan.static_shapes import with_shapes
+from lengthwise.session.console import progress
+
+DEFAULT_TOKENS_PER_STEP = 65_536
+
+
+def make_sampler(config: Config, corpus: Corpus) -> Sampler:
+    """The stream of global batches; a token budget of 64K where neither budget is set.
+
+    Raises:
+        InputError: budgets are contradictory, or there is no metric that the order follows.
+    """
+    settings = OrderSettings.of(config.data)
+    difficulty = of_corpus(corpus, config.data.metric) if settings.needs_metric else None
+    return sampler_of(config, corpus.lengths, make_order(settings, difficulty), corpus.selection(config.seed))
+
+
+def sampler_of(config: Config, lengths: LengthIndex, order: Order, selection: Selection | None = None) -> Sampler:
+    """The same for sequences of ``lengths`` in a given order.
+
+    Raises:
+        InputError: budgets are contradictory.
+    """
+    data = config.data
+    tokens = data.tokens_per_step
+    if tokens is None and data.sequences_per_step is None:
+        tokens = DEFAULT_TOKENS_PER_STEP
+    if data.count_padding and data.sequences_per_step is not None:
+        raise InputError("data.count_padding says what data.tokens_per_step counts; leave data.sequences_per_step out")
+    padded = Budget(tokens=tokens, padded=True) if data.count_padding else None
+    return Sampler(
+        lengths,
+        seed=config.seed,
+        tokens_per_step=tokens if padded is None else None,
+        sequences_per_step=data.sequences_per_step,
+        budget=padded,
+        order=order,
+        selection=selection,
+        objective=resolve_model(config, None).objective,
+    )
+
+
+def resolve_model(config: Config, corpus: Corpus | None) -> ModelSpec:
+    """The model's sizes; a preset's vocabulary becomes what the index needs, rounded up to a multiple of 64.
+
+    A preset that is not causal needs one id more than the index has: its last one is the mask token.
+
+    Raises:
+        InputError: the model embeds fewer token ids than the index has, has fewer positions than its longest sequence
+            has tokens, or predicts masked tokens and names no mask token.
+    """
+    model = config.model
+    needed = corpus.vocab_size if corpus is not None and corpus.has_tokens else None
+    if model.hf:
+        from lengthwise.models.hf_config import read_spec
+
+        spec = read_spec(Path(model.hf))
+    else:
+        spec = model_preset(model.preset)
+        needed = needed and needed + (not spec.causal)
+        wanted = model.vocab_size or (needed and -(-needed // 64) * 64)
+        spec = replace(spec, vocab_size=wanted) if wanted else spec
+        spec = spec if spec.causal else replace(spec, mask_token_id=spec.vocab_size - 1)
+    if needed and spec.vocab_size < needed:
+        own = " (one of them its mask token)" if not (spec.causal or model.hf) else ""
+        raise InputError(
+            f"the index has {needed:,} token ids{own}, model {spec.name} embeds {spec.vocab_size:,}; "
+            "index with the model's own tokenizer.json or raise model.vocab_size"
+        )
+    if corpus is not None:
+        _check_trainable(spec, corpus)
+    return spec
+
+
+def _check_trainable(spec: ModelSpec, corpus: Corpus) -> None:
+    longest = corpus.lengths.max_length
+    if 0 < spec.max_positions < longest:
+        raise InputError(
+            f"the longest sequence has {longest:,} tokens, model {spec.name} has learned positions for "
+            f"{spec.max_positions:,}; set data.max_length={spec.max_positions} and data.over_length to what shall "
+            "happen to longer ones (split, truncate, drop), or train a model with rotary positions"
+        )
+    if corpus.has_tokens and not spec.causal and spec.mask_token_id is None:
+        raise InputError(
+            f"model {spec.name} predicts masked tokens and its config.json does not say which token masks them; "
+            'add "mask_token_id", the id of [MASK] in its tokenizer.json'
+        )
+
+
+def resolve_cluster(config: Config) -> ClusterSpec:
+    """The cluster that the configuration names, with the memory that plans may fill.
+
+    Raises:
+        InputError: it names none.
+    """
+    if not config.cluster.name:
+        raise InputError("cluster.name is not set; name the devices to plan for, such as 1x8xH100-80GB or 2xcpu")
+    cluster = cluster_preset(config.cluster.name, memory_gib=config.cluster.memory_gib)
+    if config.cluster.memory_gib is not None:
+        return cluster
+    return replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.usable_bytes))
+
+
+def check_num_ranks(config: Config, num_ranks: int) -> None:
+    """Raise ``InputError`` if the cluster that the configuration names has another number of devices."""
+    if config.cluster.name and (num_devices := resolve_cluster(config).num_devices) != num_ranks:
+        raise InputError(f"cluster.name={config.cluster.name} has {num_devices} devices, the run has {num_ranks} ranks")
+
+
+def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostModel:
+    """Fitted to or learned from ``plan.profile`` where there is one, else analytic.
+
+    Raises:
+        InputError: the profile is of another model, dtype or recompute setting.
+    """
+    if not config.plan.profile:
+        return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
+    table = open_profile(config)
+    _check_device(config, table, cluster)
+    if config.plan.cost == "hybrid":
+        from lengthwise.cost.profiled.hybrid import HybridCost
+
+        return HybridCost(table, model=spec, cluster=cluster)
+    return FittedCost(table, model=spec, cluster=cluster)
+
+
+def open_profile(config: Config) -> ProfileTable:
+    """The profile that ``plan.profile`` names.
+
+    Raises:
+        InputError: it is damaged, or of another dtype or recompute setting than the run's.
+    """
+    table = ProfileTable.load(Path(config.plan.profile))
+    if table.dtype != config.train.dtype:
+        raise InputError(
+            f"{config.plan.profile} was measured in {table.dtype}, the run computes in {config.train.dtype}; "
+            "profile again with the run's train.dtype"
+        )
+    if config.plan.recompute not in ("auto", measured := "all" if table.recompute else "none"):
+        raise InputError(
+            f"{config.plan.profile} was measured with plan.recompute={measured}, the run has "
+            f"plan.recompute={config.plan.recompute}; profile again with the run's setting"
+        )
+    return table
+
+
+def _check_device(config: Config, table: ProfileTable, cluster: ClusterSpec) -> None:
+    """Raise ``InputError`` if the profile was taken on another kind of device than the cluster's."""
+    family = cluster.device.name.partition("-")[0]
+    if family.lower() not in table.device.lower():
+        raise InputError(
+            f"{config.plan.profile} was measured on {brief(table.device)}, the run is on {cluster.device.name}; "
+            "profile again on its devices, or set plan.profile= (empty) for analytic costs"
+        )
+
+
+RANDOM = "random"
+"""Instead of a method: one drawn for every layer of every micro-batch."""
+
+
+def make_planner(
+    config: Config,
+    cost: CostModel,
+    *,
+    spec: ModelSpec,
+    cluster: ClusterSpec,
+    corpus: Corpus,
+) -> Planner:
+    """The planner of the configured policy for a corpus.
+
+    Raises:
+        InputError: plan.method needs a plan.degree, or that does not divide the devices.
+        InfeasibleError: not even the model's state fits a device, or some sequence fits under no scheme.
+    """
+    plan, lengths = config.plan, corpus.lengths
+    if plan.method == RANDOM:
+        methods: tuple[Method, ...] = (Method.ULYSSES_Z,)  # its layout of weights is that of all that are drawn
+    else:
+        methods = (Method(plan.method),) if plan.method else DEFAULT_METHODS
+    if config.train.compile:
+        methods = _compiled_methods(config, methods)
+    _check_degree(config, cluster)
+    pool = SearchSpace(
+        max_degree=plan.degree or plan.max_degree,
+        max_stages=plan.max_stages,
+        methods=methods,
+        recompute=RecomputeMode(plan.recompute),
+        degree=plan.degree,
+        head_layers=spec.head_layers,
+    )
+    problem = make_problem(
+        cost,
+        cluster=cluster,
+        num_layers=spec.num_layers,
+        max_length=lengths.max_length,
+        pool=pool,
+        samples=_samples(config, corpus),
+        token_limit=plan.max_tokens,
+    )
+    problem.check_fits(lengths.lengths)
+    problem = replace(
+        problem, batch_size=plan.batch_size, one_shape=plan.one_shape, objective=Objective(plan.objective)
+    )
+    planner = Planner(policy=plan.policy, problem=problem, lr_scaling=lr_scaling(config, corpus, spec.objective))
+    return with_shapes(planner, plan.shapes) if plan.shapes else planner
+
+
+def lr_scaling(config: Config, corpus: Corpus, objective: str) -> LrScaling | None:
+    """How the learning-rate follows the batches of the run; None: not at all.
+
+    Raises:
+        InputError: the reference is left out, and cannot be told from the budget.
+    """
+    optim, data = config.optim, config.data
+    if optim.lr_scaling == "none":
+        return None
+    if data.count_padding and optim.lr_reference is None:
+        raise InputError("with data.count_padding a step's size depends on its padding; set optim.lr_reference")
+    selected = corpus.selection(config.seed).ids(0)
+    reference = optim.lr_reference or mean_size(
+        LengthIndex(lengths=corpus.lengths.lengths[selected]),
+        by=optim.lr_scaling_by,
+        objective=objective,
+        tokens_per_step=data.tokens_per_step or DEFAULT_TOKENS_PER_STEP,
+        sequences_per_step=data.sequences_per_step,
+    )
+    return LrScaling(rule=optim.lr_scaling, by=optim.lr_scaling_by, reference=reference, clamp=optim.lr_clamp)
+
+
+def open_plans(config: Config, *, show_progress: bool = False) -> PlanFile:
+    """The plans of ``plan.file``, which say all that the other settings of ``plan`` would decide.
+
+    Raises:
+        InputError: there are none, or settings contradict them.
+    """
+    plan = config.plan
+    if asked := [f"plan.{name}={value}" for name in ("method", "degree") if (value := getattr(plan, name))]:
+        raise InputError(
+            f"plan.file={plan.file} holds plans that are executed as they are; {' and '.join(asked)} would not apply. "
+            "Leave it out, or plan again with it"
+        )
+    if not show_progress:
+        return PlanFile(Path(plan.file))
+    with progress() as bar:
+        task = bar.add_task("check plans", total=None)
+        return PlanFile(
+            Path(plan.file), on_read=lambda done, total: bar.update(task, completed=done >> 10, total=total >> 10)
+        )
+
+
+def with_draws(config: Config, planner: Planner) -> Callable[[GlobalBatch], StepPlan]:
+    """The planner as it is, or with what ``plan.method=random`` draws."""
+    if config.plan.method != RANDOM:
+        return planner
+    if config.plan.degree:
+        return RandomMethods(planner=planner, seed=config.seed)
+    return random_strategies(planner, seed=config.seed)
+
+
+def _compiled_methods(config: Config, methods: tuple[Method, ...]) -> tuple[Method, ...]:
+    """Those of ``methods`` that layers are compiled for.
+
+    Raises:
+        InputError: there is none, or micro-batches have any size.
+    """
+    if not config.plan.shapes:
+        raise InputError(
+            "train.compile=true compiles layers for fixed sizes, and micro-batches have any size; set plan.shapes, "
+            "such as plan.shapes=8"
+        )
+    whole = tuple(
+        method for method in methods if WEIGHTS_OF.get(method, WeightPlacement.WHOLE) is WeightPlacement.WHOLE
+    )
+    if not whole:
+        raise InputError(
+            f"train.compile=true with plan.method={config.plan.method}: layers whose weights are sharded are not "
+            "compiled, they are gathered while they compute; set plan.method to ulysses, ring or dense, or "
+            "train.compile=false"
+        )
+    return whole
+
+
+def _check_degree(config: Config, cluster: ClusterSpec) -> None:
+    plan, num_devices = config.plan, cluster.num_devices
+    if plan.degree and num_devices % plan.degree:
+        fitting = ", ".join(str(degree) for degree in range(1, num_devices + 1) if num_devices % degree == 0)
+        raise InputError(
+            f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
+        )
+    several = {"plan.degree": plan.degree or 1, "plan.max_degree": plan.max_degree, "plan.max_stages": plan.max_stages}
+    if plan.profile and (asked := [f"{name}={count}" for name, count in several.items() if count > 1]):
+        raise InputError(
+            f"{plan.profile} was measured on one device and knows no cost of {' and '.join(asked)}; set "
+            "plan.profile= (empty) for analytic costs"
+        )
+    if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree > 1):
+        drawn = "; or set plan.max_degree to have it drawn for every step" if plan.method == RANDOM else ""
+        raise InputError(
+            f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer{drawn}"
+        )
+    if plan.method == Method.DENSE and plan.degree != 1:
+        raise InputError(f"plan.method=dense shares nothing: plan.degree must be 1, not {plan.degree}")
+
+
+def _samples(config: Config, corpus: Corpus) -> list[np.ndarray]:
+    """Lengths of typical batches, drawn with another seed than those of the run."""
+    other = config.model_copy(update={"seed": config.seed ^ SAMPLES_SEED})
+    is_steady = OrderSettings.of(config.data).is_steady
+    if is_steady:
+        stream = make_sampler(other, corpus)
+    else:
+        stream = sampler_of(other, corpus.lengths, Shuffled(), corpus.selection(other.seed))
+    return list(lengths_of(stream))

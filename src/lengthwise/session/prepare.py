@@ -1,0 +1,319 @@
+"""``lengthwise.prepare``: from a model and a corpus to a run that a user's own loop steps through."""
+
+import atexit
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+
+from lengthwise.config.prepare_options import PrepareOptions, named_as_options, read_options
+from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.processes import check_processes
+from lengthwise.core.specs import GIB, ClusterSpec
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.cost.separable import SeparableCost
+from lengthwise.plan.space.candidate import degrees_of
+from lengthwise.runtime.comm.consensus import require_equal
+from lengthwise.runtime.comm.devices import find_device, local_size
+from lengthwise.runtime.comm.farewell import FAREWELL
+from lengthwise.runtime.comm.world import DistContext, leaving, start_world
+from lengthwise.runtime.loop.call_order import together
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.verify.gradient_check import RECOMPUTE, check_exact
+from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.wrap.micro_batch import PackCollator
+from lengthwise.runtime.wrap.preserved_state import untouched
+from lengthwise.runtime.wrap.recompute_layers import selective_contexts
+from lengthwise.runtime.wrap.unit_members import Units
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from lengthwise.session.calibration import find_cost, measure_again, say
+from lengthwise.session.collate import CollatedItems
+from lengthwise.session.datasets import RunSequences, read_sequences
+from lengthwise.session.id_ranges import IdRanges
+from lengthwise.session.model_checks import check_model, forward_errors_named
+from lengthwise.session.objectives import expected_columns, labels_sequences
+from lengthwise.session.online_calibration import OnlineCalibration
+from lengthwise.session.prepare_planning import form, make_planner, make_sampler, steps_of, with_metric_of
+from lengthwise.session.rank_agreement import to_compare
+from lengthwise.session.sequence_units import units_named
+
+_log = logging.getLogger("lengthwise")
+
+
+MOST_READERS = 256
+"""Processes of one rank that read items."""
+
+
+def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
+    """Prepare ``model`` to train on ``corpus``: every rank calls this, under torchrun or alone.
+
+    The model's code is not changed and its weights stay its own; its layers, its attention and its forward go through
+    the run until :meth:`~lengthwise.runtime.loop.run.Run.close`. Moves the model to the rank's device.
+
+    Args:
+        model: of transformers, or any ``nn.Module`` whose attention is ``scaled_dot_product_attention``.
+        corpus: a folder made by ``lengthwise index``, or anything with a length and items: rows of token ids,
+            dictionaries with ``input_ids`` (and ``labels``), arrays whose first axis is slots; or units, tuples of
+            such dictionaries, whose sequences share a micro-batch.
+        options: see :class:`~lengthwise.config.prepare_options.PrepareOptions`.
+
+    Raises:
+        InputError: options, model or corpus cannot be used as they are.
+        InfeasibleError: the longest sequence fits on no group of devices.
+        CheckError: packs change what the model learns.
+    """
+    chosen = read_options(options)
+    with named_as_options(), untouched(model):
+        return _prepare(model, corpus, chosen)
+
+
+def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
+    world = start_world(chosen.device, timeout_s=chosen.timeout_s)
+    check_processes(chosen.workers, setting="workers", limit=MOST_READERS)
+    chosen, objective, sequences, compared = together(
+        world, partial(_read, model, corpus, chosen, say=say if chosen.verbose and world.is_first else _log.debug)
+    )
+    require_equal(world, compared)
+    atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
+    FAREWELL.begin()  # last, so that it is said first
+    model.to(world.device)
+    run = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
+    if run.adapted.by_sequence is not None:
+        chosen = chosen.model_copy(update={"max_degree": 1})
+    try:
+        _check_labels_are_meant(run, chosen, sequences)
+        with units_named(sequences.num_members):
+            _plan(run, chosen, sequences)
+        run.counts_targets = chosen.count_targets
+        for frozen in chosen.frozen:
+            run.frozen(frozen, check=chosen.check)
+        if chosen.workers:
+            run.read_with(chosen.workers)
+    except BaseException:
+        run.adapted.release()
+        raise
+    return run
+
+
+def _check_labels_are_meant(run: Run, options: PrepareOptions, sequences: RunSequences) -> None:
+    """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
+    if run.adapted.labels.shifts or sequences.labels is not None or options.objective is not None:
+        return
+    raise InputError(
+        f"the loss of {type(run.model).__name__} compares the output of each token with the label at the same place, "
+        "and the corpus has no labels. Say objective='next-token' to learn the token that follows, or give items "
+        "labels, which are used as they are"
+    )
+
+
+def _packed_or_by_sequence(
+    model: nn.Module, chosen: PrepareOptions, learned: Callable[[PrepareOptions, bool], Run]
+) -> Run:
+    """The run of a model that has been learned and compared, in packs where that is exact, else sequence by sequence.
+
+    Raises:
+        InputError: packs cannot be exact and nothing else may be done, or the model is refused then as well.
+        CheckError: the same, where it was found by comparing.
+    """
+    of_sequences = labels_sequences(model, chosen)
+    if of_sequences and chosen.packing == "always":
+        raise InputError(
+            f"packing='always': {type(model).__name__} has one label for each sequence, so its forward is called once "
+            "for each; leave packing out"
+        )
+    if of_sequences or chosen.packing == "never":
+        return learned(chosen, True)
+    try:
+        return learned(chosen, False)
+    except (InputError, CheckError) as error:
+        if chosen.packing == "always":
+            raise
+        refusal = str(error)
+    run = learned(chosen, True)
+    if run.world.is_first:
+        _log.warning(
+            "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
+            "longest; packing='always' refuses instead. In packs it would not be exact: %s",
+            type(model).__name__, refusal.replace(". check=False trains it all the same", ""),
+        )  # fmt: skip
+    return run
+
+
+def _learn(
+    model: nn.Module,
+    world: DistContext,
+    sequences: RunSequences,
+    objective: str,
+    chosen: PrepareOptions,
+    by_sequence: bool,
+) -> Run:
+    """A run whose model has been learned and compared with the stock model."""
+    adapted = WrappedModel(
+        model,
+        objective=objective,
+        layers=chosen.layers,
+        loss=chosen.loss,
+        inputs=chosen.inputs,
+        context=selective_contexts() if chosen.recompute == "selective" else None,
+        by_sequence=by_sequence,
+        labels_sequences=labels_sequences(model, chosen),
+    )
+    run: Run | None = None
+    try:
+        run = _make_run(adapted, chosen, world, sequences)
+        with IdRanges(run) as lookups:
+            together(world, partial(_learn_named, run))
+        makes_loss = chosen.loss is not None or chosen.inputs is not None
+        is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
+        lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
+        if chosen.check:
+            _check(run, chosen, sequences.computed_lengths.max_length)
+    except BaseException:
+        adapted.release()
+        if run is not None:
+            run.state.let_go()
+        raise
+    return run
+
+
+def _learn_named(run: Run) -> None:
+    with forward_errors_named(run.model):
+        learn(run)
+
+
+def _read(
+    model: nn.Module, corpus: Any, chosen: PrepareOptions, *, say: Callable[[str], None]
+) -> tuple[PrepareOptions, str, RunSequences, dict[str, Any]]:
+    """The options and the objective, the corpus, and what of it all must be the same on every rank."""
+    check_model(model, makes_inputs=chosen.inputs is not None)
+    expected = replace(expected_columns(model, chosen), splits_rows=not isinstance(corpus, CollatedItems))
+    sequences = read_sequences(
+        corpus,
+        max_length=chosen.max_length,
+        over_length=chosen.over_length,
+        slot_tokens=chosen.slot_tokens,
+        expected=expected,
+        say=say,
+    )
+    chosen = with_metric_of(chosen, sequences.view)
+    _check_takes(model, sequences)
+    return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
+
+
+def _make_run(adapted: WrappedModel, options: PrepareOptions, world: DistContext, sequences: RunSequences) -> Run:
+    """The run but for its planner."""
+    objective, lr = adapted.objective, options.lr
+    return Run(
+        adapted,
+        world,
+        stream=make_sampler(options, sequences.lengths, objective),
+        planner=_not_yet,
+        feeding=PackCollator(
+            source=sequences,
+            objective=objective,
+            masking=_masking(adapted.model, options) if objective == MASKED and sequences.labels is None else None,
+            ignore_index=options.ignore_index,
+            slot_tokens=options.slot_tokens,
+            labels=sequences.labels,
+            passed=sequences.passed,
+            special=sequences.special,
+            kinds=sequences.kinds() if options.slot_tokens == 1 else {},
+            units=_units(sequences),
+        ),
+        optimizer=options.optimizer_settings,
+        lr=lr if callable(lr) else lambda step: lr,
+        clip_norm=options.clip_norm,
+        num_steps=steps_of(options, sequences.lengths, objective),
+        seed=options.seed,
+    )
+
+
+def _units(sequences: RunSequences) -> Units | None:
+    num_members = sequences.num_members
+    return None if num_members is None else Units(num_members=num_members, lengths=sequences.computed_lengths.lengths)
+
+
+def _check(run: Run, options: PrepareOptions, longest: int) -> None:
+    """Compare what plans may compute with the stock model."""
+    size = run.world.size
+    check_exact(
+        run,
+        degrees=[degree for degree in degrees_of(size, local_size()) if degree <= (options.max_degree or size)],
+        recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
+        longest=longest // options.slot_tokens,
+    )
+
+
+def _plan(run: Run, options: PrepareOptions, sequences: RunSequences) -> None:
+    """Find out what things cost, and give the run a planner."""
+    cluster, lengths = _cluster(options, run.world), sequences.lengths
+    cost = options.cost or find_cost(run, options, cluster=cluster, lengths=sequences.computed_lengths)
+    plan_with = partial(
+        make_planner,
+        options,
+        cluster=cluster,
+        num_layers=run.adapted.anatomy.num_layers,
+        lengths=lengths,
+        objective=run.adapted.objective,
+    )
+    if options.form_batches:
+        problem = plan_with(cost).problem
+        run.stream, run.num_steps = form(options, problem, lengths, run.adapted.objective)
+    if isinstance(cost, SeparableCost):
+        again = partial(measure_again, run) if isinstance(cost, DualLayerCost) else None
+        OnlineCalibration(run, cost, plan_with, measure_again=again)
+    else:
+        run.planner = plan_with(cost)
+
+
+def _not_yet(batch: GlobalBatch) -> StepPlan:
+    raise AssertionError("costs are known before the first step")
+
+
+def _check_takes(model: nn.Module, sequences: RunSequences) -> None:
+    """Raise ``InputError`` if a model of transformers has no row for a token or a position of the corpus."""
+    config, name = getattr(model, "config", None), type(model).__name__
+    table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    rows, largest = getattr(table, "num_embeddings", None), sequences.largest_token
+    if rows is not None and largest is not None and largest[0] >= rows:
+        raise InputError(
+            f"{largest[1]} has token id {largest[0]:,}, {name} embeds ids up to {rows - 1:,}; use its tokenizer"
+        )
+    limit, longest = getattr(config, "max_position_embeddings", None), sequences.computed_lengths.max_length
+    if not isinstance(limit, int) or limit < 1 or longest <= limit:  # XLNet, which has no limit, says -1
+        return
+    told = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
+    if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):
+        _log.warning("%s; rotary positions beyond are computed all the same", told)
+        return
+    if sequences.num_members is not None:
+        raise InputError(f"{told}; cut the members of units in the dataset, which max_length does not")
+    raise InputError(f"{told}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
+
+
+def _masking(model: nn.Module, options: PrepareOptions) -> TokenMasking:
+    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if options.mask_token_id is None or vocab_size is None:
+        raise InputError(
+            f"{type(model).__name__} predicts hidden tokens: say which token hides them, mask_token_id=..., the id of "
+            "[MASK] in its tokenizer, or give items with labels in which tokens are hidden already"
+        )
+    if not 0 <= options.mask_token_id < vocab_size:
+        raise InputError(
+            f"mask_token_id={options.mask_token_id}, and {type(model).__name__} has tokens 0 to {vocab_size - 1:,}; "
+            "give the id of [MASK] in its tokenizer"
+        )
+    return TokenMasking(seed=options.seed, vocab_size=vocab_size, mask_token_id=options.mask_token_id)
+
+
+def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:
+    device = find_device(world)
+    if options.memory_gib is not None:
+        device = replace(device, memory_bytes=int(options.memory_gib * GIB))
+    return ClusterSpec(num_nodes=world.size // local_size(), devices_per_node=local_size(), device=device)

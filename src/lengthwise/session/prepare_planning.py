@@ -1,0 +1,146 @@
+"""From lengths and costs to the stream of batches and the planner of a prepared run."""
+
+from functools import partial
+from typing import Any
+
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.lr_scaling import LrScaling, mean_size
+from lengthwise.core.pipeline_config import Method
+from lengthwise.core.specs import ClusterSpec
+from lengthwise.data.max_length import CorpusView
+from lengthwise.data.order import Order, OrderSettings, Shuffled, make_order
+from lengthwise.data.sampler import Sampler
+from lengthwise.data.sort_key import difficulty, of_values
+from lengthwise.plan.dcp.form_batches import FormedBatches
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.problem import PlanningProblem
+from lengthwise.plan.space.search_space import SAMPLES_SEED, RecomputeMode, SearchSpace, lengths_of, make_problem
+
+
+def with_metric_of(options: PrepareOptions, view: CorpusView) -> PrepareOptions:
+    """The options with a metric of the view's sequences: a piece of a sequence is as hard as the whole.
+
+    Raises:
+        InputError: the metric is not one number for each sequence that the corpus has.
+    """
+    if options.metric is None:
+        return options
+    whole = of_values(options.metric, view.ledger.sequences_in)
+    return options.model_copy(update={"metric": whole.values[view.base_ids]})
+
+
+def make_sampler(options: PrepareOptions, lengths: LengthIndex, objective: str) -> Sampler:
+    """The stream of global batches.
+
+    Raises:
+        InputError: the metric is not one number per sequence.
+    """
+    settings = OrderSettings.of(options)
+    return _sampler(
+        options, lengths, objective, order=make_order(settings, difficulty(options.metric, lengths, settings))
+    )
+
+
+def _sampler(options: PrepareOptions, lengths: LengthIndex, objective: str, *, order: Order) -> Sampler:
+    return Sampler(
+        lengths,
+        seed=options.seed,
+        order=order,
+        objective=objective,
+        tokens_per_step=options.budgets.get("tokens_per_step"),
+        sequences_per_step=options.budgets.get("sequences_per_step"),
+    )
+
+
+def steps_of(options: PrepareOptions, lengths: LengthIndex, objective: str) -> int:
+    """Steps of the run: as many as were asked for, or those of its epochs."""
+    if options.steps is not None:
+        return options.steps
+    sampler, total = make_sampler(options, lengths, objective), 0
+    while sampler.epoch < options.epochs:
+        next(sampler)
+        total += 1
+    return total
+
+
+class Epochs:
+    """The batches of a number of epochs."""
+
+    def __init__(self, sampler: Sampler, number: int) -> None:
+        self._sampler, self._number = sampler, number
+
+    def __next__(self) -> GlobalBatch:
+        if self._sampler.epoch >= self._number:
+            raise StopIteration
+        return next(self._sampler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the sampler."""
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """That of the sampler."""
+        self._sampler.load_state_dict(state)
+
+
+def form(
+    options: PrepareOptions, problem: PlanningProblem, lengths: LengthIndex, objective: str
+) -> tuple[FormedBatches, int]:
+    """The stream of batches that groups of ``problem`` can balance, and how many there are to compute."""
+
+    def formed() -> FormedBatches:
+        sampler = make_sampler(options, lengths, objective)
+        stream = sampler if options.steps is not None else Epochs(sampler, options.epochs)
+        return FormedBatches(stream, problem, g_min=options.g_min, g_max=options.g_max)
+
+    return formed(), options.steps or sum(1 for _ in formed())
+
+
+def make_planner(
+    options: PrepareOptions,
+    cost: CostModel,
+    *,
+    cluster: ClusterSpec,
+    num_layers: int,
+    lengths: LengthIndex,
+    objective: str,
+) -> Planner:
+    """The planner of the policy: pipelines of one stage, sequences shared by up to ``max_degree`` ranks.
+
+    Raises:
+        InfeasibleError: the model's state or the longest sequence fits under no scheme.
+    """
+    most = cluster.num_devices
+    if options.max_degree is not None and options.max_degree > most:
+        raise InputError(f"max_degree={options.max_degree}, and there are {most} ranks")
+    pool = SearchSpace(
+        max_degree=options.max_degree or most,
+        max_stages=1,
+        methods=(Method.ULYSSES,),
+        recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
+    )
+    other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})
+    is_steady = OrderSettings.of(options).is_steady
+    typical = (make_sampler if is_steady else partial(_sampler, order=Shuffled()))(other, lengths, objective)
+    problem = make_problem(
+        cost,
+        cluster=cluster,
+        num_layers=num_layers,
+        max_length=lengths.max_length,
+        pool=pool,
+        samples=lengths_of(typical),
+    )
+    problem.check_fits(lengths.lengths)
+    return Planner(policy=options.policy, problem=problem, lr_scaling=_lr_scaling(options, lengths, objective))
+
+
+def _lr_scaling(options: PrepareOptions, lengths: LengthIndex, objective: str) -> LrScaling | None:
+    if options.lr_scaling == "none":
+        return None
+    budgets = {"tokens_per_step": None, "sequences_per_step": None, **options.budgets}
+    reference = options.lr_reference or mean_size(lengths, by=options.lr_scaling_by, objective=objective, **budgets)
+    return LrScaling(rule=options.lr_scaling, by=options.lr_scaling_by, reference=reference, clamp=options.lr_clamp)

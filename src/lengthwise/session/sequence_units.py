@@ -1,0 +1,135 @@
+"""Items of several sequences that belong together, such as the two answers of a preference pair: units.
+
+A unit is a tuple of dictionaries, its members. Sampler and planner take it for one sequence as long as all of its
+members; what is computed are the members, each a sequence of its own, in one micro-batch.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.session.item_values import ItemRow, is_mapping
+
+_LOOKED_AT = 8
+"""Members by which a unit is told from a row of token ids."""
+
+
+def members_of(where: str, item: Any, *, slot_tokens: int) -> list[Any] | None:
+    """The members of an item that is a unit; None: it is one sequence.
+
+    Raises:
+        InputError: some of its members are no dictionaries.
+    """
+    if not isinstance(item, tuple | list):
+        return None
+    kind, first = type(item).__name__, item[:_LOOKED_AT]
+    if any(is_mapping(member) for member in first):
+        for number, member in enumerate(item):
+            if not is_mapping(member):
+                raise InputError(
+                    f"member {number} of {where} is {type(member).__name__}, and others are dictionaries; a unit is a "
+                    "tuple of dictionaries with input_ids"
+                )
+        return list(item)
+    if any(isinstance(member, tuple | list) and any(map(is_mapping, member[:_LOOKED_AT])) for member in first):
+        raise InputError(
+            f"{where} is a {kind} of units; a unit is a tuple of dictionaries with input_ids: give all of its members "
+            "in one tuple"
+        )
+    if slot_tokens == 1 and len(item) > 1 and any(_is_row(member) for member in first):
+        raise InputError(
+            f"{where} is a {kind} of {len(item)} rows; a sequence is one row of token ids, and sequences that share a "
+            "micro-batch are a tuple of dictionaries: ({'input_ids': [...]}, {'input_ids': [...]})"
+        )
+    return None
+
+
+def joined(where: str, members: list[ItemRow]) -> ItemRow:
+    """One row of all members, end to end; its bounds are theirs.
+
+    Raises:
+        InputError: members have different columns, or are no single sequences.
+    """
+    for number, member in enumerate(members):
+        if len(member.bounds) > 2:
+            raise InputError(
+                f"member {number} of {where} holds {len(member.bounds) - 1} sequences packed into one row; give each "
+                "as a member of its own"
+            )
+        _check_alike(where, number, members[0], member)
+    first = members[0]
+    return ItemRow(
+        tokens=np.concatenate([member.tokens for member in members]),
+        labels=None if first.labels is None else np.concatenate([_given(member.labels) for member in members]),
+        special=None if first.special is None else np.concatenate([_given(member.special) for member in members]),
+        passed={name: np.concatenate([member.passed[name] for member in members]) for name in first.passed},
+        bounds=(0, *accumulate(len(member.tokens) for member in members)),
+        num_members=len(members),
+    )
+
+
+@contextmanager
+def units_named(num_members: int | None) -> Iterator[None]:
+    """Errors of planning say that what does not fit is a unit, and is not cut.
+
+    Raises:
+        InfeasibleError: as planning raised it, of units.
+    """
+    try:
+        yield
+    except InfeasibleError as error:
+        if num_members is None:
+            raise
+        raise InfeasibleError(
+            f"{str(error).replace('over_length=split', 'over_length=drop')} Items are units of {num_members} sequences "
+            "that share a micro-batch, and are planned as one sequence of their summed length"
+        ) from None
+
+
+def check_as_many(number: int, num_members: int | None, first: int | None) -> None:
+    """Raise ``InputError`` unless an item has as many members as the first one; None: it is a single sequence."""
+    if num_members == first:
+        return
+    raise InputError(
+        f"item {number} is {_in_words(num_members)}, and item 0 is {_in_words(first)}; all items of a corpus have the "
+        "same number of members"
+    )
+
+
+def _in_words(num_members: int | None) -> str:
+    if num_members is None:
+        return "a single sequence"
+    return f"a unit of {num_members} member{'s' * (num_members > 1)}"
+
+
+def _check_alike(where: str, number: int, first: ItemRow, member: ItemRow) -> None:
+    """Raise ``InputError`` if a member has other columns with a meaning than the first one, or other slots."""
+    has, had = member.used, first.used
+    if has != had:
+        name = min(has ^ had)
+        words = {"labels": "labels (or a mask of tokens that have a loss)", "special": "special_tokens_mask"}
+        with_it, without = (0, number) if name in had else (number, 0)
+        raise InputError(
+            f"member {with_it} of {where} has {words.get(name, name)} and member {without} has none; give every member "
+            "its own, or leave the column out of all"
+        )
+    this, that = (row.tokens.shape[1:] for row in (member, first))
+    if this != that:
+        raise InputError(
+            f"member {number} of {where} has slots of shape {this}, and member 0 has slots of shape {that}; all slots "
+            "of a corpus have one shape"
+        )
+
+
+def _given(values: np.ndarray | None) -> np.ndarray:
+    assert values is not None, "every member has what the first has"
+    return values
+
+
+def _is_row(member: Any) -> bool:
+    return isinstance(member, tuple | list) or (isinstance(member, np.ndarray | torch.Tensor) and member.ndim > 0)

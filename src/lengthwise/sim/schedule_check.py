@@ -1,0 +1,274 @@
+"""What every rank does in a step, in order, from the plan alone; and the proof that ranks never wait in vain.
+
+A rank pulls weights, receives, computes and sends micro-batches as its stage's schedule says, and pushes gradients. The
+runtime executes these lists and nothing else, so that what is proven of them holds of the run.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import NoReturn
+
+from lengthwise.core.errors import CheckError
+from lengthwise.core.pipeline_config import Method, PipelineSchedule, WeightShard, issue_order
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+
+
+class OperationKind(StrEnum):
+    """What an operation does."""
+
+    PULL = "pull"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    SEND = "send"
+    RECEIVE = "receive"
+    PUSH = "push"
+
+
+MESSAGES = (OperationKind.SEND, OperationKind.RECEIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One thing a rank does, with whom."""
+
+    kind: OperationKind
+    ranks: tuple[int, ...]
+    """Of a message the sender and the receiver, of all else those that do it together, ascending."""
+    what: str
+    """All that decides which collectives it is made of; equal on all ranks that take part."""
+    pipeline: int = -1
+    """Position in the plan; -1: of all."""
+    micro_batch: int = -1
+    """Position in the pipeline."""
+    is_backward: bool = False
+    """Of a message: whether it is a gradient."""
+    num_tokens: int = 0
+    """Of a message."""
+
+    def __str__(self) -> str:
+        if self.kind in MESSAGES:
+            verb, (sender, receiver) = str(self.kind), self.ranks
+            other = f"to rank {receiver}" if self.kind is OperationKind.SEND else f"from rank {sender}"
+            return f"{verb} {self.what} {other}, {self.num_tokens:,} tokens"
+        return f"run the {self.kind} {self.what} with ranks {_named(self.ranks)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPhase:
+    """Phases one after another in which every rank computes with the same weights, if with any."""
+
+    phases: range
+    holdings: tuple[WeightShard | None, ...]
+
+
+def stretches(plan: StepPlan) -> tuple[WeightPhase, ...]:
+    """The phases of a plan, joined where no weights need to move between them."""
+    found: list[WeightPhase] = []
+    for phase in range(plan.num_phases):
+        held = plan.holdings(phase)
+        if found and all(a == b or a is None or b is None for a, b in zip(found[-1].holdings, held)):
+            joined = tuple(a or b for a, b in zip(found[-1].holdings, held))
+            found[-1] = WeightPhase(phases=range(found[-1].phases.start, phase + 1), holdings=joined)
+        else:
+            found.append(WeightPhase(phases=range(phase, phase + 1), holdings=held))
+    return tuple(found)
+
+
+def operations(
+    plan: StepPlan, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+) -> tuple[tuple[WeightPhase, tuple[tuple[Operation, ...], ...]], ...]:
+    """For every stretch, the operations of every rank."""
+    everyone = tuple(range(plan.num_devices))
+    found = []
+    for number, stretch in enumerate(stretches(plan)):
+        name = f"{number} (phases {stretch.phases.start} to {stretch.phases.stop - 1})"
+        lists: list[list[Operation]] = [[_moving(OperationKind.PULL, name, everyone)] for _ in everyone]
+        for position, pipeline in sorted(enumerate(plan.pipelines), key=lambda item: item[1].phase):
+            if pipeline.phase in stretch.phases:
+                for rank, steps in _of_pipeline(position, pipeline, schedule):
+                    lists[rank] += steps
+        for each in lists:
+            each.append(_moving(OperationKind.PUSH, name, everyone))
+        found.append((stretch, tuple(map(tuple, lists))))
+    return tuple(found)
+
+
+def _moving(kind: OperationKind, name: str, everyone: tuple[int, ...]) -> Operation:
+    return Operation(kind=kind, ranks=everyone, what=f"of stretch {name}")
+
+
+def _of_pipeline(
+    position: int, pipeline: Pipeline, schedule: PipelineSchedule
+) -> Iterator[tuple[int, list[Operation]]]:
+    """Of every rank of a pipeline."""
+    num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
+    for stage in range(num_stages):
+        order = issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule)
+        passes = [_pass(position, pipeline, number, stage, is_backward) for is_backward, number in order]
+        for place, rank in enumerate(pipeline.ranks_of(stage)):
+            steps: list[Operation] = []
+            for (is_backward, number), one in zip(order, passes):
+                source, target = (stage + 1, stage - 1) if is_backward else (stage - 1, stage + 1)
+                if 0 <= source < num_stages:
+                    steps.append(_message(position, pipeline, number, place, source, stage, is_backward, sends=False))
+                steps.append(one)
+                if 0 <= target < num_stages:
+                    steps.append(_message(position, pipeline, number, place, stage, target, is_backward, sends=True))
+            yield rank, steps
+
+
+def _pass(position: int, pipeline: Pipeline, number: int, stage: int, is_backward: bool) -> Operation:
+    micro_batch = pipeline.micro_batches[number]
+    how = _how(
+        pipeline.scheme.layers_of_stage(stage), pipeline.methods_of(micro_batch), pipeline.recompute_of(micro_batch)
+    )
+    return Operation(
+        kind=OperationKind.BACKWARD if is_backward else OperationKind.FORWARD,
+        ranks=pipeline.ranks_of(stage),
+        what=(
+            f"of micro-batch {number} of pipeline {position}, stage {stage}: sequences {_named(micro_batch.pack.ids)}, "
+            f"{how}"
+        ),
+        pipeline=position,
+        micro_batch=number,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _how(layers: range, methods: tuple[Method, ...], recompute: tuple[bool, ...]) -> str:
+    """Methods and flags of the layers of a stage in words; most passes of a plan share theirs."""
+    used = [str(methods[layer]) for layer in layers]
+    flags = "".join(str(int(recompute[layer])) for layer in layers)
+    words = f"layers {layers.start} to {layers.stop - 1} by {'+'.join(dict.fromkeys(used))}, recompute {flags}"
+    return f"{words}, in turn {','.join(used)}" if len(set(used)) > 1 else words
+
+
+def _message(
+    position: int, pipeline: Pipeline, number: int, place: int, source: int, target: int, is_backward: bool, *,
+    sends: bool,
+) -> Operation:  # fmt: skip
+    return Operation(
+        kind=OperationKind.SEND if sends else OperationKind.RECEIVE,
+        ranks=(pipeline.ranks_of(source)[place], pipeline.ranks_of(target)[place]),
+        what=f"the {'gradient' if is_backward else 'output'} of micro-batch {number} of pipeline {position}",
+        pipeline=position,
+        micro_batch=number,
+        is_backward=is_backward,
+        num_tokens=num_tokens_of(pipeline.micro_batches[number], place, pipeline.scheme.degree),
+    )
+
+
+def num_tokens_of(micro_batch: PlannedMicroBatch, place: int, degree: int) -> int:
+    """Tokens of the rank at ``place`` of a stage: shares differ by one at most, the first ones have more."""
+    each, more = divmod(micro_batch.pack.num_tokens, degree)
+    return each + (place < more)
+
+
+def shares_of(plan: StepPlan, rank: int) -> set[int]:
+    """How many tokens ``rank`` holds of the micro-batches that it computes."""
+    return {
+        num_tokens_of(micro_batch, pipeline.ranks_of(stage).index(rank), pipeline.scheme.degree)
+        for pipeline in plan.pipelines
+        for stage in range(pipeline.scheme.num_stages)
+        if rank in pipeline.ranks_of(stage)
+        for micro_batch in pipeline.micro_batches
+    }
+
+
+def _named(numbers: Sequence[int], most: int = 8) -> str:
+    shown = ",".join(map(str, numbers[:most]))
+    return shown if len(numbers) <= most else f"{shown},... ({len(numbers)})"
+
+
+def check_matching(lists: Sequence[Sequence[Operation]], *, step: int) -> None:
+    """Raise ``CheckError`` unless the ranks, each doing its list in order, all come to its end.
+
+    Messages do not wait to be received; whatever several ranks do together waits for all of them, and all must mean
+    the same. Messages from one rank to another, outputs and gradients each by themselves, arrive in the order in which
+    they are sent, and none is left over.
+    """
+    matcher = _Matcher(lists, step)
+    matcher.run()
+
+
+class _Matcher:
+    def __init__(self, lists: Sequence[Sequence[Operation]], step: int) -> None:
+        self._lists, self._step = lists, step
+        self._at = [0] * len(lists)
+        self._sent: dict[tuple[int, int, bool], deque[Operation]] = {}
+        self._come: dict[Operation, int] = {}  # of what several do together: how many of its ranks, in order, are there
+
+    def run(self) -> None:
+        waiting = deque(range(len(self._lists)))
+        while waiting:
+            waiting.extend(self._advance(waiting.popleft()))
+        if stuck := [rank for rank in range(len(self._lists)) if self._next(rank) is not None]:
+            self._fail(stuck[0])
+        for messages in self._sent.values():
+            if messages:
+                sender, receiver = messages[0].ranks
+                self._disagree(sender, messages[0], receiver, None)
+
+    def _next(self, rank: int) -> Operation | None:
+        done = self._at[rank]
+        return self._lists[rank][done] if done < len(self._lists[rank]) else None
+
+    def _advance(self, rank: int) -> list[int]:
+        """Go on with one rank as far as it can; returns the ranks that may go on because of it."""
+        freed: list[int] = []
+        while (operation := self._next(rank)) is not None:
+            if operation.kind is OperationKind.SEND:
+                self._channel(operation).append(operation)
+                freed.append(operation.ranks[1])
+            elif operation.kind is OperationKind.RECEIVE:
+                messages = self._channel(operation)
+                if not messages:
+                    break
+                if not _is_same_message(messages[0], operation):
+                    self._disagree(messages[0].ranks[0], messages[0], rank, operation)
+                messages.popleft()
+            elif self._is_complete(operation):
+                for other in operation.ranks:
+                    self._at[other] += other != rank
+                freed += [other for other in operation.ranks if other != rank]
+            else:
+                break
+            self._at[rank] += 1
+        return freed
+
+    def _is_complete(self, operation: Operation) -> bool:
+        """Whether all ranks of an operation have come to it. They stay until then, so each is looked at once."""
+        come, ranks = self._come.pop(operation, 0), operation.ranks
+        while come < len(ranks) and self._next(ranks[come]) == operation:
+            come += 1
+        if come < len(ranks):
+            self._come[operation] = come
+        return come == len(ranks)
+
+    def _channel(self, message: Operation) -> deque[Operation]:
+        return self._sent.setdefault((*message.ranks, message.is_backward), deque())  # type: ignore[arg-type]
+
+    def _fail(self, rank: int) -> None:
+        """Name a rank that cannot go on and the one it waits for: the last of those that wait for one another."""
+        seen: set[int] = set()
+        while True:
+            operation = self._next(rank)
+            assert operation is not None
+            seen.add(rank)
+            other = next(one for one in operation.ranks if one != rank and self._next(one) != operation)
+            if other in seen or self._next(other) is None:
+                self._disagree(rank, operation, other, self._next(other))
+            rank = other
+
+    def _disagree(self, a: int, of_a: Operation, b: int, of_b: Operation | None) -> NoReturn:
+        raise CheckError(
+            f"step {self._step} is not run, its ranks would wait for ever: next, rank {a} would {of_a}; rank {b} "
+            f"would {of_b or 'do nothing more'}"
+        )
+
+
+def _is_same_message(a: Operation, b: Operation) -> bool:
+    return (a.what, a.num_tokens) == (b.what, b.num_tokens)

@@ -1,0 +1,46 @@
+"""What a simulation adds to a plan: noise, slow ranks, transfers between stages, an update that hides."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lengthwise.core.errors import InputError
+
+MAX_JITTER, MAX_TRANSFER_S, MAX_FACTOR = 3.0, 1e6, 1e6
+"""Beyond these, simulated times say nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimOptions:
+    """The defaults execute a plan exactly as its costs predict it.
+
+    Raises:
+        InputError: a value outside its range.
+    """
+
+    jitter: float = 0.0
+    """Sigma of a lognormal factor of mean 1, drawn for every micro-batch on every stage."""
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    """Rank -> how many times slower it computes, at least 1; its whole stage waits for it."""
+    seed: int = 0
+    """Of the jitter. Equal seed, step and plan give equal times."""
+    transfer_s: float = 0.0
+    """Seconds from the end of a forward or backward until the neighbouring stage has its result."""
+    overlap: float = 0.0
+    """Share of the update that runs beneath computation; see :func:`lengthwise.sim.simulate_step.exposed_update_s`."""
+
+    def __post_init__(self) -> None:
+        for name in ("jitter", "transfer_s"):
+            value = getattr(self, name)
+            most = MAX_JITTER if name == "jitter" else MAX_TRANSFER_S
+            if not 0 <= value <= most:
+                raise InputError(f"{name} must be finite and at least 0, not {value}; the most is {most:g}")
+        if not 0 <= self.overlap <= 1:
+            raise InputError(f"overlap is a share of the update between 0 and 1, not {self.overlap}")
+        if not 0 <= self.seed < 1 << 64:
+            raise InputError(f"seed must be between 0 and 2^64 - 1, not {self.seed}")
+        for rank, factor in self.stragglers.items():
+            if not 1 <= factor <= MAX_FACTOR:
+                raise InputError(
+                    f"straggler {rank} must be slower by a finite factor of at least 1, not {factor}; the most is "
+                    f"{MAX_FACTOR:g}"
+                )

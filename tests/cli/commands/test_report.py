@@ -1,0 +1,101 @@
+import gzip
+import json
+
+import pytest
+
+from lengthwise.cli import main as cli
+from tests.report.fake_run import make_run
+
+
+@pytest.fixture
+def lengthwise(monkeypatch, capsys):
+    """Runs a command line; returns exit code, stdout and stderr."""
+
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["lengthwise", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as leave:
+            code = leave.code or 0
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_report_writes_page_and_trace_into_the_run(lengthwise, tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=5)
+    before = {path.name for path in folder.path.iterdir()}
+    code, out, _ = lengthwise("report", folder.path)
+    assert code == 0 and "tokens/s" in out and "auto" in out
+    assert {path.name for path in folder.path.iterdir()} - before == {"report.html", "trace.json.gz"}
+    events = json.loads(gzip.decompress(folder.trace.read_bytes()))["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {f"{kind}rank {rank}" for kind in ("", "predicted ") for rank in range(4)}
+
+
+def test_report_json_is_one_document(lengthwise, tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=5)
+    code, out, _ = lengthwise("report", folder.path, "--json", "--warmup", 2)
+    document = json.loads(out)
+    assert code == 0 and document["report"] == str(folder.report) and document["trace"] == str(folder.trace)
+    (summary,) = document["runs"]
+    assert summary["num_steps"] == 5 and summary["num_warmup"] == 2 and summary["policy"] == "auto"
+
+
+def test_several_runs_share_one_page_and_one_trace(lengthwise, tmp_path):
+    folders = [make_run(tmp_path / p, policy=p, name=p, num_steps=4).path for p in ("padded", "auto")]
+    code, out, _ = lengthwise("report", *folders, "--out", tmp_path / "compare.html", "--json")
+    document = json.loads(out)
+    assert code == 0 and [run["policy"] for run in document["runs"]] == ["padded", "auto"]
+    assert "2 runs compared" in (tmp_path / "compare.html").read_text()
+    events = json.loads(gzip.decompress((tmp_path / "compare.trace.json.gz").read_bytes()))["traceEvents"]
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert len({e["pid"] for e in events}) == len(names) == 16 and "padded: rank 0" in names
+    assert not (folders[0] / "report.html").exists()
+
+
+def test_long_runs_keep_the_last_steps_in_the_trace(lengthwise, tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.cli.commands.report.MOST_SPANS", 100)
+    folder = make_run(tmp_path / "run", num_steps=20)
+    assert lengthwise("report", folder.path)[0] == 0
+    events = json.loads(gzip.decompress(folder.trace.read_bytes()))["traceEvents"]
+    steps = {e["args"]["step"] for e in events if e["ph"] == "X"}
+    assert max(steps) == 19 and 0 not in steps
+    assert f"It holds the last {len(steps)} of 20 steps." in folder.report.read_text()
+
+
+def test_what_is_not_a_run_is_refused(lengthwise, tmp_path):
+    code, _, err = lengthwise("report", tmp_path)
+    assert code == 2 and "not a run folder" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_steps_is_refused(lengthwise, tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=2)
+    folder.metrics.unlink()
+    code, _, err = lengthwise("report", folder.path)
+    assert code == 2 and "no finished step" in err and not folder.report.exists()
+
+
+def test_a_damaged_plan_is_refused_and_nothing_is_written(lengthwise, tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=3)
+    good = folder.plans.read_text()
+    folder.plans.write_text(good.replace('"step"', '"st', 1))
+    code, _, err = lengthwise("report", folder.path)
+    assert code == 2 and "plans.jsonl:1 is damaged" in err
+    folder.plans.write_text(good.replace('"lr_factor": 1.0', '"lr_factor": 2.0', 1))
+    code, _, err = lengthwise("report", folder.path)
+    assert code == 4 and "plans.jsonl" in err and "digest" in err
+    assert not folder.report.exists() and not folder.trace.exists()
+
+
+def test_an_unwritable_place_is_refused_and_nothing_is_written(lengthwise, tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=2)
+    code, _, err = lengthwise("report", folder.path, "--out", tmp_path / "missing" / "page.html")
+    assert code == 2 and "no folder" in err
+    (tmp_path / "page.html").mkdir()
+    code, _, err = lengthwise("report", folder.path, "--out", tmp_path / "page.html")
+    assert code == 2 and "is a folder" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "run"]

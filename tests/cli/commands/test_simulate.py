@@ -1,0 +1,135 @@
+"""Plans executed in virtual time through the command line."""
+
+import gzip
+import json
+from itertools import pairwise
+
+import pytest
+
+from tests.sim.plans import lane, make_plan
+
+
+def write(path, *plans):
+    path.write_text("".join(json.dumps(plan.to_json()) + "\n" for plan in plans))
+    return path
+
+
+@pytest.fixture
+def staged(tmp_path):
+    """Three steps of two phases; in the first, a pipeline of two stages and one of two devices."""
+    plans = [
+        make_plan(
+            [lane(3.0, 2.0, 1.0, stages=2), lane(4.0, degree=2, comm=0.25, padded_to=10)],
+            [lane(1.0) for _ in range(4 - empty)] + [lane() for _ in range(empty)],
+            switch_s=0.5, step=empty,
+        )
+        for empty in range(3)
+    ]  # fmt: skip
+    return write(tmp_path / "plans.jsonl", *plans)
+
+
+@pytest.fixture
+def single(tmp_path):
+    return write(tmp_path / "single.jsonl", make_plan([lane(3.0, 2.0, 1.0), lane(1.0)], update_s=0.0))
+
+
+def test_a_plan_without_stages_takes_the_time_that_was_planned(cli, single):
+    document = json.loads(cli("simulate", single, "--json")[1])
+    assert document["step_time_s"] == pytest.approx(6.0)
+    assert document["idle"] == pytest.approx(document["imbalance"]) == pytest.approx(5 / 12)
+    assert document["tokens_per_s"] == pytest.approx(20 / 6)
+
+
+def test_losses_are_shares_of_the_device_time(cli, staged):
+    document = json.loads(cli("simulate", staged, "--json")[1])
+    parts = [document[name] for name in ("compute", "communicate", "bubble", "imbalance", "switch", "update")]
+    assert sum(parts) == pytest.approx(1)
+    assert min(parts) > 0
+    assert document["idle"] == pytest.approx(document["bubble"] + document["imbalance"])
+
+
+def test_steps_limits_what_is_read(cli, staged):
+    assert json.loads(cli("simulate", staged, "--steps", 2, "--json")[1])["num_steps"] == 2
+
+
+def test_a_straggler_slows_the_step_by_its_factor(cli, single):
+    slow = json.loads(cli("simulate", single, "--straggler", "0:1.5", "--straggler", "1:2", "--json")[1])
+    assert slow["step_time_s"] == pytest.approx(9.0)
+    assert slow["idle"] == pytest.approx(7 / 18)
+
+
+def test_jitter_is_repeatable(cli, staged):
+    noisy = [cli("simulate", staged, "--jitter", jitter, "--json")[1] for jitter in (0.1, 0.1, 0)]
+    assert noisy[0] == noisy[1] != noisy[2]
+
+
+def test_a_table_is_printed_for_people(cli, staged):
+    out = cli("simulate", staged)[1]
+    for words in ("3 steps of policy any on 4 devices", "tokens/s", "bubbles within pipelines", "imbalance between"):
+        assert words in out
+
+
+def test_a_peak_of_a_few_kilobytes_is_not_printed_as_nothing(cli, staged, tmp_path):
+    printed = cli("simulate", staged, "--html", tmp_path / "page.html")[1]
+    assert "1.6\u00a0KiB" in printed and "1.6\u00a0KiB" in (tmp_path / "page.html").read_text()
+
+
+def test_a_trace_has_every_pass_and_switch_and_no_overlaps(cli, staged, tmp_path):
+    path = tmp_path / "trace.json.gz"
+    assert cli("simulate", staged, "--trace", path)[0] == 0
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    for rank in range(4):
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == rank)
+        assert all(before[1] <= after[0] + 1e-3 for before, after in pairwise(mine))
+        names = [e["name"] for e in spans if e["pid"] == rank and e["args"]["step"] == 0 and e["cat"] != "wait"]
+        first = [f"{part} {i}" for part in ("forward", "backward") for i in range(3)] if rank < 2 else None
+        if first:
+            assert sorted(names) == sorted([*first, "forward 0", "backward 0", "switch", "update"])
+    assert {e["pid"] for e in events if e["ph"] == "C"} == {0, 1, 2, 3}
+
+
+def test_a_trace_holds_as_many_steps_as_viewers_bear(cli, staged, tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.cli.commands.simulate.MOST_SPANS", 10)
+    code, _, err = cli("simulate", staged, "--trace", tmp_path / "trace.json.gz")
+    events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert (code, {e["args"]["step"] for e in events if e["ph"] == "X"}) == (0, {0})
+    assert "first 1 of 3 steps" in " ".join(err.split())
+
+
+def test_a_page_shows_timeline_and_memory_and_every_step(cli, staged, tmp_path):
+    path = tmp_path / "page.html"
+    assert cli("simulate", staged, "--html", path, "--jitter", 0.1, "--straggler", "1:2")[0] == 0
+    page = path.read_text()
+    for words in (
+        "Policy any on 4 devices", "3 steps · jitter 0.1 · rank 1 slower by 2x", "A typical step", "The worst step",
+        "A typical step: memory", "MiB per device", "bubbles within pipelines", "switch strategies",
+    ):  # fmt: skip
+        assert words in page
+    assert page.count("<svg role=") == 5
+    assert page.count("<script") == page.count("http") == 0
+    steps = page[page.index("<h3>Steps</h3>") :]
+    assert [f"<td>{step}</td>" in steps for step in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--straggler", "3"], "--straggler 3 is not RANK:FACTOR"),
+        (["--straggler", "a:2"], "--straggler a:2 is not RANK:FACTOR"),
+        (["--straggler", "9:2"], "no rank 9 to be slow"),
+        (["--straggler", "1:0.5"], "at least 1, not 0.5"),
+        (["--jitter", "-1"], "jitter must be finite and at least 0"),
+        (["--html", "nowhere/page.html"], "cannot write nowhere/page.html"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(cli, single, arguments, message):
+    code, _, err = cli("simulate", single, *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_an_empty_plan_file_is_refused(cli, tmp_path):
+    code, _, err = cli("simulate", write(tmp_path / "plans.jsonl"))
+    assert code == 2
+    assert "no plans in" in err

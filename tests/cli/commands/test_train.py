@@ -1,0 +1,232 @@
+"""Training through the command line: real processes, real files, real signals."""
+
+import json
+import os
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from lengthwise.config.run_config import load
+from lengthwise.core.batch import Pack
+from lengthwise.core.cost import ProfileRow, ProfileTable
+from lengthwise.core.pipeline_config import Method, PipelineConfig, uniform_scheme
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.data.corpus import open_corpus
+from lengthwise.session.planning import make_sampler
+from tests.cli.runs import lengthwise, make_corpus, settings
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_two_ranks_train_report_and_export(corpus, tmp_path):
+    folder = tmp_path / "run"
+    arguments = settings(corpus, folder, "train.steps=3", "train.tensorboard=true", "plan.policy=auto")
+    done = lengthwise("train", *arguments, "--nproc", 2, "--json", is_cold=True)
+    assert json.loads(done.stdout)["status"]["state"] == "done"
+    line = next(line for line in done.stderr.splitlines() if line.startswith("step: 3/3"))
+    assert "plan: auto (predicted " in line
+    for part in ("loss: ", "grad_norm: ", "lr: ", "tokens: ", "pad: 0.0%", "imbalance: ", "mfu: n/a"):
+        assert part in line
+    rows = RunFolder(folder).read_metrics()
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[2]["loss/avg"] < rows[0]["loss/avg"]
+    ledger = json.loads((folder / "ledger.json").read_text())
+    assert ledger["rule"] == "split"
+    assert ledger["tokens_in"] == ledger["tokens_out"]
+    assert list((folder / "tensorboard").iterdir())
+
+    lengthwise("report", folder)
+    assert (folder / "report.html").stat().st_size > 10_000
+    lengthwise("export", folder, "--out", tmp_path / "hf")
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
+    lengthwise("export", folder, "--out", tmp_path / "hf", expected=2)
+    lengthwise("train", *arguments, expected=2)  # the folder holds a run already
+
+
+NUM_STEPS, NUM_LAYERS = 5, 4
+
+
+def options(corpus, folder, *more) -> list[str]:
+    return settings(corpus, folder, f"train.steps={NUM_STEPS}", "train.dtype=float64", "plan.max_tokens=1200", *more)
+
+
+def losses(corpus, folder, *more) -> list[float]:
+    """Of the steps in float64 on two ranks."""
+    lengthwise("train", *options(corpus, folder, *more), "--nproc", 2)
+    return [row["loss/avg"] for row in RunFolder(folder).read_metrics()]
+
+
+@pytest.fixture(scope="module")
+def dense_losses(corpus, tmp_path_factory) -> list[float]:
+    return losses(corpus, tmp_path_factory.mktemp("dense") / "run", "plan.policy=static", "--degree", "1")
+
+
+def test_methods_drawn_at_random_train_as_one_device_does(corpus, tmp_path, dense_losses):
+    found = losses(corpus, tmp_path / "random", "plan.policy=static", "--methods", "random", "--degree", "2")
+    assert found == pytest.approx(dense_losses, rel=1e-10)
+    plans = [json.loads(line) for line in (tmp_path / "random" / "plans.jsonl").read_text().splitlines()]
+    drawn = [m["methods"] for plan in plans for pipeline in plan["pipelines"] for m in pipeline["micro_batches"]]
+    assert len({tuple(methods) for methods in drawn}) > 1
+    assert len({method for methods in drawn for method in methods}) > 2
+
+
+def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_wrote(corpus, tmp_path, dense_losses):
+    """No device holds the whole model and the longest sequence."""
+    more = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_stages=2"]
+    lengthwise("plan", *options(corpus, tmp_path / "run", *more), "--out", tmp_path / "plans.jsonl")
+    found = losses(corpus, tmp_path / "run", *more, "--plan", str(tmp_path / "plans.jsonl"))
+    assert found == pytest.approx(dense_losses, rel=1e-10)
+    assert (tmp_path / "run" / "plans.jsonl").read_text() == (tmp_path / "plans.jsonl").read_text()
+    plans = RunFolder(tmp_path / "run").read_plans()
+    assert {p.scheme.num_stages for plan in plans.values() for p in plan.pipelines} == {2}
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for a CPU needs a C++ compiler")
+def test_compiled_training_is_training_and_a_resumed_run_loads_what_was_compiled(corpus, tmp_path, dense_losses):
+    folder = tmp_path / "run"
+    more = ["plan.policy=packed", "plan.shapes=1", "train.compile=true", "--degree", "2"]
+    lengthwise("train", *options(corpus, folder, *more), "--nproc", 2, is_cold=True)
+    assert [row["loss/avg"] for row in RunFolder(folder).read_metrics()] == pytest.approx(dense_losses, rel=1e-10)
+    compiled = set((folder / "compiler").rglob("*.so"))
+    assert compiled
+    lengthwise("train", "--resume", folder, f"train.steps={NUM_STEPS + 1}", "--nproc", 2, is_cold=True)
+    rows = RunFolder(folder).read_metrics()
+    assert [row["compile/recompiles"] for row in rows] == [0] * (NUM_STEPS + 1)
+    assert set((folder / "compiler").rglob("*.so")) == compiled
+    lengthwise("report", folder)  # which checks the digest of every plan
+
+
+def by_hand(batch, *pipelines: tuple[tuple[int, ...], PipelineConfig]) -> StepPlan:
+    """Every other sequence to every other pipeline, two to a pack; nothing is predicted."""
+    places = range(len(batch.ids))
+    held = [list(places)[number :: len(pipelines)] for number in range(len(pipelines))]
+    return StepPlan(
+        step=batch.step,
+        policy="by hand",
+        pipelines=tuple(
+            Pipeline(
+                ranks=ranks,
+                scheme=scheme,
+                micro_batches=tuple(
+                    PlannedMicroBatch(
+                        pack=Pack(ids=tuple(batch.ids[k] for k in two), lengths=tuple(batch.lengths[k] for k in two)),
+                        time_s=0.0,
+                        peak_bytes=0,
+                    )
+                    for two in (mine[at : at + 2] for at in range(0, len(mine), 2))
+                ),
+            )
+            for mine, (ranks, scheme) in zip(held, pipelines)
+        ),
+        loss_normaliser=batch.num_targets,
+        update_s=0.0,
+        time_s=0.0,
+        lower_bound_s=0.0,
+    )
+
+
+@pytest.mark.deep
+def test_plans_written_by_hand_are_executed_as_they_are(corpus, tmp_path, dense_losses):
+    """Another strategy at every step, in one JSON document without digests."""
+    config = load(None, options(corpus, tmp_path / "run"))
+    batches = islice(make_sampler(config, open_corpus(config.data)), NUM_STEPS)
+    dense, ring, metp, ulysses = (
+        uniform_scheme(NUM_LAYERS, degree=degree, method=method, recomputed=layers)
+        for degree, method, layers in (
+            (1, Method.DENSE, 0),
+            (2, Method.RING, 1),
+            (2, Method.METP, 4),
+            (2, Method.ULYSSES, 2),
+        )
+    )
+    uneven = PipelineConfig(
+        degree=1, stage_layers=(3, 1), methods=(Method.DENSE,) * 4, recompute=(True, False, False, True)
+    )
+    strategies = [
+        [((0, 1), ring)],
+        [((1, 0), uneven)],
+        [((0, 1), metp)],
+        [((1,), dense), ((0,), dense)],
+        [((0, 1), ulysses)],
+    ]
+    documents = [by_hand(batch, *pipelines).to_json() for batch, pipelines in zip(batches, strategies)]
+    for document in documents:
+        del document["digest"]
+    (tmp_path / "plans.json").write_text(json.dumps(documents, indent=1))
+    found = losses(corpus, tmp_path / "run", "--plan", str(tmp_path / "plans.json"))
+    assert found == pytest.approx(dense_losses, rel=1e-10)
+    executed = RunFolder(tmp_path / "run").read_plans()
+    assert [[p.scheme for p in executed[step].pipelines] for step in range(NUM_STEPS)] == [
+        [scheme for _, scheme in pipelines] for pipelines in strategies
+    ]
+
+
+def test_plans_that_are_not_there_are_missed_before_ranks_are_started(cli, corpus, tmp_path):
+    code, _, error = cli("train", *options(corpus, tmp_path / "run"), "--plan", tmp_path / "nowhere.jsonl")
+    assert code == 2 and f"cannot read plans from {tmp_path / 'nowhere.jsonl'}" in error
+    assert not (tmp_path / "run").exists()
+    for change in ("data.index=nowhere", "data.metric=loss", "data.sequences_per_step=3"):
+        code, _, error = cli("train", *options(corpus, tmp_path / "run"), "data.order=sorted", change)
+        assert code == 2 and error.startswith("error: "), error
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        (["data.index=nowhere"], 2, "nowhere"),
+        (["data.over_length=error"], 2, "over data.max_length 600"),
+        (["plan.max_tokens=100"], 3, "exceeds plan.max_tokens (100 tokens"),
+        (["plan.policy=padded", "plan.batch_size=64", "plan.max_tokens=700"], 3, "Lower plan.batch_size"),
+        (["cluster.memory_gib=0.01"], 3, "a device has 10.2 MiB"),
+        (["cluster.name=8xH100-80GB"], 2, "8 devices, the run has 1 ranks"),
+        (["model.vocab_size=100"], 2, "raise model.vocab_size"),
+        (["train.device=cuda"], 2, "finds no CUDA device"),
+        (["plan.method=metp"], 2, "plan.method=metp needs plan.degree"),
+        (["plan.profile={profile}"], 2, "the profile is of model another"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_the_right_exit_code(
+    corpus, tmp_path, changes, code, message, monkeypatch, capfd
+):
+    """In one process, as the only rank torchrun would start."""
+    from lengthwise.cli.worker import run_worker
+    from lengthwise.config.run_config import load
+
+    class LeftError(Exception):
+        pass
+
+    def leave(number):
+        raise LeftError(number)
+
+    profile = tmp_path / "profile.json"
+    row = ProfileRow(lengths=(9,), time_s=1.0, spread_s=0.0, kept_bytes=1)
+    ProfileTable(
+        model_digest="another", model_name="another", device="cpu", dtype="float32", recompute=False, num_ranks=1,
+        update_s=0.0, rows=(row,),
+    ).save(profile)  # fmt: skip
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    changes = [change.format(profile=profile) for change in changes]
+    with pytest.raises(LeftError) as left:
+        run_worker(load(None, settings(corpus, tmp_path, *changes)), RunFolder(tmp_path), resume=False)
+    assert left.value.args == (code,)
+    status = RunFolder(tmp_path).read_json("status.json")
+    assert (status["state"], status["exit_code"]) == ("failed", code)
+    assert message in status["error"]
+
+
+def test_a_profile_says_how_well_each_cost_model_predicts_rows_it_has_not_seen(corpus, tmp_path):
+    rules = ["data.max_length=256", "data.over_length=split"]
+    arguments = [f"data.index={corpus}", *rules, "--out", tmp_path / "p.json", "--repeats", 1]
+    document = json.loads(lengthwise("profile", *arguments, "--leave-out", "--json").stdout)
+    assert set(document["leave_out"]) == {"analytic", "fitted", "hybrid"}
+    assert all(0 <= found["median"] <= found["worst"] for found in document["leave_out"].values())

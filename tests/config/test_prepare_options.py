@@ -1,0 +1,63 @@
+"""What can be said to prepare is checked at once, before anything is computed."""
+
+import pytest
+
+import lengthwise as lw
+from lengthwise.config.prepare_options import named_as_options, read_options
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from tests.session import models
+
+
+def test_every_mistake_is_named_at_once_with_the_nearest_name():
+    with pytest.raises(InputError) as refused:
+        read_options({"polcy": "auto", "steps": 0, "policy": "fastest", "max_degre": 2, "weight_decay": -1})
+    message = str(refused.value)
+    assert "polcy: no such option; did you mean policy?" in message
+    assert "max_degre: no such option; did you mean max_degree?" in message
+    assert "steps: Input should be greater than or equal to 1" in message
+    assert "policy: Input should be 'padded'" in message
+    assert "weight_decay: Input should be greater than or equal to 0" in message
+
+
+def test_options_that_contradict_each_other_are_refused():
+    with pytest.raises(InputError, match="form_batches: the policy auto takes batches as they come"):
+        read_options({"form_batches": True, "policy": "auto"})
+    with pytest.raises(InputError, match="g_min: 4 is more than g_max, which is 2"):
+        read_options({"g_min": 4, "g_max": 2})
+
+
+def test_a_mistake_is_found_before_the_corpus_is_read():
+    class Unread:
+        def __len__(self):
+            raise AssertionError("read")
+
+    with pytest.raises(InputError, match=r"learning_rate: no such option"):
+        lw.prepare(models.gpt(), Unread(), learning_rate=1e-3)
+
+
+def test_what_cannot_price_is_no_cost_model():
+    with pytest.raises(InputError, match=r"cost: .*dict is no cost model: it lacks sequence_times_s, overhead_s"):
+        read_options({"cost": {"time": 1}})
+    cost = models.mixed_cost()
+    assert read_options({"cost": cost}).cost is cost
+
+
+def test_an_optimizer_is_a_name_or_its_constants():
+    assert read_options({"optimizer": "sgd", "weight_decay": 0.0}).optimizer_settings == OptimizerSettings(
+        name="sgd", weight_decay=0.0
+    )
+    settings = OptimizerSettings(name="adamw", betas=(0.8, 0.9))
+    assert read_options({"optimizer": settings}).optimizer_settings is settings
+
+
+def test_a_step_has_one_budget():
+    assert read_options({}).budgets == {"tokens_per_step": 65_536}
+    assert read_options({"sequences_per_step": 8}).budgets == {"tokens_per_step": None, "sequences_per_step": 8}
+    with pytest.raises(InputError, match=r"set exactly one of tokens_per_step and sequences_per_step; 2 of them"):
+        lw.prepare(models.gpt(), models.rows(), tokens_per_step=100, sequences_per_step=8)
+
+
+def test_errors_name_settings_as_options():
+    with pytest.raises(InfeasibleError, match=r"^Set max_length=3 or recompute=all$"), named_as_options():
+        raise InfeasibleError("Set data.max_length=3 or plan.recompute=all")

@@ -1,0 +1,123 @@
+"""Configurations: every mistake named at once, with the nearest key; what is saved loads as the same."""
+
+import pytest
+
+from lengthwise.config.foreign_names import SETTING_OF
+from lengthwise.config.run_config import Config, check, load
+from lengthwise.core.errors import InputError
+from lengthwise.core.read_yaml import parse_yaml
+
+
+def test_saved_configurations_load_as_they_were(tmp_path):
+    config = check({"name": "a", "data": {"max_length": 99}, "optim": {"lr": 1e-4, "betas": [0.8, 0.9]}})
+    config.save(tmp_path / "config.yaml")
+    assert load(tmp_path / "config.yaml", []) == config
+
+
+def test_overrides_reach_every_depth_and_beat_the_file(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("optim: {lr: 1e-4}\n")  # PyYAML reads 1e-4 as text
+    config = load(path, ["optim.lr=2e-3", "name=b", "train.tensorboard=true", "data.max_length=null"])
+    assert config.optim.lr == 2e-3
+    assert config.name == "b"
+    assert config.train.tensorboard is True
+    assert config.data.max_length is None
+    assert load(path, []).optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("-7", -7),
+        ("+7", 7),
+        ("0", 0),
+        ("1_000", 1000),
+        ("0x1F", 31),
+        ("1.5", 1.5),
+        ("1.0e-8", 1e-8),
+        (".5", 0.5),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("2024-01-01", "2024-01-01"),
+        ("1e-3", "1e-3"),
+        ("0b1", "0b1"),
+        ("true", True),
+        ("~", None),
+        ("a: {b: [1, x]}", {"a": {"b": [1, "x"]}}),
+        ("", None),
+    ],
+)
+def test_values_of_yaml_are_what_they_look_like(text, value):
+    assert parse_yaml(text) == value and type(parse_yaml(text)) is type(value)
+
+
+def test_any_saved_configuration_loads_as_it_was(tmp_path):
+    for name in ("010", "1e-3", "1_000", "true", "null", "0x1F", "1.5", "on", "2024-01-01"):
+        config = check({"name": name, "data": {"index": f"{name}: [x] # {name}"}, "seed": 10})
+        config.save(tmp_path / "config.yaml")
+        assert load(tmp_path / "config.yaml", []) == config
+
+
+def test_all_mistakes_are_named_at_once_with_the_nearest_key():
+    with pytest.raises(InputError) as caught:
+        load(None, ["optim.lrr=1", "trainn.steps=2", "train.steps=0", "plan.policy=fast"])
+    text = str(caught.value)
+    for expected in (
+        "4 errors",
+        "optim.lrr: unknown key; did you mean optim.lr?",
+        "did you mean train?",
+        "train.steps",
+    ):
+        assert expected in text
+    assert "'hydraulis' or 'auto', not 'fast'" in text
+
+
+@pytest.mark.parametrize("foreign", SETTING_OF)
+def test_names_of_other_trainers_are_answered_with_a_setting_that_exists(foreign):
+    node = Config
+    for part in SETTING_OF[foreign].split("."):
+        node = node.model_fields[part].annotation
+    for key in (foreign, f"train.{foreign}", f"optim.{foreign.replace('_', '-').upper()}"):
+        with pytest.raises(InputError, match=f"unknown key; did you mean {SETTING_OF[foreign]}[?]"):
+            load(None, [f"{key}=1"])
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("train.grad_clip", "optim.clip_norm"),
+        ("train.max_grad_norm", "optim.clip_norm"),
+        ("optim.grad_clip", "optim.clip_norm"),
+        ("train.lr", "optim.lr"),
+        ("optim.steps", "train.steps"),
+        ("train.max_length", "data.max_length"),
+    ],
+)
+def test_a_setting_is_found_by_its_name_elsewhere(key, ours):
+    with pytest.raises(InputError, match=f"{key}: unknown key; did you mean {ours}[?]"):
+        load(None, [f"{key}=1"])
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        (None, [], "no configuration at"),
+        ("a: [", [], "is not YAML"),
+        ("- 1\n", [], "tree of settings, not a list"),
+        ("{}", ["lr"], "is not key=value"),
+        ("name: x", ["name.y=1"], "is a value, not a section"),
+    ],
+)
+def test_files_and_overrides_that_cannot_be_read_are_refused(text, overrides, message, tmp_path):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load(path, overrides)
+
+
+def test_configurations_are_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().seed = 3

@@ -1,0 +1,219 @@
+"""The analytic model grows, adds up, and charges recompute, rings, stages and gathered weights as derived."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, dense_scheme, spread
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.analytic.stage_time import ATTENTION_EFFICIENCY, LAUNCH_S, MATMUL_EFFICIENCY
+from lengthwise.cost.analytic.volume import layer_volume
+from lengthwise.cost.links import LINK_EFFICIENCY, collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s
+from lengthwise.cost.memory_model import kept_bytes_per_token
+from tests.cost.profiles import PARALLEL, scheme_of
+
+MODEL = model_preset("llama-7b")
+CLUSTER = cluster_preset("2x8xA800-80GB")
+COST = AnalyticCost(model=MODEL, cluster=CLUSTER)
+DENSE = dense_scheme(MODEL.num_layers)
+SCHEMES = [DENSE, *(scheme_of(MODEL, method, stages=2, recomputed=5) for method in PARALLEL)]
+MIXED = PipelineConfig(
+    degree=4,
+    stage_layers=(10, 12, 10),
+    methods=(Method.MEGATRON_TS,) * 10 + (Method.MEGATRON_CZ,) * 12 + (Method.METP,) * 10,
+    recompute=spread(7, 32),
+    weights=WeightPlacement.SHARDED,
+)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, MIXED], ids=lambda scheme: scheme.name)
+def test_times_and_bytes_grow_with_every_length(scheme):
+    @settings(max_examples=30)
+    @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.integers(1, 1000))
+    def check(lengths, more):
+        longer = [lengths[0] + more, *lengths[1:]]
+        assert COST.time_s(longer, scheme) > COST.time_s(lengths, scheme)
+        few, many = COST.peak_bytes([sum(lengths), sum(longer)], scheme, num_devices=16)
+        assert few < many
+
+    check()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, MIXED], ids=lambda scheme: scheme.name)
+def test_a_pack_costs_its_sequences_and_one_overhead(scheme):
+    lengths = np.array([500, 20, 30_000])
+    parts = COST.sequence_times_s(lengths, scheme)
+    assert COST.time_s(lengths.tolist(), scheme) == pytest.approx(parts.sum() + COST.overhead_s(scheme))
+    assert COST.time_s([30_520], scheme) > COST.time_s(lengths.tolist(), scheme)  # attention ends with a sequence
+    communication = COST.comm_times_s(lengths, scheme)
+    assert ((communication >= 0) & (communication < parts)).all()
+
+
+def test_one_device_does_the_models_flops_at_the_stated_shares():
+    lengths = np.array([1, 1000, 100_000])
+    attention = 6.0 * MODEL.num_layers * MODEL.num_heads * MODEL.head_size * lengths.astype(float) ** 2
+    matmuls = MODEL.train_flops(lengths) - attention
+    peak = CLUSTER.device.flops_per_s
+    expected = matmuls / (MATMUL_EFFICIENCY * peak) + attention / (ATTENTION_EFFICIENCY * peak)
+    assert COST.sequence_times_s(lengths, DENSE) == pytest.approx(expected)
+    assert COST.comm_times_s(lengths, DENSE).tolist() == [0, 0, 0]
+    assert COST.overhead_s(DENSE) == pytest.approx(LAUNCH_S * 32)
+
+
+@pytest.mark.parametrize("method", [Method.DENSE, *PARALLEL])
+def test_recompute_costs_exactly_one_more_forward_of_its_layers(method):
+    degree = 1 if method is Method.DENSE else 4
+    lengths = np.array([100.0, 50_000.0])
+    none, some, every = (scheme_of(MODEL, method, degree=degree, recomputed=r) for r in (0, 8, 32))
+    more_s, all_more_s = (
+        COST.sequence_times_s(lengths, s) - COST.sequence_times_s(lengths, none) for s in (some, every)
+    )
+    assert all_more_s == pytest.approx(4 * more_s)
+    forward, peak = layer_volume(MODEL, method, degree=degree, dtype="bfloat16").forward, CLUSTER.device.flops_per_s
+    attention_s = forward.attention_flops * lengths**2 / (ATTENTION_EFFICIENCY * peak)
+    hops_s = forward.tokens.ring * lengths / hop_bytes_per_s(degree, CLUSTER)
+    sent_s = (forward.tokens.num_bytes - forward.tokens.ring) * lengths / collective_bytes_per_s(degree, CLUSTER)
+    matmul_s = forward.matmul_flops * lengths / (MATMUL_EFFICIENCY * peak)
+    assert more_s == pytest.approx(8 * (matmul_s + np.maximum(attention_s, hops_s) + sent_s))
+    assert COST.overhead_s(some) - COST.overhead_s(none) == pytest.approx(
+        (COST.overhead_s(every) - COST.overhead_s(none)) / 4
+    )
+
+
+def test_hops_hide_behind_the_attention_of_long_sequences_only():
+    scheme = scheme_of(MODEL, Method.RING, degree=8)
+    short, long = COST.comm_times_s(np.array([1000, 1_000_000]), scheme)
+    assert short > 0
+    assert long == 0
+    attention = 6.0 * MODEL.num_layers * MODEL.num_heads * MODEL.head_size * 1e12 / 8
+    rest = float(COST.sequence_times_s(np.array([1]), DENSE)[0]) / 8
+    expected = attention / (ATTENTION_EFFICIENCY * CLUSTER.device.flops_per_s)
+    assert COST.sequence_times_s(np.array([1_000_000]), scheme)[0] == pytest.approx(expected + rest * 1e6, rel=1e-3)
+
+
+def test_gathering_weights_is_paid_per_micro_batch_and_not_per_token():
+    whole, gathered = (scheme_of(MODEL, method, degree=8) for method in (Method.ULYSSES, Method.ULYSSES_Z))
+    more_s = COST.overhead_s(gathered) - COST.overhead_s(whole)
+    moved = MODEL.num_layers * MODEL.layer_matmul_params * 7 / 8 * (2 + 2 + 4)
+    assert more_s == pytest.approx(moved / collective_bytes_per_s(8, CLUSTER), rel=0.2)  # and latencies
+    assert more_s > moved / collective_bytes_per_s(8, CLUSTER)
+    per_token = COST.sequence_times_s(np.array([1000.0]), gathered) - COST.sequence_times_s(np.array([1000.0]), whole)
+    vocabulary = 2 * (1 / 8 + 1) * 7 / 8 * MODEL.hidden_size * 2 * 1000  # after the split embedding, around the head
+    assert per_token[0] == pytest.approx(vocabulary / collective_bytes_per_s(8, CLUSTER))
+
+
+def test_a_stage_is_priced_by_the_slowest_of_the_pipeline():
+    lengths = np.array([10, 1000, 100_000])
+    two = scheme_of(MODEL, Method.DENSE, degree=1, stages=2)
+    head_s = 6 * MODEL.hidden_size * MODEL.vocab_size * lengths / (MATMUL_EFFICIENCY * CLUSTER.device.flops_per_s)
+    handed_s = 2 * MODEL.hidden_size * 2 * lengths / hop_bytes_per_s(2, CLUSTER)
+    half_s = (COST.sequence_times_s(lengths, DENSE) - head_s) / 2
+    assert COST.sequence_times_s(lengths, two) == pytest.approx(half_s + head_s + handed_s)
+    assert COST.comm_times_s(lengths, two) == pytest.approx(handed_s)
+    uneven = replace(two, stage_layers=(24, 8))
+    assert (COST.sequence_times_s(lengths, uneven) > COST.sequence_times_s(lengths, two)).all()
+
+
+def test_each_length_is_priced_by_the_stage_that_it_costs_most():
+    alone = [
+        replace(MIXED, stage_layers=(n,), methods=MIXED.methods[at : at + n], recompute=MIXED.recompute[at : at + n])
+        for at, n in ((0, 10), (10, 12), (22, 10))
+    ]
+    slowest = np.zeros(4)
+    lengths = np.array([10, 3000, 40_000, 900_000])
+    for part in alone:
+        model = replace(MODEL, num_layers=part.num_layers)
+        slowest = np.maximum(slowest, AnalyticCost(model=model, cluster=CLUSTER).sequence_times_s(lengths, part))
+    # each part alone also has an embedding, a head and no neighbours, which is little
+    assert COST.sequence_times_s(lengths, MIXED) == pytest.approx(slowest, rel=0.1)
+
+
+def test_bytes_of_a_dense_model_are_those_counted_on_its_operators():
+    for recompute in (False, True):
+        scheme = dense_scheme(MODEL.num_layers, recompute=recompute)
+        few, many = COST.peak_bytes(np.array([0, 2**20]), scheme, num_devices=16)
+        expected = kept_bytes_per_token(MODEL, dtype="bfloat16", recompute=recompute)
+        assert (many - few) / 2**20 == pytest.approx(expected)
+
+
+def test_the_first_stage_keeps_as_many_micro_batches_as_there_are_stages():
+    def per_token(stages):
+        few, many = COST.peak_bytes([10**6, 2 * 10**6], scheme_of(MODEL, Method.DENSE, 1, stages), num_devices=16)
+        return (many - few) / 1e6
+
+    loss = 3 * MODEL.hidden_size * 2
+    assert per_token(4) == pytest.approx(per_token(1) - loss, rel=1e-6)
+
+
+def test_the_last_stage_holds_the_loss():
+    model = replace(MODEL, num_layers=2, vocab_size=10**6)
+    cost = AnalyticCost(model=model, cluster=CLUSTER)
+    scheme = dense_scheme(2)
+    state = model.num_params * (2 + 4) + 16 * -(-model.num_params // 16)
+    fixed = int(cost.peak_bytes(0, scheme, num_devices=16))
+    assert fixed == state + 4 * (model.hidden_size * model.vocab_size + 2**27)
+
+
+def test_more_recomputed_layers_hold_more_tokens_and_metp_the_most():
+    most = [COST.max_tokens(scheme_of(MODEL, Method.ULYSSES, recomputed=r), num_devices=16) for r in (0, 8, 16, 32)]
+    assert most == sorted(most)
+    assert most[-1] > 2 * most[0]
+    by_method = {method: COST.max_tokens(scheme_of(MODEL, method), num_devices=16) for method in PARALLEL}
+    assert max(by_method, key=by_method.__getitem__) is Method.METP
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[1:], ids=lambda scheme: scheme.name)
+def test_max_tokens_is_the_most_that_fits(scheme):
+    most = COST.max_tokens(scheme, num_devices=16)
+    peaks = COST.peak_bytes([most, most + 1], scheme, num_devices=16)
+    assert peaks[0] <= CLUSTER.device.memory_bytes < peaks[1]
+    assert COST.peak_bytes(np.zeros((2, 3)), scheme, num_devices=16).shape == (2, 3)
+    assert COST.peak_bytes(5, scheme, num_devices=16).shape == ()
+
+
+def test_a_model_that_fits_nowhere_has_room_for_no_token():
+    cost = AnalyticCost(model=MODEL, cluster=cluster_preset("8xA100-40GB"))
+    assert cost.max_tokens(dense_scheme(32), num_devices=8) == 0
+
+
+def test_groups_beyond_a_node_talk_through_its_ports():
+    rates = collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s
+    cluster = cluster_preset("4x8xH100-80GB")
+    assert {rate(8, cluster) for rate in rates} == {LINK_EFFICIENCY * 450e9}
+    ring, exchange, hop = (rate(16, cluster) / LINK_EFFICIENCY for rate in rates)
+    assert (ring, hop) == (8 * 50e9, 50e9)
+    assert exchange == pytest.approx(50e9 * 15 / 8)  # 8 of 15 peers are on the other node
+
+
+def test_what_cannot_run_is_refused():
+    model = model_preset("llama-3-8b")
+    cost = AnalyticCost(model=model, cluster=CLUSTER)
+    with pytest.raises(InputError, match="too few for degree 16"):
+        cost.max_tokens(scheme_of(model, Method.MEGATRON_TS, degree=16), num_devices=16)
+    with pytest.raises(InputError, match="the scheme has 4 layers, model llama-7b has 32"):
+        COST.overhead_s(dense_scheme(4))
+
+
+def test_equal_schemes_cost_the_same_and_survive_pickling():
+    lengths, twin = np.array([17, 3000]), replace(MIXED)
+    assert COST.sequence_times_s(lengths, twin).tolist() == COST.sequence_times_s(lengths, MIXED).tolist()
+    copy = pickle.loads(pickle.dumps(COST))
+    assert copy.sequence_times_s(lengths, MIXED).tolist() == COST.sequence_times_s(lengths, MIXED).tolist()
+    assert copy.max_tokens(MIXED, num_devices=16) == COST.max_tokens(MIXED, num_devices=16)
+
+
+def test_a_transformer_2d_costs_less_than_its_attention_over_everything_would():
+    model = model_preset("transformer-2d-1.2b")
+    both = [AnalyticCost(model=replace(model, family=family), cluster=CLUSTER) for family in ("transformer-2d", "bert")]
+    scheme = dense_scheme(model.num_layers)
+    lengths = np.array([100.0, 10_000.0])
+    two_axes, whole = (cost.sequence_times_s(lengths, scheme) for cost in both)
+    assert (two_axes < whole).all()
+    attention_s = (whole - two_axes) / (lengths - model.reach(lengths))
+    np.testing.assert_allclose(attention_s[1], 100 * attention_s[0])  # per token of the sequence and of the reach

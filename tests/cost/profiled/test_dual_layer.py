@@ -1,0 +1,185 @@
+"""Curves through measured layers find what made them, and whole-model costs obey DCP's equations over them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable
+from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous, uniform_scheme
+from lengthwise.core.specs import GIB, cluster_preset
+from lengthwise.cost.profiled.dual_layer import DualLayerCost, QuadraticSeconds, fit_degree
+from lengthwise.cost.profiled.two_layer import LayerProfile
+
+CLUSTER = cluster_preset("4xcpu")
+LAYERS, PARAMS = 6, 12_345
+PACKS = ((64,), (256,), (1024,), (4096,), (63, 64) * 16)
+FORWARD, BACKWARD, CONSTANT = (1e-9, 1e-6, 2e-4), (2.5e-9, 2e-6, 3e-4), (0.0, 4e-7, 1e-3)
+IDENTITY = Identity(
+    model_name="Gpt", model_digest="0123", device="cpu", dtype="float32", num_ranks=4, software="torch 2.13"
+)
+
+
+def seconds(lengths, coefficients, degree):
+    a, b, c = coefficients
+    return (a * sum(n * n for n in lengths) + b * sum(lengths)) / degree + c
+
+
+def row(lengths, degree=1, noise=1.0):
+    tokens = sum(lengths) // degree
+    return LayerRow(
+        lengths=lengths, degree=degree, forward_s=noise * seconds(lengths, FORWARD, degree),
+        backward_s=seconds(lengths, BACKWARD, degree), constant_s=seconds(lengths, CONSTANT, degree),
+        forward_spread_s=0.0, backward_spread_s=0.0, constant_spread_s=0.0, kept_bytes=800 * tokens + 32,
+        input_bytes=64 * tokens, constant_bytes=500 * tokens + 7, alive_bytes=900 * tokens, repeats=3,
+    )  # fmt: skip
+
+
+def table(rows=None, **changes):
+    rows = [row(lengths, degree) for degree in (1, 2) for lengths in PACKS] if rows is None else rows
+    values = {"num_layers": LAYERS, "num_params": PARAMS, "other_bytes": 99, "longest": 4096, "update_s": 0.02}
+    return LayerTable(identity=IDENTITY, rows=tuple(rows), **{**values, **changes})
+
+
+TABLE = table()
+COST = DualLayerCost(TABLE, cluster=CLUSTER)
+
+
+def scheme_of(degree, recomputed=0):
+    method = Method.DENSE if degree == 1 else Method.ULYSSES
+    return uniform_scheme(LAYERS, degree=degree, method=method, recomputed=recomputed)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_curves_find_the_coefficients_that_made_the_rows(degree):
+    found = fit_degree(TABLE.of_degree(degree))
+    for curve, (a, b, c) in ((found.forward, FORWARD), (found.backward, BACKWARD), (found.constant, CONSTANT)):
+        assert (curve.a_s, curve.b_s, curve.c_s) == pytest.approx((a / degree, b / degree, c), rel=1e-6)
+    assert found.worst_error < 1e-9
+    lines = ((found.kept, 32, 800), (found.inputs, 0, 64), (found.rest, 7, 500), (found.alive, 0, 900))
+    for line, fixed, per_token in lines:
+        assert (line.fixed, line.per_token) == pytest.approx((fixed, per_token / degree), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("recomputed", [0, 1, 4, 6])
+@pytest.mark.parametrize("lengths", PACKS)
+def test_whole_models_cost_what_equations_4_to_6_say(degree, recomputed, lengths):
+    measured, scheme = row(lengths, degree), scheme_of(degree, recomputed)
+    profile = LayerProfile(
+        forward_s=measured.forward_s, backward_s=measured.backward_s, constant_s=measured.constant_s,
+        kept_bytes=measured.kept_bytes, input_bytes=measured.input_bytes, constant_bytes=measured.constant_bytes,
+    )  # fmt: skip
+    assert COST.time_s(lengths, scheme) == pytest.approx(profile.time_s(LAYERS, recomputed))
+    expected = profile.peak_bytes(LAYERS, recomputed)
+    if recomputed:  # the layer that is there again is measured as it is, with what else its backward needs
+        expected += measured.alive_bytes - measured.kept_bytes
+    assert COST.predict(lengths, degree, recomputed) == pytest.approx((profile.time_s(LAYERS, recomputed), expected))
+    state = COST.peak_bytes(0, scheme, num_devices=4)
+    assert COST.peak_bytes(sum(lengths), scheme, num_devices=4) - state == pytest.approx(expected, abs=1.5)
+    assert COST.fits[degree].profile(lengths).time_s(LAYERS, recomputed) == pytest.approx(
+        profile.time_s(LAYERS, recomputed)
+    )
+
+
+def test_a_pack_of_many_short_sequences_pays_the_constant_once():
+    scheme = scheme_of(1)
+    alone = COST.sequence_times_s(np.array([50]), scheme)[0]
+    assert COST.time_s([50] * 40, scheme) == pytest.approx(40 * alone + COST.overhead_s(scheme))
+    assert COST.overhead_s(scheme) == pytest.approx(LAYERS * (FORWARD[2] + BACKWARD[2]) + CONSTANT[2])
+    assert COST.overhead_s(scheme_of(1, 2)) == pytest.approx(COST.overhead_s(scheme) + 2 * FORWARD[2])
+
+
+@given(
+    st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.integers(1, 1000), st.sampled_from([1, 2]),
+    st.integers(0, LAYERS),
+)  # fmt: skip
+def test_times_and_bytes_grow_with_every_length(lengths, more, degree, recomputed):
+    scheme, longer = scheme_of(degree, recomputed), [lengths[0] + more, *lengths[1:]]
+    assert 0 < COST.time_s(lengths, scheme) < COST.time_s(longer, scheme)
+    few, many = COST.peak_bytes([sum(lengths), sum(longer)], scheme, num_devices=4)
+    assert few < many
+    assert COST.time_s(lengths, scheme_of(degree, 0)) <= COST.time_s(lengths, scheme)
+
+
+@given(st.lists(st.floats(0.5, 2.0), min_size=len(PACKS), max_size=len(PACKS)))
+def test_noise_never_makes_a_coefficient_negative_or_a_sequence_free(noise):
+    rows = [row(lengths, noise=factor) for lengths, factor in zip(PACKS, noise)]
+    cost = DualLayerCost(table(rows), cluster=CLUSTER)
+    curve: QuadraticSeconds = cost.fits[1].forward
+    assert min(curve.a_s, curve.b_s, curve.c_s) >= 0
+    times = cost.sequence_times_s(np.array([1, 10, 100]), scheme_of(1))
+    assert 0 < times[0] < times[1] < times[2]
+
+
+@given(st.lists(st.floats(0.8, 1.25), min_size=len(PACKS), max_size=len(PACKS)))
+def test_no_measured_pack_needs_more_bytes_than_predicted(noise):
+    rows = [
+        replace(each, kept_bytes=int(each.kept_bytes * factor), alive_bytes=int(each.alive_bytes / factor))
+        for each, factor in zip(map(row, PACKS), noise)
+    ]
+    cost = DualLayerCost(table(rows), cluster=CLUSTER)
+    for each in rows:
+        needed = LAYERS * (each.kept_bytes + each.input_bytes) + each.constant_bytes
+        assert cost.predict(each.lengths, 1, 0)[1] >= needed * (1 - 1e-12)
+        needed = LAYERS * each.input_bytes + each.constant_bytes + each.alive_bytes
+        assert cost.predict(each.lengths, 1, LAYERS)[1] >= needed * (1 - 1e-12)
+
+
+def test_model_state_is_whole_weights_and_gradients_and_a_share_of_the_optimizer():
+    state = COST.peak_bytes(0, scheme_of(2), num_devices=4)
+    assert state == 8 * PARAMS + 16 * -(-PARAMS // 4) + 99
+    half = DualLayerCost(replace(TABLE, identity=replace(IDENTITY, dtype="bfloat16")), cluster=CLUSTER)
+    assert half.peak_bytes(0, scheme_of(2), num_devices=4) == 6 * PARAMS + 16 * -(-PARAMS // 4) + 99
+
+
+def test_max_tokens_is_the_most_that_fits_a_device():
+    small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=GIB // 64))
+    cost = DualLayerCost(TABLE, cluster=small)
+    for recomputed in (0, LAYERS):
+        most = cost.max_tokens(scheme_of(1, recomputed), num_devices=4)
+        within, beyond = cost.peak_bytes([most, most + 1], scheme_of(1, recomputed), num_devices=4)
+        assert within <= GIB // 64 < beyond
+    assert cost.max_tokens(scheme_of(1, LAYERS), num_devices=4) > cost.max_tokens(scheme_of(1), num_devices=4)
+
+
+def test_updates_take_what_was_measured_and_nothing_moves_between_strategies():
+    before, after = homogeneous(scheme_of(1), 4), homogeneous(scheme_of(2), 4)
+    assert COST.update_s(before) == COST.update_s(after) == 0.02
+    assert COST.switch_s(before, after) == 0.0
+
+
+def test_what_was_not_measured_is_refused():
+    for scheme in (scheme_of(4), dense_scheme(5), uniform_scheme(LAYERS, degree=2, method=Method.RING)):
+        with pytest.raises(InputError, match="no layer profile for scheme"):
+            COST.overhead_s(scheme)
+    with pytest.raises(InputError, match="taken in int8"):
+        DualLayerCost(replace(TABLE, identity=replace(IDENTITY, dtype="int8")), cluster=CLUSTER)
+
+
+def test_tables_survive_a_file_and_other_files_are_refused_by_name(tmp_path):
+    path = tmp_path / "deep" / "profile.json"
+    TABLE.save(path)
+    assert LayerTable.load(path) == TABLE
+    assert LayerTable.load(path).identity.digest == IDENTITY.digest != replace(IDENTITY, num_ranks=2).digest
+    assert IDENTITY.differences(replace(IDENTITY, num_ranks=2)) == ["num ranks 2 instead of 4"]
+    text = path.read_text()
+    for damaged in (text[:-20], "[]", text.replace('"layers"', '"lengths"'), text.replace('"degree"', '"degrees"')):
+        path.write_text(damaged)
+        with pytest.raises(InputError, match=r"profile\.json is no profile of layers"):
+            LayerTable.load(path)
+    path.write_text(text.replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(InputError, match="has schema 2, this version reads 1"):
+        LayerTable.load(path)
+    with pytest.raises(InputError, match="no profile at"):
+        LayerTable.load(tmp_path / "other.json")
+
+
+def test_impossible_measurements_are_refused():
+    with pytest.raises(InputError, match="takes time and keeps something"):
+        table([replace(row((64,)), forward_s=0.0)])
+    with pytest.raises(InputError, match="no rows"):
+        table([])

@@ -1,0 +1,143 @@
+"""Fits find the coefficients that made a profile, say how far to trust them, and know what was profiled."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lengthwise.core.cost import ProfileTable
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous
+from lengthwise.cost.profiled.fitted import FittedCost, fit
+from tests.cost.profiles import CLUSTER, MANY_LENGTHS, MODEL, row, scheme_of, table
+
+SCHEME = dense_scheme(MODEL.num_layers)
+COST = FittedCost(table(), model=MODEL, cluster=CLUSTER)
+
+
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=8), st.integers(1, 1000))
+def test_times_and_bytes_grow_with_every_length(lengths, more):
+    longer = [lengths[0] + more, *lengths[1:]]
+    assert COST.time_s(longer, SCHEME) > COST.time_s(lengths, SCHEME)
+    few, many = COST.peak_bytes([sum(lengths), sum(longer)], SCHEME, num_devices=2)
+    assert few <= many
+
+
+def test_a_pack_costs_its_sequences_and_one_overhead():
+    lengths = [500, 20, 3000]
+    parts = COST.sequence_times_s(np.array(lengths), SCHEME).sum()
+    assert COST.time_s(lengths, SCHEME) == pytest.approx(parts + COST.overhead_s(SCHEME))
+    assert COST.time_s([3520], SCHEME) > COST.time_s(lengths, SCHEME)  # attention ends with a sequence
+
+
+def test_max_tokens_is_the_most_that_fits():
+    most = COST.max_tokens(SCHEME, num_devices=2)
+    peaks = COST.peak_bytes([most, most + 1], SCHEME, num_devices=2)
+    assert peaks[0] <= CLUSTER.device.memory_bytes < peaks[1]
+
+
+def test_fitting_finds_the_coefficients_that_made_the_rows():
+    found = fit(table())
+    assert (found.a_s, found.b_s, found.c_s) == pytest.approx((1e-8, 1e-5, 2e-3), rel=1e-6)
+    assert (found.fixed_bytes, found.bytes_per_token) == pytest.approx((1000, 64), rel=1e-6)
+    assert found.median_error < 1e-9
+
+
+def test_one_spoiled_row_does_not_pull_the_others_along():
+    rows = [row(lengths) for lengths in [(64,), (128,), (256,), (512,), (1024,), (4096,), (256,) * 16, (64,) * 64]]
+    found = fit(table([replace(rows[0], time_s=3 * rows[0].time_s), *rows[1:]]))
+    assert (found.a_s, found.b_s) == pytest.approx((1e-8, 1e-5), rel=0.02)
+    assert found.median_error < 0.01
+
+
+def test_fitted_coefficients_are_never_negative():
+    rows = [row(lengths) for lengths in MANY_LENGTHS]
+    concave = [replace(r, time_s=1e-5 * sum(r.lengths) * (1 - 1e-5 * sum(r.lengths))) for r in rows]
+    found = fit(table(concave))
+    assert min(found.a_s, found.b_s, found.c_s) >= 0
+    assert found.median_error > 0
+
+
+def test_noise_shows_in_the_residuals():
+    rows = [row(lengths, noise=1.1 if n % 2 else 0.9) for n, lengths in enumerate(MANY_LENGTHS)]
+    assert 0.02 < fit(table(rows)).median_error < 0.2
+
+
+def test_confidence_is_a_point_where_rows_agree_and_a_range_that_holds_the_prediction_where_not():
+    exact = fit(table([row(lengths) for lengths in MANY_LENGTHS]))
+    assert exact.confidence([1000, 50]) == pytest.approx((exact.time_s([1000, 50]),) * 2, rel=1e-6)
+    noisy = fit(table([row(x, noise=1 + 0.1 * (-1) ** n) for n, x in enumerate(MANY_LENGTHS)]))
+    for lengths in ([10], [1000, 50], [100_000]):
+        low, high = noisy.confidence(lengths)
+        assert low <= noisy.time_s(lengths) <= high
+    widths = [(high - low) / noisy.time_s([n]) for n in (1000, 100_000) for low, high in [noisy.confidence([n])]]
+    assert 0 < widths[0] < widths[1]  # the longest row alone decides far beyond it
+
+
+def test_confidence_comes_from_fits_that_miss_one_row_each():
+    rows = [row(lengths, noise=1 + 0.1 * (-1) ** n) for n, lengths in enumerate(MANY_LENGTHS)]
+    found = fit(table(rows))
+    without = fit(table(rows[:2] + rows[3:]))
+    assert found.left_out[2] == pytest.approx((without.a_s, without.b_s, without.c_s))
+    assert len(found.left_out) == len(rows)
+
+
+def test_each_profiled_scheme_has_its_own_fit():
+    split = scheme_of(MODEL, Method.ULYSSES, degree=2)
+    faster = table([row(lengths, b=6e-6) for lengths in MANY_LENGTHS], update_s=0.05)
+    cost = FittedCost([(SCHEME, table()), (split, faster)], model=MODEL, cluster=CLUSTER)
+    dense_s, split_s = (float(cost.sequence_times_s(np.array([1000]), s)[0]) for s in (SCHEME, split))
+    assert (dense_s, split_s) == pytest.approx((0.02, 0.016), rel=1e-5)
+    assert cost.update_s(homogeneous(SCHEME, 2)) == 0.03
+    assert cost.update_s(homogeneous(split, 2)) == 0.05
+    with pytest.raises(InputError, match=r"no profile of scheme <4,1> ulysses; there are: <1,1> dense, <2,1> ulysses"):
+        cost.overhead_s(scheme_of(MODEL, Method.ULYSSES, degree=4))
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        (table(model_digest="0"), "profile is of model"),
+        (table([row((64,)), row((128,))]), "2 rows"),
+        ([], "at least one profile"),
+        ([(SCHEME, table()), (scheme_of(MODEL, Method.RING, 2), table(dtype="bfloat16"))], "bfloat16 and float32"),
+    ],
+)
+def test_profiles_that_cannot_be_fitted_are_refused(tables, message):
+    with pytest.raises(InputError, match=message):
+        FittedCost(tables, model=MODEL, cluster=CLUSTER)
+
+
+def test_a_profile_answers_for_its_own_recompute_setting_only():
+    cost = FittedCost(table(recompute=True), model=MODEL, cluster=CLUSTER)
+    assert cost.overhead_s(dense_scheme(MODEL.num_layers, recompute=True)) > 0
+    for ask in (cost.overhead_s, lambda scheme: cost.max_tokens(scheme, num_devices=2)):
+        with pytest.raises(InputError, match="taken with recompute=true"):
+            ask(SCHEME)
+    with pytest.raises(InputError, match="no profile of scheme <1,1> dense r2"):
+        cost.overhead_s(scheme_of(MODEL, Method.DENSE, 1, recomputed=2))
+
+
+def test_profiles_survive_the_disk(tmp_path):
+    path = tmp_path / "profile.json"
+    table().save(path)
+    assert ProfileTable.load(path) == table()
+    assert [p.name for p in tmp_path.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"schema_version": 99, "rows": []}'])
+def test_files_that_are_no_profile_are_refused_with_the_way_out(text, tmp_path):
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match=r"profile"):
+        ProfileTable.load(path)
+
+
+def test_sequences_cost_something_even_where_a_profile_says_that_none_does():
+    same = [replace(row(lengths), time_s=0.25) for lengths in MANY_LENGTHS]
+    cost = FittedCost(table(same), model=MODEL, cluster=CLUSTER)
+    times_s = cost.sequence_times_s(np.array([1, 10, 100]), SCHEME)
+    assert (times_s > 0).all() and (np.diff(times_s) > 0).all()

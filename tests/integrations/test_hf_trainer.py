@@ -1,0 +1,230 @@
+"""lengthwise.Trainer is transformers' Trainer with steps planned by length."""
+
+import numpy as np
+import pytest
+
+from lengthwise.core.errors import InputError
+from tests.session import trainers
+from tests.session.test_prepare import EXACT, assert_equal_weights
+from tests.session.trainers import Callbacks, log_and_weights, stop_on_the_last, train, watched_by_the_callback
+
+LOGGED = ("loss", "grad_norm", "learning_rate", "epoch")
+
+
+def assert_equal_logs(found, expected, tolerance=EXACT):
+    """Rounded losses and norms of transformers' own are float32 sums."""
+    for ours, theirs in zip(found[:-1], expected[:-1], strict=True):
+        for name in LOGGED:
+            assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (name, ours, theirs)
+        assert ours["step"] == theirs["step"]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    options = {"num_train_epochs": 2, "max_steps": -1, "weight_decay": 0.1}
+    trainer = train(tmp_path_factory.mktemp("stock"), options, stock=True)
+    return options, trainer.state.log_history, trainers.weights_of(trainer.model)
+
+
+def test_one_process_trains_what_transformers_trains(stock, tmp_path):
+    options, log, weights = stock
+    found = train(tmp_path, options)
+    assert_equal_weights(trainers.weights_of(found.model), weights)
+    assert_equal_logs(found.state.log_history, log, 1e-6)
+    assert found.state.log_history[-1].keys() == log[-1].keys()
+    assert found.state.log_history[-1]["train_loss"] == pytest.approx(log[-1]["train_loss"], rel=1e-6)
+    assert found.state.log_history[-1]["total_flos"] == log[-1]["total_flos"]
+    assert "forward" not in vars(found.model), "the model is given back"
+
+
+def test_two_ranks_train_what_transformers_trains_on_one(ranks, stock, tmp_path):
+    options, log, weights = stock
+    options = options | {"gradient_accumulation_steps": 2}
+    for found_log, found in ranks(2).run(
+        log_and_weights, tmp_path, options, lengthwise=trainers.planned(recompute="none")
+    ):
+        assert_equal_weights(found, weights)
+        assert_equal_logs(found_log, log, 1e-6)
+
+
+def test_a_run_stopped_by_one_of_two_ranks_goes_on_alone(ranks, tmp_path):
+    options = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    options |= {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    whole = train(tmp_path / "whole", options | {"weight_decay": 0.1}, stock=True)
+    both = ranks(2).run(stop_on_the_last, tmp_path / "run", options | {"gradient_accumulation_steps": 2})
+    assert [stopped for stopped, _ in both] == [2, 2]
+    resumed = train(tmp_path / "run", options | {"weight_decay": 0.1}, resume=True, model=trainers.gpt2(seed=9))
+    assert_equal_weights(trainers.weights_of(resumed.model), trainers.weights_of(whole.model))
+    assert_equal_logs(resumed.state.log_history, whole.state.log_history, 1e-6)
+    assert [path.name for path in sorted((tmp_path / "run").glob("checkpoint-*"))] == ["checkpoint-4"]
+
+    assert resumed.state.global_step == 4
+    reloaded = type(resumed.model).from_pretrained(tmp_path / "run" / "checkpoint-4")
+    for (name, ours), theirs in zip(reloaded.named_parameters(), resumed.model.parameters(), strict=True):
+        np.testing.assert_array_equal(ours.detach(), theirs.detach(), err_msg=name)
+
+
+def test_callbacks_evaluation_and_the_best_model_are_as_in_transformers(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    options |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.3}
+    options |= {"eval_on_start": True, "logging_steps": 3, "optim": "sgd"}
+    seen, logs, best = {}, {}, {}
+    for stock in (True, False):
+        events = []
+        trainer = train(
+            tmp_path / str(stock),
+            options,
+            stock=stock,
+            eval_dataset=trainers.dataset(7),
+            callbacks=[lambda events=events: Callbacks.notes(events)],
+        )
+        seen[stock] = [event for event in events if event[0] != "on_optimizer_step"]
+        logs[stock] = [{k: v for k, v in log.items() if "runtime" not in k and "per_second" not in k}
+                       for log in trainer.state.log_history]  # fmt: skip
+        best[stock] = (
+            trainers.weights_of(trainer.model),
+            trainer.state.best_global_step,
+            trainer.evaluate()["eval_loss"],
+        )
+    assert seen[False] == seen[True]
+    assert len(logs[False]) == len(logs[True]) == 2 + 4 + 1
+    for ours, theirs in zip(logs[False], logs[True]):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert best[False][1] == best[True][1]
+    assert_equal_weights(best[False][0], best[True][0])
+    assert best[False][2] == pytest.approx(best[True][2], rel=1e-6)
+
+
+def test_bfloat16_is_autocast_over_the_weights_as_they_are(tmp_path):
+    import torch
+
+    options = {"bf16": True, "max_steps": 3, "learning_rate": 1e-3}
+    found = {}
+    for stock in (True, False):
+        model = trainers.gpt2(dtype=torch.float32)
+        found[stock] = train(tmp_path, options, stock=stock, model=model)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    losses = [[log["loss"] for log in found[stock].state.log_history[:-1]] for stock in (True, False)]
+    assert losses[1] == pytest.approx(losses[0], rel=2**-8), "a unit in the last place of bfloat16 logits"
+    assert losses[1] != pytest.approx([log["loss"] for log in _in_float32(tmp_path)], rel=1e-7), "nothing was autocast"
+
+
+def _in_float32(tmp_path):
+    import torch
+
+    trainer = train(tmp_path, {"max_steps": 3, "learning_rate": 1e-3}, model=trainers.gpt2(dtype=torch.float32))
+    return trainer.state.log_history[:-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1: the loss is the model's own"),
+        ({"torch_compile": True}, r"torch_compile=True: a compiled forward"),
+        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0: its noise"),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: micro-batches are planned"),
+        ({"train_sampling_strategy": "group_by_length"}, r"train_sampling_strategy='group_by_length'"),
+        ({"optim": "adafactor"}, r"optim='adafactor': sharded here are adamw_torch"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1},
+            r"function of the step",
+        ),
+        ({"dataloader_drop_last": True}, r"dataloader_drop_last=True: an epoch computes every"),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, r"recompute"),
+        ({"data_seed": 7}, r"data_seed=7: order and dropout share one seed"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(options, named, tmp_path):
+    with pytest.raises(InputError, match=named):
+        train(tmp_path, options, eval_dataset=trainers.dataset(2))
+
+
+def test_everything_that_would_be_ignored_is_named_at_once(tmp_path):
+    import torch
+    import transformers
+
+    import lengthwise as lw
+
+    class Own(lw.Trainer):
+        def compute_loss(self, model, inputs, **options):
+            return super().compute_loss(model, inputs, **options)
+
+    class Half(transformers.TrainerCallback):
+        def on_substep_end(self, args, state, control, **others):
+            pass
+
+    model = trainers.gpt2()
+    trainer = Own(
+        model=model,
+        args=trainers.arguments(tmp_path, label_smoothing_factor=0.1, use_liger_kernel=True),
+        train_dataset=trainers.dataset(),
+        optimizers=(torch.optim.SGD(model.parameters(), lr=1.0), None),
+        callbacks=[Half()],
+    )
+    with pytest.raises(InputError) as refused:
+        trainer.train()
+    for name in ("label_smoothing_factor", "use_liger_kernel", "Own.compute_loss", "optimizer:", "Half.on_substep_end"):
+        assert name in str(refused.value)
+
+
+def test_batches_that_packs_do_not_know_are_refused(tmp_path):
+    import transformers
+
+    plain = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+    with pytest.raises(InputError, match=r"default_data_collator gives no labels for item 0"):
+        train(tmp_path, {}, train_dataset=plain)
+    masked = [{**item, "labels": item["input_ids"], "completion_mask": [0, 1, 1]} for item in plain[:1]]
+    with pytest.raises(InputError, match=r"completion_mask of item 0 .* set remove_unused_columns=False"):
+        train(tmp_path, {}, train_dataset=masked)
+    packed = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3], "position_ids": [0, 0, 1]}]
+    with pytest.raises(InputError, match=r"item 0 holds 2 sequences packed into one row"):
+        train(tmp_path, {}, train_dataset=packed)
+    with pytest.raises(InputError, match=r"BertForQuestionAnswering does not predict next tokens"):
+        config = transformers.BertConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+        train(tmp_path, {}, model=transformers.BertForQuestionAnswering(config))
+    with pytest.raises(InputError, match=r"lengthwise=\{'lr'.*say it in TrainingArguments"):
+        train(tmp_path, {}, lengthwise={"lr": 1.0})
+
+
+def test_a_checkpoint_of_transformers_own_trainer_is_refused(tmp_path):
+    train(tmp_path, {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}, stock=True)
+    with pytest.raises(InputError, match=r"not saved by lengthwise\.Trainer"):
+        train(tmp_path, {}, resume=True)
+
+
+def test_the_callback_tells_what_the_batches_of_transformers_own_trainer_cost(tmp_path):
+    import transformers
+
+    import lengthwise as lw
+
+    rows = [{"input_ids": list(range(1, n + 1)), "attention_mask": [1] * n} for n in (2, 10, 3, 9)]
+
+    def collate(items):
+        width = max(len(item["input_ids"]) for item in items)
+        batch = {key: np.array([item[key] + [0] * (width - len(item[key])) for item in items]) for key in rows[0]}
+        batch["labels"] = np.where(batch["attention_mask"] == 1, batch["input_ids"], -100)
+        return {key: trainers.torch.from_numpy(value) for key, value in batch.items()}
+
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    trainer = train(
+        tmp_path,
+        options,
+        stock=True,
+        train_dataset=rows,
+        data_collator=collate,
+        callbacks=[lambda: lw.TrainerCallback(equal_at=100)],
+    )
+    log = trainer.state.log_history[0]
+    work = np.array([2, 10, 3, 9]) * (1 + np.array([2, 10, 3, 9]) / 100)
+    assert log["lengthwise/padding"] == round((38 - 24) / 38, 4)
+    assert log["lengthwise/imbalance"] == 1.0
+    assert log["lengthwise/gain"] == round((20 * 1.1 + 18 * 1.09) / work.sum(), 4)
+    assert not trainer.model._forward_pre_hooks
+    assert issubclass(lw.TrainerCallback, transformers.TrainerCallback)
+
+
+def test_the_callback_sees_the_batches_of_all_ranks(ranks, tmp_path):
+    for log in ranks(2).run(watched_by_the_callback, tmp_path):
+        assert log["lengthwise/imbalance"] == round(40 * 1.4 / (40 * 1.4 / 2 + 4 * 1.04 / 2), 4)
+        assert log["lengthwise/padding"] == 0.0
+        assert log["lengthwise/gain"] == 1.0

@@ -1,0 +1,103 @@
+"""The pool's bound holds for every strategy, every packing and every switch within a step."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lengthwise.plan.bounds.search_space_bound import TOLERANCE, SearchSpaceBound
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, step_times_s
+from lengthwise.plan.space.problem import PricedBatch
+from tests.plan.costs import SimpleCost, make_batch, make_problem
+
+
+class StagedUpdate(SimpleCost):
+    """The fewer stages share the weights, the longer the update; the slowest pipeline decides."""
+
+    def update_s(self, strategy):
+        return max(4.0 / scheme.num_stages for scheme in strategy.schemes)
+
+
+@st.composite
+def arrangements(draw):
+    """A random valid arrangement: up to three phases, random kinds tiling the devices, random packs that fit."""
+    num_devices = draw(st.integers(1, 6))
+    cost = draw(st.sampled_from([SimpleCost, StagedUpdate]))(
+        c_s=draw(st.floats(0, 5)), a_s=draw(st.floats(0, 1e-2)), loss=draw(st.floats(0, 1)), capacity=50
+    )
+    problem = make_problem(
+        cost, num_devices=num_devices, recomputed=(0, 2, 4), overhead_per_sequence=draw(st.booleans()), max_length=80
+    )
+    longest = min(80, problem.leanest.max_tokens)
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=12))
+    phases = [[] for _ in range(draw(st.integers(1, 3)))]
+    for phase in phases:
+        used = 0
+        while used < num_devices:
+            fitting = [kind for kind in problem.kinds if kind.num_devices <= num_devices - used]
+            kind = draw(st.sampled_from(fitting))
+            phase.append((kind, tuple(range(used, used + kind.num_devices)), []))
+            used += kind.num_devices
+    everywhere = [lane for phase in phases for lane in phase]
+    for position, length in enumerate(lengths):
+        able = [lane for lane in everywhere if lane[0].max_tokens >= length]
+        if not able:
+            lengths[position] = 1
+            able = everywhere
+        kind, _, packs = draw(st.sampled_from(able))
+        open_packs = [p for p in packs if sum(lengths[i] for i in p) + lengths[position] <= kind.max_tokens]
+        if open_packs and draw(st.booleans()):
+            draw(st.sampled_from(open_packs)).append(position)
+        else:
+            packs.append([position])
+    made = tuple(
+        tuple(PipelineDraft(kind=k, ranks=r, packs=tuple(map(tuple, packs))) for k, r, packs in phase)
+        for phase in phases
+    )
+    return PricedBatch(problem, make_batch(lengths)), DraftPlan(phases=made)
+
+
+@settings(max_examples=300, deadline=None)
+@given(arrangements())
+def test_no_arrangement_of_the_pools_kinds_beats_the_bound(case):
+    priced, arrangement = case
+    problem = priced.problem
+    bound = SearchSpaceBound(problem, problem.kinds)
+    times_s = step_times_s(priced, arrangement)
+    assert bound.of(priced.lengths) <= bound(priced) <= times_s[0] * (1 + 1e-9)
+    assert bound.step_s(priced) <= sum(times_s) * (1 + 1e-9)
+
+
+def test_the_bound_is_tight_where_one_device_fills_its_packs():
+    problem = make_problem(SimpleCost(capacity=100), num_devices=1)
+    priced = PricedBatch(problem, make_batch([50, 50, 60, 40]))
+    kind = problem.kinds[0]
+    arrangement = DraftPlan(phases=((PipelineDraft(kind=kind, ranks=(0,), packs=((0, 1), (2, 3))),),))
+    bound = SearchSpaceBound(problem, problem.kinds)
+    np.testing.assert_allclose(bound(priced), step_times_s(priced, arrangement)[0], rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("stages", "lengths"), [(2, [50]), (2, [60, 50, 50]), (2, [50] * 4), (4, [60, 30, 20])])
+def test_the_bound_is_tight_where_one_pipeline_computes_a_pack_after_the_other(stages, lengths):
+    """Its bubble is that of the longest pack, which the others wait for once at each later stage."""
+    problem = make_problem(SimpleCost(capacity=60, c_s=0.0), num_devices=stages, degrees=[1], stages=[stages])
+    priced = PricedBatch(problem, make_batch(lengths))
+    packs = tuple((number,) for number in range(len(lengths)))
+    lane = PipelineDraft(kind=problem.kinds[0], ranks=tuple(range(stages)), packs=packs)
+    step_s, _, update_s = step_times_s(priced, DraftPlan(phases=((lane,),)))
+    bound = SearchSpaceBound(problem, problem.kinds)
+    np.testing.assert_allclose(bound(priced), step_s, rtol=TOLERANCE)
+    np.testing.assert_allclose(bound.step_s(priced), step_s + update_s, rtol=TOLERANCE)
+    if len(set(lengths)) == 1:
+        np.testing.assert_allclose(bound.of(priced.lengths), step_s, rtol=TOLERANCE)
+
+
+def test_a_scheme_that_does_not_hold_a_sequence_is_no_part_of_its_bound():
+    problem = make_problem(SimpleCost(capacity=100), num_devices=2, stages=[1], max_length=150)
+    small, large = sorted(problem.kinds, key=lambda kind: kind.num_devices)[:2]
+    priced = PricedBatch(problem, make_batch([150]))
+    assert small.max_tokens < 150 <= large.max_tokens
+    bound = SearchSpaceBound(problem, [small, large])
+    alone_s = float(large.times_s(np.array([150]))[0]) + large.overhead_s
+    for found_s in (bound.floor_s(priced), bound(priced)):
+        np.testing.assert_allclose(found_s, alone_s, rtol=1e-2)  # lengths are tabulated by steps of half a percent

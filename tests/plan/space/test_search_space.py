@@ -1,0 +1,51 @@
+"""Which schemes a cluster offers, and what batches planning looks at."""
+
+import numpy as np
+import pytest
+
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.pipeline_config import Method
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.data.synthetic import synthetic_lengths
+from lengthwise.plan.space.search_space import (
+    NUM_SAMPLES,
+    RecomputeMode,
+    SearchSpace,
+    first_batches,
+    make_problem,
+    sample_lengths,
+)
+
+
+def test_levels_of_recompute_are_none_all_and_eighths_between():
+    assert RecomputeMode.AUTO.levels(40) == (0, 5, 10, 15, 20, 25, 30, 35, 40)
+    assert RecomputeMode.AUTO.levels(4) == (0, 1, 2, 3, 4)
+    assert RecomputeMode.NONE.levels(40) == (0,) and RecomputeMode.ALL.levels(40) == (40,)
+
+
+def test_the_pool_keeps_its_limits_and_what_fits():
+    cluster = cluster_preset("2x4xH100-80GB")
+    model = model_preset("llama-tiny")
+    problem = make_problem(
+        AnalyticCost(model=model, cluster=cluster),
+        cluster=cluster,
+        num_layers=model.num_layers,
+        max_length=1000,
+        pool=SearchSpace(max_degree=4, max_stages=2, methods=(Method.RING,), recompute=RecomputeMode.NONE),
+    )
+    schemes = [kind.scheme for kind in problem.kinds]
+    assert {(s.degree, s.num_stages) for s in schemes} == {(d, p) for d in (1, 2, 4) for p in (1, 2)}
+    assert {s.methods[0] for s in schemes} == {Method.DENSE, Method.RING}
+    assert {s.num_recomputed for s in schemes} == {0}
+    assert problem.devices_per_node == 4
+
+
+def test_typical_batches_are_of_the_same_lengths_but_not_the_planned_ones():
+    lengths = LengthIndex(lengths=synthetic_lengths("commoncrawl", 100_000, 0))
+    planned = first_batches(lengths, tokens_per_step=50_000, seed=5, steps=NUM_SAMPLES)
+    samples = list(sample_lengths(lengths, tokens_per_step=50_000, seed=5))
+    assert len(samples) == NUM_SAMPLES
+    assert not any(np.array_equal(sample, batch.lengths) for sample in samples for batch in planned)
+    means = np.mean(np.concatenate(samples)), np.mean(np.concatenate([batch.lengths for batch in planned]))
+    assert means[0] == pytest.approx(means[1], rel=0.1)

@@ -1,0 +1,191 @@
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from lengthwise.report.pages.run_figures import RunReport
+from lengthwise.report.pages.run_page import render_page
+from lengthwise.report.record import read_record
+from lengthwise.report.run_summary import summarise_record
+from lengthwise.report.units import count, number, share
+from tests.report.fake_run import edit_row, make_run, simulate
+
+NASTY = "</title><script>alert(1)</script>"
+MOST_BYTES = 200_000
+VOID = {"meta", "br", "rect", "line", "circle", "path"}
+LEAST_CONTRAST = 4.5
+LEAST_CONTRAST_OF_SHAPES = 3.0
+
+
+def report(folder, *, predicted: bool = True) -> RunReport:
+    record = read_record(folder)
+    timelines = {step: simulate(plan) for step, plan in record.plans.items()} if predicted else {}
+    return RunReport(record=record, summary=summarise_record(record), predicted=timelines)
+
+
+class Balance(HTMLParser):
+    """Checks that every element that is opened is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    base = tmp_path_factory.mktemp("runs")
+    return [make_run(base / policy, policy=policy, name=f"stdlib-{policy}") for policy in ("padded", "packed", "auto")]
+
+
+def test_page_has_the_key_figures_of_the_summary(folders):
+    one = report(folders[2])
+    page = render_page([one], trace="trace.json.gz")
+    s = one.summary
+    for text in (s.name, s.policy, count(s.tokens_per_s), share(s.idle_fraction), share(s.gap), number(s.final_loss)):
+        assert text in page
+    for title in ("Sequence lengths", "Loss", "A typical step", "The worst step", "Idle share", "Padding share"):
+        assert f"<h4>{title}</h4>" in page
+    assert "trace.json.gz" in page and page.count('role="img"') >= 6
+
+
+def test_page_needs_nothing_outside_itself(folders):
+    page = render_page([report(folder) for folder in folders], trace="trace.json.gz")
+    assert re.findall(r"https?://|src=|href=|@import|url\(", page) == []
+    assert not Balance(page).tags & {"script", "link", "img", "iframe"}
+    assert len(page) < MOST_BYTES
+
+
+def test_every_plot_has_its_table(folders):
+    page = render_page([report(folders[0])])
+    assert page.count('<div class="plot') == page.count("<summary>Numbers</summary>") >= 6
+
+
+def test_comparison_comes_first_and_names_the_factor(folders):
+    runs = [report(folder) for folder in folders]
+    page = render_page(runs)
+    speeds = [run.summary.tokens_per_s for run in runs]
+    factor = max(speeds) / min(speeds)
+    assert f"auto trains {factor:.2f} times as many tokens per second as padded." in page
+    assert page.index("Loss over tokens") < page.index("What ran")
+    assert page.count("<h2>") == 3 and f"{speeds[2] / speeds[0]:.2f}x" in page
+
+
+def test_runs_of_one_policy_are_told_apart(folders, tmp_path):
+    twin = make_run(tmp_path / "twin", policy="padded", name="twin", seed=5)
+    page = render_page([report(folders[0]), report(twin)])
+    assert "<h2>stdlib-padded</h2>" in page and "<h2>twin</h2>" in page
+    page = render_page([report(twin), report(twin)])
+    assert "<h2>1: twin padded</h2>" in page and "<h2>2: twin padded</h2>" in page
+
+
+def test_what_users_name_is_escaped(tmp_path):
+    folder = make_run(tmp_path / "a<img src=x>&b", num_steps=3, status={"state": "failed", "error": NASTY})
+    folder.config.write_text(f"name: '{NASTY}'\n# {NASTY}\n")
+    for page in (render_page([report(folder)]), render_page([report(folder), report(folder)], trace=NASTY)):
+        assert "<script" not in page and "<img" not in page
+        assert "&lt;/title&gt;&lt;script&gt;alert(1)" in page
+        Balance(page)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"timeline": False}, {"num_steps": 1}, {"num_ranks": 1}, {"corpus": False}, {"status": {}}]
+)
+def test_missing_pieces_become_sentences(tmp_path, changes):
+    one = report(make_run(tmp_path / "run", **{"num_steps": 3, **changes}), predicted=False)
+    page = render_page([one])
+    Balance(page)
+    if changes.get("timeline") is False:
+        assert page.count("No timelines were recorded") >= 3
+    if changes.get("corpus") is False:
+        assert "did not record the lengths" in page
+    if changes.get("num_steps") == 1:
+        assert "One finite value" in page
+    render_page([one, one])
+
+
+def test_bare_metrics_make_a_page(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=2, timeline=False, corpus=False, status={})
+    for name in ("plans.jsonl", "ledger.json"):
+        (folder.path / name).unlink()
+    folder.metrics.write_text('{"step": 0}\n{"step": 1}\n')
+    folder.config.write_text("")
+    page = render_page([report(folder)])
+    assert "n/a" in page and "did not record its step times" in page
+    render_page([report(folder), report(folder)])
+
+
+def test_losses_that_are_not_finite_are_counted(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=5)
+    edit_row(folder, 2, loss__avg=math.nan)
+    edit_row(folder, 4, loss__avg=math.inf)
+    page = render_page([report(folder)])
+    assert "Not finite in 2 of 5 steps, first in step 2." in page
+    for step in range(5):
+        edit_row(folder, step, loss__avg=math.nan)
+    assert "No step has a finite loss. Not finite in 5 of 5 steps" in render_page([report(folder)])
+
+
+def test_a_run_that_failed_or_goes_on_says_so(tmp_path):
+    failed = make_run(tmp_path / "a", num_steps=2, status={"state": "failed", "error": "rank 1 left"})
+    assert "The run ended as failed: 2 of 2 steps are reported. rank 1 left" in render_page([report(failed)])
+    going = make_run(tmp_path / "b", num_steps=2, status={"state": "running"})
+    assert "still going, or was killed" in render_page([report(going)])
+    done = make_run(tmp_path / "c", num_steps=2)
+    assert 'class="alarm"' not in render_page([report(done)])
+
+
+def test_the_length_rule_is_told_in_words(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=2)
+    folder.config.write_text("data: {max_length: 4096, over_length: truncate}\n")
+    folder.write_json("ledger.json", {"rule": "truncate", "max_length": 4096, "truncated": 17, "tokens_cut": 70123})
+    page = render_page([report(folder)])
+    assert "at most 4,096 tokens, longer ones are cut off there; 17 sequences were cut, losing 70,123 tokens" in page
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_read_in_both_modes(folders, mode):
+    blocks = re.findall(r":root \{(.*?)\}", render_page([report(folders[0])]), flags=re.DOTALL)
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})[;\s]", blocks[mode]))
+    pairs = [("ink", "paper"), ("ink", "card"), ("soft", "paper"), ("soft", "card"), ("accent", "paper")]
+    for text, ground in [*pairs, ("alarm-ink", "alarm")]:
+        assert contrast(colours[text], colours[ground]) >= LEAST_CONTRAST, (text, ground)
+    for k in range(6):
+        assert contrast(colours[f"s{k}"], colours["paper"]) >= LEAST_CONTRAST_OF_SHAPES, k
+
+
+def test_every_colour_class_has_a_colour(folders):
+    page = render_page([report(folder) for folder in folders])
+    used = set(re.findall(r"\b(k-\w+|s\d)\b", page[page.index("<main>") :]))
+    assert used and all(f".{name} {{ --c:" in page for name in used)
+
+
+def test_equal_runs_give_equal_pages(folders):
+    assert render_page([report(folders[0])]) == render_page([report(folders[0])])
+    assert json.loads(folders[0].metrics.read_text().splitlines()[0])["step"] == 0

@@ -1,0 +1,113 @@
+"""Models that FSDP2 holds: as exact as others with uneven accumulation, and refused where ranks would hang."""
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.world import start_world
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.wrap.micro_batch import PackCollator
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.loop.memory_runs import Model, Source, Stream, plan_on
+
+
+def wrapped(world, *, frees=False, dtype=torch.float64):
+    torch.manual_seed(0)
+    model, mesh = Model().to(dtype), init_device_mesh("cpu", (world.size,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=frees)
+    return fully_shard(model, mesh=mesh)
+
+
+def make_run(model, world, degree):
+    settings = OptimizerSettings(name="adamw")
+    return Run(
+        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, 1),
+        feeding=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=settings, lr=lambda step: 0.01,
+        clip_norm=0.05, num_steps=3,
+    )  # fmt: skip
+
+
+def train(degree, is_wrapped, dtype=torch.float64):
+    world = start_world("cpu")
+    torch.manual_seed(0)
+    model = wrapped(world, dtype=dtype) if is_wrapped else Model().to(dtype)
+    run = make_run(model, world, degree)
+    learn(run)
+    check_exact(run)
+    losses = []
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+        losses.append(step.update().loss)
+    run.close()
+    if not is_wrapped:
+        return losses, [parameter.detach().clone() for parameter in model.parameters()]
+    return losses, [parameter.detach().full_tensor().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.deep)])
+def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, degree):
+    """Four ranks for three micro-batches: one has none."""
+    expected_losses, expected = ranks(1).run(train, 1, False)[0]
+    for losses, weights in ranks(num_ranks).run(train, degree, True):
+        assert losses == pytest.approx(expected_losses, abs=1e-10)
+        for mine, theirs in zip(weights, expected):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+def test_a_model_that_fsdp2_holds_in_float32_trains_as_one_device_does(ranks):
+    expected_losses, expected = ranks(1).run(train, 1, False, torch.float32)[0]
+    for losses, weights in ranks(3).run(train, 1, True, torch.float32):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        for mine, theirs in zip(weights, expected):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-3)  # AdamW divides rounding by rounding
+
+
+def test_a_model_that_would_hang_is_refused(ranks):
+    ranks(2).run(check_refused)
+
+
+def check_refused():
+    world = start_world("cpu")
+    with pytest.raises(
+        InputError, match=r"FSDP2 frees its parameters after every forward.*reshard_after_forward=False"
+    ):
+        make_run(wrapped(world, frees=True), world, 1)
+    model, mesh = Model().double(), init_device_mesh("cpu", (world.size,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    with pytest.raises(InputError, match="wrap the model itself"):
+        make_run(model, world, 1)
+
+
+def test_it_is_profiled_planned_and_trained_as_any_other(ranks, tmp_path):
+    found = ranks(2).run(prepared, str(tmp_path / "profile.json"))
+    assert found[0] == found[1]
+    assert found[0][-1] < found[0][0]
+
+
+def prepared(profile):
+    import lengthwise
+
+    world = start_world("cpu")
+    rng = np.random.default_rng(0)
+    corpus = [np.resize(rng.integers(0, 61, 5), length) for length in (40, 9, 23, 60, 12, 33)]
+    run = lengthwise.prepare(
+        wrapped(world, dtype=torch.float32), corpus, sequences_per_step=6, epochs=6, lr=0.01, profile=profile,
+        device="cpu", verbose=False,
+    )  # fmt: skip
+    losses = []
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(run.model(**micro_batch.inputs)[1])
+        losses.append(step.update().loss)
+    run.close()
+    return losses

@@ -1,0 +1,102 @@
+"""What would train otherwise than the model as its user calls it is exact or refused, never wrong."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from lengthwise.core.errors import CheckError, LengthwiseError
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.wrap.micro_batch import PackCollator
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.loop.odd_modules import Odd
+from tests.runtime.loop.runs import DENSE, Case, Packs, Source, Stream, assert_exact, step_on_ranks
+from tests.runtime.loop.test_plain_modules import LOGITS, built
+from tests.runtime.train.runs import local_world
+
+PACKS = {
+    1: (Packs(ranks=(0,), packs=((2, 3, 6), (0, 8), (4, 1, 5, 7, 9)), recompute=(True, False, True)),),
+    2: (Packs(ranks=(0, 1), packs=((2, 3, 6), (0, 8), (4, 1, 5, 7, 9)), recompute=(True, False, True)),),
+    3: (Packs(ranks=(0, 1, 2), packs=((2, 3, 6), (0, 8), (4, 1, 5, 7, 9)), recompute=(True, False, True)),),
+}
+
+
+def outcome(case, packs):
+    """The steps of a case, or the sentence that refuses it."""
+    try:
+        return step_on_ranks(case, packs)
+    except LengthwiseError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+BY_HAND = r"begins in layer 0 \(OddBlock\) itself, which calls "
+ODDITIES = {
+    "token shift": BY_HAND + "cat, before its qkv",
+    "short convolution": r"begins in layer 0 \(OddBlock\), in conv \(Conv1d, which calls conv1d\)",
+    "second mixer": BY_HAND + "cumsum",
+    "log-n scaling": BY_HAND,
+    "batch norm": r"changes its buffer layers.0.batch_norm.running_mean \(BatchNorm1d\), .* use LayerNorm",
+    "keys of the layer before": "every layer recomputed.* set recompute='none'",
+    "layer drop": "decides what is computed, .* set layerdrop",
+}
+
+
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_a_model_that_packs_would_train_otherwise_is_refused_alike_on_every_rank(ranks, oddity):
+    case = Case(build=partial(built, Odd, oddity), **LOGITS)
+    for num_ranks in (1, 2):
+        refusals = ranks(num_ranks).run(outcome, case, PACKS[num_ranks])
+        assert len(set(refusals)) == 1
+        assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
+
+
+EXACT = [("shared keys", 1), ("shared keys", 3), ("shift from positions", 1)]
+EXACT += [("sinks and window", 3), ("sinks and wide window", 2), ("strides", 2)]
+
+
+@pytest.mark.parametrize(("oddity", "num_ranks"), EXACT)
+def test_an_odd_model_that_passes_the_check_is_exact(ranks, oddity, num_ranks):
+    case = Case(build=partial(built, Odd, oddity), **LOGITS)
+    for result in ranks(num_ranks).run(outcome, case, PACKS[num_ranks]):
+        assert not isinstance(result, str), result
+        assert_exact(case, result)
+
+
+def test_what_is_exact_on_one_rank_and_not_on_several_is_refused_with_the_degree(ranks):
+    case = Case(build=partial(built, Odd, "shift from positions"), **LOGITS)
+    for num_ranks in (2, 3):
+        for refusal in ranks(num_ranks).run(outcome, case, PACKS[num_ranks]):
+            assert re.search(r"CheckError: .* slots in one pack, degree 2, .* which calls cat, before its qkv", refusal)
+
+
+def test_a_check_leaves_every_tensor_gradient_buffer_and_flag_as_it_was(ranks):
+    ranks(1).run(check_and_compare)
+
+
+def check_and_compare():
+    """A model in float32 whose modules are partly in eval mode, with statistics and a table that it makes itself."""
+    case = Case(build=partial(built, Odd, "short convolution"), **LOGITS)
+    model = case.build().float().train()
+    model.layers[1].eval()
+    model.register_buffer("seen", torch.zeros(3))
+    run = Run(
+        WrappedModel(model, loss=case.loss), local_world(), stream=Stream(case=case), planner=lambda batch: None,
+        feeding=PackCollator(source=Source(), objective=case.objective), optimizer=DENSE, lr=lambda step: 1.0, num_steps=1,
+    )  # fmt: skip
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = {name: (tensor.detach().clone(), tensor.data_ptr(), tensor.grad) for name, tensor in tensors.items()}
+    flags, drawn = [module.training for module in model.modules()], torch.get_rng_state()
+    learn(run)
+    with pytest.raises(CheckError):
+        check_exact(run)
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), drawn) and torch.get_default_dtype() is torch.float32
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, (value, address, gradient) in before.items():
+        assert after[name] is tensors[name] and after[name].data_ptr() == address and after[name].grad is gradient
+        assert torch.equal(after[name], value), name
+    assert not run.state.gradients.any()
+    run.close()

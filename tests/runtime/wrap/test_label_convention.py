@@ -1,0 +1,86 @@
+"""How a class of transformers makes its loss of labels is asked, not assumed."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lengthwise.core.batch import MASKED, NEXT_TOKEN
+from lengthwise.runtime.wrap.label_convention import LabelConvention, learn_labels
+
+TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+LOGITS = torch.randn(1, 8, 10, generator=torch.Generator().manual_seed(0))
+
+
+def mean(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def shifting(labels, shift_labels):
+    return mean(LOGITS[:, :-1], labels[:, 1:]) if shift_labels is None else mean(LOGITS, shift_labels)
+
+
+def shifting_once_more(labels, shift_labels):
+    return mean(LOGITS[:, :-1], labels[:, 1:])
+
+
+def shifting_without_the_argument(labels, shift_labels):
+    if shift_labels is not None:
+        raise TypeError("forward() got an unexpected keyword argument 'shift_labels'")
+    return mean(LOGITS[:, :-1], labels[:, 1:])
+
+
+def counting_nothing_as_zero(labels, shift_labels):
+    return shifting_once_more(labels, shift_labels).nan_to_num(0.0)
+
+
+def rounded(labels, shift_labels):
+    return shifting_once_more(labels, shift_labels).bfloat16()
+
+
+def not_shifting(labels, shift_labels):
+    return mean(LOGITS, labels)
+
+
+def of_its_own(labels, shift_labels):
+    return shifting_once_more(labels, shift_labels) * (1.1 if shift_labels is None else 1.2)
+
+
+def failing(labels, shift_labels):
+    raise ValueError("no labels")
+
+
+USUAL, FROM_LOGITS = LabelConvention(), LabelConvention(takes_shifted=False)
+
+
+def asked(loss_of, **changes):
+    adapted = SimpleNamespace(uses_labels=True, objective=NEXT_TOKEN, **changes)
+
+    def model(input_ids, labels, shift_labels=None):
+        return SimpleNamespace(loss=loss_of(labels, shift_labels), logits=LOGITS)
+
+    return learn_labels(SimpleNamespace(adapted=adapted, model=model, plain=nullcontext), TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "expected"),
+    [
+        (shifting, USUAL),
+        (shifting_once_more, FROM_LOGITS),
+        (shifting_without_the_argument, FROM_LOGITS),
+        (counting_nothing_as_zero, FROM_LOGITS),
+        (rounded, FROM_LOGITS),
+        (not_shifting, LabelConvention(shifts=False, takes_shifted=False)),
+        (of_its_own, USUAL),
+        (failing, USUAL),
+    ],
+)
+def test_the_convention_is_what_the_losses_of_the_stock_model_say(loss_of, expected):
+    assert asked(loss_of) == expected
+
+
+def test_a_model_that_predicts_hidden_tokens_is_not_asked():
+    adapted = SimpleNamespace(uses_labels=True, objective=MASKED)
+    assert learn_labels(SimpleNamespace(adapted=adapted), TOKENS) == USUAL

@@ -1,0 +1,73 @@
+"""A rank that runs out of memory takes the others out of the step with it: nobody hangs, nothing is lost or counted
+twice."""
+
+import pytest
+import torch
+
+from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, is_out_of_memory
+from tests.runtime.loop.memory_runs import LAYERS, TRAINED, train
+
+PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "degree", "recomputed"),
+    [
+        (2, 2, 2),
+        (4, 2, 0),
+        *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((2, 2, 0), (3, 3, 0), (3, 3, 2), (4, 2, 2))),
+    ],
+)
+def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weights(
+    ranks, num_ranks, degree, recomputed
+):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for place in PLACES:
+        found = ranks(num_ranks).run(train, degree, recomputed, {1: (place,)})
+        for losses, told, weights in found:
+            assert told == ["rank 1 in micro-batch 0"]
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "degree", "recomputed"),
+    [(2, 2, 0), (2, 2, 2), *(pytest.param(3, 3, recomputed, marks=pytest.mark.deep) for recomputed in (0, 3))],
+)
+@pytest.mark.parametrize("trained", [name for name in TRAINED if name != "all"])
+def test_a_rank_of_a_model_with_frozen_parts_stands_in_for_what_its_backward_really_sends(
+    ranks, trained, num_ranks, degree, recomputed
+):
+    expected = ranks(1).run(train, 1, 0, {}, trained)[0]
+    for place in PLACES:
+        for losses, told, weights in ranks(num_ranks).run(train, degree, recomputed, {1: (place,)}, trained):
+            assert told in (["rank 1 in micro-batch 0"], []), "a backward that has no such place does not fail there"
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+def test_several_ranks_may_fail_at_different_places(ranks):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for losses, told, weights in ranks(4).run(train, 2, 1, {0: ("backward of layer 2",), 3: ("forward of layer 1",)}):
+        assert told == ["rank 0 in micro-batch 0", "rank 3 in micro-batch 0"]
+        assert losses == pytest.approx(expected[0], abs=1e-10)
+        torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+def test_what_was_not_computed_goes_through_any_loop_unharmed():
+    outputs = OutputStructure()
+    outputs.note({"logits": torch.ones(2), "parts": (torch.ones(1), torch.ones(()))})
+    found = outputs.not_computed()
+    logits, (_, loss) = found["logits"], found["parts"]
+    value = torch.nn.functional.cross_entropy(logits.view(-1, 3)[..., :-1], torch.zeros(2).long()) + 2 * loss**2 / 3
+    assert isinstance(value, MissingTensor)
+    assert isinstance((-value).mean().detach(), MissingTensor)
+    assert value.item() != value.item() and f"{value:.3f}" == "nan"
+
+
+def test_only_a_lack_of_memory_is_taken_for_one():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -1,0 +1,95 @@
+"""What ranks run in these tests: a user's own loop around a prepared model."""
+
+import os
+from collections import Counter
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+import lengthwise as lw
+from tests.session import models
+
+
+def as_started_by_torchrun() -> None:
+    """Rank pools set what joins ranks; torchrun says also which of them are on this machine."""
+    if "RANK" in os.environ:
+        os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = os.environ["WORLD_SIZE"], os.environ["RANK"]
+
+
+def step_through(run, loss_of=lambda output, micro_batch: output[1]):
+    """Losses, degrees and sequences of every step that is left."""
+    losses, degrees, ids = [], [], []
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(loss_of(run.model(**micro_batch.inputs), micro_batch))
+        losses.append(step.update().loss)
+        held = [p for p in step.plan.pipelines if p.micro_batches]
+        degrees.append(sorted({pipeline.scheme.degree for pipeline in held}))
+        ids.append(Counter(i for pipeline in held for m in pipeline.micro_batches for i in m.pack.ids))
+    return losses, degrees, ids
+
+
+def weights_of(model):
+    return {name: value.detach().numpy().copy() for name, value in model.named_parameters()}
+
+
+def train_gpt(policies, options):
+    """By policy: losses, degrees, sequences and weights of a plain model after the run, which then gives it back."""
+    as_started_by_torchrun()
+    found = {}
+    for policy in policies:
+        model = models.gpt()
+        run = lw.prepare(model, models.rows(), policy=policy, cost=models.mixed_cost(), memory_gib=40, **options)
+        result = step_through(run)
+        tokens = torch.arange(9)[None]
+        with run.plain(), torch.no_grad():
+            inside = model(tokens)[0]
+        run.close()
+        with torch.no_grad():
+            assert torch.equal(inside, model(tokens)[0])
+        found[policy] = (*result, weights_of(model))
+    return found
+
+
+def train_in_parts(folder, *, first, last, options):
+    """Steps from the checkpoint that there is to ``last``, with another one at the end; losses and weights."""
+    as_started_by_torchrun()
+    model = models.gpt(seed=0 if first else 7)  # weights come from the checkpoint
+    run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, steps=last, **options)
+    if not first:
+        number = run.resume(folder)
+        assert number == run.next_step > 0
+    losses = []
+    for step in run.steps():
+        for micro_batch in step:
+            step.backward(model(**micro_batch.inputs)[1])
+        losses.append(step.update().loss)
+        if step.number == last - 1:
+            saved = run.save(folder)  # from within the loop, as users do
+            assert saved.name == f"step_{last:08}" and (saved / "state.json").is_file()
+    return losses, weights_of(model)
+
+
+def train_video(options):
+    """Losses and weights of a model of frames that learns to undo noise."""
+    as_started_by_torchrun()
+    model, films = models.video(), models.films()
+
+    def inputs(micro_batch):
+        clean = micro_batch.own(np.concatenate(micro_batch.sequences))
+        noise = micro_batch.normal(*clean.shape[1:]).double()
+        micro_batch.noise = noise
+        return {"x": (clean + noise)[None]}
+
+    run = lw.prepare(
+        model,
+        films,
+        slot_tokens=films[0].shape[1],
+        objective="every-token",
+        inputs=inputs,
+        loss=lambda output, micro_batch: F.mse_loss(output[0], micro_batch.noise),
+        **options,
+    )
+    losses, degrees, _ = step_through(run, run.adapted.loss_of)
+    return losses, degrees, weights_of(model)

@@ -1,0 +1,76 @@
+"""A model is compared on every kind of slot that its corpus has, not on those of the first sequence alone."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lengthwise as lw
+from lengthwise.core.errors import CheckError
+from lengthwise.session.check_sample import MOST, DistinctSlots
+from tests.session import models
+
+SEPARATOR = 7
+OPTIONS = {"cost": models.mixed_cost(), "memory_gib": 40, "steps": 1, "sequences_per_step": 6, "packing": "always"}
+
+
+def rows_with_one_separator(number=4):
+    rows = [[token if token != SEPARATOR else SEPARATOR + 1 for token in row] for row in map(list, models.rows())]
+    rows[number][len(rows[number]) // 2] = SEPARATOR
+    return rows
+
+
+class CountsDocuments(models.GPT):
+    """A token that follows a separator is another one."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        logits = logits * (1 + (idx == SEPARATOR).cumsum(1))[..., None]
+        return logits, F.cross_entropy(logits[0], targets[0])
+
+
+class WeighsSeparators(models.GPT):
+    """Separators weigh more in the mean."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        weight = torch.ones(logits.shape[-1], dtype=logits.dtype)
+        weight[SEPARATOR] = 9.0
+        return logits, F.cross_entropy(logits[0], targets[0], weight=weight)
+
+
+@pytest.mark.parametrize("kind", [CountsDocuments, WeighsSeparators])
+def test_what_packs_change_at_one_token_of_one_late_sequence_is_noticed_before_the_run(kind):
+    with pytest.raises(CheckError, match="learns something else from packs"):
+        lw.prepare(kind(), rows_with_one_separator(), **OPTIONS)
+
+
+class MeanOfAllSlots(models.GPT):
+    """Slots whose target is ignored count in the mean."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        return logits, F.cross_entropy(logits[0], targets[0], reduction="none").mean()
+
+
+def test_a_mean_that_counts_ignored_labels_is_noticed_where_the_first_sequence_ignores_none():
+    items = [{"input_ids": list(row), "labels": list(row)} for row in models.rows()]
+    items[3]["labels"][: len(items[3]["labels"]) // 2] = [-100] * (len(items[3]["labels"]) // 2)
+    with pytest.raises(CheckError, match="learns something else from packs"):
+        lw.prepare(MeanOfAllSlots(), items, objective="every-token", **OPTIONS)
+
+
+def test_each_value_of_each_column_is_kept_once():
+    kinds = DistinctSlots()
+    kinds.add(np.array([3, 3, 5]), np.array([3, -100, 5]), {"types": np.array([0, 0, 0])})
+    kinds.add(np.array([5, 3, 3, 9]), np.array([5, 3, 3, 3]), {"types": np.array([0, 0, 1, 0])})
+    columns = {name: values.tolist() for name, values in kinds.columns().items()}
+    assert columns == {"tokens": [3, 3, 5, 3, 9], "labels": [3, -100, 5, 3, 3], "types": [0, 0, 0, 1, 0]}
+
+
+def test_of_a_corpus_with_more_kinds_of_slots_than_are_kept_the_first_are_kept():
+    kinds = DistinctSlots()
+    kinds.add(np.array([7, 7, 8, 7]), np.array([1, 1, 1, -100]), {})
+    assert kinds.columns()["tokens"].tolist() == [7, 8, 7] and kinds.columns()["labels"].tolist() == [1, 1, -100]
+    kinds.add(np.arange(100, 100 + 2 * MOST), np.arange(2 * MOST), {})
+    assert len(kinds.columns()["tokens"]) == MOST

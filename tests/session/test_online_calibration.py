@@ -1,0 +1,120 @@
+"""What steps take sets the costs right, on every rank alike; what drifts far is told and measured again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lengthwise.core.batch import Pack
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.specs import cluster_preset
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.plan.space.search_space import SearchSpace, make_problem
+from lengthwise.runtime.comm.world import start_world
+from lengthwise.runtime.loop.step import MicroBatchTiming
+from lengthwise.session.online_calibration import EVERY, OnlineCalibration
+from tests.session.memory_limit import Lying
+
+LAYERS = 4
+DENSE, SHARED = (
+    uniform_scheme(LAYERS, degree=degree, stages=1, method=method, recomputed=0)
+    for degree, method in ((1, Method.DENSE), (2, Method.ULYSSES))
+)
+
+
+def cost_of(world):
+    return Lying(cluster_preset(f"{world.size}xcpu", memory_gib=1 / 1024))
+
+
+def plan_with(world):
+    def plan(cost):
+        cluster = cluster_preset(f"{world.size}xcpu", memory_gib=1 / 1024)
+        pool = SearchSpace(max_stages=1, methods=(Method.ULYSSES,))
+        return SimpleNamespace(
+            problem=make_problem(cost, cluster=cluster, num_layers=LAYERS, max_length=64, pool=pool), cost=cost
+        )
+
+    return plan
+
+
+def step_of(world, number, taken):
+    """Each rank computed a micro-batch of its own, predicted to take a second and a hundred bytes."""
+    pack = Pack(ids=(0,), lengths=(8,))
+    planned = PlannedMicroBatch(pack=pack, time_s=1.0, comm_s=0.0, peak_bytes=150)
+    pipelines = tuple(
+        Pipeline(ranks=(rank,), phase=0, scheme=DENSE, state_bytes=50, micro_batches=(planned,))
+        for rank in range(world.size)
+    )
+    plan = StepPlan(
+        step=number,
+        policy="by hand",
+        loss_normaliser=7,
+        update_s=0.0,
+        time_s=1.0,
+        lower_bound_s=0.0,
+        pipelines=pipelines,
+    )
+    time_s, peak = taken[world.rank]
+    measured = MicroBatchTiming(pipeline=world.rank, micro_batch=0, time_s=time_s, peak_bytes=peak)
+    return SimpleNamespace(number=number, plan=plan, measured=[measured])
+
+
+def refine(taken, *, with_measuring=False):
+    """``EVERY`` steps in which ranks took so many seconds and bytes; factors, events, and what was measured again."""
+    world = start_world("cpu")
+    run = SimpleNamespace(world=world, planner=None, on_finish=None, on_void=None)
+    again = []
+
+    def measure_again(base, degree):
+        again.append(degree)
+        return base
+
+    refiner = OnlineCalibration(
+        run, cost_of(world), plan_with(world), measure_again=measure_again if with_measuring else None
+    )
+    first = run.planner
+    for number in range(EVERY):
+        assert run.planner is first
+        run.on_finish(step_of(world, number, taken))
+    cost = run.planner.cost
+    assert cost is refiner.cost
+    words = [event["event"] for event in refiner.events]
+    return cost.time_factors, cost.bytes_factors, words, again, run.planner is not first
+
+
+def test_seconds_are_set_right_by_what_all_ranks_took_together(ranks):
+    for times, sizes, words, _, is_changed in ranks(2).run(refine, [(1.0, 0), (1.3, 0)]):
+        assert times == pytest.approx({1: 1.15}) and not sizes and is_changed
+        assert words == ["degree 1 takes 1.15 times what was predicted"]
+
+
+def test_a_change_that_is_not_worth_a_plan_changes_nothing(ranks):
+    for times, sizes, words, _, is_changed in ranks(2).run(refine, [(1.04, 90), (0.99, 100)]):
+        assert not times and not sizes and not words and not is_changed
+
+
+def test_bytes_follow_the_rank_that_needed_most(ranks):
+    for times, sizes, words, _, _ in ranks(2).run(refine, [(1.0, 90), (1.0, 125)]):
+        assert not times and sizes == pytest.approx({1: 1.25})
+        assert words == ["degree 1 needs 1.25 times the bytes that were predicted"]
+
+
+def test_what_drifts_far_is_measured_again(ranks):
+    for times, _, words, again, is_changed in ranks(2).run(refine, [(2.0, 0), (3.0, 0)], with_measuring=True):
+        assert again == [1] and not times and is_changed
+        assert words == ["degree 1 takes 2.50 times what was predicted; measuring it again"]
+
+
+def test_refined_costs_are_costs_with_other_factors():
+    from lengthwise.cost.corrected import CorrectedCost
+
+    base = cost_of(SimpleNamespace(size=2))
+    cost = CorrectedCost(base, time_factors={1: 2.0}, bytes_factors={2: 3.0})
+    lengths = torch.tensor([5, 9]).numpy()
+    assert cost.time_s([5, 9], DENSE) == pytest.approx(2 * base.time_s([5, 9], DENSE))
+    assert (cost.sequence_times_s(lengths, SHARED) == base.sequence_times_s(lengths, SHARED)).all()
+    assert cost.max_tokens(DENSE, num_devices=2) == base.max_tokens(DENSE, num_devices=2)
+    most = cost.max_tokens(SHARED, num_devices=2)
+    limit = base.memory_limit_bytes
+    assert cost.peak_bytes(most, SHARED, num_devices=2) <= limit < cost.peak_bytes(most + 1, SHARED, num_devices=2)
+    assert most == pytest.approx(limit / (3 / 2), rel=1e-3)  # half a byte a token, three times

@@ -1,0 +1,208 @@
+"""A configuration and a corpus make a model that fits both."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lengthwise.config.run_config import check, load
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.data.corpus import Corpus, CorpusPart, open_corpus
+from lengthwise.data.max_length import apply_max_length
+from lengthwise.data.synthetic import synthetic_lengths
+from lengthwise.models.hf_config import write_config
+from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, sizes_of
+from lengthwise.session.planning import make_planner, make_sampler, open_plans, resolve_model
+
+TWO_SEQUENCES = Corpus(
+    parts=(
+        CorpusPart(
+            name="two",
+            store=None,  # nothing is read
+            view=apply_max_length(LengthIndex(lengths=np.array([5, 9])), max_length=None, rule="error"),
+        ),
+    )
+)
+CAUSAL, LOOKING_BOTH_WAYS = "gpt-12288", "bert-1024"
+
+
+@pytest.fixture
+def index(tmp_path, cli):
+    """Bytes: 257 ids. The longest sequence has 601 tokens."""
+    (tmp_path / "text").mkdir()
+    for number, length in enumerate((600, 90, 30)):
+        (tmp_path / "text" / f"{number}.txt").write_text("x" * length)
+    code, _, err = cli("index", tmp_path / "text", "--out", tmp_path / "index")
+    assert code == 0, err
+    return tmp_path / "index"
+
+
+def config_of(index, *, max_length=512, **model):
+    data = {"index": str(index), "over_length": "split", "max_length": max_length}
+    return check({"data": data, "model": model})
+
+
+def resolve(index, **settings):
+    config = config_of(index, **settings)
+    return resolve_model(config, open_corpus(config.data))
+
+
+def test_a_model_that_predicts_masked_tokens_has_an_id_more_which_is_its_mask(index):
+    for preset in ("llama-tiny", CAUSAL):
+        spec = resolve(index, preset=preset)
+        assert (spec.vocab_size, spec.mask_token_id) == (320, None)
+    spec = resolve(index, preset=LOOKING_BOTH_WAYS)
+    assert (spec.vocab_size, spec.mask_token_id) == (320, 319)
+    spec = resolve(index, preset=LOOKING_BOTH_WAYS, vocab_size=258)
+    assert (spec.vocab_size, spec.mask_token_id) == (258, 257)
+    assert resolve(index, preset=CAUSAL, vocab_size=257).vocab_size == 257
+    with pytest.raises(InputError, match=r"258 token ids \(one of them its mask token\), model bert-1024 embeds 257"):
+        resolve(index, preset=LOOKING_BOTH_WAYS, vocab_size=257)
+
+
+def test_sequences_longer_than_the_positions_are_refused_before_the_run(index):
+    assert resolve(index, preset=CAUSAL, max_length=None).max_positions == 2048
+    with pytest.raises(InputError) as refused:
+        resolve(index, preset=LOOKING_BOTH_WAYS, max_length=None)
+    for part in ("601 tokens", "bert-1024", "positions for 512", "data.max_length=512", "data.over_length"):
+        assert part in str(refused.value)
+
+
+def test_the_positions_are_checked_on_the_command_line(cli, index):
+    more = [f"data.index={index}", "cluster.name=1xH200-141GB", "train.dtype=bfloat16"]
+    code, _, err = cli("plan", "model.preset=bert-1024", *more)
+    assert code == 2 and "learned positions for 512" in err
+    more += ["data.max_length=512", "data.over_length=split"]
+    code, out, err = cli("plan", "model.preset=bert-1024", *more, "--steps", 1, "--json")
+    assert code == 0, err
+    # Sequences of 512, 89, 91 and 31 tokens; of each, 15 %.
+    assert json.loads(out)["plans"][0]["loss_normaliser"] == 77 + 13 + 14 + 5
+
+
+@pytest.mark.parametrize(("preset", "objective"), [(CAUSAL, "next-token"), (LOOKING_BOTH_WAYS, "masked")])
+def test_batches_know_what_the_model_predicts(index, preset, objective):
+    config = config_of(index, preset=preset)
+    batch = next(make_sampler(config, open_corpus(config.data)))
+    assert batch.objective == objective
+
+
+@pytest.mark.parametrize("mask", [None, 103])
+def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask):
+    (tmp_path / "model").mkdir()
+    extra = {} if mask is None else {"mask_token_id": mask}
+    write_config(model_preset(LOOKING_BOTH_WAYS), tmp_path / "model" / "config.json", dtype="float32", extra=extra)
+    assert resolve_model(config_of(index, hf=str(tmp_path / "model")), None).mask_token_id == mask
+    if mask is None:
+        with pytest.raises(InputError, match=r'config\.json does not say .* add "mask_token_id"'):
+            resolve(index, hf=str(tmp_path / "model"))
+    else:
+        assert resolve(index, hf=str(tmp_path / "model")).mask_token_id == 103
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["plan.method=metp", "plan.degree=3"], "plan.degree=3 does not divide the 4 devices of the run; .* 1, 2, 4"),
+        (["plan.method=dense", "plan.degree=2"], "plan.method=dense shares nothing: plan.degree must be 1, not 2"),
+        (["plan.method=metp", "plan.max_degree=4"], "plan.method=metp needs plan.degree"),
+        (["plan.method=random"], "plan.method=random needs plan.degree, .*; or set plan.max_degree"),
+        (["train.compile=true"], "train.compile=true compiles layers for fixed sizes, .* set plan.shapes"),
+        (
+            ["train.compile=true", "plan.shapes=4", "plan.method=metp", "plan.degree=2"],
+            "plan.method=metp: layers whose weights are sharded are not compiled, .* ulysses, ring or dense",
+        ),
+        (
+            ["plan.profile=p.json", "plan.degree=2"],
+            "p.json was measured on one device and knows no cost of plan.degree=2",
+        ),
+        (
+            ["plan.profile=p.json", "plan.max_degree=4", "plan.max_stages=2"],
+            "p.json was measured on one device and knows no cost of plan.max_degree=4 and plan.max_stages=2",
+        ),
+    ],
+)
+def test_methods_and_degrees_that_do_not_go_together_are_refused(settings, message):
+    config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    with pytest.raises(InputError, match=message):
+        make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], {(1, 1)}),
+        (["plan.max_degree=4"], {(1, 1), (2, 1), (4, 1)}),
+        (["plan.max_stages=8"], {(1, 1), (1, 2), (1, 4)}),
+        (["plan.degree=2", "plan.max_stages=2"], {(2, 1), (2, 2)}),
+        (["plan.max_degree=2", "plan.max_stages=2"], {(1, 1), (2, 1), (1, 2), (2, 2)}),
+    ],
+)
+def test_degree_and_stages_are_limited_by_the_settings_alone(settings, expected):
+    config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
+    schemes = [kind.scheme for kind in planner.problem.kinds]
+    assert {(scheme.degree, scheme.num_stages) for scheme in schemes} == expected
+    if expected - {(1, 1), (1, 2), (1, 4)}:
+        assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
+
+
+def test_policies_are_tuned_on_batches_that_the_run_does_not_compute():
+    lengths = LengthIndex(lengths=synthetic_lengths("commoncrawl", 3000, 0))
+    view = apply_max_length(lengths, max_length=None, rule="error")
+    corpus = Corpus(parts=(CorpusPart(name="made up", store=None, view=view),))
+    config = load(None, ["data.sequences_per_step=50", "plan.policy=static"])
+    cluster, spec = cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    samples = make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus).problem.samples
+    sampler = make_sampler(config, corpus)
+    computed = [np.array(next(sampler).lengths) for _ in samples]
+    assert samples and not any(np.array_equal(sample, batch) for sample in samples for batch in computed)
+
+
+def test_compiled_runs_plan_a_few_sizes_that_divide_by_every_degree_with_methods_that_are_compiled():
+    settings = ["plan.policy=packed", "plan.shapes=2", "train.compile=true", "plan.max_degree=4"]
+    config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
+    assert {m for kind in planner.problem.kinds for m in kind.scheme.methods} == {"dense", "ulysses", "ring"}
+    sizes = planner.problem.lattice.sizes
+    assert len(sizes) <= 2 and all(size % 256 == 0 for size in sizes)
+    assert set(sizes_of(config, planner)) == {size // degree for size in sizes for degree in (1, 2, 4)}
+    assert sizes_of(load(None, settings[:2]), planner) == ()
+
+
+def test_compiled_runs_from_a_file_of_plans_need_as_few_sizes_in_it(tmp_path):
+    config, cluster, spec = load(None, ["plan.policy=packed"]), cluster_preset("4xcpu"), model_preset("llama-tiny")
+    cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
+    plan = planner(GlobalBatch(step=0, ids=(0, 1), lengths=(5, 9)))
+    (tmp_path / "p.jsonl").write_text(json.dumps(plan.to_json()) + "\n")
+    settings = ["train.compile=true", "train.steps=1", f"plan.file={tmp_path}/p.jsonl"]
+    plans = open_plans(load(None, settings))
+    wanted = {m.pack.num_tokens for pipeline in plan.pipelines for m in pipeline.micro_batches}
+    with pytest.raises(InputError, match=rf"have {len(wanted)} sizes of micro-batches, plan.shapes allows 0"):
+        sizes_of(load(None, settings), plans)
+    assert set(sizes_of(load(None, [*settings, "plan.shapes=2"]), plans)) == wanted
+
+
+def test_a_run_folder_with_a_space_is_no_place_for_compiled_code(monkeypatch, tmp_path):
+    monkeypatch.setenv(CACHE_VARIABLE, "/elsewhere")  # put back what it was
+    monkeypatch.delenv(CACHE_VARIABLE)
+    world = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+    with pytest.raises(InputError, match=rf"my run/compiler', .* name another place in {CACHE_VARIABLE}"):
+        compiled_layers((64,), world, RunFolder(tmp_path / "my run"), None)
+    assert compiled_layers((), world, RunFolder(tmp_path / "my run"), None) is None
+
+
+@pytest.mark.parametrize("setting", ["plan.method=ring", "plan.degree=2"])
+def test_a_file_of_plans_is_executed_as_it_is(setting):
+    with pytest.raises(InputError, match=rf"plan.file=p.jsonl holds plans that are executed as they are; {setting}"):
+        open_plans(load(None, ["plan.file=p.jsonl", setting]))

@@ -1,0 +1,232 @@
+"""A prepared run trains what the user's own loop on one device would have trained."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.sampler import Sampler
+from tests.session import models
+from tests.session.loops import step_through, train_gpt, train_in_parts, train_video, weights_of
+
+EXACT = 1e-10
+"""Of float64 over a few steps; AdamW divides by the root of tiny squares, which adds to rounding."""
+POLICIES = ("dcp-inter", "dcp-intra", "bucket", "static", "auto")
+STEPS = 4
+OPTIONS = {"steps": STEPS, "tokens_per_step": 200, "lr": 1e-2, "seed": 3}
+
+
+def batches_of(rows, *, num_steps, seed=3, tokens_per_step=200):
+    index = LengthIndex(lengths=np.array([len(row) for row in rows]))
+    sampler = Sampler(index, seed=seed, tokens_per_step=tokens_per_step)
+    return [next(sampler).ids for _ in range(num_steps)]
+
+
+def loop_on_one_device(num_steps=STEPS, labels=None):
+    model, rows = models.gpt(), models.rows()
+
+    def count(i):
+        return len(rows[i]) - 1 if labels is None else int((labels[i][1:] != -100).sum())
+
+    losses = models.train_alone(
+        model,
+        batches_of(rows, num_steps=num_steps),
+        lambda model, i: models.sum_of_losses(model, rows[i], None if labels is None else labels[i]),
+        num_targets=count,
+        lr=lambda step: 1e-2,
+    )
+    return losses, weights_of(model)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return loop_on_one_device()
+
+
+def assert_equal_weights(found, expected):
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=EXACT, err_msg=name)
+
+
+@pytest.mark.parametrize("num_ranks", [*(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2)), 4])
+def test_every_policy_trains_what_one_device_trains(ranks, alone, num_ranks):
+    options = OPTIONS | {"recompute": "auto" if num_ranks == 1 else "none"}
+    used = set()
+    for rank, found in enumerate(ranks(num_ranks).run(train_gpt, POLICIES, options)):
+        for policy in POLICIES:
+            losses, degrees, ids, weights = found[policy]
+            np.testing.assert_allclose(losses, alone[0], rtol=EXACT, err_msg=f"{policy}, rank {rank}")
+            assert_equal_weights(weights, alone[1])
+            assert [sorted(counted.elements()) for counted in ids] == [
+                sorted(batch) for batch in batches_of(models.rows(), num_steps=STEPS)
+            ]
+            used |= {tuple(step) for step in degrees}
+    if num_ranks > 1:
+        assert any(len(step) > 1 for step in used), f"no step mixed degrees: {used}"
+
+
+def test_an_epoch_computes_every_sequence_once(ranks):
+    found = ranks(2).run(train_gpt, ("auto",), {"epochs": 2, "sequences_per_step": 11, "recompute": "none"})
+    ids = found[0]["auto"][2]
+    assert len(ids) == 8, "two epochs of 40 sequences, 11 a step, the last of each smaller"
+    for epoch in (ids[:4], ids[4:]):
+        assert sum(epoch, Counter()) == Counter(range(40))
+
+
+FORMED = {"form_batches": True, "policy": "dcp-intra", "tokens_per_step": 200, "lr": 1e-2, "recompute": "none"}
+
+
+def test_batches_that_are_formed_hold_every_sequence_once_and_train_what_one_device_trains(ranks):
+    options = {name: value for name, value in FORMED.items() if name != "policy"}
+    losses, _, ids, weights = ranks(4).run(train_gpt, ("dcp-intra",), options | {"g_max": 3})[0]["dcp-intra"]
+    assert sum(ids, Counter()) == Counter(range(40)) and max(map(Counter.total, ids)) > 1
+    model, rows = models.gpt(), models.rows()
+    expected = models.train_alone(
+        model,
+        [tuple(sorted(counted)) for counted in ids],
+        lambda model, i: models.sum_of_losses(model, rows[i], None),
+        num_targets=lambda i: len(rows[i]) - 1,
+        lr=lambda step: 1e-2,
+    )
+    np.testing.assert_allclose(losses, expected, rtol=EXACT)
+    assert_equal_weights(weights, weights_of(model))
+
+
+def test_a_run_that_forms_batches_goes_on_with_those_that_wait(ranks, tmp_path):
+    whole = ranks(2).run(train_in_parts, tmp_path / "whole", first=True, last=4, options=FORMED)[0]
+    first = ranks(2).run(train_in_parts, tmp_path / "parts", first=True, last=2, options=FORMED)[0]
+    second = ranks(2).run(train_in_parts, tmp_path / "parts", first=False, last=4, options=FORMED)[0]
+    np.testing.assert_allclose(first[0] + second[0], whole[0], rtol=EXACT)
+    assert_equal_weights(second[1], whole[1])
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(ranks, tmp_path):
+    options = {name: value for name, value in OPTIONS.items() if name != "steps"}
+    losses, weights = loop_on_one_device(6)
+    begun = ranks(4).run(train_in_parts, tmp_path, first=True, last=2, options=options | {"recompute": "none"})
+    for number, last in ((1, 4), (2, 6)):
+        begun = [
+            (before[0] + now[0], now[1])
+            for before, now in zip(
+                begun, ranks(number).run(train_in_parts, tmp_path, first=False, last=last, options=options)
+            )
+        ]
+    np.testing.assert_allclose(begun[0][0], losses, rtol=EXACT)
+    assert_equal_weights(begun[0][1], weights)
+
+
+def test_labels_of_items_are_the_targets():
+    rows = models.rows()
+    labels = [np.where(np.arange(len(row)) < len(row) // 2, -100, row) for row in rows]
+    labels[3] = np.full(len(rows[3]), -100)
+    losses, weights = loop_on_one_device(labels=labels)
+    model = models.gpt()
+    items = [{"input_ids": row.tolist(), "labels": label.tolist()} for row, label in zip(rows, labels)]
+    run = lw.prepare(model, items, cost=models.mixed_cost(), memory_gib=40, **OPTIONS)
+    np.testing.assert_allclose(step_through(run)[0], losses, rtol=EXACT)
+    assert_equal_weights(weights_of(model), weights)
+
+
+def test_a_model_of_frames_trains_the_same_on_any_number_of_ranks(ranks):
+    options = {"steps": 3, "sequences_per_step": 4, "lr": 1e-2, "optimizer": "sgd", "policy": "auto"}
+    options |= {"cost": models.SimpleCost(capacity=32, loss=0.4, c_s=0.05), "memory_gib": 32}
+    (losses, _, weights) = ranks(1).run(train_video, options)[0]
+    assert losses[0] > 0
+    for number in (2, 4):
+        found = ranks(number).run(train_video, options | {"recompute": "none"})
+        for other, degrees, others in found:
+            np.testing.assert_allclose(other, losses, rtol=EXACT)
+            assert_equal_weights(others, weights)
+            assert max(map(max, degrees)) > 1
+
+
+def test_what_a_model_of_transformers_has_no_row_for_is_refused_before_anything_is_measured(caplog):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=2, n_head=2))
+    for corpus, message in (
+        (
+            [[1, 2], list(range(17))],
+            r"has 17 tokens, GPT2LMHeadModel was made for 16 .* max_length=16",
+        ),
+        ([[1, 2], [3, 50]], r"token id 50, GPT2LMHeadModel embeds ids up to 49"),
+        (
+            [{"input_ids": [1, 2, 0, 3], "attention_mask": [1, 1, 0, 1]}],
+            r"item 0 has an attention_mask that hides token 2",
+        ),
+    ):
+        with pytest.raises(InputError, match=message):
+            lw.prepare(gpt2, corpus, cost=models.mixed_cost(), **OPTIONS)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    rows = [list(range(17)), [1, 2, 3]]
+    lw.prepare(LlamaForCausalLM(config), rows, cost=models.mixed_cost(), memory_gib=40, **OPTIONS).close()
+    assert "17 tokens, LlamaForCausalLM was made for 16 positions; rotary positions" in caplog.text
+
+
+def test_a_limit_of_positions_below_one_is_none():
+    from transformers import XLNetConfig, XLNetLMHeadModel
+
+    model = XLNetLMHeadModel(XLNetConfig(vocab_size=50, d_model=8, n_layer=2, n_head=2, d_inner=8)).double()
+    assert model.config.max_position_embeddings == -1
+    options = {"cost": models.mixed_cost(), "memory_gib": 40, "objective": "next-token"}
+    lw.prepare(model, [list(range(17)), [1, 2, 3]], **(OPTIONS | options)).close()
+
+
+def test_a_position_that_a_model_of_ones_own_lacks_is_named():
+    with pytest.raises(InputError, match=r"GPT looked up a row that one of its tables has not .* at least 11"):
+        lw.prepare(models.GPT(max_length=8).double(), models.rows(), cost=models.mixed_cost(), memory_gib=40)
+
+
+def test_what_fits_nowhere_is_refused_before_the_first_step():
+    with pytest.raises(InfeasibleError, match="64 tokens"):
+        lw.prepare(models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, recompute="none")
+
+
+def test_more_ranks_than_there_are_cannot_share_a_sequence():
+    with pytest.raises(InputError, match=r"max_degree=2, and there are 1 ranks"):
+        lw.prepare(models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, max_degree=2)
+
+
+def test_the_model_is_given_back_when_the_run_cannot_be_made():
+    model = models.gpt()
+    before = model.forward.__func__
+    with pytest.raises(InfeasibleError):
+        lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, recompute="none")
+    assert model.forward.__func__ is before
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+class Averaging(models.GPT):
+    """Its tokens meet elsewhere than in attention."""
+
+    def forward(self, idx, targets=None):
+        logits, _ = super().forward(idx)
+        logits = logits + logits.cumsum(1)
+        return logits, torch.nn.functional.cross_entropy(logits[0], targets[0])
+
+
+def test_a_model_that_packs_would_change_is_computed_sequence_by_sequence_with_a_warning(caplog):
+    options = {"cost": models.mixed_cost(), "memory_gib": 40, "steps": 1, "sequences_per_step": 6}
+    with caplog.at_level("WARNING", logger="lengthwise"):
+        run = lw.prepare(Averaging(), models.rows(), **options)
+    assert "Averaging is computed sequence by sequence" in caplog.text and "which calls cumsum" in caplog.text
+    for step in run.steps():
+        assert {pipeline.scheme.degree for pipeline in step.plan.pipelines} == {1}
+        for micro_batch in step:
+            logits, loss = run.model(**micro_batch.inputs)
+            assert logits.shape[1] == micro_batch.pack.num_tokens
+            step.backward(loss)
+        assert step.update().loss > 0.0
+    run.close()
+    with pytest.raises(CheckError, match="which calls cumsum"):
+        lw.prepare(Averaging(), models.rows(), packing="always", **options)
+    run = lw.prepare(models.gpt(), models.rows(), packing="never", **options)
+    assert run.adapted.by_sequence is not None
+    run.close()
