@@ -184,7 +184,7 @@ def in_double() -> Any:
 def trained_gradients(model: Any, kind: str) -> tuple[dict[str, Any], tuple[int, ...]]:
     """What a step of the prepared model moved each parameter by, and the degrees of its micro-batches."""
     import lengthwise as lw
-    from lengthwise.runtime.state.optimizer import OptimizerSettings
+    from lengthwise.config.optimizer_settings import OptimizerSettings
     from tests.plan.costs import SimpleCost
 
     options: dict[str, Any] = {"mask_token_id": SPECIAL_TOKENS["mask_token_id"]} if kind == "masked" else {}

@@ -9,7 +9,8 @@ from pages import Goal, Section, at_most
 
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ModelSpec
-from lengthwise.cost.analytic.volume import LayerVolume, Sent, layer_volume
+from lengthwise.cost.analytic.volume import LayerVolume, layer_volume
+from lengthwise.cost.links import Sent
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "ring", "broadcast", "reduce")
 CLEAR = 1.10

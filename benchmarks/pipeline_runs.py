@@ -8,6 +8,7 @@ import numpy as np
 import torch.distributed as dist
 from switching_runs import Tokens, world
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.pipeline_config import PipelineSchedule, uniform_scheme
@@ -25,7 +26,6 @@ from lengthwise.plan.uniform.static import static
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.profile.measure import ladder, profile
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import agree, run_step

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, uniform_scheme
 from lengthwise.core.specs import ModelSpec
@@ -21,7 +22,6 @@ from lengthwise.runtime.comm.world import DistContext, start_world
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import agree, run_step

@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 TORCH_FREE = [
-    "lengthwise.cli.commands.index", "lengthwise.cli.commands.stats", "lengthwise.cli.commands.plan", "lengthwise.cli.commands.simulate",
-    "lengthwise.cli.commands.report", "lengthwise.cli.commands.config", "lengthwise.cli.commands.analyze", "lengthwise.models.hf_config",
-]  # fmt: skip
+    "lengthwise.models.hf_config",
+    *(
+        f"lengthwise.cli.commands.{name}"
+        for name in ("index", "stats", "plan", "simulate", "report", "config", "analyze")
+    ),
+]
 
 
 def test_modules_import_without_torch():

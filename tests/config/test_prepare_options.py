@@ -3,9 +3,9 @@
 import pytest
 
 import lengthwise as lw
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_options import named_as_options, read_options
 from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from tests.session import models
 
 

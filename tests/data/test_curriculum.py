@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lengthwise.config.limits import MOST_BLOCKS
 from lengthwise.core.errors import InputError
-from lengthwise.data.curriculum import MOST_BLOCKS, PACINGS, Curriculum, Pacing, paced_order
+from lengthwise.data.curriculum import PACINGS, Curriculum, Pacing, paced_order
 from lengthwise.data.order import Shuffled
 from lengthwise.data.rng import draw, raw_stream
 

@@ -170,7 +170,9 @@ def even_planner(num_ranks):
             pipelines=tuple(
                 Pipeline(
                     ranks=(rank,), scheme=scheme,
-                    micro_batches=tuple(PlannedMicroBatch(pack=p, time_s=1.0, peak_bytes=1) for p in packs[rank::num_ranks]),
+                    micro_batches=tuple(
+                        PlannedMicroBatch(pack=p, time_s=1.0, peak_bytes=1) for p in packs[rank::num_ranks]
+                    ),
                 )
                 for rank in range(num_ranks)
             ),

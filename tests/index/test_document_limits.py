@@ -13,7 +13,8 @@ from lengthwise.core.errors import InputError
 from lengthwise.index.readers import document as documents
 from lengthwise.index.readers import documents_reader as read
 from lengthwise.index.readers.documents_reader import read_documents
-from lengthwise.index.sources import SourceFile, check_unchanged, find_sources, open_source
+from lengthwise.index.source_file import SourceFile, check_unchanged, open_source
+from lengthwise.index.sources import find_sources
 from lengthwise.index.work_units import split_units
 from tests.data.bad_corpora import END, GOOD, header, in_base_256, member, sample_archive
 from tests.data.build import build, places_of, texts_of, write_jsonl, write_tree

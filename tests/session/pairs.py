@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 import lengthwise as lw
-from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from tests.session import models
 from tests.session.loops import as_started_by_torchrun, weights_of
 

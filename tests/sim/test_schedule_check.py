@@ -14,7 +14,7 @@ from lengthwise.core.pipeline_config import Method, PipelineSchedule, issue_orde
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.sim.schedule_check import OperationKind, check_matching, num_tokens_of, operations, stretches
-from tests.runtime.train.runs import SPEC, random_batch, random_plan
+from tests.sim.random_plans import SPEC, random_batch, random_plan
 
 PULL, FORWARD, BACKWARD, SEND, RECEIVE, PUSH = OperationKind
 

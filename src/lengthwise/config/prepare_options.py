@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
+from lengthwise.config.limits import MOST_BLOCKS, WINDOW
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.specs import nearest
-from lengthwise.data.curriculum import MOST_BLOCKS
-from lengthwise.data.order import WINDOW
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 _PRICES = ("sequence_times_s", "overhead_s", "time_s", "comm_times_s", "update_s", "peak_bytes", "max_tokens")

@@ -6,8 +6,9 @@ sends as fast as its m ports together; in an all-to-all each rank sends (p - m) 
 port; a hop of a plain ring crosses from one node to the next through one port.
 """
 
+from dataclasses import dataclass, fields
+
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.cost.analytic.volume import Sent
 
 LINK_EFFICIENCY = 0.8
 """Share of the data sheet's rate that large messages reach: NCCL's all-gather over eight A100s runs at 230-240 of 300
@@ -16,6 +17,29 @@ CALL_S = 3e-5
 """Seconds before the first byte of a collective call or hop on GPUs."""
 CPU_CALL_S = 3e-4
 """The same for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """Bytes that one rank sends, by kind of collective, and how many calls that takes."""
+
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_to_all: float = 0.0
+    ring: float = 0.0
+    """Point to point to the next rank."""
+    broadcast: float = 0.0
+    reduce: float = 0.0
+    calls: int = 0
+    """Collective calls, or hops of a ring."""
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of all kinds."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "calls")
+
+
+SENT_NOTHING = Sent()
 
 
 def call_s(cluster: ClusterSpec) -> float:

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lengthwise.config.limits import MOST_BLOCKS
 from lengthwise.core.errors import InputError
 from lengthwise.data.rng import draw, epoch_order, raw_stream
 
-MOST_BLOCKS = 1024
 LINEAR, ROOT, STEP, NATURAL = PACINGS = ("linear", "root", "step", "natural")
 
 

@@ -5,14 +5,13 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 
+from lengthwise.config.limits import WINDOW
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import nearest
 from lengthwise.data.curriculum import NATURAL, ROOT, Curriculum, Difficulty, Pacing
 from lengthwise.data.rng import epoch_order as epoch_order
 
 SHUFFLED, CORPUS, SORTED, CURRICULUM, WINDOWED = ORDERS = ("shuffled", "corpus", "sorted", "curriculum", "windowed")
-WINDOW = 4096
-"""Sequences that ``windowed`` sorts at a time."""
 
 
 class Selection(Protocol):

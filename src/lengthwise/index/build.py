@@ -22,11 +22,12 @@ from lengthwise.index.merge_parts import assemble
 from lengthwise.index.readers.documents_reader import holds_tokens
 from lengthwise.index.sequence_metrics import FOLDER as METRICS_FOLDER
 from lengthwise.index.settings import IndexSettings, differences, fingerprint
-from lengthwise.index.sources import Format, Sources
+from lengthwise.index.source_file import Format, WorkUnit
+from lengthwise.index.sources import Sources
 from lengthwise.index.store import INDEX_FILES, read_info
 from lengthwise.index.tokenizers import EOS_OF_TRAINED, TokenizerSpec, file_digest, find_tokenizer, parse_kmer
 from lengthwise.index.train_bpe import check_vocabulary, train_bpe
-from lengthwise.index.work_units import WorkUnit, split_units
+from lengthwise.index.work_units import split_units
 from lengthwise.index.worker_pool import build_parts
 
 _NOTE, _LOCK = "build.json", "build.lock"

@@ -16,9 +16,9 @@ from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.document import Document, where
 from lengthwise.index.readers.documents_reader import read_documents, read_token_rows
 from lengthwise.index.skipped import SkippedDocuments
-from lengthwise.index.sources import Format, check_unchanged
+from lengthwise.index.source_file import Format, WorkUnit, check_unchanged
 from lengthwise.index.tokenizers import TokenizerSpec, append_eos, dtype_for, load_tokenizer
-from lengthwise.index.work_units import WorkUnit, open_lengths
+from lengthwise.index.work_units import open_lengths
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096

@@ -14,10 +14,9 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.index.build_part import PartJob, part_path
 from lengthwise.index.settings import FORMAT_VERSION
 from lengthwise.index.skipped import SkippedDocuments
-from lengthwise.index.sources import Format
+from lengthwise.index.source_file import Format, WorkUnit
 from lengthwise.index.store import token_blocks, token_digest
 from lengthwise.index.tokenizers import dtype_for, load_tokenizer
-from lengthwise.index.work_units import WorkUnit
 
 _ROW_NAME = {Format.JSONL: "line", Format.FASTA: "record", Format.MEGATRON: "document", Format.TAR: "sample"}
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import MAX_DOCUMENT, MAX_RATIO, Limits
-from lengthwise.index.sources import Format, Sources, find_sources, find_standard_library
+from lengthwise.index.source_file import Format
+from lengthwise.index.sources import Sources, find_sources, find_standard_library
 
 FORMAT_VERSION = 1
 """Version of the files of an index; an index of another version is refused."""

@@ -1,34 +1,16 @@
 """What is to be indexed: the files under a folder in a fixed order, one file, or Python's own standard library."""
 
-import errno
 import os
-import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
-from lengthwise.core.errors import InputError, LengthwiseError, first_line
+from lengthwise.core.errors import InputError
 from lengthwise.index.readers.hf_saved import choose_split, data_files, is_saved
-
-
-class Format(StrEnum):
-    """How a file is read."""
-
-    TEXT = "text"
-    JSONL = "jsonl"
-    PARQUET = "parquet"
-    NPY = "npy"
-    FASTA = "fasta"
-    ARROW = "arrow"
-    MEGATRON = "megatron"
-    TAR = "tar"
-
+from lengthwise.index.source_file import Format, SourceFile, source_file
 
 _FORMAT_OF_SUFFIX = {
     ".jsonl": Format.JSONL,
@@ -45,16 +27,6 @@ _FORMAT_OF_SUFFIX = {
 }
 _MEGATRON = (".idx", ".bin")
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
-
-
-class SourceFile(NamedTuple):
-    """One file: where it is, what it is called in the index, and what tells that it changed."""
-
-    path: str
-    name: str
-    size: int
-    """Bytes; -1 when the file cannot be read at all (a broken link)."""
-    mtime_ns: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +78,7 @@ def find_sources(
         raise InputError(f"--glob chooses files in a folder, but {source} is a file; leave --glob out")
     prefix = source.with_suffix("") if source.is_file() and source.suffix in _MEGATRON else source
     chosen = format or (_format_of(source) if source.is_file() else Format.MEGATRON)
-    file = _source_file(source, source.name)
+    file = source_file(source, source.name)
     files = _pair(prefix, prefix.name) if chosen is Format.MEGATRON else (file,)
     return Sources(label=str(source), format=chosen, files=files, is_folder=False)
 
@@ -115,7 +87,7 @@ def _saved_sources(source: Path, *, globs: tuple[str, ...], split: str) -> Sourc
     if globs:
         raise InputError(f"{source} is a saved dataset, which lists its own files; leave --glob out")
     dataset = choose_split(source, split)
-    files = tuple(_source_file(path, path.relative_to(source).as_posix()) for path in data_files(dataset))
+    files = tuple(source_file(path, path.relative_to(source).as_posix()) for path in data_files(dataset))
     return Sources(label=str(dataset), format=Format.ARROW, files=files, is_folder=True)
 
 
@@ -136,7 +108,7 @@ def _folder_sources(source: Path, *, globs: tuple[str, ...], format: Format | No
 
 def _pair(prefix: Path, name: str) -> tuple[SourceFile, SourceFile]:
     """The .idx and the .bin of a Megatron data set."""
-    index, data = (_source_file(Path(f"{prefix}{suffix}"), f"{name}{suffix}") for suffix in _MEGATRON)
+    index, data = (source_file(Path(f"{prefix}{suffix}"), f"{name}{suffix}") for suffix in _MEGATRON)
     for file, other in ((index, data), (data, index)):
         if file.size < 0:
             raise InputError(f"{other.name} has no {Path(file.path).name} beside it; a Megatron data set is both files")
@@ -179,7 +151,7 @@ def _walk(
             path = Path(folder) / name
             relative = path.relative_to(root).as_posix()
             if not name.startswith(".") and _matches(relative, name, globs):
-                file = _source_file(path, relative)
+                file = source_file(path, relative)
                 if file.mtime_ns >= 0:
                     yield file
 
@@ -195,59 +167,5 @@ def _matches(relative: str, name: str, globs: tuple[str, ...]) -> bool:
     return not globs or any(fnmatchcase(spelling, pattern) for spelling in spellings for pattern in globs)
 
 
-def _source_file(path: Path, name: str) -> SourceFile:
-    try:
-        status = path.stat()
-    except OSError:
-        return SourceFile(path=str(path), name=name, size=-1, mtime_ns=0)
-    if not stat.S_ISREG(status.st_mode):  # sockets and pipes are no documents
-        return SourceFile(path=str(path), name=name, size=-1, mtime_ns=-1)
-    return SourceFile(path=str(path), name=name, size=status.st_size, mtime_ns=status.st_mtime_ns)
-
-
 def _name(file: SourceFile) -> str:
     return file.name
-
-
-def open_regular(path: str) -> BinaryIO:
-    """The file at ``path``, opened for reading without ever waiting: a pipe or device is an ``OSError``."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", path)
-    return os.fdopen(descriptor, "rb")
-
-
-def open_source(file: SourceFile) -> BinaryIO:
-    """The file, opened for reading; ``InputError`` if it cannot be."""
-    try:
-        return open_regular(file.path)
-    except OSError as error:
-        raise InputError(f"{file.name} cannot be read: {error.strerror}; mend it or choose files with --glob") from None
-
-
-@contextmanager
-def explaining(said: str, way_out: str = "") -> Iterator[None]:
-    """Whatever a library raises over a damaged file becomes one ``InputError``: ``said``, why, and the way out."""
-    try:
-        yield
-    except LengthwiseError:
-        raise
-    except Exception as error:
-        raise InputError(f"{said}: {first_line(error)}{way_out}") from None
-
-
-def check_unchanged(file: SourceFile) -> None:
-    """Raise ``InputError`` if the file is gone, has another size, or was written to since it was listed."""
-    if file.size < 0:
-        raise InputError(f"{file.name} cannot be read: {file.path} leads nowhere; mend the link or choose with --glob")
-    now = _source_file(Path(file.path), file.name)
-    if now.size != file.size:
-        raise InputError(
-            f"{file.name} changed while it was indexed: {file.size:,} bytes before, {max(now.size, 0):,} now; "
-            "index again with --restart once nothing writes to it"
-        )
-    if now.mtime_ns != file.mtime_ns:
-        raise InputError(
-            f"{file.name} was written to while it was indexed; index again with --restart once nothing writes to it"
-        )

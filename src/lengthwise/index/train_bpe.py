@@ -7,9 +7,8 @@ from pathlib import Path
 from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.documents_reader import read_documents
-from lengthwise.index.sources import Format
+from lengthwise.index.source_file import Format, WorkUnit
 from lengthwise.index.tokenizers import EOS_OF_TRAINED, import_tokenizers
-from lengthwise.index.work_units import WorkUnit
 
 SAMPLE_BYTES = 8 << 20
 """About as much text as is read for training; on source code, twice as much saves 0.1 % of the tokens."""

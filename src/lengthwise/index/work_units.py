@@ -2,8 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -11,24 +9,10 @@ from lengthwise.core.errors import InputError
 from lengthwise.index.readers.arrow import arrow_slices
 from lengthwise.index.readers.megatron import megatron_slices
 from lengthwise.index.readers.webdataset import tar_slices
-from lengthwise.index.sources import Format, SourceFile, Sources, check_unchanged, explaining
+from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, explaining, open_parquet
+from lengthwise.index.sources import Sources
 
 _MAX_FILES = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkUnit:
-    """A slice of the source.
-
-    ``start`` and ``stop`` are bytes (jsonl, fasta, arrow, tar), row groups (parquet), rows (npy), documents (megatron).
-    """
-
-    number: int
-    format: Format
-    files: tuple[SourceFile, ...]
-    """Several whole files for text, else the one that is sliced; for megatron the .idx and its .bin."""
-    start: int = 0
-    stop: int = 0
 
 
 def split_units(sources: Sources, *, unit_bytes: int) -> list[WorkUnit]:
@@ -105,13 +89,3 @@ def open_lengths(file: SourceFile) -> np.ndarray:
         found = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
         raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {found}")
     return lengths
-
-
-def open_parquet(file: SourceFile) -> Any:
-    """The Parquet file, opened; its rows are not read yet."""
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError("reading Parquet needs the package pyarrow; pip install 'lengthwise[data]'") from None
-    with explaining(f"{file.name} is not a Parquet file"):
-        return pyarrow.parquet.ParquetFile(file.path)

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.processes import follow_parent
 from lengthwise.index.build_part import PartJob, build_part
-from lengthwise.index.work_units import WorkUnit
+from lengthwise.index.source_file import WorkUnit
 
 
 def build_parts(job: PartJob, units: list[WorkUnit], *, workers: int, on_done: Callable[[int], None]) -> None:

@@ -4,7 +4,8 @@
     trainer = Trainer(model=model, args=args, train_dataset=rows, policy="dcp-intra")
 
 The loop is :func:`lengthwise.prepare` and :meth:`Run.steps`; arguments, logs, evaluation, callbacks, checkpoints and
-saved models are those of transformers. What cannot be honoured is refused (:mod:`lengthwise.integrations.hf_training_args`).
+saved models are those of transformers. What cannot be honoured is refused
+(:mod:`lengthwise.integrations.hf_training_args`).
 """
 
 import functools
@@ -17,13 +18,13 @@ from typing import Any, cast
 
 import torch
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.integrations.hf_callback import TrainerCallback
 from lengthwise.integrations.hf_training_args import decay_problem, optimizer_name, refuse_what_cannot_be_honoured
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.train.execute_step import StepResult
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.objectives import base_model

@@ -11,7 +11,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import DEVICES, ClusterSpec, cluster_preset, nearest, whole_number
 from lengthwise.data.synthetic import NAMES, synthetic_lengths
-from lengthwise.index.sources import SourceFile
+from lengthwise.index.source_file import SourceFile
 from lengthwise.index.store import open_index
 from lengthwise.index.work_units import open_lengths
 from lengthwise.plan.space.problem import PlanningProblem

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import InputError
 from lengthwise.index.build_part import PartJob, build_part
 from lengthwise.index.readers.documents_reader import read_documents
-from lengthwise.index.sources import Format, find_sources
+from lengthwise.index.source_file import Format
+from lengthwise.index.sources import find_sources
 from lengthwise.index.tokenizers import TokenizerSpec
 from lengthwise.index.work_units import split_units
 from tests.data.build import build, places_of, texts_of, write_jsonl, write_tree

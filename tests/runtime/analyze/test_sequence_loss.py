@@ -22,7 +22,8 @@ from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.train.micro_batch_tensors import feed, masking_of
 from tests.runtime.analyze.corpora import analyze_here, error_here, make_index, request_of, some_lengths
 from tests.runtime.models.cases import model_of, tiny, tiny_bert, tiny_gpt
-from tests.runtime.train.runs import SPEC, local_world, new_state
+from tests.runtime.train.runs import local_world, new_state
+from tests.sim.random_plans import SPEC
 
 # float64 sums over a few dozen terms of order one, in another order
 EXACT = 1e-10

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.verify.trace import learn
 from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import MicroBatchFailure, Run
 from lengthwise.runtime.loop.step import Step
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.verify.trace import learn
 from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -161,7 +161,8 @@ def train(
         parameter.requires_grad_(re.search(TRAINED[trained], name) is not None)
     run = Run(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
-        feeding=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=OptimizerSettings(name="sgd", momentum=0.0),
+        feeding=PackCollator(source=Source(), objective=NEXT_TOKEN),
+        optimizer=OptimizerSettings(name="sgd", momentum=0.0),
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,
     )  # fmt: skip
     learn(run)

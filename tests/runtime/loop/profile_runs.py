@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.profile.probes import LoopbackGroup
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.verify.trace import learn
 from lengthwise.runtime.wrap.context import current
 from lengthwise.runtime.wrap.micro_batch import PackCollator

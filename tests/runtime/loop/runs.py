@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, StepPlan
@@ -21,7 +22,6 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.train.micro_batch_tensors import feed
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import learn

@@ -6,11 +6,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import learn
 from lengthwise.runtime.wrap.micro_batch import PackCollator

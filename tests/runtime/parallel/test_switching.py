@@ -61,7 +61,7 @@ def gather_events(recompute):
             events.append(("use", self.place))
             return super().whole(name)
 
-    stage.Gathered = Recording
+    stage.GatheredWeights = Recording
     try:
         model = model_of(SPEC)
         keep_own_rows(model, SPEC, rank=group.rank, degree=group.size)
@@ -74,7 +74,7 @@ def gather_events(recompute):
             recompute=recompute,
         )
     finally:
-        stage.Gathered = GatheredWeights
+        stage.GatheredWeights = GatheredWeights
     return events
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lengthwise.core.pipeline_config import WEIGHTS_OF, WeightPlacement
-from lengthwise.cost.analytic.volume import Sent, layer_volume
+from lengthwise.cost.analytic.volume import layer_volume
+from lengthwise.cost.links import Sent
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from tests.runtime.parallel.cases import SHARDED, WHOLE, model_of, pack_of, small, whole_group

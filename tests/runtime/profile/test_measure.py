@@ -11,7 +11,8 @@ from lengthwise.cost.profiled.fitted import fit
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.profile.measure import _kept_bytes, _random_feed, ladder, num_measurements, profile
-from tests.runtime.train.runs import SPEC, local_world
+from tests.runtime.train.runs import local_world
+from tests.sim.random_plans import SPEC
 
 
 @pytest.mark.parametrize(("longest", "most"), [(32, 32), (100, 100), (4096, 4096), (1000, 5000), (5000, 1024)])

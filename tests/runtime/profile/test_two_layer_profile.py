@@ -13,6 +13,7 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.layer_profile import LayerTable
 from lengthwise.cost.profiled.two_layer import LayerProfile
 from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.synthetic_batches import synthetic
 from lengthwise.runtime.profile import probes as gauge
 from lengthwise.runtime.profile import trial as bench
 from lengthwise.runtime.profile import two_layer_profile as profile
@@ -20,7 +21,6 @@ from lengthwise.runtime.profile.fingerprint import find_table
 from lengthwise.runtime.profile.trial import Trial, hold
 from lengthwise.runtime.profile.two_layer_profile import FEWEST, ProfilingEffort, ladder, many_short, measure
 from lengthwise.runtime.profile.validate import check_prediction
-from lengthwise.runtime.verify.trace import synthetic
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
 from tests.runtime.loop.profile_runs import (
     HIDDEN,

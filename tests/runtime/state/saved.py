@@ -6,14 +6,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.contents import contents
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step
-from tests.runtime.train.runs import LR, SETTINGS, RandomTokens, local_world, new_state, random_batch, random_plan
+from tests.runtime.train.runs import LR, SETTINGS, RandomTokens, local_world, new_state
+from tests.sim.random_plans import random_batch, random_plan
 
 OPTIMIZERS = [
     OptimizerSettings(),

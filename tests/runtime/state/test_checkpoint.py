@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state import checkpoint, saver
 from lengthwise.runtime.state.contents import contents
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from tests.runtime.state.saved import (
     OPTIMIZERS,
     assert_same_tensors,
@@ -24,7 +24,8 @@ from tests.runtime.state.saved import (
     trained,
     whole_contents,
 )
-from tests.runtime.train.runs import SPEC, local_world, master_weights, new_state
+from tests.runtime.train.runs import local_world, master_weights, new_state
+from tests.sim.random_plans import SPEC
 
 optimizers = pytest.mark.parametrize("settings", OPTIMIZERS, ids=name_of)
 

@@ -13,7 +13,8 @@ from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint
 from tests.cli.conftest import cli  # noqa: F401 - a fixture
 from tests.runtime.state.saved import OPTIMIZERS, name_of, train, trained
-from tests.runtime.train.runs import SPEC, master_weights
+from tests.runtime.train.runs import master_weights
+from tests.sim.random_plans import SPEC
 
 
 @pytest.fixture

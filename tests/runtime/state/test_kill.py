@@ -14,7 +14,7 @@ from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.train.step_metrics import Row
 from tests.runtime.state.kills import SAVES, STARTED, TRAINS, Attempt, Nursery, unfinished_saves
-from tests.runtime.train.runs import SPEC
+from tests.sim.random_plans import SPEC
 
 STEPS = 20
 SETTINGS = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 2}

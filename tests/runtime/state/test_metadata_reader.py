@@ -15,7 +15,8 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.state import checkpoint, checkpoint_files
 from lengthwise.runtime.state.metadata_reader import METADATA_FILE, Reader
 from tests.runtime.state.saved import save_trained
-from tests.runtime.train.runs import SPEC, local_world, new_state
+from tests.runtime.train.runs import local_world, new_state
+from tests.sim.random_plans import SPEC
 
 
 class Payload:

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.layout import transfers
 from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from lengthwise.runtime.state import propagation
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.sim.schedule_check import stretches
 from tests.runtime.train.families import FAMILIES, random_case
 from tests.runtime.train.runs import SETTINGS, local_world, new_state

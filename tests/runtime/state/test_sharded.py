@@ -8,16 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.layout import sharded_by_unit
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import MAX_ROUTES
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step
 from tests.runtime.parallel.cases import live_bytes
 from tests.runtime.train.families import random_case, source_of
-from tests.runtime.train.runs import CLIP, LR, SETTINGS, SPEC, local_world, new_state
+from tests.runtime.train.runs import CLIP, LR, SETTINGS, local_world, new_state
+from tests.sim.random_plans import SPEC
 
 ADAFACTOR = OptimizerSettings(name="adafactor")
 EVERYTHING = WeightShard(first=0, end=SPEC.num_layers, num_layers=SPEC.num_layers)

@@ -14,7 +14,7 @@ from lengthwise.runtime.models.registry import empty_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from lengthwise.runtime.state.table import ParameterTable
 from tests.runtime.train.families import FAMILIES, random_case
-from tests.runtime.train.runs import random_strategy
+from tests.sim.random_plans import random_strategy
 
 MODELS = {name: empty_model(spec) for name, spec in FAMILIES.items()}
 TABLES = {name: ParameterTable.of(model) for name, model in MODELS.items()}

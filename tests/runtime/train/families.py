@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.specs import ModelSpec
@@ -14,12 +15,12 @@ from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.models.targets import TokenMasking
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_micro_batches
 from lengthwise.runtime.train.micro_batch_tensors import feed, masking_of
-from tests.runtime.train.runs import SETTINGS, SPEC, RandomTokens, local_world, new_state, random_batch, random_plan
+from tests.runtime.train.runs import SETTINGS, RandomTokens, local_world, new_state
+from tests.sim.random_plans import SPEC, random_batch, random_plan
 
 EXACT = 1e-10
 """float64: sums in another order differ by rounding alone."""

@@ -20,7 +20,8 @@ from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.train.executable import check_compiled
 from lengthwise.runtime.train.step_metrics import log_line
 from lengthwise.runtime.train.trainer import TrainingLoop
-from tests.runtime.train.runs import SPEC, RandomTokens, local_world, master_weights
+from tests.runtime.train.runs import RandomTokens, local_world, master_weights
+from tests.sim.random_plans import SPEC
 
 EXACT = 1e-10
 """float64: sums in another order differ by rounding alone."""

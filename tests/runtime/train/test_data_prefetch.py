@@ -16,8 +16,9 @@ from lengthwise.runtime.train.data_prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.micro_batch_tensors import feed
 from lengthwise.runtime.train.step_metrics import log_line
 from lengthwise.sim.schedule_check import OperationKind, operations
-from tests.runtime.train.runs import master_weights, random_batch, random_plan
+from tests.runtime.train.runs import master_weights
 from tests.runtime.train.test_trainer import make_trainer
+from tests.sim.random_plans import random_batch, random_plan
 
 CPU = torch.device("cpu")
 MASKING = TokenMasking(seed=11, vocab_size=61, mask_token_id=60)

@@ -5,23 +5,21 @@ import random
 import pytest
 import torch
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_micro_batches
 from tests.runtime.train.runs import (
     SETTINGS,
-    SPEC,
     RandomTokens,
     local_world,
     master_weights,
     new_state,
-    random_batch,
-    random_plan,
     train_on_one_device,
     train_on_ranks,
     whole_batch_loss,
 )
+from tests.sim.random_plans import SPEC, random_batch, random_plan
 
 EXACT = 1e-10
 """float64: sums in another order differ by rounding alone."""

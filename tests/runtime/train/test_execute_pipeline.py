@@ -11,14 +11,15 @@ from unittest import mock
 import pytest
 import torch
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, PipelineSchedule, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.runtime.comm.group import AsyncResult, Group
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.propagation import UnitRoute
 from tests.runtime.train.families import FAMILIES, assert_as_on_one_device, random_case, run_plan
-from tests.runtime.train.runs import SETTINGS, SPEC
+from tests.runtime.train.runs import SETTINGS
+from tests.sim.random_plans import SPEC
 
 ADAFACTOR = OptimizerSettings(name="adafactor")
 

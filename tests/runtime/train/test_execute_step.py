@@ -18,7 +18,8 @@ from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
 from lengthwise.runtime.train.execute_step import StepConsensus, agree, run_step
 from lengthwise.sim.schedule_check import operations
-from tests.runtime.train.runs import SPEC, RandomTokens, local_world, new_state, random_batch, random_plan
+from tests.runtime.train.runs import RandomTokens, local_world, new_state
+from tests.sim.random_plans import SPEC, random_batch, random_plan
 
 
 def example(num_ranks=2):

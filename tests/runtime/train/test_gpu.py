@@ -10,16 +10,8 @@ from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step
-from tests.runtime.train.runs import (
-    CLIP,
-    LR,
-    SETTINGS,
-    SPEC,
-    RandomTokens,
-    random_batch,
-    random_plan,
-    train_on_one_device,
-)
+from tests.runtime.train.runs import CLIP, LR, SETTINGS, RandomTokens, train_on_one_device
+from tests.sim.random_plans import SPEC, random_batch, random_plan
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -19,7 +19,8 @@ from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint, checkpoint_files
 from lengthwise.runtime.train.trainer import TrainingLoop
-from tests.runtime.train.runs import SPEC, RandomTokens, local_world, master_weights, random_plan
+from tests.runtime.train.runs import RandomTokens, local_world, master_weights
+from tests.sim.random_plans import SPEC, random_plan
 
 EXACT = 1e-10
 """float64: sums in another order differ by rounding alone."""

@@ -84,7 +84,8 @@ def check_and_compare():
     model.register_buffer("seen", torch.zeros(3))
     run = Run(
         WrappedModel(model, loss=case.loss), local_world(), stream=Stream(case=case), planner=lambda batch: None,
-        feeding=PackCollator(source=Source(), objective=case.objective), optimizer=DENSE, lr=lambda step: 1.0, num_steps=1,
+        feeding=PackCollator(source=Source(), objective=case.objective),
+        optimizer=DENSE, lr=lambda step: 1.0, num_steps=1,
     )  # fmt: skip
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before = {name: (tensor.detach().clone(), tensor.data_ptr(), tensor.grad) for name, tensor in tensors.items()}

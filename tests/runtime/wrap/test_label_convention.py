@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
-from lengthwise.runtime.wrap.label_convention import LabelConvention, learn_labels
+from lengthwise.runtime.verify.learn_labels import learn_labels
+from lengthwise.runtime.wrap.label_convention import LabelConvention
 
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 LOGITS = torch.randn(1, 8, 10, generator=torch.Generator().manual_seed(0))

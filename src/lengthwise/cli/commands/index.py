@@ -13,7 +13,7 @@ from lengthwise.index.build import BuiltIndex, build_index
 from lengthwise.index.document_limits import MAX_DOCUMENT, MAX_RATIO
 from lengthwise.index.settings import IndexSettings
 from lengthwise.index.skipped import REASONS
-from lengthwise.index.sources import Format
+from lengthwise.index.source_file import Format
 from lengthwise.index.store import TokenStore, open_index
 from lengthwise.index.train_bpe import check_vocabulary
 from lengthwise.session.console import emit_json, progress, stderr

@@ -14,7 +14,7 @@ from lengthwise.data.length_stats import MAX_LENGTHS, LengthStats, length_stats
 from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.sampling_bias import SamplingReport
 from lengthwise.data.sort_key import LENGTH
-from lengthwise.index.sources import SourceFile
+from lengthwise.index.source_file import SourceFile
 from lengthwise.index.work_units import open_lengths
 from lengthwise.report.pages.run_text import order_words
 from lengthwise.session.console import emit_json, stdout

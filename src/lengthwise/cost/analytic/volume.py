@@ -11,34 +11,15 @@ A collective over p ranks of an n-byte result makes each rank send n (p - 1) / p
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.analytic.heads import split_heads
+from lengthwise.cost.links import SENT_NOTHING, Sent
 from lengthwise.cost.memory_model import DTYPE_BYTES, kept_bytes_per_layer, norm_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """Bytes that one rank sends, by kind of collective, and how many calls that takes."""
-
-    all_gather: float = 0.0
-    reduce_scatter: float = 0.0
-    all_to_all: float = 0.0
-    ring: float = 0.0
-    """Point to point to the next rank."""
-    broadcast: float = 0.0
-    reduce: float = 0.0
-    calls: int = 0
-    """Collective calls, or hops of a ring."""
-
-    @property
-    def num_bytes(self) -> float:
-        """Bytes of all kinds."""
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "calls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +30,9 @@ class LayerPass:
     """Per token of the pack: products with weights."""
     attention_flops: float
     """Per squared token of a sequence."""
-    tokens: Sent = Sent()
+    tokens: Sent = SENT_NOTHING
     """Bytes per token of the pack."""
-    weights: Sent = Sent()
+    weights: Sent = SENT_NOTHING
     """Bytes per micro-batch, however many tokens it has."""
 
 
@@ -147,7 +128,9 @@ def _dense(case: _Case) -> LayerVolume:
     return _token_local(case)
 
 
-def _token_local(case: _Case, *, forward: Sent = Sent(), backward: Sent = Sent(), live: float = 0.0) -> LayerVolume:
+def _token_local(
+    case: _Case, *, forward: Sent = SENT_NOTHING, backward: Sent = SENT_NOTHING, live: float = 0.0
+) -> LayerVolume:
     """Each device multiplies T / p tokens by all of W and does 1 / p of attention; it keeps T / p of everything."""
     model, p = case.model, case.degree
     weights, square = model.layer_matmul_params / p, case.square_flops / p

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from lengthwise.core.errors import InputError
-from lengthwise.index.sources import SourceFile, check_unchanged, explaining
+from lengthwise.index.source_file import SourceFile, check_unchanged, explaining
 
 _FILE_MAGIC, _FEATHER_1_MAGIC = b"ARROW1", b"FEA1"
 _CONTINUATION = 0xFFFFFFFF

@@ -9,8 +9,7 @@ from lengthwise.core.errors import InputError, LengthwiseError, first_line
 from lengthwise.index.document_limits import MAX_DOCUMENT
 from lengthwise.index.readers.arrow import arrow_batches, arrow_schema
 from lengthwise.index.readers.document import Document, TokenRows, from_utf8, row_of, token_rows, where
-from lengthwise.index.sources import Format, SourceFile, check_unchanged, explaining
-from lengthwise.index.work_units import WorkUnit, open_parquet
+from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, explaining, open_parquet
 
 _BATCH_BYTES = 16 << 20
 _MAX_ROWS = 1 << 16

@@ -10,8 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import Limits
 from lengthwise.index.readers.arrow import arrow_rows_before
 from lengthwise.index.readers.webdataset import tar_samples
-from lengthwise.index.sources import Format, SourceFile, open_source
-from lengthwise.index.work_units import WorkUnit, open_parquet
+from lengthwise.index.source_file import Format, SourceFile, WorkUnit, open_parquet, open_source
 
 
 class Document(NamedTuple):

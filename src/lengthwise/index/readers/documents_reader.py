@@ -21,8 +21,7 @@ from lengthwise.index.readers.document import (
 )
 from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
 from lengthwise.index.readers.webdataset import tar_samples
-from lengthwise.index.sources import Format, SourceFile, check_unchanged, open_regular, open_source
-from lengthwise.index.work_units import WorkUnit
+from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, open_regular, open_source
 
 _COLUMNS = (Format.PARQUET, Format.ARROW)
 _PIECE_BYTES = 1 << 20

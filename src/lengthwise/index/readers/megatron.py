@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.errors import InputError
-from lengthwise.index.sources import SourceFile, check_unchanged
+from lengthwise.index.source_file import SourceFile, check_unchanged
 
 _MAGIC, _OLD_MAGIC = b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")

@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
-from lengthwise.index.sources import SourceFile, check_unchanged, open_source
+from lengthwise.index.source_file import SourceFile, check_unchanged, open_source
 
 _BLOCK = 512
 _REGULAR, _LINK, _EMPTY = (b"0", b"\0", b"7"), (b"1", b"2"), (b"1", b"2", b"3", b"4", b"5", b"6")

@@ -2,8 +2,8 @@
 
 Per bucket the micro-batch (b, p) has the greatest throughput b s / (p T) of Eq. (1); ``dcp-intra`` also recomputes as
 few layers as fit, micro-batch by micro-batch, where ``dcp-inter`` recomputes the fewest that the longest sequence of
-the run allows, for all. DCP forms its batches so that groups balance (``lengthwise.plan.dcp.form_batches``); here the sampler's
-batch is given, and what is chosen is how many groups of each degree there are and how many micro-batches each
+the run allows, for all. DCP forms its batches so that groups balance (``lengthwise.plan.dcp.form_batches``); here the
+sampler's batch is given, and what is chosen is how many groups of each degree there are and how many micro-batches each
 accumulates, so that the last group ends early. Groups of the longer buckets fill their spare time with shorter
 sequences; and where buckets do not fit side by side, the step has phases: weights are whole, so device groups change
 freely within it.

@@ -3,8 +3,8 @@
 The group is a node, or what of it the pool has a degree for; copies of it tile the cluster. Weights are sharded where
 the pool has such methods, so that layers switch between them at no cost. Packs are filled to the context length or to
 what the method of the greatest throughput holds, and spread over the copies longest first; each runs as the fastest
-mix of methods that holds it (``lengthwise.plan.layerwise.layer_assignment``). Along a copy's packs, a mix is kept while it is within 5 %
-of the best.
+mix of methods that holds it (``lengthwise.plan.layerwise.layer_assignment``). Along a copy's packs, a mix
+is kept while it is within 5 % of the best.
 """
 
 from collections.abc import Sequence

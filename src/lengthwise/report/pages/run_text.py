@@ -22,10 +22,12 @@ def tiles(summary: RunSummary) -> list[KeyFigure]:
     )
     return [
         KeyFigure("tokens per second", count(summary.tokens_per_s), f"{uncounted} not counted"),
-        KeyFigure("idle", share(summary.idle_fraction), "of the device time; no timelines" if summary.idle_fraction is None
+        KeyFigure("idle", share(summary.idle_fraction), "of the device time; no timelines"
+                  if summary.idle_fraction is None
              else "of the device time"),
         KeyFigure("padding", share(summary.padding_fraction), "of the computed tokens"),
-        KeyFigure("prediction error", share(summary.prediction_error), "median over steps of predicted against measured"),
+        KeyFigure("prediction error", share(summary.prediction_error),
+                  "median over steps of predicted against measured"),
         KeyFigure("gap to the bound", share(summary.gap), "median of predicted time above the proven lower bound"),
         KeyFigure("final loss", number(summary.final_loss), f"per token, after {_steps(summary.num_steps)}"),
     ]  # fmt: skip

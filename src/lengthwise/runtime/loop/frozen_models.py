@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.runtime.verify.trace import LENGTHS, synthetic
+from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
 from lengthwise.runtime.wrap.micro_batch import MicroBatch

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.optimizer import make_optimizer
 
 
 def wrapped_modules(model: nn.Module) -> list[Any]:
@@ -41,9 +42,10 @@ class Fsdp2State:
         _check(model, self._modules)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.compute_dtype = self.master_dtype = self._parameters[0].dtype
-        self.optimizer = settings.make(
-            [parameter for parameter in self._parameters if parameter.dim() > 1],
-            [parameter for parameter in self._parameters if parameter.dim() <= 1],
+        self.optimizer = make_optimizer(
+            settings,
+            decaying=[parameter for parameter in self._parameters if parameter.dim() > 1],
+            others=[parameter for parameter in self._parameters if parameter.dim() <= 1],
         )
         for module in self._modules:
             # The gradient is the sum over ranks: every token has its weight already.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import GlobalBatch, Pack
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.core.step_plan import StepPlan
@@ -26,17 +27,16 @@ from lengthwise.runtime.loop.planned_pipelines import agree_to_begin, check_exec
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.loop.shared_reads import digested
 from lengthwise.runtime.loop.step import Step
+from lengthwise.runtime.loop.synthetic_batches import nothing_to_learn
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
 from lengthwise.runtime.loop.workers import ItemReaders, read_ahead
 from lengthwise.runtime.models.checksum import weight_checksums
 from lengthwise.runtime.state import checkpoint
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.train.trainer import BatchStream
-from lengthwise.runtime.verify.trace import nothing_to_learn
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript

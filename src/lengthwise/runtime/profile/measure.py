@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable
 from lengthwise.core.specs import ModelSpec
@@ -17,7 +18,6 @@ from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.sharded import ShardedState
 
 SHORTEST = 32

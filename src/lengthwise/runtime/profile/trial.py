@@ -18,8 +18,8 @@ from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.synthetic_batches import synthetic
 from lengthwise.runtime.profile.probes import LoopbackGroup, SavedTensorCounter, Stopwatch, storages
-from lengthwise.runtime.verify.trace import synthetic
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.layer_hooks import LayerWatch

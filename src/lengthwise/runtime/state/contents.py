@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lengthwise.core.layout import fully_sharded
+from lengthwise.runtime.state.optimizer import step_state
 from lengthwise.runtime.state.sharded import Segment, ShardedState
 
 MASTER = "master"
@@ -85,7 +86,7 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
             with torch.no_grad():
                 parameter.copy_(held.pop(MASTER))
             if state.optimizer is not None and num_steps:
-                state.optimizer.state[parameter] = {**state.settings.step_state(num_steps), **held}
+                state.optimizer.state[parameter] = {**step_state(state.settings, num_steps), **held}
     state.forget_weights()
 
 

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.group import AsyncResult, Traffic
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.local_weights import LocalWeights
-from lengthwise.runtime.state.optimizer import OptimizerSettings
+from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.propagation import Routes, routes
 from lengthwise.runtime.state.table import ParameterTable
 
@@ -73,8 +74,10 @@ class ShardedState:
         self.master = self._owned_values()
         self._pushed = torch.zeros_like(self.master)
         self.segments = self._make_segments()
-        self.optimizer = settings.make(
-            [s.parameter for s in self.segments if s.decays], [s.parameter for s in self.segments if not s.decays]
+        self.optimizer = make_optimizer(
+            settings,
+            decaying=[s.parameter for s in self.segments if s.decays],
+            others=[s.parameter for s in self.segments if not s.decays],
         )
         self._hooks: list[RemovableHandle] = []
         if self.compute_dtype != self.master_dtype:

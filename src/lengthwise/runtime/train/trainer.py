@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import is_of_disk, reason
 from lengthwise.core.batch import GlobalBatch, Pack
@@ -21,7 +22,6 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.compile.compiled_layers import CompiledLayers
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state import checkpoint
-from lengthwise.runtime.state.optimizer import OptimizerSettings
 from lengthwise.runtime.state.saver import CheckpointSaver
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock

@@ -19,6 +19,7 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.synthetic_batches import of_kinds, synthetic
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of
 from lengthwise.runtime.verify.first_difference import where_it_begins
@@ -31,7 +32,6 @@ from lengthwise.runtime.verify.stock_call import (
     parameter_names,
     random_states,
 )
-from lengthwise.runtime.verify.trace import of_kinds, synthetic
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 

@@ -1,7 +1,7 @@
 """One sequence through a model as its user calls it, and several in one pack as training computes them.
 
-Both sides of the comparison in :mod:`lengthwise.runtime.verify.gradient_check`: losses weighted by their targets, and the
-gradient of every trained parameter.
+Both sides of the comparison in :mod:`lengthwise.runtime.verify.gradient_check`: losses weighted by their targets,
+and the gradient of every trained parameter.
 """
 
 import random

@@ -1,8 +1,8 @@
 """When a micro-batch does not fit after all: what a user's loop is given instead of what was not computed.
 
 The rank stands in for itself (:mod:`stand_in`), all ranks leave the step together at its update, and its batch is
-planned again. What the model's forward would have returned is a :class:`MissingTensor`, with which a user's loop goes on
-unharmed.
+planned again. What the model's forward would have returned is a :class:`MissingTensor`, with which a user's loop
+goes on unharmed.
 """
 
 from collections.abc import Iterator

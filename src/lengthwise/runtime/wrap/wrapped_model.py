@@ -59,9 +59,9 @@ class WrappedModel:
         is_frozen: bool = False,
     ) -> None:
         """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
-        micro-batch to the forward's arguments; ``context``: see :class:`HookedLayers`; ``by_sequence``: compute the stock
-        forward once for each sequence, which this rank has whole, instead of packs and shards; ``labels_sequences``:
-        the model takes one label for each sequence; ``is_frozen``: it has no gradients.
+        micro-batch to the forward's arguments; ``context``: see :class:`HookedLayers`; ``by_sequence``: compute the
+        stock forward once for each sequence, which this rank has whole, instead of packs and shards;
+        ``labels_sequences``: the model takes one label for each sequence; ``is_frozen``: it has no gradients.
 
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.

@@ -5,5 +5,12 @@ from lengthwise.plan.solve.shop.model import Machines, Objective, SearchEffort, 
 from lengthwise.plan.solve.shop.schedule import schedule
 
 __all__ = [
-    "Certificate", "SearchEffort", "Machines", "Objective", "ShopSchedule", "certify", "lower_bound_of_classes", "schedule",
+    "Certificate",
+    "Machines",
+    "Objective",
+    "SearchEffort",
+    "ShopSchedule",
+    "certify",
+    "lower_bound_of_classes",
+    "schedule",
 ]  # fmt: skip

@@ -1,0 +1,41 @@
+"""Optimizers and their constants, for configurations and prepared runs alike."""
+
+from dataclasses import dataclass
+
+from lengthwise.core.errors import InputError
+
+STATE = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "adafactor": ("row_var", "col_var", "variance"),
+}
+"""Tensors that each optimizer keeps of a parameter, or of some parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Which optimizer, and its constants. Matrices decay, vectors do not."""
+
+    name: str = "adamw"
+    """One of ``STATE``."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    eps: float = 1e-8
+    """Of AdamW and Adafactor: gradients smaller than this do not count as directions."""
+    momentum: float = 0.9
+    """Of SGD; 0: none."""
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.name not in STATE:
+            raise InputError(f"no optimizer {self.name!r}; known: {', '.join(STATE)}")
+
+    @property
+    def needs_whole_parameters(self) -> bool:
+        """Whether the update of an element depends on its row and column: then parameters are not cut."""
+        return self.name == "adafactor"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Of the tensors it keeps."""
+        return () if self.name == "sgd" and not self.momentum else STATE[self.name]

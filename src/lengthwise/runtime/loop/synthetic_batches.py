@@ -1,0 +1,148 @@
+"""Synthetic sequences through a prepared model: what is computed before, or instead of, a batch of the corpus."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from lengthwise.core.batch import NEXT_TOKEN, Pack
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.context import PackShard, active
+from lengthwise.runtime.wrap.micro_batch import PackCollator
+
+if TYPE_CHECKING:
+    from lengthwise.runtime.loop.run import Run
+
+
+LENGTHS = (11, 7)
+"""Slots of the two sequences; sizes that models rarely have otherwise."""
+
+
+class StretchedSequence:
+    """The first sequence of a source at any length: repeated, or cut."""
+
+    def __init__(self, tokens: np.ndarray, slot_tokens: int, *, is_ended: bool) -> None:
+        """``is_ended``: its last token is the last of each, such as one that says where a sequence ends."""
+        self._values, self._slot_tokens, self._is_ended = tokens, slot_tokens, is_ended
+        self.lengths: dict[int, int] = {}
+        """Tokens by sequence id."""
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Each id begins elsewhere, so that sequences differ."""
+        num_slots = self.lengths[sequence] // self._slot_tokens
+        tokens = self._values[(np.arange(num_slots) + 3 * sequence) % len(self._values)]
+        return _ended(tokens, self._values) if self._is_ended else tokens
+
+    def labels(self, labels_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
+        """Labels as the first sequence has them, with a loss for every token."""
+        return np.maximum(self.column(labels_of, sequence), 0)
+
+    def column(self, values_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
+        """The same of a further column of the first sequence."""
+        values = values_of(0)
+        return values[(np.arange(self.lengths[sequence]) + 3 * sequence) % len(values)]
+
+
+class ReorderedSlots:
+    """Sequences of slots that differ, one after the other, and again in another order: none is first or last twice."""
+
+    def __init__(self, feeding: PackCollator, lengths: tuple[int, ...], *, is_ended: bool) -> None:
+        """``is_ended``: the last token of each is that of the first sequence."""
+        self._feeding, self._lengths, self._is_ended = feeding, lengths, is_ended
+        tokens, labels = feeding.kinds["tokens"], feeding.kinds.get("labels")
+        self._ignores = labels is not None and bool((labels == feeding.ignore_index).any())
+        stand_in = tokens if labels is None or feeding.objective == NEXT_TOKEN else np.maximum(labels, 0)
+        self._labels = stand_in if labels is None else np.where(labels == feeding.ignore_index, stand_in, labels)
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """Each sequence goes on where the last one ended."""
+        tokens = self.column("tokens", sequence)
+        return _ended(tokens, np.asarray(self._feeding.source.tokens(0))) if self._is_ended else tokens
+
+    def column(self, name: str, sequence: int, /) -> np.ndarray:
+        """The same of a further column."""
+        return self._cut(self._feeding.kinds[name], sequence)
+
+    def labels(self, sequence: int, /) -> np.ndarray:
+        """Where labels of the corpus are ignored, some are here as well: another share of every sequence."""
+        labels = self._cut(self._labels, sequence).copy()
+        if self._ignores:
+            labels[1 :: 2 + sequence % 3] = self._feeding.ignore_index
+        return labels
+
+    def _cut(self, values: np.ndarray, sequence: int) -> np.ndarray:
+        start = sum(self._lengths[:sequence])
+        values = np.concatenate([values, np.roll(values[::-1], len(values) // 3)])
+        return values[(start + np.arange(self._lengths[sequence])) % len(values)]
+
+
+def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """With the last token of another sequence: Bart's classifier reads what it says at the token that ends it."""
+    return np.concatenate([tokens[:-1], like[-1:]])
+
+
+@contextmanager
+def of_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
+    """The run's sequences 0, 1, ... have these many slots, of all kinds that the corpus has."""
+    before = run.feeding
+    source = ReorderedSlots(before, lengths, is_ended=run.adapted.by_sequence is not None)
+    run.feeding = replace(
+        before,
+        source=source,
+        labels=before.labels and source.labels,
+        passed={name: partial(source.column, name) for name in before.passed},
+        special=None,
+    )
+    try:
+        yield
+    finally:
+        run.feeding = before
+
+
+@contextmanager
+def synthetic(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
+    """The run's sequences 0, 1, ... have these many slots, whatever its corpus holds."""
+    before = run.feeding
+    is_ended = run.adapted.by_sequence is not None
+    source = StretchedSequence(np.asarray(before.source.tokens(0)), before.slot_tokens, is_ended=is_ended)
+    source.lengths = {number: length * before.slot_tokens for number, length in enumerate(lengths)}
+    passed = {name: partial(source.column, values_of) for name, values_of in before.passed.items()}
+    labels = before.labels and (
+        source.tokens if before.objective == NEXT_TOKEN else partial(source.labels, before.labels)
+    )
+    run.feeding = replace(before, source=source, labels=labels, passed=passed, special=None)
+    try:
+        yield
+    finally:
+        run.feeding = before
+
+
+def summed_loss(run: "Run", sequences: tuple[int, ...]) -> Tensor:
+    """The sum over the targets of these sequences in one pack, on this rank alone."""
+    lengths = tuple(LENGTHS[number] * run.feeding.slot_tokens for number in sequences)
+    pack = Pack(ids=sequences, lengths=lengths)
+    shard = whole_shard(run, pack)
+    with active(shard):
+        micro_batch = run.make(shard, pack)
+        loss = run.adapted.loss_of(run.model(**micro_batch.inputs), micro_batch)
+    if loss.dim():
+        raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
+    return loss * micro_batch.num_targets
+
+
+def whole_shard(run: "Run", pack: Pack) -> PackShard:
+    """The shard of a pack that this rank computes alone, without noise."""
+    return PackShard(
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
+        device=run.world.device, has_noise=False,
+    )  # fmt: skip
+
+
+def nothing_to_learn(run: "Run") -> Tensor:
+    """The loss of a few tokens on this rank alone, times 0: a backward that adds nothing to any gradient."""
+    with synthetic(run, LENGTHS):
+        return summed_loss(run, (0,)) * 0.0

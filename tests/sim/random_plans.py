@@ -1,0 +1,101 @@
+"""Random batches and random plans for them; no torch."""
+
+import random
+
+from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
+from lengthwise.core.specs import ModelSpec
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+
+SPEC = ModelSpec(
+    name="test", num_layers=4, hidden_size=12, ffn_size=20, num_heads=4, num_kv_heads=2, head_size=6, vocab_size=37
+)
+
+
+def random_batch(rng: random.Random, step: int) -> GlobalBatch:
+    count = rng.randint(1, 12)
+    lengths = [1 if rng.random() < 0.1 else rng.randint(1, 30) for _ in range(count)]
+    return GlobalBatch(step=step, ids=tuple(range(100 * step, 100 * step + count)), lengths=tuple(lengths))
+
+
+def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepPlan:
+    """Any distribution of the sequences over any strategy.
+
+    Uneven degrees, stages and packs, ranks in any order, idle pipelines, two phases, padding, recompute, methods.
+    """
+    schemes = [
+        (phase, ranks, scheme)
+        for phase in range(rng.randint(1, 2))
+        for ranks, scheme in random_strategy(rng, num_ranks)
+    ]
+    held: list[list[list[int]]] = [[] for _ in schemes]
+    busy = rng.sample(range(len(schemes)), rng.randint(1, len(schemes)))
+    for position in range(len(batch.ids)):
+        packs = held[rng.choice(busy)]
+        if packs and rng.random() < 0.6:
+            rng.choice(packs).append(position)
+        else:
+            packs.append([position])
+    pipelines = [
+        Pipeline(
+            ranks=ranks, scheme=scheme, phase=phase,
+            micro_batches=tuple(random_micro_batch(rng, batch, positions, scheme) for positions in packs),
+        )
+        for (phase, ranks, scheme), packs in zip(schemes, held)
+    ]  # fmt: skip
+    plan = StepPlan(
+        step=batch.step, policy="random", pipelines=tuple(pipelines), loss_normaliser=max(1, batch.num_targets),
+        update_s=0.0, time_s=1.0, lower_bound_s=1.0,
+    )  # fmt: skip
+    plan.check_covers(batch)
+    return plan
+
+
+def random_strategy(rng: random.Random, num_ranks: int) -> list[tuple[tuple[int, ...], PipelineConfig]]:
+    """Pipelines of any degree up to 4 and any number of stages, on ranks in any order."""
+    free = list(range(num_ranks))
+    if rng.random() < 0.5:
+        rng.shuffle(free)
+    found = []
+    while free:
+        degree = rng.randint(1, min(4, len(free)))
+        stages = rng.randint(1, min(SPEC.num_layers, len(free) // degree))
+        cuts = sorted(rng.sample(range(1, SPEC.num_layers), stages - 1))
+        able = methods_of(degree, is_sharded=rng.random() < 0.5)
+        scheme = PipelineConfig(
+            degree=degree,
+            stage_layers=tuple(b - a for a, b in zip([0, *cuts], [*cuts, SPEC.num_layers])),
+            recompute=(False,) * SPEC.num_layers,
+            methods=tuple(rng.choices(able, k=SPEC.num_layers)),
+            weights=WEIGHTS_OF.get(able[0], WeightPlacement.WHOLE),
+        )
+        found.append((tuple(free[: scheme.num_devices]), scheme))
+        free = free[scheme.num_devices :]
+    return found
+
+
+def methods_of(degree: int, *, is_sharded: bool) -> list[Method]:
+    """Those that can share the test's model among ``degree`` ranks."""
+    if degree == 1:
+        return [Method.DENSE]
+    wanted = WeightPlacement.SHARDED if is_sharded else WeightPlacement.WHOLE
+    too_few_heads = {Method.MEGATRON_TS} if degree > SPEC.num_kv_heads else set()
+    return [method for method, weights in WEIGHTS_OF.items() if weights is wanted and method not in too_few_heads]
+
+
+def random_micro_batch(
+    rng: random.Random, batch: GlobalBatch, positions: list[int], scheme: PipelineConfig
+) -> PlannedMicroBatch:
+    able = methods_of(scheme.degree, is_sharded=scheme.weights is WeightPlacement.SHARDED)
+    lengths = tuple(batch.lengths[i] for i in positions)
+    padded_to = max(lengths) + rng.randint(0, 3) if rng.random() < 0.3 else 0
+    rows = len(lengths) + rng.randint(0, 2) if padded_to and rng.random() < 0.5 else 0
+    filler = rng.randint(1, 40) if rng.random() < 0.3 else 0
+    ids = tuple(batch.ids[i] for i in positions)
+    return PlannedMicroBatch(
+        pack=Pack(ids=ids, lengths=lengths, padded_to=padded_to, rows=rows, filler=filler),
+        time_s=1.0,
+        peak_bytes=1,
+        methods=tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None,
+        recompute=tuple(rng.random() < 0.5 for _ in range(SPEC.num_layers)) if rng.random() < 0.5 else None,
+    )
