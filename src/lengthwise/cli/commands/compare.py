@@ -38,7 +38,7 @@ TOKENS_PER_DEVICE = 200_000 / 64
 
 
 MOST_DEVICES = 1024
-"""All ten policies plan a step of so many in about ten seconds on one core; of four times as many, in minutes."""
+"""All ten policies plan a step of so many devices in a quarter of a minute of processor time; of more, in minutes."""
 
 
 class OverLength(StrEnum):
