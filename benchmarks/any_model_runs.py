@@ -165,7 +165,7 @@ def memory_gib(kind: str, work: str) -> float:
     run = prepared(kind, "long", "static", work, steps=1)
     cost = run.on_finish.__self__.cost.base  # type: ignore[union-attr]
     assert isinstance(cost, DualLayerCost)
-    degree, layers = run.world.size, run.adapted.anatomy.num_layers
+    degree, layers = run.world.size, run.wrapped_model.structure.num_layers
     state = min(int(cost.peak_bytes(0, kind.scheme, num_devices=degree)) for kind in run.planner.problem.kinds)  # type: ignore[attr-defined]
     needed = cost.predict((LENGTHS[-1],), degree, layers // 2)[1]
     run.close()
@@ -209,7 +209,7 @@ def train_with_trainer(drawn: str, steps: int) -> dict[str, float]:
     COMPUTED.clear()
     run = prepared("llama (transformers)", drawn, "static", tempfile.gettempdir(), steps=steps + 1)
     ids = [sequence for _ in range(steps + 1) for sequence in next(run.stream).ids]
-    source = run.feeding.source
+    source = run.collator.source
     data = [{"input_ids": torch.from_numpy(np.asarray(source.tokens(i)).astype("int64"))} for i in ids]
     data = [{**item, "length": len(item["input_ids"])} for item in data]
     run.close()

@@ -193,7 +193,10 @@ def trained_gradients(model: Any, kind: str) -> tuple[dict[str, Any], tuple[int,
         model, corpus(kind), sequences_per_step=len(LENGTHS), order="corpus", steps=1, optimizer=plain_sgd, lr=1.0,
         clip_norm=0.0, cost=SimpleCost(capacity=1000), memory_gib=1000, policy="static", verbose=False, **options,
     )  # fmt: skip
-    num_layers, max_degree = run.adapted.anatomy.num_layers, 1 if run.adapted.by_sequence else run.world.size
+    num_layers, max_degree = (
+        run.wrapped_model.structure.num_layers,
+        1 if run.wrapped_model.by_sequence else run.world.size,
+    )
     run.planner = lambda batch: plan_of(batch, num_layers, run.world.size, max_degree)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     degrees = set()

@@ -44,7 +44,7 @@ def learned(model, items, **options):
     run = lw.prepare(model, items, **{"cost": models.mixed_cost(), **OPTIONS, **options})
     for step in run.steps():
         for micro_batch in step:
-            step.backward(run.adapted.loss_of(model(**micro_batch.inputs), micro_batch))
+            step.backward(run.wrapped_model.loss_of(model(**micro_batch.inputs), micro_batch))
         step.update()
     run.close()
     return {name: (before[name] - value.detach()) / LR for name, value in model.named_parameters()}

@@ -91,5 +91,5 @@ def train_video(options):
         loss=lambda output, micro_batch: F.mse_loss(output[0], micro_batch.noise),
         **options,
     )
-    losses, degrees, _ = step_through(run, run.adapted.loss_of)
+    losses, degrees, _ = step_through(run, run.wrapped_model.loss_of)
     return losses, degrees, weights_of(model)

@@ -93,7 +93,7 @@ def train(limit_mib: int | None) -> tuple[list[float], list[str], Tensor]:
         sequences_per_step=6, lr=0.1, optimizer="sgd", memory_gib=1 / 1024, verbose=False,
         check=False,  # what a check has freed, the allocator would give out again beyond the limit
     )  # fmt: skip
-    refiner = run.on_void.__self__  # type: ignore[union-attr]
+    refiner = run.on_oom.__self__  # type: ignore[union-attr]
     assert isinstance(refiner, OnlineCalibration) and len(model.layers) == LAYERS
     losses = []
     for step in run.steps():

@@ -91,7 +91,7 @@ def test_models_that_classify_need_labels_and_know_how_many_classes_there_are():
 
 def test_a_table_that_is_looked_up_by_other_numbers_as_well_is_not_that_of_tokens():
     source = SimpleNamespace(tokens=lambda number: [[0, 1, 2], [4, 5]][number])
-    run = SimpleNamespace(feeding=SimpleNamespace(source=source, objective=NEXT_TOKEN), model=nn.Module())
+    run = SimpleNamespace(collator=SimpleNamespace(source=source, objective=NEXT_TOKEN), model=nn.Module())
     tokens, positions = torch.zeros(9, 2), torch.zeros(5, 2)
     with IdRanges(run) as lookups:
         for ids in ([0, 1, 2], [4, 5]):
@@ -105,7 +105,7 @@ def test_a_table_that_is_looked_up_by_other_numbers_as_well_is_not_that_of_token
 
 def test_labels_beyond_the_classes_are_refused_where_one_number_of_classes_is_known():
     source = SimpleNamespace(tokens=lambda number: [[0, 1, 2], [4, 5]][number])
-    run = SimpleNamespace(feeding=SimpleNamespace(source=source, objective=NEXT_TOKEN), model=nn.Module())
+    run = SimpleNamespace(collator=SimpleNamespace(source=source, objective=NEXT_TOKEN), model=nn.Module())
     with IdRanges(run) as lookups:
         F.cross_entropy(torch.zeros(2, 9), torch.tensor([1, 2]))
         F.cross_entropy(torch.zeros(2, 4), torch.tensor([3, 0]))  # of something else than the next tokens

@@ -98,4 +98,4 @@ def test_a_folder_made_by_index_trains(tmp_path):
     losses, _, ids = step_through(run)
     assert np.isfinite(losses).all()
     assert [sum(step.values()) for step in ids] == [10, 10]
-    assert run.feeding.source.tokens(0).tolist() == [*b"word ", 256]
+    assert run.collator.source.tokens(0).tolist() == [*b"word ", 256]

@@ -62,7 +62,7 @@ def step_of(world, number, taken):
 def refine(taken, *, with_measuring=False):
     """``EVERY`` steps in which ranks took so many seconds and bytes; factors, events, and what was measured again."""
     world = start_world("cpu")
-    run = SimpleNamespace(world=world, planner=None, on_finish=None, on_void=None)
+    run = SimpleNamespace(world=world, planner=None, on_finish=None, on_oom=None)
     again = []
 
     def measure_again(base, degree):

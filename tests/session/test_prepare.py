@@ -228,5 +228,5 @@ def test_a_model_that_packs_would_change_is_computed_sequence_by_sequence_with_a
     with pytest.raises(CheckError, match="which calls cumsum"):
         lw.prepare(Averaging(), models.rows(), packing="always", **options)
     run = lw.prepare(models.gpt(), models.rows(), packing="never", **options)
-    assert run.adapted.by_sequence is not None
+    assert run.wrapped_model.by_sequence is not None
     run.close()

@@ -230,7 +230,7 @@ class Failing2D(models.GPT):
         return super().forward(idx * channels, targets)
 
 
-def adapted(kind, **options):
+def wrapped_model(kind, **options):
     import peft
 
     config = getattr(peft, kind)(task_type="CAUSAL_LM", **options)
@@ -251,12 +251,12 @@ MODELS = {
     "without a loss": (lambda: gpt2("GPT2Model"), r"GPT2Model returns no loss; say how to make one"),
     "frozen": (lambda: models.gpt().requires_grad_(False), r"GPT needs trained parameters .*; it trains none"),
     "a prompt that is tuned": (
-        lambda: adapted("PromptTuningConfig", num_virtual_tokens=4),
+        lambda: wrapped_model("PromptTuningConfig", num_virtual_tokens=4),
         r"adapter 'default' is PROMPT_TUNING, which puts 4 virtual tokens before each sequence",
     ),
-    "a prefix that is tuned": (lambda: adapted("PrefixTuningConfig", num_virtual_tokens=4), r"is PREFIX_TUNING"),
+    "a prefix that is tuned": (lambda: wrapped_model("PrefixTuningConfig", num_virtual_tokens=4), r"is PREFIX_TUNING"),
     "an adapter that looks at gradients": (
-        lambda: adapted("AdaLoraConfig", target_modules=["c_attn"], total_step=9),
+        lambda: wrapped_model("AdaLoraConfig", target_modules=["c_attn"], total_step=9),
         r"adapter 'default' is ADALORA, which chooses its ranks by gradients",
     ),
     "on two devices": (on_two_devices, r"GPT2LMHeadModel lies on 2 devices \(0, cpu\)"),
@@ -315,7 +315,7 @@ def test_a_copy_of_a_prepared_model_computes_as_a_plain_model(make):
         assert torch.equal(alone(tokens)[0], before) and torch.equal(average(tokens)[0], before)
     for step in run.steps():
         for micro_batch in step:
-            step.backward(run.adapted.loss_of(model(**micro_batch.inputs), micro_batch))
+            step.backward(run.wrapped_model.loss_of(model(**micro_batch.inputs), micro_batch))
         step.update()
     average.update_parameters(model)
     average.update_parameters(model)
@@ -350,7 +350,7 @@ def test_adapters_of_weights_learn_what_they_learn_alone():
         ("IA3Config", {"feedforward_modules": []}),
     ):
         torch.manual_seed(1)
-        model = adapted(kind, target_modules=["c_attn"], fan_in_fan_out=True, **options).double()
+        model = wrapped_model(kind, target_modules=["c_attn"], fan_in_fan_out=True, **options).double()
         rows = [np.array(row) for row in GOOD]
         expected = gradient(copy.deepcopy(model), rows, [following(row) for row in rows])
         trained = {name for name, value in model.named_parameters() if value.requires_grad}

@@ -199,7 +199,7 @@ def survive(folder, place):
     lying = {"cost": Lying(cluster_preset("2xcpu", memory_gib=1 / 1024)), "memory_gib": 1 / 1024}
     options = {"optim": "sgd", "gradient_accumulation_steps": 2}
     found = []
-    refiner_of = lambda: found[0].run.on_void.__self__  # noqa: E731
+    refiner_of = lambda: found[0].run.on_oom.__self__  # noqa: E731
 
     class Watched(_trainer()):
         def __init__(self, *args, **others):

@@ -223,7 +223,7 @@ class Trainer(transformers.Trainer):
         for micro_batch in step:
             inputs = micro_batch.inputs
             with self.accelerator.autocast():
-                loss = self.run.adapted.loss_of(self.model(**inputs), micro_batch)
+                loss = self.run.wrapped_model.loss_of(self.model(**inputs), micro_batch)
             step.backward(loss)
             flos += float(self.floating_point_ops(inputs))
         result = step.update()
@@ -261,7 +261,7 @@ class Trainer(transformers.Trainer):
     def _epoch(self, run: Run) -> float:
         """How far the training is, in epochs: by batches of ``per_device_train_batch_size``, as transformers counts."""
         stream: Any = run.stream
-        source: Any = run.feeding.source
+        source: Any = run.collator.source
         each, number = self._train_batch_size * self.args.world_size, len(source.lengths)
         return float(stream.epoch + math.ceil(stream.position / each) / math.ceil(number / each))
 

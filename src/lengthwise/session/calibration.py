@@ -45,11 +45,11 @@ def find_cost(run: Run, options: PrepareOptions, *, cluster: ClusterSpec, length
     table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees)
     cost = DualLayerCost(table, cluster=cluster)
     if shown:
-        anatomy = run.adapted.anatomy
+        structure = run.wrapped_model.structure
         told = "read from" if was_kept else "measured, kept in"
         off = max(found.worst_error for found in cost.fits.values())
         say(
-            f"{type(run.model).__name__}: {anatomy.num_layers} layers in {anatomy.layers_name}, {run.num_params:,} "
+            f"{type(run.model).__name__}: {structure.num_layers} layers in {structure.layers_name}, {run.num_params:,} "
             f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {told} {path}, curves within "
             f"{off:.0%}"
         )
@@ -73,7 +73,7 @@ def _check(run: Run, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
         length = longest
         while length > 32 and cost.predict((length,), degree, num_layers)[0] > CHECKED_S:
             length //= 2
-        slot = run.feeding.slot_tokens
+        slot = run.collator.slot_tokens
         pack = (max(1, length // slot) * slot,)
         for found in check_prediction(
             run, cost.predict, packs=[pack], degrees=[degree], recomputed=[0, num_layers], repeats=3

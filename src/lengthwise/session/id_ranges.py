@@ -40,7 +40,7 @@ class IdRanges(TorchFunctionMode):
 
     def _sequences(self) -> list[np.ndarray]:
         """The two sequences that the forward is tried with."""
-        source = self._run.feeding.source
+        source = self._run.collator.source
         return [np.asarray(source.tokens(number)) for number in (0, 1)]
 
     def _note_classes(self, input: Any, target: Any) -> None:
@@ -48,7 +48,7 @@ class IdRanges(TorchFunctionMode):
             return
         ids = target.detach().flatten().cpu().numpy()
         ids = ids[ids >= 0]
-        if self._run.feeding.objective != NEXT_TOKEN or any(
+        if self._run.collator.objective != NEXT_TOKEN or any(
             np.array_equal(ids, tokens[1:]) for tokens in self._sequences()
         ):
             self._num_classes.add(int(input.shape[1] if input.dim() > 1 else input.shape[0]))

@@ -51,7 +51,7 @@ class OnlineCalibration:
         self.events: list[dict[str, Any]] = []
         """What was changed, when and why."""
         run.planner = plan_with(self.cost)
-        run.on_finish, run.on_void = self.on_finish, self.on_void
+        run.on_finish, run.on_oom = self.on_finish, self.on_oom
 
     def on_finish(self, step: Step) -> None:
         """Every rank calls this after every step; every ``EVERY`` of them they share what they measured."""
@@ -67,7 +67,7 @@ class OnlineCalibration:
         if self._num_steps % EVERY == 0:
             self._refine(step.number)
 
-    def on_void(self, step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:
+    def on_oom(self, step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:
         """Micro-batches did not fit: plan the step again with a memory model under which they do not."""
         plan, factors = step.plan, dict(self.cost.bytes_factors)
         for failure in failures:

@@ -22,13 +22,13 @@ from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device, local_size
 from lengthwise.runtime.comm.farewell import FAREWELL
 from lengthwise.runtime.comm.world import DistContext, leaving, start_world
-from lengthwise.runtime.loop.call_order import together
+from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.verify.gradient_check import RECOMPUTE, check_exact
-from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.micro_batch import PackCollator
-from lengthwise.runtime.wrap.preserved_state import untouched
+from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -69,14 +69,14 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
         CheckError: packs change what the model learns.
     """
     chosen = read_options(options)
-    with named_as_options(), untouched(model):
+    with named_as_options(), preserve_state(model):
         return _prepare(model, corpus, chosen)
 
 
 def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     world = start_world(chosen.device, timeout_s=chosen.timeout_s)
     check_processes(chosen.workers, setting="workers", limit=MOST_READERS)
-    chosen, objective, sequences, compared = together(
+    chosen, objective, sequences, compared = all_succeed(
         world, partial(_read, model, corpus, chosen, say=say if chosen.verbose and world.is_first else _log.debug)
     )
     require_equal(world, compared)
@@ -84,7 +84,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     FAREWELL.begin()  # last, so that it is said first
     model.to(world.device)
     run = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
-    if run.adapted.by_sequence is not None:
+    if run.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
         _check_labels_are_meant(run, chosen, sequences)
@@ -96,14 +96,14 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         if chosen.workers:
             run.read_with(chosen.workers)
     except BaseException:
-        run.adapted.release()
+        run.wrapped_model.release()
         raise
     return run
 
 
 def _check_labels_are_meant(run: Run, options: PrepareOptions, sequences: RunSequences) -> None:
     """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
-    if run.adapted.labels.shifts or sequences.labels is not None or options.objective is not None:
+    if run.wrapped_model.labels.shifts or sequences.labels is not None or options.objective is not None:
         return
     raise InputError(
         f"the loss of {type(run.model).__name__} compares the output of each token with the label at the same place, "
@@ -154,7 +154,7 @@ def _learn(
     by_sequence: bool,
 ) -> Run:
     """A run whose model has been learned and compared with the stock model."""
-    adapted = WrappedModel(
+    wrapped_model = WrappedModel(
         model,
         objective=objective,
         layers=chosen.layers,
@@ -166,25 +166,25 @@ def _learn(
     )
     run: Run | None = None
     try:
-        run = _make_run(adapted, chosen, world, sequences)
+        run = _make_run(wrapped_model, chosen, world, sequences)
         with IdRanges(run) as lookups:
-            together(world, partial(_learn_named, run))
+            all_succeed(world, partial(_learn_named, run))
         makes_loss = chosen.loss is not None or chosen.inputs is not None
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
         lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
         if chosen.check:
             _check(run, chosen, sequences.computed_lengths.max_length)
     except BaseException:
-        adapted.release()
+        wrapped_model.release()
         if run is not None:
-            run.state.let_go()
+            run.state.release_params()
         raise
     return run
 
 
 def _learn_named(run: Run) -> None:
     with forward_errors_named(run.model):
-        learn(run)
+        trace_model(run)
 
 
 def _read(
@@ -206,18 +206,20 @@ def _read(
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 
-def _make_run(adapted: WrappedModel, options: PrepareOptions, world: DistContext, sequences: RunSequences) -> Run:
+def _make_run(wrapped_model: WrappedModel, options: PrepareOptions, world: DistContext, sequences: RunSequences) -> Run:
     """The run but for its planner."""
-    objective, lr = adapted.objective, options.lr
+    objective, lr = wrapped_model.objective, options.lr
     return Run(
-        adapted,
+        wrapped_model,
         world,
         stream=make_sampler(options, sequences.lengths, objective),
         planner=_not_yet,
-        feeding=PackCollator(
+        collator=PackCollator(
             source=sequences,
             objective=objective,
-            masking=_masking(adapted.model, options) if objective == MASKED and sequences.labels is None else None,
+            masking=_masking(wrapped_model.model, options)
+            if objective == MASKED and sequences.labels is None
+            else None,
             ignore_index=options.ignore_index,
             slot_tokens=options.slot_tokens,
             labels=sequences.labels,
@@ -258,13 +260,13 @@ def _plan(run: Run, options: PrepareOptions, sequences: RunSequences) -> None:
         make_planner,
         options,
         cluster=cluster,
-        num_layers=run.adapted.anatomy.num_layers,
+        num_layers=run.wrapped_model.structure.num_layers,
         lengths=lengths,
-        objective=run.adapted.objective,
+        objective=run.wrapped_model.objective,
     )
     if options.form_batches:
         problem = plan_with(cost).problem
-        run.stream, run.num_steps = form(options, problem, lengths, run.adapted.objective)
+        run.stream, run.num_steps = form(options, problem, lengths, run.wrapped_model.objective)
     if isinstance(cost, SeparableCost):
         again = partial(measure_again, run) if isinstance(cost, DualLayerCost) else None
         OnlineCalibration(run, cost, plan_with, measure_again=again)

@@ -12,7 +12,7 @@ from torch import nn
 
 from lengthwise import __version__
 from lengthwise.config.prepare_options import PrepareOptions
-from lengthwise.runtime.loop.fsdp2 import wrapped_modules
+from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.models.checksum import checksum
 from lengthwise.session.dataset_items import DatasetItems
 from lengthwise.session.datasets import RunSequences
@@ -43,7 +43,7 @@ def to_compare(model: nn.Module, sequences: RunSequences, options: PrepareOption
 
 def _tensors(model: nn.Module) -> dict[str, Any]:
     """Shapes, what is trained, and checksums of parameters and buffers; no checksums of shares that FSDP2 holds."""
-    is_wrapped = bool(wrapped_modules(model))
+    is_wrapped = bool(fsdp_modules(model))
     parameters = {
         name: f"{'trained' if parameter.requires_grad else 'frozen'}, {parameter.dtype} {list(parameter.shape)}"
         + ("" if is_wrapped else f", checksum {checksum(parameter.detach())}")

@@ -10,7 +10,7 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
-from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop import memory_runs
@@ -28,11 +28,11 @@ def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR
     world = start_world("cpu")
     run = Run(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
-        feeding=PackCollator(source=Source(), objective=NEXT_TOKEN, labels=labels),
+        collator=PackCollator(source=Source(), objective=NEXT_TOKEN, labels=labels),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: lr, clip_norm=0.0,
         num_steps=num_steps,
     )  # fmt: skip
-    learn(run)
+    trace_model(run)
     return run
 
 
@@ -167,7 +167,7 @@ def train_with_masked_mean(degree, recomputed):
     """One step with a loss that is NaN on ranks whose tokens have no target; how many of those there were."""
     model = model_of()
     run = make_run(model, degree=degree, recomputed=recomputed, labels=labels_of_some, num_steps=1)
-    run.adapted._loss = lambda output, micro_batch: masked_mean(output[0], micro_batch.targets)
+    run.wrapped_model._loss = lambda output, micro_batch: masked_mean(output[0], micro_batch.targets)
     num_without = 0
     for step in run.steps():
         for micro_batch in step:
@@ -262,7 +262,7 @@ def train_with_teacher(degree, recomputed, fails):
     model, teacher = model_of(), teacher_of()
     run = make_run(model, degree=degree, recomputed=recomputed, num_steps=2)
     run.frozen(teacher)
-    run.on_void = lambda step, failures: None
+    run.on_oom = lambda step, failures: None
     before = weights_of(teacher)
     for step in run.steps():
         memory_runs._fails_at.clear()
@@ -302,7 +302,7 @@ def train_with_two_forwards(degree, recomputed, fails):
     """Two steps in which the model is called twice: by itself as its reference, and twice with gradients."""
     model = model_of()
     run = make_run(model, degree=degree, recomputed=recomputed, num_steps=2)
-    run.on_void = lambda step, failures: None
+    run.on_oom = lambda step, failures: None
     for step in run.steps():
         memory_runs._fails_at.clear()
         if step.number == step.attempt == 0:
@@ -347,7 +347,7 @@ def train_with_sums(degree, recomputed, fails, teacher_first):
     model, teacher = model_of(), teacher_of()
     run, void = make_run(model, degree=degree, recomputed=recomputed, num_steps=2), []
     run.frozen(teacher)
-    run.on_void = lambda step, failures: void.append(step.number)
+    run.on_oom = lambda step, failures: void.append(step.number)
     for step in run.steps():
         memory_runs._fails_at.clear()
         if step.number == step.attempt == 0:

@@ -13,7 +13,7 @@ from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import MicroBatchFailure, Run
 from lengthwise.runtime.loop.step import Step
-from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
@@ -161,17 +161,17 @@ def train(
         parameter.requires_grad_(re.search(TRAINED[trained], name) is not None)
     run = Run(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
-        feeding=PackCollator(source=Source(), objective=NEXT_TOKEN),
+        collator=PackCollator(source=Source(), objective=NEXT_TOKEN),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0),
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,
     )  # fmt: skip
-    learn(run)
+    trace_model(run)
     told: list[str] = []
 
-    def on_void(step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:
+    def on_oom(step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:
         told.extend(f"rank {each.rank} in micro-batch {each.micro_batch}" for each in failures)
 
-    run.on_void = on_void
+    run.on_oom = on_oom
     losses = []
     for step in run.steps():
         _fails_at.clear()

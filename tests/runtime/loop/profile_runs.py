@@ -12,7 +12,7 @@ from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.profile.probes import LoopbackGroup
-from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.context import current
 from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -139,12 +139,12 @@ def prepared(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Run:
         start_world("cpu"),
         stream=None,  # type: ignore[arg-type]
         planner=refuse,  # type: ignore[arg-type]
-        feeding=PackCollator(source=Source(), objective=NEXT_TOKEN),
+        collator=PackCollator(source=Source(), objective=NEXT_TOKEN),
         optimizer=OptimizerSettings(),
         lr=lambda step: 0.1,
         num_steps=1,
     )
-    learn(run)
+    trace_model(run)
     return run
 
 

@@ -24,7 +24,7 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.train.micro_batch_tensors import feed
 from lengthwise.runtime.verify.gradient_check import check_exact
-from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -61,7 +61,7 @@ class Case:
     inputs: Callable[[MicroBatch], dict[str, Any]] | None = None
     objective: str = NEXT_TOKEN
     masking: TokenMasking | None = None
-    feeding: Mapping[str, Any] = field(default_factory=dict)
+    collator: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     sequences: "Source | None" = None
 
@@ -179,15 +179,15 @@ def source_of(case: Case) -> Source:
 def prepared(case: Case, groups: tuple[Packs, ...], world: DistContext, *, num_steps: int = 1, seed: int = 0) -> Run:
     """The run of a case, its model learned and checked as ``prepare`` does it."""
     model = case.build()
-    adapted = WrappedModel(model, objective=case.objective, loss=case.loss, inputs=case.inputs, **case.options)
+    wrapped_model = WrappedModel(model, objective=case.objective, loss=case.loss, inputs=case.inputs, **case.options)
     run = Run(
-        adapted, world, stream=Stream(case=case),
-        planner=lambda batch: plan_of(batch, groups, adapted.anatomy.num_layers),
-        feeding=PackCollator(source=source_of(case), objective=case.objective, masking=case.masking, **case.feeding),
+        wrapped_model, world, stream=Stream(case=case),
+        planner=lambda batch: plan_of(batch, groups, wrapped_model.structure.num_layers),
+        collator=PackCollator(source=source_of(case), objective=case.objective, masking=case.masking, **case.collator),
         optimizer=DENSE, lr=lambda step: 1.0, clip_norm=0.0, num_steps=num_steps, seed=seed,
     )  # fmt: skip
-    learn(run)
-    check_exact(run, longest=max(source_of(case).lengths) // run.feeding.slot_tokens)
+    trace_model(run)
+    check_exact(run, longest=max(source_of(case).lengths) // run.collator.slot_tokens)
     return run
 
 
@@ -210,7 +210,7 @@ def train(run: Run) -> list[float]:
     losses = []
     for step in run.steps():
         for micro_batch in step:
-            loss = run.adapted.loss_of(run.model(**micro_batch.inputs), micro_batch)
+            loss = run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
             step.backward(loss)
         losses.append(step.update().loss)
     return losses
@@ -262,8 +262,8 @@ def micro_batch_of(lengths: tuple[int, ...], **options: Any) -> MicroBatch:
     shard = shard_of(lengths, **options)
     by_id = dict(zip(shard.ids, lengths))
     source = Source(tuple(by_id.get(sequence, 0) for sequence in range(max(by_id) + 1)))
-    feeding = PackCollator(source=source, objective=NEXT_TOKEN)
-    return MicroBatch(shard, Pack(ids=shard.ids, lengths=lengths), feeding, make_inputs=lambda micro_batch: {})
+    collator = PackCollator(source=source, objective=NEXT_TOKEN)
+    return MicroBatch(shard, Pack(ids=shard.ids, lengths=lengths), collator, make_inputs=lambda micro_batch: {})
 
 
 def packed(model: nn.Module, shard: PackShard, **options: Any) -> Any:
@@ -278,6 +278,6 @@ def packed(model: nn.Module, shard: PackShard, **options: Any) -> Any:
 
 def learned(model: nn.Module, **options: Any) -> WrappedModel:
     """Prepared as far as one process can."""
-    adapted = WrappedModel(model, **options)
-    adapted.learn([lambda: packed(model, shard_of((11,))), lambda: packed(model, shard_of((7,)))], (11, 7))
-    return adapted
+    wrapped_model = WrappedModel(model, **options)
+    wrapped_model.learn([lambda: packed(model, shard_of((11,))), lambda: packed(model, shard_of((7,)))], (11, 7))
+    return wrapped_model

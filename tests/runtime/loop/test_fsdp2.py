@@ -12,7 +12,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.gradient_check import check_exact
-from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.memory_runs import Model, Source, Stream, plan_on
@@ -30,7 +30,7 @@ def make_run(model, world, degree):
     settings = OptimizerSettings(name="adamw")
     return Run(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, 1),
-        feeding=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=settings, lr=lambda step: 0.01,
+        collator=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=settings, lr=lambda step: 0.01,
         clip_norm=0.05, num_steps=3,
     )  # fmt: skip
 
@@ -40,7 +40,7 @@ def train(degree, is_wrapped, dtype=torch.float64):
     torch.manual_seed(0)
     model = wrapped(world, dtype=dtype) if is_wrapped else Model().to(dtype)
     run = make_run(model, world, degree)
-    learn(run)
+    trace_model(run)
     check_exact(run)
     losses = []
     for step in run.steps():

@@ -73,7 +73,7 @@ def gpt_masked(model, tokens, targets):
     return F.cross_entropy(model(torch.as_tensor(tokens)[None])[0][0], targets, reduction="sum")
 
 
-IGNORES = {"feeding": {"ignore_index": -1}}
+IGNORES = {"collator": {"ignore_index": -1}}
 LOGITS = {"sum_of_losses": next_token_losses, "loss": logits_loss}
 BOTH_WAYS = {"sum_of_losses": masked_losses, "loss": logits_loss, "objective": MASKED, "masking": MASKING}
 
@@ -137,7 +137,7 @@ def video_case(**options):
         loss=video_loss,
         inputs=noised,
         objective=EVERY_TOKEN,
-        feeding={"slot_tokens": PLACES},
+        collator={"slot_tokens": PLACES},
         sequences=Frames((4, 7, 1, 2, 9, 3, 1), PLACES, CHANNELS),
     )
 

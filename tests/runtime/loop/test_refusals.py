@@ -10,7 +10,7 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.flash_kernels import ends_note, read_call
 from lengthwise.runtime.wrap.hugging_face import attention
-from lengthwise.runtime.wrap.micro_batch import PackCollator, laid_out
+from lengthwise.runtime.wrap.micro_batch import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.position_masks import SymbolicMask
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.modules import GPT, VOCAB, Llama, flash_attn_varlen_func
@@ -211,11 +211,11 @@ def test_torchs_own_varlen_attention_is_read_by_its_own_names():
 
 
 def test_packs_with_fewer_slots_than_ranks_are_padded_or_refused():
-    feeding = PackCollator(source=Source(), objective="next-token")
+    collator = PackCollator(source=Source(), objective="next-token")
     pack = Pack(ids=(3, 6), lengths=(1, 2))
-    assert laid_out(pack, 3, feeding) == pack
-    assert laid_out(pack, 4, feeding) == Pack(ids=(3, 6), lengths=(1, 2), padded_to=4)
+    assert pad_to_degree(pack, 3, collator) == pack
+    assert pad_to_degree(pack, 4, collator) == Pack(ids=(3, 6), lengths=(1, 2), padded_to=4)
     video = PackCollator(source=Source(), objective=EVERY_TOKEN, slot_tokens=2)
-    assert laid_out(Pack(ids=(1,), lengths=(8,)), 4, video).padded_to == 0
+    assert pad_to_degree(Pack(ids=(1,), lengths=(8,)), 4, video).padded_to == 0
     with pytest.raises(InputError, match="of 3 slots would be padded to 4 for 4 ranks"):
-        laid_out(Pack(ids=(1,), lengths=(6,)), 4, video)
+        pad_to_degree(Pack(ids=(1,), lengths=(6,)), 4, video)

@@ -10,24 +10,24 @@ import torch
 from torch import nn
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.loop.learning_rate import rate_of
+from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.saved_buffers import MOST_BYTES, buffers_to_save, restore_buffers
-from lengthwise.runtime.loop.unprepared_models import mixes
+from lengthwise.runtime.loop.unprepared_models import may_mix_tokens
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
-from lengthwise.runtime.wrap.preserved_state import untouched
+from lengthwise.runtime.wrap.preserved_state import preserve_state
 
 
 def test_a_rate_is_scaled_and_one_that_is_no_rate_is_a_sentence():
-    assert rate_of(lambda step: 0.5 * step, 3, 0.25) == (0.375, "")
-    assert rate_of(lambda step: 0.0, 3, 1.0) == (0.0, "")
+    assert learning_rate_of(lambda step: 0.5 * step, 3, 0.25) == (0.375, "")
+    assert learning_rate_of(lambda step: 0.0, 3, 1.0) == (0.0, "")
     for lr, named in (
         (lambda step: -1e-9, "is -1e-09"),
         (lambda step: math.inf, "is inf"),
         (lambda step: math.nan, "nan"),
     ):
-        rate, problem = rate_of(lr, 3, 1.0)
+        rate, problem = learning_rate_of(lr, 3, 1.0)
         assert math.isnan(rate) and named in problem and "lr of step 3" in problem
-    rate, problem = rate_of(lambda step: 1 / 0, 3, 1.0)
+    rate, problem = learning_rate_of(lambda step: 1 / 0, 3, 1.0)
     assert math.isnan(rate) and "failed with ZeroDivisionError" in problem
 
 
@@ -72,7 +72,7 @@ def test_buffers_and_all_generators_are_put_back_whatever_happens_inside():
     expected = random.random(), float(np.random.rand()), torch.rand(2).tolist()
     for set_state, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states):
         set_state(state)
-    with pytest.raises(KeyError), untouched(model):
+    with pytest.raises(KeyError), preserve_state(model):
         model(torch.randn(5, 3))
         model.grown = torch.ones(4)
         random.random(), np.random.rand()
@@ -130,4 +130,4 @@ def of_transformers():
     ],
 )
 def test_tokens_may_meet_where_a_module_attends_convolves_recurs_or_stacks_layers(module, may_mix):
-    assert mixes(module) == may_mix
+    assert may_mix_tokens(module) == may_mix

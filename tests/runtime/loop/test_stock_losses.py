@@ -67,7 +67,7 @@ def test_labels_are_shifted_as_the_stock_class_does(ranks):
 def conventions():
     for build, expected in ((llama, LabelConvention()), (bart, LabelConvention(shifts=False, takes_shifted=False))):
         run = prepared(Case(build=build, sum_of_losses=stock_loss), (), local_world())
-        assert run.adapted.labels == expected, build.__name__
+        assert run.wrapped_model.labels == expected, build.__name__
         run.close()
 
 
@@ -97,7 +97,7 @@ def labelled_loss(model, tokens, targets):
 @pytest.mark.parametrize("build", [llama, bart])
 def test_labels_of_the_corpus_are_given_as_the_stock_call_takes_them(ranks, build):
     source = Labelled()
-    case = Case(build=build, sum_of_losses=labelled_loss, feeding={"labels": source.labels}, sequences=source)
+    case = Case(build=build, sum_of_losses=labelled_loss, collator={"labels": source.labels}, sequences=source)
     packs = (Packs(ranks=(0, 1), packs=((0, 2), (1,)), recompute=(True,)),)
     model, total, num_targets = build(), 0.0, 0
     with in_double(), torch.no_grad():

@@ -25,7 +25,7 @@ ALONE = GradientResult(
 
 def worst(loss=0.0, **added):
     """Of a pack that learns this much more."""
-    run = SimpleNamespace(state=None, adapted=SimpleNamespace(anatomy=SimpleNamespace(parameters=NAMES)))
+    run = SimpleNamespace(state=None, wrapped_model=SimpleNamespace(structure=SimpleNamespace(parameters=NAMES)))
     gradients = [value + added.get(name, 0.0) for name, value in zip(NAMES, ALONE.gradients)]
     packed = GradientResult(loss=ALONE.loss + loss, gradients=gradients)
     return exact._worst(run, packed, ALONE, TOLERANCES[torch.float64])
@@ -89,7 +89,7 @@ def test_every_degree_up_to_4_and_every_divisor_is_compared(monkeypatch, by_sequ
         raise Asked(degrees)
 
     monkeypatch.setattr(exact, "settings_of", ask)
-    run = SimpleNamespace(world=SimpleNamespace(size=size), adapted=SimpleNamespace(by_sequence=by_sequence))
+    run = SimpleNamespace(world=SimpleNamespace(size=size), wrapped_model=SimpleNamespace(by_sequence=by_sequence))
     with pytest.raises(Asked) as asked:
         check_exact(run)
     assert asked.value.args == (expected,)
@@ -97,8 +97,8 @@ def test_every_degree_up_to_4_and_every_divisor_is_compared(monkeypatch, by_sequ
 
 def settings(config, longest, *, scalars=0, degrees=(1, 2, 4)):
     run = SimpleNamespace(
-        adapted=SimpleNamespace(rules=SimpleNamespace(scalars=scalars), by_sequence=None, anatomy=None),
-        feeding=SimpleNamespace(kinds={}), num_params=1000, world=SimpleNamespace(device=torch.device("cpu")),
+        wrapped_model=SimpleNamespace(rules=SimpleNamespace(scalars=scalars), by_sequence=None, structure=None),
+        collator=SimpleNamespace(kinds={}), num_params=1000, world=SimpleNamespace(device=torch.device("cpu")),
         model=SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config)),
     )  # fmt: skip
     return settings_of(run, degrees=degrees, recompute=RECOMPUTE, longest=longest)
@@ -119,5 +119,5 @@ def test_all_recomputes_are_compared_at_the_lowest_and_the_highest_degree_and_la
     found = [(each.degree, each.recompute) for each in settings({}, None)]
     assert found == [*((1, name) for name in RECOMPUTE), (2, RECOMPUTE[-1]), *((4, name) for name in RECOMPUTE)]
     assert [each.scalar for each in settings({}, None, scalars=1)][-1] == 0.0
-    run = SimpleNamespace(adapted=SimpleNamespace(anatomy=SimpleNamespace(num_layers=3)))
+    run = SimpleNamespace(wrapped_model=SimpleNamespace(structure=SimpleNamespace(num_layers=3)))
     assert [exact._flags(run, name) for name in RECOMPUTE] == [(), (True,) * 3, (True, False, True)]

@@ -48,10 +48,10 @@ def test_sequences_of_a_pack_do_not_see_each_other_whatever_transformers_would_d
 
 def test_what_micro_batches_give_turns_the_cache_off_and_shifts_labels_itself():
     model = llama()
-    adapted = learned(model)
+    wrapped_model = learned(model)
     shard, pack = shard_of(LENGTHS), Pack(ids=(0, 1, 2), lengths=LENGTHS)
-    feeding = PackCollator(source=Source(LENGTHS), objective="next-token")
-    micro_batch = MicroBatch(shard, pack, feeding, make_inputs=adapted.inputs_of)
+    collator = PackCollator(source=Source(LENGTHS), objective="next-token")
+    micro_batch = MicroBatch(shard, pack, collator, make_inputs=wrapped_model.inputs_of)
     assert micro_batch.inputs["use_cache"] is False
     with active(shard), in_double():
         output = model(**micro_batch.inputs)
@@ -60,7 +60,7 @@ def test_what_micro_batches_give_turns_the_cache_off_and_shifts_labels_itself():
         F.cross_entropy(model_logits[:-1], tokens[1:], reduction="none")
         for model_logits, tokens in zip(output.logits[0].split(LENGTHS), _tokens())
     ])  # fmt: skip
-    loss = adapted.loss_of(output, micro_batch)
+    loss = wrapped_model.loss_of(output, micro_batch)
     assert abs((loss - alone.mean()).item()) < 1e-6, "its own loss, in float32, does not cross the ends of sequences"
 
 
@@ -89,7 +89,7 @@ def test_positions_with_gaps_are_not_taken_for_ends_of_sequences():
     from lengthwise.runtime.wrap.position_masks import SymbolicMask
 
     model = llama()
-    adapted = learned(model)
+    wrapped_model = learned(model)
     seen = []
     model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
@@ -100,18 +100,18 @@ def test_positions_with_gaps_are_not_taken_for_ends_of_sequences():
     assert (
         all(isinstance(mask, SymbolicMask) and mask.causal and mask.window is None for mask in seen) and len(seen) == 2
     )
-    adapted.release()
+    wrapped_model.release()
 
 
 def test_without_a_micro_batch_the_model_refuses_and_plain_gives_the_stock_logits():
     model, stock = llama(), llama()
-    adapted = learned(model)
+    wrapped_model = learned(model)
     tokens = _tokens()[0][None]
     with pytest.raises(InputError, match="called outside of a micro-batch"):
         model(tokens)
     with pytest.raises(InputError, match="called outside of a micro-batch"):
         model.model(tokens)  # not through the forward that is ours
-    with adapted.plain() as plain:
+    with wrapped_model.plain() as plain:
         assert torch.equal(plain(tokens).logits, stock(tokens).logits)
         assert model.config._attn_implementation == stock.config._attn_implementation == "sdpa"
         generated = plain.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
@@ -127,10 +127,10 @@ def test_the_attention_that_was_chosen_is_chosen_again_afterwards(choice):
     model.config._attn_implementation_internal = choice
     expected = model(_tokens()[0][None]).logits
     forward, layer_forward, config = model.forward, model.model.layers[0].forward, model.config
-    adapted = learned(model)
-    with adapted.plain():
+    wrapped_model = learned(model)
+    with wrapped_model.plain():
         assert model.config._attn_implementation == choice
-    adapted.release()
+    wrapped_model.release()
     assert model.config is config and config._attn_implementation == choice
     assert model.forward == forward and model.model.layers[0].forward == layer_forward
     assert torch.equal(model(_tokens()[0][None]).logits, expected)
@@ -146,12 +146,12 @@ def test_a_model_that_shares_its_config_is_left_alone():
     other = LlamaForCausalLM(one.config).double()
     before, tokens = copy.deepcopy(one.config.to_dict()), _tokens()[0][None]
     expected = other(tokens).logits
-    adapted = learned(one)
+    wrapped_model = learned(one)
     assert other.config._attn_implementation == "sdpa"
     assert torch.equal(other(tokens).logits, expected)
-    with adapted.plain():
+    with wrapped_model.plain():
         assert torch.equal(other(tokens).logits, expected)
-    adapted.release()
+    wrapped_model.release()
     assert one.config is other.config and one.config.to_dict() == before
 
 
@@ -210,10 +210,10 @@ class Wrapped(nn.Module):
 def test_a_model_of_transformers_inside_of_ones_own_is_prepared_as_well(build):
     with in_double():
         model, stock = Wrapped(build()), build()
-        adapted = learned(model)
+        wrapped_model = learned(model)
         expected = _alone(stock) + 1.0
         assert _error(packed(model, shard_of(LENGTHS))[0], expected) < EXACT
-        adapted.release()
+        wrapped_model.release()
         assert _error(model(_tokens()[0][None])[0], expected[: LENGTHS[0]]) < EXACT
 
 

@@ -18,7 +18,7 @@ from lengthwise.runtime.profile import probes as gauge
 from lengthwise.runtime.profile import trial as bench
 from lengthwise.runtime.profile import two_layer_profile as profile
 from lengthwise.runtime.profile.fingerprint import find_table
-from lengthwise.runtime.profile.trial import Trial, hold
+from lengthwise.runtime.profile.trial import Trial, measure_memory
 from lengthwise.runtime.profile.two_layer_profile import FEWEST, ProfilingEffort, ladder, many_short, measure
 from lengthwise.runtime.profile.validate import check_prediction
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
@@ -76,8 +76,8 @@ def measured_and_whole(kind: str):  # type: ignore[no-untyped-def]
         any(not torch.equal(one, other) for one, other in zip(before, run.model.parameters())),
         bool(run.state.gradients.any()),
         bool(run.state.optimizer.state),
-        run.adapted.layers.num_kept is not None,
-        type(run.adapted.layers.watch) is not gauge.LayerWatch,
+        run.wrapped_model.layers.num_kept is not None,
+        type(run.wrapped_model.layers.watch) is not gauge.LayerWatch,
         progress != sorted(progress) or progress[-1] != 1.0,
     ]
     predict, rows = as_equation(table), []
@@ -242,7 +242,7 @@ def counts_of_two_layers() -> tuple[CallCounts, CallCounts]:
     run = run_of("gpt")
     pack, found = Pack(ids=(0,), lengths=(20,)), []
     for num_kept in (None, 2):
-        run.adapted.layers.num_kept = num_kept
+        run.wrapped_model.layers.num_kept = num_kept
         shard = PackShard(step=0, seed=0, ids=(0,), cu_seqlens=(0, 20), group=run.alone, device=run.world.device)
         with synthetic(run, (20,)), active(shard):
             run.model(**run.make(shard, pack).inputs)
@@ -342,9 +342,9 @@ def test_a_file_that_is_no_profile_is_refused_by_all_ranks_and_not_written_over(
 def bytes_of_a_trial_alone() -> tuple[int, int, int]:
     """What a rank holds by itself at degree 2, and how many bytes it sent for that."""
     run = run_of("gpt")
-    group = bench.group_of(run.world, 2)
+    group = bench.group_of_degree(run.world, 2)
     before = group.sent.calls.total()
-    held = hold(run, Trial(lengths=(40, 24), group=group))
+    held = measure_memory(run, Trial(lengths=(40, 24), group=group))
     return held.num_bytes, held.layers[1], group.sent.calls.total() - before
 
 

@@ -61,7 +61,7 @@ def _check_everything():
     model, state = new_state(local_world(), torch.float64)
     model_alone = dict(new_state(local_world(), torch.float64)[0].named_parameters())
     assert all(not weight.numel() for weight in model_alone.values()), "no weights where nothing is held"
-    state.hold_everything()
+    state.materialize_all()
     for name, weight in build_model(SPEC, dtype=torch.float64, seed=1).named_parameters():
         assert torch.equal(model.get_parameter(name), weight)
 
@@ -72,7 +72,7 @@ def test_gradients_of_several_backwards_add_up_at_master_precision(ranks):
 
 def _check_accumulation():
     model, state = new_state(local_world(), torch.bfloat16)
-    state.hold_everything()
+    state.materialize_all()
     embedding = model.embedding
     for value in (256.0, 1.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
         (embedding[0, 0] * value).backward()
@@ -115,21 +115,21 @@ def test_weights_follow_an_update_and_nothing_is_pulled_twice(ranks):
 
 def _check_updated():
     model, state = new_state(local_world(), torch.float64)
-    state.hold_everything()
+    state.materialize_all()
     state.sent.clear()
-    state.hold_everything()
+    state.materialize_all()
     assert not state.sent.num_bytes, "the weights are there"
     before = model.embedding.detach().clone()
     state.gradients.fill_(1.0)
     state.finish_push()
     state.step(lr=0.1, clip=1.0)
     assert torch.equal(model.embedding, before), "until the next pull"
-    state.hold_everything()
+    state.materialize_all()
     assert (model.embedding != before).all()
     with torch.no_grad():
         state.master.fill_(7.0)
     state.forget_weights()
-    state.hold_everything()
+    state.materialize_all()
     assert (model.embedding == 7.0).all()
 
 

@@ -9,7 +9,7 @@ import torch
 from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.gradient_check import check_exact
-from lengthwise.runtime.verify.trace import learn
+from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.odd_modules import Odd
@@ -84,13 +84,13 @@ def check_and_compare():
     model.register_buffer("seen", torch.zeros(3))
     run = Run(
         WrappedModel(model, loss=case.loss), local_world(), stream=Stream(case=case), planner=lambda batch: None,
-        feeding=PackCollator(source=Source(), objective=case.objective),
+        collator=PackCollator(source=Source(), objective=case.objective),
         optimizer=DENSE, lr=lambda step: 1.0, num_steps=1,
     )  # fmt: skip
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     before = {name: (tensor.detach().clone(), tensor.data_ptr(), tensor.grad) for name, tensor in tensors.items()}
     flags, drawn = [module.training for module in model.modules()], torch.get_rng_state()
-    learn(run)
+    trace_model(run)
     with pytest.raises(CheckError):
         check_exact(run)
     assert [module.training for module in model.modules()] == flags

@@ -241,10 +241,10 @@ def test_normal_numbers_are_normal_and_uniform_ones_uniform():
 def test_micro_batches_give_noise_of_slots_and_numbers_of_sequences():
     lengths, source = (4, 2, 7), Frames((4, 2, 7), PLACES, CHANNELS)
     pack = Pack(ids=(0, 1, 2), lengths=source.lengths)
-    feeding = PackCollator(source=source, objective="every-token", slot_tokens=PLACES)
+    collator = PackCollator(source=source, objective="every-token", slot_tokens=PLACES)
 
     def micro_batch(shard):
-        return MicroBatch(shard, pack, feeding, make_inputs=lambda micro_batch: {})
+        return MicroBatch(shard, pack, collator, make_inputs=lambda micro_batch: {})
 
     for draw in (lambda m: m.normal(PLACES, CHANNELS), lambda m: m.uniform_of_sequences()[:, None]):
         one, two, four = (

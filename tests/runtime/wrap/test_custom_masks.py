@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.custom_masks import MaskTables
-from lengthwise.runtime.wrap.manual_attention import begun, begun_added, noted
+from lengthwise.runtime.wrap.manual_attention import begin_scores, begin_scores_with_bias, record_operation
 from tests.runtime.loop.modules import BY_HAND as MASKED_BY_HAND
 from tests.runtime.loop.modules import GPT, HEADS, MASKS, filled
 from tests.runtime.loop.runs import (
@@ -64,9 +64,9 @@ def computed(model, lengths, **options):
 
 def prepared(model):
     """Prepared, with the arguments of its forward made as a run makes them."""
-    adapted = learned(model)
-    make = adapted.inputs_of
-    adapted.inputs_of = lambda micro_batch: {"idx": make(micro_batch)["idx"]}
+    wrapped_model = learned(model)
+    make = wrapped_model.inputs_of
+    wrapped_model.inputs_of = lambda micro_batch: {"idx": make(micro_batch)["idx"]}
     return model
 
 
@@ -172,31 +172,31 @@ def test_each_call_and_each_dtype_has_a_table_of_its_own():
 
 def test_by_hand_what_is_trained_or_unknown_between_the_products_is_refused():
     q = torch.zeros(1, 4, 9, 8)
-    scores = begun(q, q.transpose(2, 3))
+    scores = begin_scores(q, q.transpose(2, 3))
     with pytest.raises(InputError, match="of what is trained, such as a bias by position"):
-        noted(torch.add, (scores, torch.zeros(9, 9, requires_grad=True)), {})
+        record_operation(torch.add, (scores, torch.zeros(9, 9, requires_grad=True)), {})
     with pytest.raises(InputError, match="calls topk between its products"):
-        noted(torch.topk, (scores, 3), {})
-    weights = noted(torch.softmax, (scores, -1), {})
+        record_operation(torch.topk, (scores, 3), {})
+    weights = record_operation(torch.softmax, (scores, -1), {})
     with pytest.raises(InputError, match="calls mul between its products"):
-        noted(torch.mul, (weights, 2.0), {})
+        record_operation(torch.mul, (weights, 2.0), {})
     for again in ((scores, 2), (weights, -1)):
         with pytest.raises(InputError, match="calls softmax between its products"):
-            noted(torch.softmax, again, {})
+            record_operation(torch.softmax, again, {})
 
 
 @pytest.mark.parametrize("drop", [F.dropout, torch.dropout])
 def test_weights_by_hand_are_dropped_only_where_the_model_says_that_it_trains(drop):
     q = torch.zeros(1, 4, 9, 8)
-    weights = noted(torch.softmax, (begun(q, q.transpose(2, 3)), -1), {})
-    assert noted(drop, (weights, 0.3, True), {}).attended.dropout == 0.3
-    assert noted(drop, (weights, 0.3, False), {}).attended.dropout == 0.0
+    weights = record_operation(torch.softmax, (begin_scores(q, q.transpose(2, 3)), -1), {})
+    assert record_operation(drop, (weights, 0.3, True), {}).attended.dropout == 0.3
+    assert record_operation(drop, (weights, 0.3, False), {}).attended.dropout == 0.0
 
 
 def test_a_product_added_to_a_bias_is_that_of_torch():
     bias, q, k = torch.randn(4, 9, 9), torch.randn(4, 9, 8), torch.randn(4, 8, 9)
     for factors in ({"beta": 0.5, "alpha": 0.25}, {"alpha": 2.0}, {"beta": 0.0}, {}):
-        attended = begun_added(bias, q, k, **factors).attended
+        attended = begin_scores_with_bias(bias, q, k, **factors).attended
         torch.testing.assert_close(attended.logits(q @ k), torch.baddbmm(bias, q, k, **factors))
 
 
@@ -205,9 +205,9 @@ def test_attention_by_hand_has_the_scale_and_the_dropout_that_the_model_gives_it
     monkeypatch.setitem(MASKED_BY_HAND, "filled", lambda logits, tril: filled(logits * 0.7, tril))
     model = built(GPT, num_layers=1, mask="filled", dropout=dropout)
     model.transformer.drop = model.transformer.h[0].drop = nn.Identity()  # weights of attention alone are dropped
-    adapted = learned(model)
+    wrapped_model = learned(model)
     tokens = micro_batch_of((9,)).tokens[None]
-    with adapted.plain():
+    with wrapped_model.plain():
         expected = model.eval()(tokens)[0]
     model.train()
     off = float((packed(model, shard_of((9,)))[0] - expected).abs().max())

@@ -57,12 +57,12 @@ USUAL, FROM_LOGITS = LabelConvention(), LabelConvention(takes_shifted=False)
 
 
 def asked(loss_of, **changes):
-    adapted = SimpleNamespace(uses_labels=True, objective=NEXT_TOKEN, **changes)
+    wrapped_model = SimpleNamespace(uses_labels=True, objective=NEXT_TOKEN, **changes)
 
     def model(input_ids, labels, shift_labels=None):
         return SimpleNamespace(loss=loss_of(labels, shift_labels), logits=LOGITS)
 
-    return learn_labels(SimpleNamespace(adapted=adapted, model=model, plain=nullcontext), TOKENS)
+    return learn_labels(SimpleNamespace(wrapped_model=wrapped_model, model=model, plain=nullcontext), TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_the_convention_is_what_the_losses_of_the_stock_model_say(loss_of, expec
 
 
 def test_a_model_that_predicts_hidden_tokens_is_not_asked():
-    adapted = SimpleNamespace(uses_labels=True, objective=MASKED)
-    assert learn_labels(SimpleNamespace(adapted=adapted), TOKENS) == USUAL
+    wrapped_model = SimpleNamespace(uses_labels=True, objective=MASKED)
+    assert learn_labels(SimpleNamespace(wrapped_model=wrapped_model), TOKENS) == USUAL

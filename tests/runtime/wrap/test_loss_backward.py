@@ -102,7 +102,7 @@ LATER = {
 @pytest.mark.parametrize("name", LATER)
 def test_a_loss_made_by_loss_is_compared_with_it_and_what_changes_later_is_seen(name):
     run = make_run(model_of(), degree=1)
-    run.adapted._loss = lambda output, m: masked_mean(output[0], m.targets)
+    run.wrapped_model._loss = lambda output, m: masked_mean(output[0], m.targets)
     numbers = []
     with pytest.raises(CheckError, match=r"step\.backward got a loss of"):
         for step in run.steps():

@@ -10,19 +10,19 @@ from lengthwise.core.batch import EVERY_TOKEN, GlobalBatch, Pack
 from lengthwise.core.errors import CheckError
 from lengthwise.runtime.wrap.loss_check import LossCheck
 from lengthwise.runtime.wrap.loss_terms import LossTotals
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator, laid_out
+from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator, pad_to_degree
 from tests.runtime.loop.modules import CHANNELS, PLACES
 from tests.runtime.loop.runs import Frames, Packs, Source, plan_of, shard_of
 
 
-def micro_batch_of(pack, feeding, ids):
-    lengths = tuple(end - start for start, end in pairwise(feeding.cu_seqlens(pack)))
-    return MicroBatch(shard_of(lengths, ids=ids), pack, feeding, make_inputs=lambda micro_batch: {})
+def micro_batch_of(pack, collator, ids):
+    lengths = tuple(end - start for start, end in pairwise(collator.cu_seqlens(pack)))
+    return MicroBatch(shard_of(lengths, ids=ids), pack, collator, make_inputs=lambda micro_batch: {})
 
 
 def test_padding_is_in_no_mean():
-    feeding = PackCollator(source=Source((9, 1, 3)), objective="next-token")
-    micro_batch = micro_batch_of(laid_out(Pack(ids=(1, 2), lengths=(1, 3)), 5, feeding), feeding, (1, -1, 2, -1))
+    collator = PackCollator(source=Source((9, 1, 3)), objective="next-token")
+    micro_batch = micro_batch_of(pad_to_degree(Pack(ids=(1, 2), lengths=(1, 3)), 5, collator), collator, (1, -1, 2, -1))
     none = 100.0
     values = torch.tensor([[2.0, *[none] * 4, 3.0, 4.0, 8.0, none, none]], dtype=torch.float64)
     assert float(micro_batch.mean(values, over="tokens")) == pytest.approx((2 + 3 + 4 + 8) / 4)
@@ -32,15 +32,15 @@ def test_padding_is_in_no_mean():
 
 def test_means_over_slots_of_several_tokens_are_over_slots():
     source = Frames((4, 2), PLACES, CHANNELS)
-    feeding = PackCollator(source=source, objective=EVERY_TOKEN, slot_tokens=PLACES)
-    micro_batch = micro_batch_of(Pack(ids=(0, 1), lengths=source.lengths), feeding, (0, 1))
+    collator = PackCollator(source=source, objective=EVERY_TOKEN, slot_tokens=PLACES)
+    micro_batch = micro_batch_of(Pack(ids=(0, 1), lengths=source.lengths), collator, (0, 1))
     values = torch.tensor([1.0, 2, 3, 4, 10, 20], dtype=torch.float64)
     assert float(micro_batch.mean(values, over="targets")) == pytest.approx(40 / 6)
     assert float(micro_batch.mean(values, over="tokens")) == pytest.approx(40 / 6)
     assert float(micro_batch.mean(values, over="sequences")) == pytest.approx((2.5 + 15) / 2)
     batch = GlobalBatch(step=0, ids=(0, 1), lengths=source.lengths, objective=EVERY_TOKEN)
     plan = plan_of(batch, (Packs(ranks=(0,), packs=((0,), (1,))),), 1)
-    totals = LossTotals.of(plan, feeding, targets=None)
+    totals = LossTotals.of(plan, collator, targets=None)
     assert (totals.targets, totals.slots, totals.sequences, totals.units) == (6 * PLACES, 6, 2, 2)
 
 
@@ -49,7 +49,7 @@ def test_a_loss_over_no_target_is_compared_with_nothing():
     noted = SimpleNamespace(value=torch.tensor(float("nan")), output=None, is_loss=lambda loss: False)
     shard = SimpleNamespace(passes=[SimpleNamespace(noted=noted)], dtype=None)
     loss = torch.zeros((), requires_grad=True) * 2.0
-    adapted = SimpleNamespace(has_own_loss=False)
-    LossCheck().check(loss, adapted, SimpleNamespace(shard=shard, num_targets=0))
+    wrapped_model = SimpleNamespace(has_own_loss=False)
+    LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=0))
     with pytest.raises(CheckError, match="got a loss of 0"):
-        LossCheck().check(loss, adapted, SimpleNamespace(shard=shard, num_targets=3))
+        LossCheck().check(loss, wrapped_model, SimpleNamespace(shard=shard, num_targets=3))

@@ -106,10 +106,10 @@ def test_a_long_sequence_leaves_no_rotary_factors_to_a_later_one_or_to_the_relea
         model = CASES[name].build()
         expected = torch.cat([_logits_alone(CASES[name].build(), i, length) for i, length in enumerate((21, 5, 12))])
         model(torch.zeros(1, 30, dtype=torch.long), use_cache=False)  # the user's own, before
-        adapted = learned(model)
+        wrapped_model = learned(model)
         for _ in range(2):
             assert torch.allclose(packed(model, shard_of((21, 5, 12))).logits[0], expected, atol=1e-10)
-        adapted.release()
+        wrapped_model.release()
         assert torch.allclose(_logits_alone(model, 1, 5), expected[21:26], atol=1e-10)
 
 
@@ -119,17 +119,17 @@ def test_rotary_factors_are_those_of_each_sequence_in_any_order_also_of_plain_ca
     with in_double():
         expected = [_logits_alone(CASES[name].build(), i, length) for i, length in enumerate(lengths)]
         model = CASES[name].build()
-        adapted = learned(model)
+        wrapped_model = learned(model)
         logits = packed(model, shard_of(lengths)).logits[0]
         assert torch.allclose(logits, torch.cat(expected), atol=1e-10)
         twin = copy.deepcopy(model)
-        with adapted.plain():
+        with wrapped_model.plain():
             for i, length in enumerate(lengths):
                 assert torch.allclose(_logits_alone(model, i, length), expected[i], atol=1e-10)
         assert torch.allclose(_logits_alone(twin, 1, 12), expected[1], atol=1e-10)
-        with adapted.plain():
+        with wrapped_model.plain():
             _logits_alone(model, 0, 21)
-        adapted.release()
+        wrapped_model.release()
         assert set(vars(model.model.rotary_emb)) == set(vars(CASES[name].build().model.rotary_emb))
         assert torch.allclose(_logits_alone(model, 1, 12), expected[1], atol=1e-10)
 
@@ -244,9 +244,9 @@ def test_positions_that_follow_from_padding_tokens_are_those_of_each_sequence(bu
 
 
 def test_tokens_with_a_meaning_that_the_first_micro_batch_lacks_are_tried():
-    adapted, first = WrappedModel(counting_from_zero(), objective=MASKED), micro_batch_of((5,), ids=(0,))
+    wrapped_model, first = WrappedModel(counting_from_zero(), objective=MASKED), micro_batch_of((5,), ids=(0,))
     assert not int((first.tokens == PAD).sum())
-    assert adapted.inputs_of(first)["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
-    given = adapted.inputs_of(micro_batch_of((21, 30), ids=(2, 5)))
+    assert wrapped_model.inputs_of(first)["position_ids"].tolist() == [[0, 1, 2, 3, 4]]
+    given = wrapped_model.inputs_of(micro_batch_of((21, 30), ids=(2, 5)))
     expected = [(part != PAD).cumsum(0).sub(1).clamp(min=0) for part in given["input_ids"][0].split((21, 30))]
     assert torch.equal(given["position_ids"][0], torch.cat(expected))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence, drawing_for
+from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence, seed_for_sequence
 from tests.runtime.loop.modules import VOCAB
 from tests.runtime.loop.odd_modules import Odd
 from tests.runtime.loop.runs import EXACT, Case, Packs, assert_exact, shard_of, step_on_ranks
@@ -161,7 +161,7 @@ def test_every_generator_draws_for_a_sequence_in_its_step_and_goes_on_as_before(
         return random.random(), float(np.random.rand()), float(torch.rand([]))
 
     def drawn(sequence, **options):
-        with drawing_for(shard_of((4,), **options), sequence):
+        with seed_for_sequence(shard_of((4,), **options), sequence):
             return numbers()
 
     def start():

@@ -59,7 +59,7 @@ class RankOperation(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class RankReports:
     """What every rank said, by rank."""
 
     operations: tuple[RankOperation, ...]
@@ -101,9 +101,9 @@ class Meeting:
         return "; ".join(f"{ranks_text(those)}: {note}" for note, those in ranks.items())
 
 
-def meet(
+def sync_ranks(
     world: DistContext, operation: RankOperation, step: int, *, values: Sequence[int] = (), note: str = ""
-) -> Meeting:
+) -> RankReports:
     """Say which operation this rank has come to, and hear the same of all others. One all-gather; a second with notes.
 
     Raises:
@@ -114,7 +114,7 @@ def meet(
     said = [int(operation), step, len(note), *values, *[0] * (NUM_VALUES - len(values))]
     rows = gather_rows(torch.tensor(said, dtype=torch.int64, device=world.device)).tolist()
     notes = gather_json(world, note) if any(row[2] for row in rows) else [""] * len(rows)
-    return Meeting(
+    return RankReports(
         operations=tuple(RankOperation(row[0]) for row in rows),
         steps=tuple(row[1] for row in rows),
         values=tuple(tuple(row[3:]) for row in rows),
@@ -132,7 +132,7 @@ def float_of(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
-def together(world: DistContext, work: Callable[[], Result]) -> Result:
+def all_succeed(world: DistContext, work: Callable[[], Result]) -> Result:
     """What ``work`` returns, which needs no other rank; where it fails on any rank, no rank goes on without it.
 
     Raises:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lengthwise.runtime.loop.run import Run
 
 
-def adapt_frozen(run: "Run", model: nn.Module, *, layers: str | None, check: bool) -> WrappedModel:
+def wrap_frozen(run: "Run", model: nn.Module, *, layers: str | None, check: bool) -> WrappedModel:
     """Have ``model`` compute micro-batches of ``run``, and compare a pack with its sequences alone.
 
     Raises:
@@ -38,55 +38,57 @@ def adapt_frozen(run: "Run", model: nn.Module, *, layers: str | None, check: boo
             "such as copy.deepcopy(model)"
         )
     model.to(run.world.device)
-    adapted = WrappedModel(model, objective=run.adapted.objective, layers=layers, is_frozen=True)
+    wrapped_model = WrappedModel(model, objective=run.wrapped_model.objective, layers=layers, is_frozen=True)
     try:
         with synthetic(run, LENGTHS):
-            adapted.learn([lambda: _output(run, adapted, (0,)), lambda: _output(run, adapted, (1,))], LENGTHS)
-            adapted.script = _script(run, adapted)
+            wrapped_model.learn(
+                [lambda: _output(run, wrapped_model, (0,)), lambda: _output(run, wrapped_model, (1,))], LENGTHS
+            )
+            wrapped_model.script = _script(run, wrapped_model)
             if check:
-                _check(run, adapted)
+                _check(run, wrapped_model)
     except BaseException:
-        adapted.release()
+        wrapped_model.release()
         raise
-    return adapted
+    return wrapped_model
 
 
 def _micro_batch(run: "Run", sequences: tuple[int, ...], events: list[Event] | None = None) -> MicroBatch:
-    lengths = tuple(LENGTHS[number] * run.feeding.slot_tokens for number in sequences)
+    lengths = tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences)
     pack = Pack(ids=sequences, lengths=lengths)
     shard = PackShard(
-        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=run.alone,
         device=run.world.device, events=events,
     )  # fmt: skip
     return run.make(shard, pack)
 
 
-def _output(run: "Run", adapted: WrappedModel, sequences: tuple[int, ...]) -> Any:
+def _output(run: "Run", wrapped_model: WrappedModel, sequences: tuple[int, ...]) -> Any:
     micro_batch = _micro_batch(run, sequences)
     with active(micro_batch.shard):
-        return adapted.model(**adapted.inputs_of(micro_batch))
+        return wrapped_model.model(**wrapped_model.inputs_of(micro_batch))
 
 
-def _script(run: "Run", adapted: WrappedModel) -> ExchangeScript:
+def _script(run: "Run", wrapped_model: WrappedModel) -> ExchangeScript:
     """Its calls of attention; there is no backward."""
     events: list[Event] = []
     micro_batch = _micro_batch(run, (0,), events)
     with active(micro_batch.shard):
-        adapted.model(**adapted.inputs_of(micro_batch))
+        wrapped_model.model(**wrapped_model.inputs_of(micro_batch))
     calls = micro_batch.shard.attended
     return ExchangeScript(calls={number: call for (_, number), call in zip(events, calls, strict=True)})
 
 
-def _check(run: "Run", adapted: WrappedModel) -> None:
+def _check(run: "Run", wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves."""
-    model, training = adapted.model, adapted.model.training
+    model, training = wrapped_model.model, wrapped_model.model.training
     model.eval()
     try:
-        packed = _slots(_output(run, adapted, (0, 1)), sum(LENGTHS))
+        packed = _slots(_output(run, wrapped_model, (0, 1)), sum(LENGTHS))
         alone = []
         for number in (0, 1):
-            with adapted.plain():
-                alone.append(_slots(_output(run, adapted, (number,)), LENGTHS[number]))
+            with wrapped_model.plain():
+                alone.append(_slots(_output(run, wrapped_model, (number,)), LENGTHS[number]))
     finally:
         model.train(training)
     for of_pack, *parts in zip(packed, *alone):

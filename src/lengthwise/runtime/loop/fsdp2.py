@@ -19,7 +19,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.state.optimizer import make_optimizer
 
 
-def wrapped_modules(model: nn.Module) -> list[Any]:
+def fsdp_modules(model: nn.Module) -> list[Any]:
     """Those that ``fully_shard`` was called on, the model itself last of all, if it was."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -38,7 +38,7 @@ class Fsdp2State:
             InputError: parameters are freed between micro-batches, or not all of them are sharded.
         """
         self.world, self.settings, self._close = world, settings, close
-        self._modules = wrapped_modules(model)
+        self._modules = fsdp_modules(model)
         _check(model, self._modules)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.compute_dtype = self.master_dtype = self._parameters[0].dtype
@@ -54,7 +54,7 @@ class Fsdp2State:
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # else by a reduction that Gloo does not have
                 module.set_force_sum_reduction_for_comms(True)
 
-    def hold_everything(self) -> None:
+    def materialize_all(self) -> None:
         """Every rank the whole model until the next push."""
         for module in self._modules:
             module.set_reshard_after_backward(False, recurse=False)
@@ -70,7 +70,7 @@ class Fsdp2State:
         """Forget what backwards added since the last push: by a push whose result is thrown away."""
         self.finish_push()
         self.clear_gradient()
-        self.hold_everything()
+        self.materialize_all()
 
     def take_gradient(self) -> Tensor:
         """This rank's share of what was added since the last push, summed over ranks; and forget it."""
@@ -78,7 +78,7 @@ class Fsdp2State:
         pieces = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         gradient = torch.cat([piece.to(torch.float64).flatten() for piece in pieces])
         self.clear_gradient()
-        self.hold_everything()
+        self.materialize_all()
         return gradient
 
     def detached_gradient(self) -> str | None:
@@ -115,7 +115,7 @@ class Fsdp2State:
         self.optimizer.step()
         self.clear_gradient()
 
-    def let_go(self) -> None:
+    def release_params(self) -> None:
         """The model as FSDP2 leaves it between steps."""
         for module in self._modules:
             module.set_reshard_after_backward(True, recurse=False)

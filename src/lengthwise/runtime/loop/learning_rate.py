@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 
-def rate_of(lr: Callable[[int], float], step: int, factor: float) -> tuple[float, str]:
+def learning_rate_of(lr: Callable[[int], float], step: int, factor: float) -> tuple[float, str]:
     """The rate times ``factor`` and nothing, or NaN and one sentence: ranks have to meet before any of them raises."""
     way_out = "give one number from 0, the same on every rank, for each step"
     try:

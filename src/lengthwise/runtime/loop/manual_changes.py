@@ -21,7 +21,7 @@ def gradient_problem(state: ShardedState | Fsdp2State, version: int) -> str:
     return ""
 
 
-def inspect(state: ShardedState | Fsdp2State, parameters: WatchedParameters) -> tuple[str, int, bool]:
+def inspect_weights(state: ShardedState | Fsdp2State, parameters: WatchedParameters) -> tuple[str, int, bool]:
     """What is wrong with the model, the fingerprint of this rank's weights, and whether they were changed."""
     problem = parameters.problem()
     if problem or isinstance(state, Fsdp2State):

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
-from lengthwise.runtime.loop.call_order import RankOperation, meet
+from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.wrap.context import PackShard
-from lengthwise.runtime.wrap.micro_batch import laid_out
+from lengthwise.runtime.wrap.micro_batch import pad_to_degree
 
 if TYPE_CHECKING:
     from lengthwise.runtime.loop.run import Run
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 def make_shard(run: "Run", step: int, pipeline: Pipeline, planned: Planned, *, is_alone: bool = False) -> PackShard:
     """This rank's slots of a planned micro-batch; all of them where it ``is_alone``."""
-    world, feeding = run.world, run.feeding
+    world, collator = run.world, run.collator
     group = run.alone if is_alone else world.groups.of(tuple(sorted(pipeline.ranks)))
     assert group is not None, "a rank computes in pipelines that it is in"
     ids = []
-    pack = laid_out(planned.pack, group.size, feeding)
+    pack = pad_to_degree(planned.pack, group.size, collator)
     for sequence, length, computed in zip(pack.ids, pack.lengths, pack.computed_lengths):
         ids += [sequence] if length == computed else [sequence, -1]
     return PackShard(
         step=step,
         seed=run.seed,
         ids=tuple(ids),
-        cu_seqlens=feeding.cu_seqlens(pack),
+        cu_seqlens=collator.cu_seqlens(pack),
         group=group,
         device=world.device,
         recompute=pipeline.recompute_of(planned),
@@ -53,7 +53,7 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
             )
 
 
-def agree_to_begin(plan: StepPlan, clock: StepClock, problem: str) -> None:
+def sync_step(plan: StepPlan, clock: StepClock, problem: str) -> None:
     """Check that all ranks hold the same plan, and set the clock's zero; ``problem``: what is wrong with this rank's
     model, if anything is.
 
@@ -61,12 +61,12 @@ def agree_to_begin(plan: StepPlan, clock: StepClock, problem: str) -> None:
         CheckError: plans differ, ranks are at different operations, or a model is not as it was prepared.
     """
     values = [int(plan.digest, 16) - (1 << 63), int(clock.since_start_s() * 1e9)]
-    met = meet(clock.world, RankOperation.BEGIN, plan.step, values=values, note=problem)
-    met.check_same()
-    clock.align(max(met.column(1)) / 1e9)
-    if any(met.notes):
-        raise CheckError(f"step {plan.step}: {met.notes_text()}")
-    digests = met.column(0)
+    reports = sync_ranks(clock.world, RankOperation.BEGIN, plan.step, values=values, note=problem)
+    reports.check_same()
+    clock.align(max(reports.column(1)) / 1e9)
+    if any(reports.notes):
+        raise CheckError(f"step {plan.step}: {reports.notes_text()}")
+    digests = reports.column(0)
     if len(set(digests)) > 1:
         other = next(rank for rank, value in enumerate(digests) if value != digests[0])
         raise CheckError(

@@ -19,18 +19,18 @@ from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.call_order import Meeting, RankOperation, meet, together
-from lengthwise.runtime.loop.frozen_models import adapt_frozen
-from lengthwise.runtime.loop.fsdp2 import Fsdp2State, wrapped_modules
-from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect
-from lengthwise.runtime.loop.planned_pipelines import agree_to_begin, check_executable
+from lengthwise.runtime.loop.call_order import RankOperation, RankReports, all_succeed, sync_ranks
+from lengthwise.runtime.loop.frozen_models import wrap_frozen
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State, fsdp_modules
+from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
+from lengthwise.runtime.loop.planned_pipelines import check_executable, sync_step
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
-from lengthwise.runtime.loop.shared_reads import digested
+from lengthwise.runtime.loop.shared_reads import with_read_digests
 from lengthwise.runtime.loop.step import Step
-from lengthwise.runtime.loop.synthetic_batches import nothing_to_learn
+from lengthwise.runtime.loop.synthetic_batches import zero_loss
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
-from lengthwise.runtime.loop.workers import ItemReaders, read_ahead
+from lengthwise.runtime.loop.workers import ItemReaders, read_with_workers
 from lengthwise.runtime.models.checksum import weight_checksums
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.sharded import ShardedState
@@ -42,7 +42,7 @@ from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_check import LossCheck
 from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
-from lengthwise.runtime.wrap.preserved_state import untouched
+from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 Planner = Callable[[GlobalBatch], StepPlan]
@@ -68,33 +68,33 @@ class Run:
 
     def __init__(
         self,
-        adapted: WrappedModel,
+        wrapped_model: WrappedModel,
         world: DistContext,
         *,
         stream: BatchStream,
         planner: Planner,
-        feeding: PackCollator,
+        collator: PackCollator,
         optimizer: OptimizerSettings,
         lr: Callable[[int], float],
         clip_norm: float = 1.0,
         num_steps: int,
         seed: int = 0,
     ) -> None:
-        self.adapted, self.world, self.stream, self.planner = adapted, world, stream, planner
-        self.feeding, self.lr, self.clip_norm, self.seed = feeding, lr, clip_norm, seed
+        self.wrapped_model, self.world, self.stream, self.planner = wrapped_model, world, stream, planner
+        self.collator, self.lr, self.clip_norm, self.seed = collator, lr, clip_norm, seed
         self.num_steps, self.next_step = num_steps, 0
         self.meter = DeviceMeter(world.device)
         self.state = self._make_state(optimizer)
-        self.state.hold_everything()
+        self.state.materialize_all()
         self.alone = Group(rank=0)
-        self.parameters = WatchedParameters(adapted.model)
+        self.parameters = WatchedParameters(wrapped_model.model)
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.loss_check = LossCheck()
         self.counts_targets = False
         """Whether the targets of a step are counted before its first backward, where labels leave out some."""
         self._frozen: list[WrappedModel] = []
-        self.unprepared = UnpreparedModels(lambda: self.models, lambda: adapted.is_plain)
+        self.unprepared = UnpreparedModels(lambda: self.models, lambda: wrapped_model.is_plain)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
         self._step: Step | None = None
@@ -104,7 +104,7 @@ class Run:
         """Of the stream before that."""
         self._attempt, self._last_failure = 0, ""
         self.readers: ItemReaders | None = None
-        self.on_void: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None
+        self.on_oom: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None
         """Told on every rank which micro-batches did not fit, before the step is planned again."""
         self.on_finish: Callable[[Step], None] | None = None
         """Told on every rank of every step that is done."""
@@ -112,18 +112,18 @@ class Run:
     @property
     def model(self) -> nn.Module:
         """The user's own."""
-        return self.adapted.model
+        return self.wrapped_model.model
 
     @property
     def num_params(self) -> int:
         """Trained parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.adapted.anatomy.parameters.values())
+        return sum(parameter.numel() for parameter in self.wrapped_model.structure.parameters.values())
 
     @property
     def usual_scripts(self) -> tuple[ExchangeScript, ...]:
         """Exchanges of the forwards that a micro-batch of this loop usually has; none where that is not known yet."""
-        is_known = not self._frozen and self.feeding.units is None
-        return self.seen_scripts or ((self.adapted.script,) if is_known else ())
+        is_known = not self._frozen and self.collator.units is None
+        return self.seen_scripts or ((self.wrapped_model.script,) if is_known else ())
 
     @property
     def group(self) -> Group:
@@ -133,15 +133,15 @@ class Run:
     @property
     def models(self) -> list[nn.Module]:
         """The trained model and the frozen ones beside it."""
-        return [adapted.model for adapted in (self.adapted, *self._frozen)]
+        return [wrapped_model.model for wrapped_model in (self.wrapped_model, *self._frozen)]
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
         """The model as it was before, with today's weights: for evaluation and generation. So are frozen ones."""
         with ExitStack() as stack:
-            for adapted in self._frozen:
-                stack.enter_context(adapted.plain())
-            yield stack.enter_context(self.adapted.plain())
+            for wrapped_model in self._frozen:
+                stack.enter_context(wrapped_model.plain())
+            yield stack.enter_context(self.wrapped_model.plain())
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Have a teacher or a reference model compute micro-batches beside the trained one; every rank calls this.
@@ -153,10 +153,10 @@ class Run:
             InputError: it has parts of a prepared model, differs between ranks, or attends in an unknown way.
             CheckError: its outputs on a pack are not those on single sequences.
         """
-        with untouched(model):
+        with preserve_state(model):
             require_equal(self.world, {"frozen": {"class": type(model).__qualname__, **weight_checksums(model)}})
-            adapted = together(self.world, lambda: adapt_frozen(self, model, layers=layers, check=check))
-        self._frozen.append(adapted)
+            wrapped_model = all_succeed(self.world, lambda: wrap_frozen(self, model, layers=layers, check=check))
+        self._frozen.append(wrapped_model)
         return model
 
     def steps(self) -> Iterator[Step]:
@@ -202,16 +202,16 @@ class Run:
         with clock.span(SpanKind.PLAN, "plan"):
             plan = self.planner(self._batch)
         plan.check_covers(self._batch)
-        check_executable(plan, self.adapted.anatomy.num_layers, self.world.size)
-        agree_to_begin(plan, clock, self.parameters.problem())
+        check_executable(plan, self.wrapped_model.structure.num_layers, self.world.size)
+        sync_step(plan, clock, self.parameters.problem())
         self._make_groups(plan)
         self.state.clear_gradient()
         return Step(self, plan, clock, attempt=self._attempt)
 
     def make(self, shard: PackShard, pack: Pack) -> MicroBatch:
         """The micro-batch of a shard."""
-        feeding = self.feeding if shard.group.size == 1 else digested(self.feeding, shard)
-        return MicroBatch(shard, pack, feeding, make_inputs=self.adapted.inputs_of)
+        collator = self.collator if shard.group.size == 1 else with_read_digests(self.collator, shard)
+        return MicroBatch(shard, pack, collator, make_inputs=self.wrapped_model.inputs_of)
 
     @property
     def gradient_version(self) -> int:
@@ -233,9 +233,9 @@ class Run:
 
     def inspect(self) -> tuple[str, int, bool]:
         """What is wrong with the model, the fingerprint of this rank's weights, and whether a loop changed them."""
-        return inspect(self.state, self.parameters)
+        return inspect_weights(self.state, self.parameters)
 
-    def take_over_changes(self, met: Meeting, where: str, *, columns: tuple[int, int]) -> None:
+    def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
         """Keep what loops did to weights between updates, if every rank's did the same.
 
         ``columns``: of the meeting, where the fingerprint and the flag are that :meth:`inspect` gave.
@@ -243,7 +243,7 @@ class Run:
         Raises:
             CheckError: copies of the model differ between ranks.
         """
-        fingerprints = met.column(columns[0])
+        fingerprints = reports.column(columns[0])
         other = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
         if other:
             self.discard()
@@ -253,11 +253,11 @@ class Run:
             )
             self.note_failure(message)
             raise CheckError(message)
-        if any(met.column(columns[1])) and not isinstance(self.state, Fsdp2State):
+        if any(reports.column(columns[1])) and not isinstance(self.state, Fsdp2State):
             self.state.local_weights().adopt()
             self._tell("%s: weights were changed by hand since the last update; the change is kept", where)
 
-    def give_up(self, step: Step, met: Meeting) -> None:
+    def abort_step(self, step: Step, reports: RankReports) -> None:
         """Forget all of a step in which a rank ran out of memory, and learn from it. Every rank calls this.
 
         Raises:
@@ -266,7 +266,7 @@ class Run:
         self.discard()
         failures = tuple(
             MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index)
-            for rank, (pipeline, index) in enumerate(zip(met.column(2), met.column(3)))
+            for rank, (pipeline, index) in enumerate(zip(reports.column(2), reports.column(3)))
             if pipeline >= 0
         )
         failed = failures[0]
@@ -275,11 +275,11 @@ class Run:
             f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens"
         )
         self.note_failure(reason)
-        if self.on_void is None or step.attempt >= MOST_ATTEMPTS:
+        if self.on_oom is None or step.attempt >= MOST_ATTEMPTS:
             raise InfeasibleError(
                 f"{reason}, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
             )
-        self.on_void(step, failures)
+        self.on_oom(step, failures)
 
     def note_failure(self, reason: str) -> None:
         """Remember why the step comes again."""
@@ -308,11 +308,11 @@ class Run:
         self._come_between_steps("run.save()")
         problem, fingerprint, is_changed = self.inspect()
         values = [fingerprint, int(is_changed)]
-        met = meet(self.world, RankOperation.SAVE, self.next_step, values=values, note=problem)
-        met.check_same()
-        if any(met.notes):
-            raise CheckError(f"run.save(): {met.notes_text()}")
-        self.take_over_changes(met, "run.save()", columns=(0, 1))
+        reports = sync_ranks(self.world, RankOperation.SAVE, self.next_step, values=values, note=problem)
+        reports.check_same()
+        if any(reports.notes):
+            raise CheckError(f"run.save(): {reports.notes_text()}")
+        self.take_over_changes(reports, "run.save()", columns=(0, 1))
         sampler = self.stream.state_dict() if self._batch is None else self._stream_state
         extra = {
             "step": self.next_step,
@@ -343,7 +343,7 @@ class Run:
         """
         state = self._saved_state()
         self._come_between_steps("run.resume()")
-        meet(self.world, RankOperation.RESUME, 0).check_same()
+        sync_ranks(self.world, RankOperation.RESUME, 0).check_same()
         path = Path(path)
         if not (path / checkpoint.STATE_FILE).is_file():
             path = checkpoint.latest(path)
@@ -351,7 +351,7 @@ class Run:
         restore_buffers(self.model, extra.get("buffers", {}), path)
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
-        self.state.hold_everything()
+        self.state.materialize_all()
         self._tell("going on with step %d: %s", self.next_step, path)
         return self.next_step
 
@@ -361,21 +361,21 @@ class Run:
 
     def read_with(self, num_workers: int) -> None:
         """Have so many processes read the sequences of each step from its start."""
-        self.readers, self.feeding = read_ahead(self.feeding, num_workers)
+        self.readers, self.collator = read_with_workers(self.collator, num_workers)
 
     def close(self) -> None:
         """Give the model back as it was, with today's weights."""
         if self.readers is not None:
             self.readers.close()
-        for adapted in (*self._frozen, self.adapted):
-            adapted.release()
-        self.state.let_go()
+        for wrapped_model in (*self._frozen, self.wrapped_model):
+            wrapped_model.release()
+        self.state.release_params()
 
     def _make_state(self, optimizer: OptimizerSettings) -> ShardedState | Fsdp2State:
-        model = self.adapted.model
-        if wrapped_modules(model):
-            return Fsdp2State(model, self.world, optimizer, close=lambda: nothing_to_learn(self))
-        return ShardedState(model, self.world, optimizer, table=self.adapted.anatomy.table())
+        model = self.wrapped_model.model
+        if fsdp_modules(model):
+            return Fsdp2State(model, self.world, optimizer, close=lambda: zero_loss(self))
+        return ShardedState(model, self.world, optimizer, table=self.wrapped_model.structure.table())
 
     def _saved_state(self) -> ShardedState:
         if isinstance(self.state, Fsdp2State):

@@ -12,17 +12,17 @@ from lengthwise.runtime.wrap.micro_batch import PackCollator, SequenceSource
 _SHIFT = 0x9E3779B1
 
 
-def digested(feeding: PackCollator, shard: PackShard) -> PackCollator:
+def with_read_digests(collator: PackCollator, shard: PackShard) -> PackCollator:
     """The same feeding, which adds a digest of whatever is first read of a sequence to ``shard``."""
-    labels, special = feeding.labels, feeding.special
+    labels, special = collator.labels, collator.special
     return replace(
-        feeding,
-        source=_Digested(feeding.source, _noting(shard, 1)),
+        collator,
+        source=_Digested(collator.source, _noting(shard, 1)),
         labels=None if labels is None else _Column(labels, _noting(shard, 2)),
         special=None if special is None else _Column(special, _noting(shard, 3)),
         passed={
             name: _Column(column, _noting(shard, 4 + number))
-            for number, (name, column) in enumerate(sorted(feeding.passed.items()))
+            for number, (name, column) in enumerate(sorted(collator.passed.items()))
         },
     )
 

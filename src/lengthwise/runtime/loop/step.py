@@ -14,8 +14,8 @@ from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.differences import ranks_text
-from lengthwise.runtime.loop.call_order import Meeting, RankOperation, bits_of, float_of, meet
-from lengthwise.runtime.loop.learning_rate import rate_of
+from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
+from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
 from lengthwise.runtime.loop.planned_pipelines import make_shard
 from lengthwise.runtime.train.clock import StepClock
@@ -24,9 +24,9 @@ from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, laid_out
+from lengthwise.runtime.wrap.micro_batch import MicroBatch, pad_to_degree
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
-from lengthwise.runtime.wrap.zero_collectives import finish, finish_backward
+from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_micro_batch
 
 if TYPE_CHECKING:
     from lengthwise.runtime.loop.run import Run
@@ -69,8 +69,8 @@ class Step:
         """Whether a loop went through its micro-batches to their end."""
         self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
         self._position = -1
-        counted = None if run.feeding.labels is None or not run.counts_targets else self._count_targets()
-        self._weighing = Weighing(LossTotals.of(plan, run.feeding, targets=counted), run.world.device)
+        counted = None if run.collator.labels is None or not run.counts_targets else self._count_targets()
+        self._weighing = Weighing(LossTotals.of(plan, run.collator, targets=counted), run.world.device)
         if run.readers is not None:
             run.readers.start([planned.pack for *_, planned in self._own])
 
@@ -110,10 +110,10 @@ class Step:
             compute = self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}")
             with active(shard), self.run.unprepared.refused(), compute:
                 meter = self.run.meter.start()
-                pack = laid_out(planned.pack, shard.group.size, self.run.feeding)
+                pack = pad_to_degree(planned.pack, shard.group.size, self.run.collator)
                 self._current = self.run.make(shard, pack)
                 self._current.totals = self._weighing.totals
-                self.run.adapted.keeps_output = self.run.loss_check.needs_output
+                self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output
                 yield self._current
                 if self._current is not None:
                     raise CheckError(
@@ -148,7 +148,7 @@ class Step:
             run.check_gradients(self._gradient_version)
             check_form(loss, len(shard.passes))
             if mean_over is None:
-                run.loss_check.check(loss, run.adapted, micro_batch)
+                run.loss_check.check(loss, run.wrapped_model, micro_batch)
             terms = self._weighing.terms(micro_batch, loss, side, mean_over)
             shard.backward_begun = shard.num_exchanges
             try:
@@ -198,26 +198,26 @@ class Step:
             )
         self.is_over = True
         run, state = self.run, self.run.state
-        (lr, fault), clip = rate_of(run.lr, self.number, self.plan.lr_factor), run.clip_norm
-        met = self._meet_for_update(lr, fault)
-        if any(pipeline >= 0 for pipeline in met.column(2)):
-            run.give_up(self, met)
+        (lr, fault), clip = learning_rate_of(run.lr, self.number, self.plan.lr_factor), run.clip_norm
+        reports = self._meet_for_update(lr, fault)
+        if any(pipeline >= 0 for pipeline in reports.column(2)):
+            run.abort_step(self, reports)
             return None
-        run.take_over_changes(met, f"step {self.number}", columns=(4, 5))
+        run.take_over_changes(reports, f"step {self.number}", columns=(4, 5))
         with self.clock.span(SpanKind.UPDATE, "push"):
             state.finish_push()
-        loss, num_targets = sum(map(float_of, met.column(0))), sum(met.column(1))
-        if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in met.column(12)):
+        loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
+        if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in reports.column(12)):
             raise self._fail(
                 f"step {self.number}: no token of it has a loss; look at the labels of its sequences", LengthwiseError
             )
         # The plan counts targets by lengths; where labels leave out others, the weights are set right here.
         try:
-            factor = self._weighing.factor(met.column(12), num_targets)
+            factor = self._weighing.factor(reports.column(12), num_targets)
         except InputError as error:
             raise self._fail(f"step {self.number}: {error}", InputError) from None
         norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0] * factor
-        mean = loss / max(1, num_targets) + factor * sum(map(float_of, met.column(11)))
+        mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
         if not torch.isfinite(torch.tensor([norm, mean])).all():
             raise self._fail(
                 f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged "
@@ -227,7 +227,7 @@ class Step:
             )
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
             state.step(lr=lr, clip=factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
-            state.hold_everything()
+            state.materialize_all()
         self.result = StepResult(loss=mean, grad_norm=norm, lr=lr)
         run.finish(self)
         return self.result
@@ -243,7 +243,7 @@ class Step:
         if self.result is not None or self.is_skipped:
             raise CheckError(f"step {self.number} was {'skipped' if self.is_skipped else 'updated'}; nothing to skip")
         self.finish_exchanges()
-        meet(self.run.world, RankOperation.SKIP, self.number).check_same()
+        sync_ranks(self.run.world, RankOperation.SKIP, self.number).check_same()
         self.is_over = self.is_skipped = True
         self.run.discard()
         self.run.note_skipped(self)
@@ -253,10 +253,10 @@ class Step:
         place = self._place()
         self.finish_exchanges()
         self.is_over = True
-        met = meet(self.run.world, RankOperation.LEAVE, self.number, note=f"left it {place}")
-        met.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
+        reports = sync_ranks(self.run.world, RankOperation.LEAVE, self.number, note=f"left it {place}")
+        reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
         self.run.discard()
-        self.run.note_failure(f"step {self.number}: {met.notes_text()}")
+        self.run.note_failure(f"step {self.number}: {reports.notes_text()}")
 
     def finish_exchanges(self) -> None:
         """Stand in for what is left of this rank's micro-batches, so that no other rank waits for them."""
@@ -271,9 +271,9 @@ class Step:
                     f"step {self.number}: this rank left it before the order was seen in which its loop calls the "
                     "trained model and the frozen ones, so it cannot stand in for itself; start the run again"
                 )
-            finish(shard, scripts)
+            finish_micro_batch(shard, scripts)
 
-    def _meet_for_update(self, lr: float, fault: str) -> Meeting:
+    def _meet_for_update(self, lr: float, fault: str) -> RankReports:
         """What all ranks bring to the update; ``fault``: why there is no rate.
 
         Raises:
@@ -287,23 +287,26 @@ class Step:
             bits_of(float(weighing.by_target)), weighing.num_targets, pipeline, index, fingerprint, int(is_changed),
             bits_of(lr), *self._read_digests(), bits_of(weighing.direct), int(weighing.uses),
         ]  # fmt: skip
-        met = meet(run.world, RankOperation.UPDATE, self.number, values=values, note=problem)
-        met.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
-        if RankOperation.LEAVE in met.operations:
-            raise self._fail(f"step {self.number}: {met.notes_text()}; so no rank updates, and the step comes again")
-        if any(met.notes):
-            raise self._fail(f"step {self.number}: {met.notes_text()}")
-        if len(set(met.column(6))) > 1:
+        reports = sync_ranks(run.world, RankOperation.UPDATE, self.number, values=values, note=problem)
+        reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
+        if RankOperation.LEAVE in reports.operations:
             raise self._fail(
-                f"step {self.number}: lr is {', '.join(f'{float_of(bits):g}' for bits in met.column(6))} on ranks 0 to "
-                f"{run.world.size - 1}; it has to be the same on every rank"
+                f"step {self.number}: {reports.notes_text()}; so no rank updates, and the step comes again"
             )
-        if differing := self._read_differently(met):
+        if any(reports.notes):
+            raise self._fail(f"step {self.number}: {reports.notes_text()}")
+        if len(set(reports.column(6))) > 1:
+            rates = ", ".join(f"{float_of(bits):g}" for bits in reports.column(6))
+            raise self._fail(
+                f"step {self.number}: lr is {rates} on ranks 0 to {run.world.size - 1}; it has to be the same on every "
+                "rank"
+            )
+        if differing := self._read_differently(reports):
             raise self._fail(
                 f"step {self.number}: {ranks_text(differing)} share sequences, but read other tokens or labels for "
                 "them; give every rank the same corpus, whose items are the same whenever they are read"
             )
-        return met
+        return reports
 
     def _read_digests(self) -> list[int]:
         """Of what this rank read of the sequences that it shares, for each phase (beyond the last one, together)."""
@@ -312,12 +315,12 @@ class Step:
             digests[min(self._own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
         return digests
 
-    def _read_differently(self, met: Meeting) -> list[int]:
+    def _read_differently(self, reports: RankReports) -> list[int]:
         """Ranks of a pipeline that read different things for the same sequences."""
-        if self.plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in met.column(2)):
+        if self.plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in reports.column(2)):
             return []  # ranks of several pipelines cannot be compared; one that failed has not read all
         for pipeline in self.plan.pipelines:
-            digests = met.column(7 + pipeline.phase)
+            digests = reports.column(7 + pipeline.phase)
             if len({digests[rank] for rank in pipeline.ranks}) > 1:
                 return sorted(pipeline.ranks)
         return []
@@ -339,7 +342,7 @@ class Step:
         """Number of the pipeline, number of the micro-batch, and both, in the order of computing."""
         rank = self.run.world.rank
         return [
-            (number, index, pipeline, replace(planned, pack=self.run.feeding.computed(planned.pack)))
+            (number, index, pipeline, replace(planned, pack=self.run.collator.computed(planned.pack)))
             for phase in range(self.plan.num_phases)
             for number, pipeline in enumerate(self.plan.pipelines)
             if pipeline.phase == phase and rank in pipeline.ranks

@@ -50,28 +50,28 @@ class StretchedSequence:
 class ReorderedSlots:
     """Sequences of slots that differ, one after the other, and again in another order: none is first or last twice."""
 
-    def __init__(self, feeding: PackCollator, lengths: tuple[int, ...], *, is_ended: bool) -> None:
+    def __init__(self, collator: PackCollator, lengths: tuple[int, ...], *, is_ended: bool) -> None:
         """``is_ended``: the last token of each is that of the first sequence."""
-        self._feeding, self._lengths, self._is_ended = feeding, lengths, is_ended
-        tokens, labels = feeding.kinds["tokens"], feeding.kinds.get("labels")
-        self._ignores = labels is not None and bool((labels == feeding.ignore_index).any())
-        stand_in = tokens if labels is None or feeding.objective == NEXT_TOKEN else np.maximum(labels, 0)
-        self._labels = stand_in if labels is None else np.where(labels == feeding.ignore_index, stand_in, labels)
+        self._collator, self._lengths, self._is_ended = collator, lengths, is_ended
+        tokens, labels = collator.kinds["tokens"], collator.kinds.get("labels")
+        self._ignores = labels is not None and bool((labels == collator.ignore_index).any())
+        stand_in = tokens if labels is None or collator.objective == NEXT_TOKEN else np.maximum(labels, 0)
+        self._labels = stand_in if labels is None else np.where(labels == collator.ignore_index, stand_in, labels)
 
     def tokens(self, sequence: int, /) -> np.ndarray:
         """Each sequence goes on where the last one ended."""
         tokens = self.column("tokens", sequence)
-        return _ended(tokens, np.asarray(self._feeding.source.tokens(0))) if self._is_ended else tokens
+        return _ended(tokens, np.asarray(self._collator.source.tokens(0))) if self._is_ended else tokens
 
     def column(self, name: str, sequence: int, /) -> np.ndarray:
         """The same of a further column."""
-        return self._cut(self._feeding.kinds[name], sequence)
+        return self._cut(self._collator.kinds[name], sequence)
 
     def labels(self, sequence: int, /) -> np.ndarray:
         """Where labels of the corpus are ignored, some are here as well: another share of every sequence."""
         labels = self._cut(self._labels, sequence).copy()
         if self._ignores:
-            labels[1 :: 2 + sequence % 3] = self._feeding.ignore_index
+            labels[1 :: 2 + sequence % 3] = self._collator.ignore_index
         return labels
 
     def _cut(self, values: np.ndarray, sequence: int) -> np.ndarray:
@@ -86,11 +86,11 @@ def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def of_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
+def synthetic_of_all_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
     """The run's sequences 0, 1, ... have these many slots, of all kinds that the corpus has."""
-    before = run.feeding
-    source = ReorderedSlots(before, lengths, is_ended=run.adapted.by_sequence is not None)
-    run.feeding = replace(
+    before = run.collator
+    source = ReorderedSlots(before, lengths, is_ended=run.wrapped_model.by_sequence is not None)
+    run.collator = replace(
         before,
         source=source,
         labels=before.labels and source.labels,
@@ -100,35 +100,35 @@ def of_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
     try:
         yield
     finally:
-        run.feeding = before
+        run.collator = before
 
 
 @contextmanager
 def synthetic(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
     """The run's sequences 0, 1, ... have these many slots, whatever its corpus holds."""
-    before = run.feeding
-    is_ended = run.adapted.by_sequence is not None
+    before = run.collator
+    is_ended = run.wrapped_model.by_sequence is not None
     source = StretchedSequence(np.asarray(before.source.tokens(0)), before.slot_tokens, is_ended=is_ended)
     source.lengths = {number: length * before.slot_tokens for number, length in enumerate(lengths)}
     passed = {name: partial(source.column, values_of) for name, values_of in before.passed.items()}
     labels = before.labels and (
         source.tokens if before.objective == NEXT_TOKEN else partial(source.labels, before.labels)
     )
-    run.feeding = replace(before, source=source, labels=labels, passed=passed, special=None)
+    run.collator = replace(before, source=source, labels=labels, passed=passed, special=None)
     try:
         yield
     finally:
-        run.feeding = before
+        run.collator = before
 
 
 def summed_loss(run: "Run", sequences: tuple[int, ...]) -> Tensor:
     """The sum over the targets of these sequences in one pack, on this rank alone."""
-    lengths = tuple(LENGTHS[number] * run.feeding.slot_tokens for number in sequences)
+    lengths = tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences)
     pack = Pack(ids=sequences, lengths=lengths)
     shard = whole_shard(run, pack)
     with active(shard):
         micro_batch = run.make(shard, pack)
-        loss = run.adapted.loss_of(run.model(**micro_batch.inputs), micro_batch)
+        loss = run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
     if loss.dim():
         raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
     return loss * micro_batch.num_targets
@@ -137,12 +137,12 @@ def summed_loss(run: "Run", sequences: tuple[int, ...]) -> Tensor:
 def whole_shard(run: "Run", pack: Pack) -> PackShard:
     """The shard of a pack that this rank computes alone, without noise."""
     return PackShard(
-        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=run.alone,
         device=run.world.device, has_noise=False,
     )  # fmt: skip
 
 
-def nothing_to_learn(run: "Run") -> Tensor:
+def zero_loss(run: "Run") -> Tensor:
     """The loss of a few tokens on this rank alone, times 0: a backward that adds nothing to any gradient."""
     with synthetic(run, LENGTHS):
         return summed_loss(run, (0,)) * 0.0

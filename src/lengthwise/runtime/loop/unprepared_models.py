@@ -40,7 +40,7 @@ class UnpreparedModels:
     def _called(self, module: nn.Module, args: Any) -> None:
         if module in self._allowed or self._is_plain():
             return
-        if not any(module is part for model in self._prepared() for part in model.modules()) and mixes(module):
+        if not any(module is part for model in self._prepared() for part in model.modules()) and may_mix_tokens(module):
             raise InputError(
                 f"{type(module).__name__} was called in a micro-batch, whose tokens are a share of several sequences, "
                 "but is not prepared: give a frozen teacher or reference model as prepare(..., frozen=[model]) or "
@@ -49,7 +49,7 @@ class UnpreparedModels:
         self._allowed[module] = None
 
 
-def mixes(module: nn.Module) -> bool:
+def may_mix_tokens(module: nn.Module) -> bool:
     """Whether tokens may meet in a module: it attends, convolves, recurs, or is a stack of layers."""
     for part in module.modules():
         if isinstance(part, _MIXING) or (hasattr(part, "set_attn_implementation") and hasattr(part, "config")):

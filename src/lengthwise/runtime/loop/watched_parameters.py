@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from lengthwise.runtime.loop.fsdp2 import wrapped_modules
+from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 
 _WAY_OUT = "change a model before lengthwise.prepare; or run.save(), run.close(), change it and prepare it again"
 
@@ -12,7 +12,7 @@ class WatchedParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._is_wrapped = bool(wrapped_modules(model))
+        self._is_wrapped = bool(fsdp_modules(model))
         self._parameters = dict(model.named_parameters())
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
 

@@ -87,17 +87,17 @@ class ItemReaders:
         return self._held[sequence] if sequence in self._held else self._items.read(sequence)
 
 
-def read_ahead(feeding: PackCollator, num_workers: int) -> tuple[ItemReaders, PackCollator]:
+def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemReaders, PackCollator]:
     """So many processes that read sequences with all their columns, and the feeding that takes them from there."""
-    columns = {**feeding.passed, **({} if feeding.special is None else {_SPECIAL: feeding.special})}
-    named = {} if feeding.units is None else {"name": feeding.units.name}
-    readers = ItemReaders(feeding.source, feeding.labels, num_workers=num_workers, columns=columns, **named)
+    columns = {**collator.passed, **({} if collator.special is None else {_SPECIAL: collator.special})}
+    named = {} if collator.units is None else {"name": collator.units.name}
+    readers = ItemReaders(collator.source, collator.labels, num_workers=num_workers, columns=columns, **named)
     return readers, replace(
-        feeding,
+        collator,
         source=readers,
-        labels=None if feeding.labels is None else readers.labels,
-        passed={name: partial(readers.column, name) for name in feeding.passed},
-        special=None if feeding.special is None else partial(readers.column, _SPECIAL),
+        labels=None if collator.labels is None else readers.labels,
+        passed={name: partial(readers.column, name) for name in collator.passed},
+        special=None if collator.special is None else partial(readers.column, _SPECIAL),
     )
 
 

@@ -38,7 +38,7 @@ def identity_of(run: Run) -> Identity:
 
 def other_bytes(run: Run) -> int:
     """Of parameters that are not trained, and of buffers."""
-    model, trained = run.model, {id(each) for each in run.adapted.anatomy.parameters.values()}
+    model, trained = run.model, {id(each) for each in run.wrapped_model.structure.parameters.values()}
     others = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in trained]
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in others}.values())
 
@@ -87,19 +87,19 @@ def _read(path: Path, identity: Identity, longest: int, degrees: Sequence[int]) 
 
 def _digest(run: Run) -> str:
     """Over modules with their constants, parameters with their shapes, and the configuration of transformers."""
-    adapted, model = run.adapted, run.model
+    wrapped_model, model = run.wrapped_model, run.model
     described = {
         "modules": repr(model),
         "parameters": [
             (name, list(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
         ],
-        "layers": adapted.anatomy.layers_name,
-        "recomputed": _described(adapted.layers.context),
-        "objective": adapted.objective,
-        "slot_tokens": run.feeding.slot_tokens,
+        "layers": wrapped_model.structure.layers_name,
+        "recomputed": _described(wrapped_model.layers.context),
+        "objective": wrapped_model.objective,
+        "slot_tokens": run.collator.slot_tokens,
         "config": _config(model),
         "training": model.training,
-        "by_sequence": adapted.by_sequence is not None,
+        "by_sequence": wrapped_model.by_sequence is not None,
     }
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

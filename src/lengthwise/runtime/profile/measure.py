@@ -54,7 +54,7 @@ def profile(
     """
     flags = (recompute,) * spec.num_layers
     state = ShardedState(model, world, OptimizerSettings())
-    state.hold_everything()
+    state.materialize_all()
     generator = torch.Generator().manual_seed(0)
     feeds = [_random_feed(lengths, spec, world, generator) for lengths in packs]
     _forward_backward(model, feeds[0], flags)  # the first call of anything is slow
@@ -120,7 +120,7 @@ def _update(state: ShardedState) -> None:
     state.finish_push()
     norm, _ = state.global_norm(torch.zeros((), device=state.world.device))
     state.step(lr=0.0, clip=min(1.0, 1.0 / (norm + 1e-6)))
-    state.hold_everything()
+    state.materialize_all()
 
 
 def _time_s(work: Callable[[], None], world: DistContext) -> float:

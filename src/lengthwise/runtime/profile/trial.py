@@ -25,7 +25,7 @@ from lengthwise.runtime.wrap.exchange_script import AttentionExchange, ExchangeS
 from lengthwise.runtime.wrap.layer_hooks import LayerWatch
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
-from lengthwise.runtime.wrap.zero_collectives import finish
+from lengthwise.runtime.wrap.zero_collectives import finish_micro_batch
 
 Watch = TypeVar("Watch", bound=LayerWatch)
 
@@ -56,14 +56,14 @@ class MemoryResult:
     """Every call of attention in the forward."""
 
 
-def group_of(world: DistContext, degree: int) -> Group | None:
+def group_of_degree(world: DistContext, degree: int) -> Group | None:
     """This rank's of the groups of ``degree`` consecutive ranks; None on ranks that are left over. Collective."""
     starts = range(0, world.size - degree + 1, degree)
     found = [world.groups.of(tuple(range(start, start + degree))) for start in starts]
     return next((group for group in found if group is not None), None)
 
 
-def hold(run: Run, trial: Trial) -> MemoryResult:
+def measure_memory(run: Run, trial: Trial) -> MemoryResult:
     """Compute a trial as if all its ranks were there: nothing is sent, so that running out of memory harms nobody.
 
     Raises:
@@ -77,8 +77,8 @@ def hold(run: Run, trial: Trial) -> MemoryResult:
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
         inputs = micro_batch.inputs
-        known = [list(run.adapted.anatomy.constants()), inputs]
-        with watched(run, SavedTensorCounter(known, device, trial.recompute)) as keeping, keeping:
+        known = [list(run.wrapped_model.structure.constants()), inputs]
+        with watch_layers(run, SavedTensorCounter(known, device, trial.recompute)) as keeping, keeping:
             loss = _loss(run, micro_batch)
         attended = tuple(micro_batch.shard.attended)
         num_bytes = keeping.num_bytes + sum(storages(inputs).values())
@@ -105,7 +105,7 @@ class TimingResult:
     """The same; None where the layer's input needs no gradient."""
 
 
-def clock(run: Run, trial: Trial | None) -> TimingResult | None:
+def measure_time(run: Run, trial: Trial | None) -> TimingResult | None:
     """The seconds of a trial that all ranks begin together; None on ranks without one and on those that failed.
 
     A rank that runs out of memory here sends the others zeros for what they wait for.
@@ -118,7 +118,7 @@ def clock(run: Run, trial: Trial | None) -> TimingResult | None:
     start_s = time.perf_counter()
     with (
         _micro_batch(run, trial, trial.group) as micro_batch,
-        watched(run, Stopwatch(world.synchronize)) as watch,
+        watch_layers(run, Stopwatch(world.synchronize)) as watch,
     ):
         shard, has_failed = micro_batch.shard, False
         try:
@@ -128,7 +128,7 @@ def clock(run: Run, trial: Trial | None) -> TimingResult | None:
                 raise
             has_failed = True
         if has_failed:  # and not before: the error holds on to what was computed
-            finish(shard, [shard.script or run.adapted.script])
+            finish_micro_batch(shard, [shard.script or run.wrapped_model.script])
             return None
     world.synchronize()
     time_s = time.perf_counter() - start_s
@@ -141,9 +141,9 @@ def clock(run: Run, trial: Trial | None) -> TimingResult | None:
 
 
 @contextmanager
-def watched(run: Run, watch: Watch) -> Iterator[Watch]:
+def watch_layers(run: Run, watch: Watch) -> Iterator[Watch]:
     """Layers are computed under ``watch``."""
-    layers = run.adapted.layers
+    layers = run.wrapped_model.layers
     before, layers.watch = layers.watch, watch
     try:
         yield watch
@@ -154,12 +154,12 @@ def watched(run: Run, watch: Watch) -> Iterator[Watch]:
 @contextmanager
 def _micro_batch(run: Run, trial: Trial, group: Group) -> Iterator[MicroBatch]:
     pack = Pack(ids=tuple(range(len(trial.lengths))), lengths=trial.lengths)
-    slots = tuple(length // run.feeding.slot_tokens for length in trial.lengths)
+    slots = tuple(length // run.collator.slot_tokens for length in trial.lengths)
     with synthetic(run, slots):
         shard = PackShard(
-            step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=group,
+            step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
             device=run.world.device, recompute=trial.recompute,
-            script=None if run.adapted.layers.num_kept is None else ExchangeScript.complete(trial.attended),
+            script=None if run.wrapped_model.layers.num_kept is None else ExchangeScript.complete(trial.attended),
         )  # fmt: skip
         with active(shard):
             yield run.make(shard, pack)
@@ -169,7 +169,7 @@ def _loss(run: Run, micro_batch: MicroBatch) -> Tensor:
     output = run.model(**micro_batch.inputs)
     if micro_batch.shard.has_failed:
         raise torch.OutOfMemoryError("the model's forward ran out of memory")
-    return run.adapted.loss_of(output, micro_batch)
+    return run.wrapped_model.loss_of(output, micro_batch)
 
 
 def _backward(loss: Tensor, micro_batch: MicroBatch) -> None:

@@ -21,7 +21,7 @@ from lengthwise.runtime.comm.devices import local_size
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
-from lengthwise.runtime.profile.trial import TimingResult, Trial, clock, group_of, hold
+from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_memory, measure_time
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 
 NUM_LAYERS = 2
@@ -113,12 +113,12 @@ def measure(
     Raises:
         InputError: not even the shortest pack fits, or a degree is none.
     """
-    world, adapted = run.world, run.adapted
+    world, wrapped_model = run.world, run.wrapped_model
     if degrees is None:
         degrees = [degree for degree in range(1, world.size + 1) if world.size % degree == 0]
     if not degrees or not all(1 <= degree <= world.size for degree in degrees):
         raise InputError(f"degrees are numbers from 1 to the {world.size} ranks of the run, not {list(degrees)}")
-    layers, rows, profiler = adapted.layers, [], _Profiler(run, longest, effort, on_progress)
+    layers, rows, profiler = wrapped_model.layers, [], _Profiler(run, longest, effort, on_progress)
     before, layers.num_kept = layers.num_kept, NUM_LAYERS
     try:
         for number, degree in enumerate(degrees):
@@ -126,11 +126,11 @@ def measure(
     finally:
         layers.num_kept = before
         run.discard()
-    anatomy = adapted.anatomy
+    structure = wrapped_model.structure
     table = LayerTable(
         identity=identity_of(run),
-        num_layers=anatomy.num_layers,
-        num_params=sum(parameter.numel() for parameter in anatomy.parameters.values()),
+        num_layers=structure.num_layers,
+        num_params=sum(parameter.numel() for parameter in structure.parameters.values()),
         other_bytes=other_bytes(run),
         longest=longest,
         update_s=_update_s(run) if update_s is None else update_s,
@@ -178,9 +178,9 @@ class _Profiler:
 
     def measure(self, degree: int, *, part: tuple[int, int]) -> list[LayerRow]:
         """The rows of one degree, the ``part[0]``-th of ``part[1]``."""
-        self._degree, self._group = degree, group_of(self._run.world, degree)
+        self._degree, self._group = degree, group_of_degree(self._run.world, degree)
         until_s = self._spent_s + max(0.0, self._effort.budget_s - self._spent_s) / (part[1] - part[0])
-        packs = ladder(self._longest, degree=degree, slot_tokens=self._run.feeding.slot_tokens)
+        packs = ladder(self._longest, degree=degree, slot_tokens=self._run.collator.slot_tokens)
         cases: list[_Case] = []
         for number, lengths in enumerate(packs):
             if self._is_too_much(cases, lengths, until_s):
@@ -192,7 +192,7 @@ class _Profiler:
             self._on_progress((part[0] + 0.5 * (number + 1) / (len(packs) + 1)) / part[1])
         if not cases:
             return []
-        lengths = many_short([case.lengths for case in cases], slot_tokens=self._run.feeding.slot_tokens)
+        lengths = many_short([case.lengths for case in cases], slot_tokens=self._run.collator.slot_tokens)
         short = self._begin(lengths, warm_up=False) if lengths else None
         cases += [short] if short is not None else []
         for repeat in range(1, self._effort.repeats):
@@ -250,7 +250,7 @@ class _Profiler:
     def _time(self, case: _Case) -> bool:
         """Take the time once; whether it fitted all ranks."""
         before_s = self._spent_s
-        took = clock(self._run, case.trial)
+        took = measure_time(self._run, case.trial)
         has_failed = case.trial is not None and took is None
         seen = self._agree(float(has_failed), *((np.nan,) * 3 if took is None else _seconds(took)))
         if seen[:, 0].any():
@@ -281,7 +281,7 @@ def _bytes(run: Run, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
 
     And the trial with its calls of attention.
     """
-    plain = hold(run, trial)
+    plain = measure_memory(run, trial)
     trial = replace(trial, attended=plain.attended)
     number = len(plain.layers)
     inputs, layer = plain.inputs[-1], plain.layers[-1]
@@ -289,7 +289,7 @@ def _bytes(run: Run, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
     if run.world.device.type != "cuda":
         kept = max(1, layer - inputs)
         return (kept, inputs, constant, kept), trial
-    recomputed = hold(run, replace(trial, recompute=(True,) * run.adapted.anatomy.num_layers))
+    recomputed = measure_memory(run, replace(trial, recompute=(True,) * run.wrapped_model.structure.num_layers))
     inputs = recomputed.layers[-1]
     alive = max(0, recomputed.num_bytes - number * inputs - constant)
     return (max(1, layer - inputs), inputs, constant, alive), trial
@@ -334,7 +334,7 @@ def _update_s(run: Run) -> float:
         state.finish_push()
         state.global_norm(torch.zeros((), device=run.world.device))
         state.step(lr=0.0, clip=1.0)
-        state.hold_everything()
+        state.materialize_all()
 
     run.discard()
     update()
@@ -347,7 +347,7 @@ def _update_s(run: Run) -> float:
 
 def _link(run: Run, degree: int) -> LinkRow:
     """Seconds of an all-to-all of little and of much, in all groups of a degree at once."""
-    group = group_of(run.world, degree)
+    group = group_of_degree(run.world, degree)
     much = (1 << 26) if run.world.device.type == "cuda" else (1 << 22)
     times = []
     for num_bytes in (degree, much):

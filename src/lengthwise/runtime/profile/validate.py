@@ -9,7 +9,7 @@ import torch
 from lengthwise.core.pipeline_config import spread
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.run import Run
-from lengthwise.runtime.profile.trial import Trial, clock, group_of, hold
+from lengthwise.runtime.profile.trial import Trial, group_of_degree, measure_memory, measure_time
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, SlotGather
 
 Predict = Callable[[Sequence[int], int, int], tuple[float, float]]
@@ -67,10 +67,10 @@ def check_prediction(
     """
     found = []
     for degree in degrees:
-        group = group_of(run.world, degree)
+        group = group_of_degree(run.world, degree)
         for lengths in packs:
             for count in recomputed:
-                flags = spread(count, run.adapted.anatomy.num_layers)
+                flags = spread(count, run.wrapped_model.structure.num_layers)
                 trial = None if group is None else Trial(lengths=lengths, group=group, recompute=flags)
                 measured_s, num_bytes = _measure(run, trial, repeats)
                 predicted_s, predicted_bytes = predict(lengths, degree, count)
@@ -95,18 +95,18 @@ def _measure(run: Run, trial: Trial | None, repeats: int) -> tuple[float, int]:
     if trial is not None:
         num_bytes, attended = _held(run, trial)
         trial = replace(trial, attended=attended)
-    clock(run, trial)  # the first of anything is slow
-    times = [took.time_s if (took := clock(run, trial)) is not None else 0.0 for _ in range(repeats)]
+    measure_time(run, trial)  # the first of anything is slow
+    times = [took.time_s if (took := measure_time(run, trial)) is not None else 0.0 for _ in range(repeats)]
     row = torch.tensor([*times, num_bytes], dtype=torch.float64, device=run.world.device)
     slowest = gather_rows(row).cpu().numpy().max(axis=0)
     return float(np.median(slowest[:-1])), int(slowest[-1])
 
 
 def _held(run: Run, trial: Trial) -> tuple[int, tuple[AttentionExchange | SlotGather, ...]]:
-    found = hold(run, trial)
+    found = measure_memory(run, trial)
     if run.world.device.type == "cuda" or not any(trial.recompute):
         return found.num_bytes, found.attended
-    plain = hold(run, replace(trial, recompute=()))
+    plain = measure_memory(run, replace(trial, recompute=()))
     layers = zip(plain.layers, plain.inputs, trial.recompute, strict=True)
     alive = max(kept - given for kept, given, is_recomputed in layers if is_recomputed)
     return found.num_bytes + alive, found.attended

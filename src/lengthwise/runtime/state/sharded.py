@@ -106,7 +106,7 @@ class ShardedState:
             self._attach(part.slot.name, self.routes.place(part.interval), part.shape)
         self.holdings = holdings
 
-    def hold_everything(self) -> None:
+    def materialize_all(self) -> None:
         """Every rank the whole model, pulled: for evaluation, measuring and tests."""
         layers = self.table.num_units - 2
         self.hold([WeightShard(first=0, end=layers, num_layers=layers)] * self.world.size)
@@ -174,7 +174,7 @@ class ShardedState:
         self._going = []
         self.gradients.zero_()
 
-    def let_go(self) -> None:
+    def release_params(self) -> None:
         """Leave the parameters to whoever trains them next: with today's weights, of their own, and no gradient."""
         for hook in self._hooks:
             hook.remove()

@@ -16,7 +16,7 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.verify.stock_call import pack_of, shard_for, stock_output
 from lengthwise.runtime.wrap.context import active
-from lengthwise.runtime.wrap.micro_batch import laid_out
+from lengthwise.runtime.wrap.micro_batch import pad_to_degree
 
 if TYPE_CHECKING:
     from lengthwise.runtime.loop.run import Run
@@ -99,7 +99,7 @@ def _floating(values: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.is_floating_point()]
 
 
-def where_it_begins(run: "Run", lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]) -> str:
+def locate_difference(run: "Run", lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]) -> str:
     """A sentence on where outputs begin to differ, the same on every rank. Every rank calls this."""
     first, size, words = NOWHERE, 0.0, ""
     try:
@@ -129,7 +129,7 @@ def _compare(run: "Run", lengths: tuple[int, ...], group: Group, recompute: tupl
             with _recorded(run.model) as recording:
                 stock_output(run, lengths, sequence)
             alone.append(recording)
-        pack = laid_out(pack_of(run, lengths), group.size, run.feeding)
+        pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
         with active(shard_for(run, pack, group, recompute=recompute)) as shard:
             inputs = run.make(shard, pack).inputs
             with _recorded(run.model) as packed:
@@ -176,8 +176,8 @@ def _laid_end_to_end(outputs: list[Tensor | None], lengths: tuple[int, ...]) -> 
 
 def _described(run: "Run", name: str, calls: list[str]) -> str:
     """A module by the layer it is in, its own name and the functions in which its slots may meet."""
-    anatomy, module = run.adapted.anatomy, run.model.get_submodule(name)
-    prefix, kind = f"{anatomy.layers_name}.", type(module).__name__
+    structure, module = run.wrapped_model.structure, run.model.get_submodule(name)
+    prefix, kind = f"{structure.layers_name}.", type(module).__name__
     made = [call for call in _MIXING if call in calls]
     what = f", which calls {', '.join(made[:2])}" if made else ""
     if not name:
@@ -185,5 +185,5 @@ def _described(run: "Run", name: str, calls: list[str]) -> str:
     if not name.startswith(prefix):
         return f"{name} ({kind}{what})"
     number, _, rest = name.removeprefix(prefix).partition(".")
-    layer = f"layer {number} ({type(anatomy.layers[int(number)]).__name__})"
+    layer = f"layer {number} ({type(structure.layers[int(number)]).__name__})"
     return f"{layer}, in {rest} ({kind}{what})" if rest else f"{layer} itself{what}"

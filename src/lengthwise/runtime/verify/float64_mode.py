@@ -84,11 +84,11 @@ def _multi_head_without_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def quiet(run: "Run", dtype: torch.dtype | None = None) -> Iterator[None]:
+def noise_free(run: "Run", dtype: torch.dtype | None = None) -> Iterator[None]:
     """The model in training mode without noise, on copies of its tensors in ``dtype``; afterwards as it was."""
     model, default = run.model, torch.get_default_dtype()
     is_wrapped = isinstance(run.state, Fsdp2State)
-    constants = [] if is_wrapped else list(run.adapted.anatomy.constants())
+    constants = [] if is_wrapped else list(run.wrapped_model.structure.constants())
     with ExitStack() as stack:
         stack.enter_context(scratch_state(model, constants, dtype=dtype, attributes=not is_wrapped))
         if not model.training:
@@ -97,7 +97,7 @@ def quiet(run: "Run", dtype: torch.dtype | None = None) -> Iterator[None]:
             stack.callback(torch.set_default_dtype, default)
             torch.set_default_dtype(dtype)
         stack.enter_context(torch.autocast(run.world.device.type, enabled=False))
-        layers = run.adapted.layers
+        layers = run.wrapped_model.layers
         stack.callback(setattr, layers, "mode", layers.mode)
         layers.mode = stack.enter_context(NoiseFreeMode(double=dtype is torch.float64))
         yield

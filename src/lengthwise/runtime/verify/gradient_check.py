@@ -19,16 +19,16 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
-from lengthwise.runtime.loop.synthetic_batches import of_kinds, synthetic
+from lengthwise.runtime.loop.synthetic_batches import synthetic, synthetic_of_all_kinds
 from lengthwise.runtime.profile.probes import LoopbackGroup
-from lengthwise.runtime.profile.trial import group_of
-from lengthwise.runtime.verify.first_difference import where_it_begins
-from lengthwise.runtime.verify.float64_mode import quiet
+from lengthwise.runtime.profile.trial import group_of_degree
+from lengthwise.runtime.verify.first_difference import locate_difference
+from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.scratch_copy import changed_buffers, saved_buffers
 from lengthwise.runtime.verify.stock_call import (
     GradientResult,
-    learned_alone,
-    learned_in_pack,
+    gradients_alone,
+    gradients_in_pack,
     parameter_names,
     random_states,
 )
@@ -119,7 +119,7 @@ def check_exact(
         InputError: the model cannot be computed in packs at all.
     """
     size = run.world.size
-    if run.adapted.by_sequence is not None:
+    if run.wrapped_model.by_sequence is not None:
         degrees = [1]
     if degrees is None:
         degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
@@ -127,7 +127,7 @@ def check_exact(
     dtypes = _dtypes(run)
     for dtype in dtypes:
         try:
-            with quiet(run, dtype):
+            with noise_free(run, dtype):
                 _compare(run, settings, _tolerance(dtype, run.state.compute_dtype))
             return
         except NotInThisDtype as error:
@@ -146,7 +146,7 @@ def settings_of(
         for degree in degrees
         for name in (recompute if degree in (1, most) else recompute[-1:])  # between: layers of both kinds
     ]
-    if run.adapted.rules.scalars:
+    if run.wrapped_model.rules.scalars:
         settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
     if longest is None:
         return settings
@@ -177,8 +177,8 @@ def settings_of(
 
 def _lengths_of_kinds(run: "Run", longest: int, most: int) -> tuple[int, ...]:
     """Slots of ragged sequences in which all kinds of slots of the corpus come, as far as they can be computed."""
-    num_kinds = len(run.feeding.kinds.get("tokens", ()))
-    if run.adapted.by_sequence is not None or num_kinds < 2:
+    num_kinds = len(run.collator.kinds.get("tokens", ()))
+    if run.wrapped_model.by_sequence is not None or num_kinds < 2:
         return ()
     left, limit = max(2 * sum(LENGTHS), min(2 * num_kinds, max(most, 2 * sum(LENGTHS)))), max(longest, max(LENGTHS))
     lengths = []
@@ -212,7 +212,7 @@ def _dtypes(run: "Run") -> list[torch.dtype | None]:
     own = run.state.compute_dtype
     if isinstance(run.state, Fsdp2State):
         return [None]
-    numbers = sum(tensor.numel() for tensor in run.adapted.anatomy.constants())
+    numbers = sum(tensor.numel() for tensor in run.wrapped_model.structure.constants())
     free = torch.cuda.mem_get_info(run.world.device)[0] if run.world.device.type == "cuda" else 0
     dtypes: list[torch.dtype | None] = [None]
     if own in (torch.float16, torch.bfloat16) and (numbers <= FEW_NUMBERS or numbers * 16 < free):
@@ -227,11 +227,11 @@ def _compare(run: "Run", settings: list[ComputeSetting], tolerance: Tolerance) -
     dry = set[tuple[tuple[int, ...], int, bool]]()
     for setting in settings:
         key, what = (setting.lengths, setting.gradients, setting.kinds), str(setting)
-        group = group_of(run.world, setting.degree)
-        made_up = of_kinds if setting.kinds else synthetic
+        group = group_of_degree(run.world, setting.degree)
+        made_up = synthetic_of_all_kinds if setting.kinds else synthetic
         with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
             if key not in alone:
-                stock = partial(learned_alone, run, setting.lengths, gradients=setting.gradients)
+                stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)
                 alone[key] = on_every_rank(run, stock, what, is_stock=True)
                 on_every_rank(run, partial(_check_buffers, run, before))
             shape = (setting.lengths, setting.degree, setting.kinds)
@@ -251,7 +251,7 @@ def _packed_undrawn(run: "Run", setting: ComputeSetting, group: Any) -> Gradient
     """
     states = random_states(run.world.device)
     packed, _ = _packed(run, setting, group)
-    if random_states(run.world.device) == states or run.adapted.by_sequence is not None:
+    if random_states(run.world.device) == states or run.wrapped_model.by_sequence is not None:
         return packed
     raise InputError(
         f"the forward of {type(run.model).__name__} draws random numbers in a way that cannot be the same on all ranks "
@@ -262,7 +262,7 @@ def _packed_undrawn(run: "Run", setting: ComputeSetting, group: Any) -> Gradient
 
 def _packed(run: "Run", setting: ComputeSetting, group: Any) -> tuple[GradientResult | None, int]:
     try:
-        return learned_in_pack(
+        return gradients_in_pack(
             run, setting.lengths, group, recompute=_flags(run, setting.recompute), scalar=setting.scalar,
             gradients=setting.gradients,
         )  # fmt: skip
@@ -282,7 +282,7 @@ def _decided_at_random(run: "Run") -> CheckError:
 
 def _flags(run: "Run", recompute: str) -> tuple[bool, ...]:
     """Which layers recompute."""
-    num_layers = run.adapted.anatomy.num_layers
+    num_layers = run.wrapped_model.structure.num_layers
     return {
         "none": (),
         "all": (True,) * num_layers,
@@ -342,7 +342,9 @@ def _verdict(
         return
     if setting.scalar != ALMOST_ONE:
         raise _decided_at_random(run)
-    where = where_it_begins(run, setting.lengths, group_of(run.world, setting.degree), _flags(run, setting.recompute))
+    where = locate_difference(
+        run, setting.lengths, group_of_degree(run.world, setting.degree), _flags(run, setting.recompute)
+    )
     source = int(ratios.nan_to_num(torch.inf).argmax())
     name, relative = broadcast_json(run.world, [worst.name, float(worst.relative)], source=source)
     raise CheckError(

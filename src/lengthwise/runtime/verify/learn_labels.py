@@ -23,8 +23,8 @@ def learn_labels(run: "Run", tokens: Tensor) -> LabelConvention:
 
     A model that fails, or whose loss is none of these, is taken for the usual kind; the check before training decides.
     """
-    usual, adapted = LabelConvention(), run.adapted
-    if not adapted.uses_labels or adapted.objective != NEXT_TOKEN:
+    usual, wrapped_model = LabelConvention(), run.wrapped_model
+    if not wrapped_model.uses_labels or wrapped_model.objective != NEXT_TOKEN:
         return usual
     first = torch.full_like(tokens, IGNORE)
     first[0] = tokens[0]

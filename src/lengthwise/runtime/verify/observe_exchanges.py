@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from lengthwise.runtime.loop.run import Run
 
 
-def observed(run: "Run", num_slots: int) -> ExchangeScript:
+def observe_script(run: "Run", num_slots: int) -> ExchangeScript:
     """The script of the run's model, from sequence 0 of ``num_slots`` on this rank alone; leaves no gradient."""
-    num_layers = run.adapted.anatomy.num_layers
+    num_layers = run.wrapped_model.structure.num_layers
     calls, kept = _watched(run, num_slots, ())
     _, recomputed = _watched(run, num_slots, (True,) * num_layers)
     run.discard()
@@ -22,15 +22,15 @@ def observed(run: "Run", num_slots: int) -> ExchangeScript:
 
 def _watched(run: "Run", num_slots: int, recompute: tuple[bool, ...]) -> tuple[Calls, tuple[Event, ...]]:
     """The attention calls of a forward by number, and the events of its backward."""
-    pack = Pack(ids=(0,), lengths=(num_slots * run.feeding.slot_tokens,))
+    pack = Pack(ids=(0,), lengths=(num_slots * run.collator.slot_tokens,))
     events: list[Event] = []
     shard = PackShard(
-        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=run.alone,
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=run.alone,
         device=run.world.device, recompute=recompute, events=events,
     )  # fmt: skip
     with active(shard):
         micro_batch = run.make(shard, pack)
-        loss = run.adapted.loss_of(run.model(**micro_batch.inputs), micro_batch)
+        loss = run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
         calls: Calls = {number: call for (_, number), call in zip(events, shard.attended, strict=True)}
         num_forward = len(events)
         backward([LossTerm(value=loss, weight=0.0)])

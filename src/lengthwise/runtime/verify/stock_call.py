@@ -19,8 +19,8 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.wrap.context import ALMOST_ONE, PackShard, active
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, laid_out
-from lengthwise.runtime.wrap.sequence_by_sequence import drawing_for
+from lengthwise.runtime.wrap.micro_batch import MicroBatch, pad_to_degree
+from lengthwise.runtime.wrap.sequence_by_sequence import seed_for_sequence
 
 if TYPE_CHECKING:
     from lengthwise.runtime.loop.run import Run
@@ -37,13 +37,13 @@ class GradientResult:
 
 def parameter_names(run: "Run") -> list[str]:
     """The name of each of :attr:`GradientResult.gradients`."""
-    return ["all parameters"] if isinstance(run.state, Fsdp2State) else list(run.adapted.anatomy.parameters)
+    return ["all parameters"] if isinstance(run.state, Fsdp2State) else list(run.wrapped_model.structure.parameters)
 
 
 def shard_for(run: "Run", pack: Pack, group: Group, **options: Any) -> PackShard:
     """This rank's slots of a pack, computed without noise by the ranks of ``group``."""
     return PackShard(
-        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.feeding.cu_seqlens(pack), group=group,
+        step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
         device=run.world.device, has_noise=False, **options,
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ def shard_for(run: "Run", pack: Pack, group: Group, **options: Any) -> PackShard
 def pack_of(run: "Run", lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> Pack:
     """Sequences of made-up ``lengths`` in slots; all of them, or those numbered ``sequences``."""
     sequences = tuple(range(len(lengths))) if sequences is None else sequences
-    return Pack(ids=sequences, lengths=tuple(lengths[number] * run.feeding.slot_tokens for number in sequences))
+    return Pack(ids=sequences, lengths=tuple(lengths[number] * run.collator.slot_tokens for number in sequences))
 
 
 def stock_output(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
@@ -60,9 +60,9 @@ def stock_output(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[A
     shard = shard_for(run, pack, run.alone)
     micro_batch = run.make(shard, pack)
     with active(shard):
-        inputs = run.adapted.stock_inputs_of(micro_batch)
-    by_sequence = run.adapted.by_sequence is not None
-    with run.plain(), drawing_for(shard, sequence) if by_sequence else nullcontext():
+        inputs = run.wrapped_model.stock_inputs_of(micro_batch)
+    by_sequence = run.wrapped_model.by_sequence is not None
+    with run.plain(), seed_for_sequence(shard, sequence) if by_sequence else nullcontext():
         return run.model(**inputs), micro_batch
 
 
@@ -72,13 +72,13 @@ def stock_loss(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[Ten
     if not micro_batch.num_targets:
         return None, 0
     with active(micro_batch.shard):
-        loss = run.adapted.loss_of(output, micro_batch)
+        loss = run.wrapped_model.loss_of(output, micro_batch)
     if loss.dim():
         raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
     return loss, micro_batch.num_targets
 
 
-def learned_alone(run: "Run", lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
+def gradients_alone(run: "Run", lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
     """What sequences of ``lengths`` slots teach the stock model, called with each of them in turn."""
     total, summed = 0.0, None
     for sequence in range(len(lengths)):
@@ -96,7 +96,7 @@ def learned_alone(run: "Run", lengths: tuple[int, ...], *, gradients: bool = Tru
     return GradientResult(loss=total, gradients=summed or [])
 
 
-def learned_in_pack(
+def gradients_in_pack(
     run: "Run",
     lengths: tuple[int, ...],
     group: Group | None,
@@ -112,14 +112,14 @@ def learned_in_pack(
     is_sharded, degree = isinstance(run.state, Fsdp2State), 1
     result, num_made, total = [], 0, torch.zeros(1, dtype=torch.float64, device=run.world.device)
     if group is not None:
-        pack, degree = laid_out(pack_of(run, lengths), group.size, run.feeding), group.size
+        pack, degree = pad_to_degree(pack_of(run, lengths), group.size, run.collator), group.size
         with active(shard_for(run, pack, group, recompute=recompute, scalar=scalar)) as shard:
             made_before = shard.num_exchanges
             micro_batch = run.make(shard, pack)
             output = run.model(**micro_batch.inputs)
             if shard.has_failed:
                 raise torch.OutOfMemoryError("the model's forward ran out of memory")
-            loss, num_targets = run.adapted.loss_of(output, micro_batch), micro_batch.num_targets
+            loss, num_targets = run.wrapped_model.loss_of(output, micro_batch), micro_batch.num_targets
             if num_targets:
                 total += loss.detach().double() * num_targets
             if gradients:
@@ -145,7 +145,7 @@ def _gradients(run: "Run", loss: Tensor, num_targets: int, shard: PackShard | No
     if isinstance(run.state, Fsdp2State):
         backward(terms, None if terms else shard)
         return []
-    parameters = list(run.adapted.anatomy.parameters.values())
+    parameters = list(run.wrapped_model.structure.parameters.values())
     found = gradients(parameters, terms, None if terms else shard)
     return [
         torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in zip(parameters, found)

@@ -10,30 +10,32 @@ import torch
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, summed_loss, synthetic
-from lengthwise.runtime.verify.float64_mode import quiet
+from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
-from lengthwise.runtime.verify.observe_exchanges import observed
+from lengthwise.runtime.verify.observe_exchanges import observe_script
 
 if TYPE_CHECKING:
     from lengthwise.runtime.loop.run import Run
 
 
-def learn(run: "Run") -> None:
+def trace_model(run: "Run") -> None:
     """Let the model compute two sequences, each on this rank alone, and learn its calls.
 
     Raises:
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
     """
-    with quiet(run), _rows_named(run):
+    with noise_free(run), _rows_named(run):
         with synthetic(run, LENGTHS):
-            if run.adapted.uses_labels:
-                tokens = torch.from_numpy(run.feeding.source.tokens(0).astype(np.int64))
-                run.adapted.labels = learn_labels(run, tokens.to(run.world.device))
-        run.feeding = replace(run.feeding, shifts_labels=run.feeding.shifts_labels and run.adapted.labels.shifts)
-    with synthetic(run, LENGTHS), quiet(run), _rows_named(run):
-        run.adapted.learn([lambda: summed_loss(run, (0,)), lambda: summed_loss(run, (1,))], LENGTHS)
-        if run.adapted.by_sequence is None:
-            run.adapted.script = observed(run, LENGTHS[0])
+            if run.wrapped_model.uses_labels:
+                tokens = torch.from_numpy(run.collator.source.tokens(0).astype(np.int64))
+                run.wrapped_model.labels = learn_labels(run, tokens.to(run.world.device))
+        run.collator = replace(
+            run.collator, shifts_labels=run.collator.shifts_labels and run.wrapped_model.labels.shifts
+        )
+    with synthetic(run, LENGTHS), noise_free(run), _rows_named(run):
+        run.wrapped_model.learn([lambda: summed_loss(run, (0,)), lambda: summed_loss(run, (1,))], LENGTHS)
+        if run.wrapped_model.by_sequence is None:
+            run.wrapped_model.script = observe_script(run, LENGTHS[0])
 
 
 @contextmanager

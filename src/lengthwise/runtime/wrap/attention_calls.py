@@ -13,7 +13,13 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.call_rules import CallRule, CallRules, ForwardCall, ForwardCalls, Product, same_scale
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.custom_masks import MaskTables
-from lengthwise.runtime.wrap.manual_attention import PRODUCTS, Scores, begun, begun_added, noted
+from lengthwise.runtime.wrap.manual_attention import (
+    PRODUCTS,
+    Scores,
+    begin_scores,
+    begin_scores_with_bias,
+    record_operation,
+)
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 
 BY_HAND_CHECKS = 3
@@ -74,13 +80,13 @@ class AttentionCalls:
         if not is_scores:
             return func(*args, **kwargs)
         self._has_scores = True
-        begin = begun if func in PRODUCTS else begun_added
+        begin = begin_scores if func in PRODUCTS else begin_scores_with_bias
         return begin(*args, **kwargs)
 
     def _of_scores(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         is_product = func in PRODUCTS and isinstance(args[0], Scores) and args[0].attended.is_weights
         if not is_product or not isinstance(args[1], Tensor):
-            return noted(func, args, kwargs, is_known=self._calls is None)
+            return record_operation(func, args, kwargs, is_known=self._calls is None)
         assert self.shard is not None, "a micro-batch is computed"
         self.shard.counts.products += 1
         if self._rules is None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
-from lengthwise.runtime.wrap.recompute_layers import computed_twice
+from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 Forward = Callable[..., Any]
@@ -115,10 +115,10 @@ class HookedLayers:
         def again(*args: Any, **kwargs: Any) -> Any:
             if intercept is not None:
                 intercept.shard = shard
-            with mode or nullcontext(), intercepted(intercept):  # a backward is not under the modes of its forward
+            with mode or nullcontext(), intercepting(intercept):  # a backward is not under the modes of its forward
                 return forward(*args, **kwargs)
 
-        return computed_twice(forward, again, shard, self.context, args, kwargs)
+        return checkpoint_layer(forward, again, shard, self.context, args, kwargs)
 
 
 def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -149,7 +149,7 @@ def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def intercepted(intercept: InterceptCalls | None) -> Iterator[None]:
+def intercepting(intercept: InterceptCalls | None) -> Iterator[None]:
     """Calls are met; of models whose forward asks for nothing, there is nothing to meet."""
     if intercept is None:
         yield

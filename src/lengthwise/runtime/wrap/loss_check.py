@@ -48,7 +48,7 @@ class LossCheck:
         self.needs_output = True
         """Whether forwards have to keep what a loss is made of: it costs memory, and is given up when it was seen."""
 
-    def check(self, loss: Any, adapted: Any, micro_batch: Any) -> None:
+    def check(self, loss: Any, wrapped_model: Any, micro_batch: Any) -> None:
         """Compare with the loss that was checked before the run.
 
         Raises:
@@ -60,8 +60,8 @@ class LossCheck:
             return
         values = [each.value for each in noted if each.value is not None]
         with torch.no_grad():
-            values += [adapted.loss_of(each.output, micro_batch) for each in noted if each.output is not None]
-        if not values and adapted.has_own_loss and not self.needs_output:
+            values += [wrapped_model.loss_of(each.output, micro_batch) for each in noted if each.output is not None]
+        if not values and wrapped_model.has_own_loss and not self.needs_output:
             self.needs_output = True  # the next micro-batch's is looked at
             return
         limit = LOW_PRECISION if micro_batch.shard.dtype is not None else TOLERANCE.get(loss.dtype, LOW_PRECISION)

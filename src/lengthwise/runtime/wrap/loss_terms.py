@@ -33,15 +33,15 @@ class LossTotals:
     """False where labels leave out targets that nobody has counted yet; the update then scales the gradient."""
 
     @classmethod
-    def of(cls, plan: StepPlan, feeding: "PackCollator", *, targets: int | None) -> "LossTotals":
+    def of(cls, plan: StepPlan, collator: "PackCollator", *, targets: int | None) -> "LossTotals":
         """Those of a step; ``targets``: as they were counted, None: as lengths say."""
         planned = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
-        packs, is_exact = [feeding.computed(pack) for pack in planned], feeding.labels is None
-        if targets is None and feeding.units is not None and is_exact:  # members have other targets than their sum
-            targets = sum(num_targets(pack.lengths, objective=feeding.objective) for pack in packs)
+        packs, is_exact = [collator.computed(pack) for pack in planned], collator.labels is None
+        if targets is None and collator.units is not None and is_exact:  # members have other targets than their sum
+            targets = sum(num_targets(pack.lengths, objective=collator.objective) for pack in packs)
         return cls(
             targets=max(1, plan.loss_normaliser if targets is None else targets),
-            slots=sum(sum(pack.lengths) for pack in packs) // feeding.slot_tokens,
+            slots=sum(sum(pack.lengths) for pack in packs) // collator.slot_tokens,
             sequences=sum(len(pack.ids) for pack in packs),
             units=sum(len(pack.ids) for pack in planned),
             is_exact=is_exact or targets is not None,

@@ -126,7 +126,7 @@ class Scores(Tensor):
         raise InputError(f"a model that attends by hand takes its logits to {func}, which cannot be honoured on packs")
 
 
-def begun(query: Tensor, key: Tensor) -> Scores:
+def begin_scores(query: Tensor, key: Tensor) -> Scores:
     """The product of queries [..., t, H] and keys [..., H, t]."""
     form = torch.empty(query.shape, dtype=query.dtype, device="meta") @ torch.empty(
         key.shape, dtype=key.dtype, device="meta"
@@ -134,11 +134,13 @@ def begun(query: Tensor, key: Tensor) -> Scores:
     return Scores.of(ManualAttention(query=query, key=key.transpose(-2, -1)), form, query.device)
 
 
-def begun_added(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Scores:
+def begin_scores_with_bias(
+    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+) -> Scores:
     """The product, scaled, with a bias: as ``torch.baddbmm`` has it, whose names these are."""
-    scores, bias = begun(batch1, batch2), input
-    scores = noted(torch.mul, (scores, alpha), {}) if alpha != 1.0 else scores
-    return noted(torch.add, (scores, bias * beta), {}) if beta else scores
+    scores, bias = begin_scores(batch1, batch2), input
+    scores = record_operation(torch.mul, (scores, alpha), {}) if alpha != 1.0 else scores
+    return record_operation(torch.add, (scores, bias * beta), {}) if beta else scores
 
 
 def find_scores(args: Any) -> Scores | None:
@@ -151,7 +153,7 @@ def find_scores(args: Any) -> Scores | None:
     return None
 
 
-def noted(
+def record_operation(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool = False
 ) -> Any:
     """What a function of scores returns: scores again, or an answer about their shape.

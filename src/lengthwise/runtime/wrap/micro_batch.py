@@ -70,16 +70,16 @@ class PackCollator:
         return tuple(bound // self.slot_tokens for bound in sorted({*pack.cu_seqlens, *ends}))
 
 
-def laid_out(pack: Pack, degree: int, feeding: PackCollator) -> Pack:
+def pad_to_degree(pack: Pack, degree: int, collator: PackCollator) -> Pack:
     """The pack, padded where it has fewer slots than ranks: models fail on a rank without any.
 
     Raises:
         InputError: it has padding, and its model learns from every token.
     """
-    slots = feeding.slot_tokens
+    slots = collator.slot_tokens
     if pack.num_tokens < degree * slots:
         pack = replace(pack, padded_to=degree * slots, rows=0)
-    if feeding.has_all_targets and pack.num_tokens > sum(pack.lengths):
+    if collator.has_all_targets and pack.num_tokens > sum(pack.lengths):
         raise InputError(
             f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
             f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every "
@@ -95,14 +95,14 @@ class MicroBatch:
         self,
         shard: PackShard,
         pack: Pack,
-        feeding: PackCollator,
+        collator: PackCollator,
         *,
         make_inputs: "Callable[[MicroBatch], dict[str, Any]]",
     ) -> None:
         self.shard, self.pack = shard, pack
-        self._feeding, self._make_inputs = feeding, make_inputs
+        self._collator, self._make_inputs = collator, make_inputs
         self.totals = LossTotals(
-            targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // feeding.slot_tokens,
+            targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // collator.slot_tokens,
             sequences=len(pack.ids), units=max(1, len(pack.ids) // self._num_members),
         )  # fmt: skip
         """What means over the step divide by; of a micro-batch of no step, its own."""
@@ -119,13 +119,13 @@ class MicroBatch:
     def whole(self) -> "MicroBatch":
         """The same pack with all of its slots on this rank."""
         alone = self.shard.alone_with(self.shard.ids, self.shard.cu_seqlens)
-        return MicroBatch(alone, self.pack, self._feeding, make_inputs=self._make_inputs)
+        return MicroBatch(alone, self.pack, self._collator, make_inputs=self._make_inputs)
 
     def _alone(self, number: int) -> "MicroBatch":
         """The sequence with this number in the pack, with all of its slots on this rank."""
         pack = Pack(ids=(self.pack.ids[number],), lengths=(self.pack.lengths[number],))
-        shard = self.shard.alone_with(pack.ids, self._feeding.cu_seqlens(pack))
-        return MicroBatch(shard, pack, self._feeding, make_inputs=self._make_inputs)
+        shard = self.shard.alone_with(pack.ids, self._collator.cu_seqlens(pack))
+        return MicroBatch(shard, pack, self._collator, make_inputs=self._make_inputs)
 
     @property
     def group(self) -> Group:
@@ -145,14 +145,14 @@ class MicroBatch:
     @cached_property
     def sequences(self) -> list[np.ndarray]:
         """The sequences of the whole pack as the corpus has them."""
-        return [self._feeding.source.tokens(sequence) for sequence in self.pack.ids]
+        return [self._collator.source.tokens(sequence) for sequence in self.pack.ids]
 
     def own(self, whole: Tensor | np.ndarray) -> Tensor:
         """This rank's slots of what is laid out for the whole pack, ``[T, ...]``, on its device: ``[t, ...]``.
 
         Without padding, such as the sequences end to end, where the pack has some: that is added, as zeros.
         """
-        values, pack, size = torch.as_tensor(whole), self.pack, self._feeding.slot_tokens
+        values, pack, size = torch.as_tensor(whole), self.pack, self._collator.slot_tokens
         if len(values) != self.shard.cu_seqlens[-1] and len(values) * size == sum(pack.lengths):
             starts = zip(pack.cu_seqlens, pack.lengths)
             places = [place for start, length in starts for place in range(start // size, (start + length) // size)]
@@ -164,14 +164,14 @@ class MicroBatch:
     @cached_property
     def _laid_out(self) -> tuple[Tensor, Tensor]:
         """Tokens and targets [T] of the whole pack."""
-        feeding, pack = self._feeding, self.pack
-        fed = feed(feeding.source, pack, torch.device("cpu"))
+        collator, pack = self._collator, self.pack
+        fed = feed(collator.source, pack, torch.device("cpu"))
         tokens_T, targets_T = fed.tokens_T, fed.targets_T
-        if feeding.labels is not None:
-            targets_T = self._from_labels(targets_T, feeding.labels)
-        elif feeding.masking is not None:
-            tokens_T, targets_T = masked_targets(tokens_T, pack, feeding.masking, special=feeding.special)
-        return tokens_T, targets_T.masked_fill(targets_T == feeding.ignore_index, IGNORE)
+        if collator.labels is not None:
+            targets_T = self._from_labels(targets_T, collator.labels)
+        elif collator.masking is not None:
+            tokens_T, targets_T = masked_targets(tokens_T, pack, collator.masking, special=collator.special)
+        return tokens_T, targets_T.masked_fill(targets_T == collator.ignore_index, IGNORE)
 
     @cached_property
     def _fed(self) -> tuple[Tensor, Tensor]:
@@ -182,7 +182,7 @@ class MicroBatch:
     def targets_by_sequence(self) -> tuple[int, ...]:
         """Targets of each sequence of the pack, of all ranks that share it."""
         pack = self.pack
-        if self._feeding.has_all_targets:
+        if self._collator.has_all_targets:
             return pack.lengths
         targets_T = self._laid_out[1]
         spans = zip(pack.cu_seqlens, pack.lengths)
@@ -190,7 +190,7 @@ class MicroBatch:
 
     def _from_labels(self, targets_T: Tensor, labels: Callable[[int], np.ndarray]) -> Tensor:
         """The labels of the corpus: of the next token where that is predicted, else each token's own."""
-        shift = int(self._feeding.objective == NEXT_TOKEN and self._feeding.shifts_labels)
+        shift = int(self._collator.objective == NEXT_TOKEN and self._collator.shifts_labels)
         targets_T = torch.full_like(targets_T, IGNORE)
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             values = np.ascontiguousarray(labels(sequence)[shift:], dtype=np.int64)
@@ -201,17 +201,17 @@ class MicroBatch:
     def unshifted_labels(self) -> Tensor:
         """[t] int64: the label of each token itself, as models take it that shift labels in their own loss."""
         labels_T = np.full(self.pack.num_tokens, IGNORE, dtype=np.int64)
-        labels_of = self._feeding.labels or self._feeding.source.tokens
+        labels_of = self._collator.labels or self._collator.source.tokens
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             labels_T[start : start + length] = labels_of(sequence)
-        labels_T[labels_T == self._feeding.ignore_index] = IGNORE
+        labels_T[labels_T == self._collator.ignore_index] = IGNORE
         return self.own(labels_T)
 
     @cached_property
     def passed(self) -> dict[str, Tensor]:
         """By name, further columns of the items: one value for each slot of this rank, [t, ...]."""
         pack, columns = self.pack, {}
-        for name, values_of in self._feeding.passed.items():
+        for name, values_of in self._collator.passed.items():
             values = [np.asarray(values_of(sequence)) for sequence in pack.ids]
             whole_T = np.zeros((pack.num_tokens, *values[0].shape[1:]), dtype=np.int64)
             for start, length, own_values in zip(pack.cu_seqlens, pack.lengths, values):
@@ -273,17 +273,17 @@ class MicroBatch:
 
     @property
     def _num_members(self) -> int:
-        return 1 if self._feeding.units is None else self._feeding.units.num_members
+        return 1 if self._collator.units is None else self._collator.units.num_members
 
     @property
     def slot_tokens(self) -> int:
         """Tokens of a slot."""
-        return self._feeding.slot_tokens
+        return self._collator.slot_tokens
 
     @property
     def has_all_targets(self) -> bool:
         """Whether each slot of a sequence has a target."""
-        return self._feeding.has_all_targets
+        return self._collator.has_all_targets
 
     @property
     def tokens(self) -> Tensor:
@@ -293,7 +293,7 @@ class MicroBatch:
     @cached_property
     def targets(self) -> Tensor:
         """[t] int64: what each token is to predict, ``ignore_index`` where nothing."""
-        return self.labels.masked_fill(self.labels == IGNORE, self._feeding.ignore_index)
+        return self.labels.masked_fill(self.labels == IGNORE, self._collator.ignore_index)
 
     @property
     def labels(self) -> Tensor:
@@ -303,8 +303,8 @@ class MicroBatch:
     @cached_property
     def num_targets(self) -> int:
         """Tokens of this rank that have a loss."""
-        if self._feeding.has_all_targets:
-            return int((self.shard.sequences >= 0).sum()) * self._feeding.slot_tokens
+        if self._collator.has_all_targets:
+            return int((self.shard.sequences >= 0).sum()) * self._collator.slot_tokens
         return int((self._fed[1] != IGNORE).sum())
 
     def normal(self, *shape: int, call: int = 0) -> Tensor:

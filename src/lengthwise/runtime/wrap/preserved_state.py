@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def preserve_state(model: nn.Module) -> Iterator[None]:
     """Put back, whatever happens inside: values of buffers, and states of the generators of torch, NumPy and Python."""
     is_model = isinstance(model, nn.Module)  # whatever else was given is refused inside
     buffers = {name: buffer.detach().clone() for name, buffer in (model.named_buffers() if is_model else ())}

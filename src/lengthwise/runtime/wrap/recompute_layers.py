@@ -59,7 +59,7 @@ def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shard.counts.layers += 1
     if number >= len(shard.recompute) or not shard.is_recomputed(number) or not torch.is_grad_enabled():
         return layer(*args, **kwargs)
-    return computed_twice(layer, layer, shard, None, args, kwargs)
+    return checkpoint_layer(layer, layer, shard, None, args, kwargs)
 
 
 def _is_prepared(layer: Any) -> bool:
@@ -67,7 +67,7 @@ def _is_prepared(layer: Any) -> bool:
     return getattr(getattr(layer, "__dict__", {}).get("forward"), "is_prepared", False)
 
 
-def computed_twice(
+def checkpoint_layer(
     first: Callable[..., Any],
     second: Callable[..., Any],
     shard: PackShard,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import SlotGather
-from lengthwise.runtime.wrap.zero_collectives import gathered
+from lengthwise.runtime.wrap.zero_collectives import gather_sizes
 
 GATHERS = 1 << 22
 """Added to the numbers of gathers, beside those of calls of attention."""
@@ -81,7 +81,7 @@ class _GatherSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_t: Tensor, shard: PackShard) -> Tensor:
         ctx.shard, ctx.width = shard, x_t.shape[1]
-        send, receive = gathered(shard.stage.shards.sizes, shard.group.rank, ctx.width)
+        send, receive = gather_sizes(shard.stage.shards.sizes, shard.group.rank, ctx.width)
         out = shard.group.exchange(x_t.flatten().repeat(shard.group.size), send, receive)
         whole = out.new_empty(sum(shard.stage.shards.sizes), ctx.width)
         whole[_places(shard)] = out.view(-1, ctx.width)
@@ -90,7 +90,7 @@ class _GatherSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         shard: PackShard = ctx.shard
-        send, receive = gathered(shard.stage.shards.sizes, shard.group.rank, ctx.width)
+        send, receive = gather_sizes(shard.stage.shards.sizes, shard.group.rank, ctx.width)
         out = shard.group.exchange(gradients[0][_places(shard)].flatten(), receive, send)
         return out.view(shard.group.size, -1, ctx.width).sum(0), None
 

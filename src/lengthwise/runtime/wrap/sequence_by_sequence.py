@@ -83,7 +83,7 @@ class SequenceBySequence:
                 continue
             shard.counts = CallCounts()
             some_args, some_kwargs = self._cut((args, kwargs), *span, shard.num_slots)
-            with drawing_for(shard, sequence):
+            with seed_for_sequence(shard, sequence):
                 outputs.append(self._forward(*some_args, **some_kwargs))
             spans.append(span)
             counts.append(num_targets)
@@ -186,7 +186,7 @@ def _axis_of(tensor: Tensor, num_slots: int) -> int | None:
 
 
 @contextmanager
-def drawing_for(shard: PackShard, sequence: int) -> Iterator[None]:
+def seed_for_sequence(shard: PackShard, sequence: int) -> Iterator[None]:
     """All generators of random numbers begin anew for a sequence in its step, and go on as before afterwards."""
     seed = mix_word(mix_word(mix_word(shard.seed) ^ shard.step) ^ sequence)
     python_state, numpy_state = random.getstate(), np.random.get_state()

@@ -18,7 +18,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript, Summed
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor
-from lengthwise.runtime.wrap.zero_collectives import SAID, finish_forward, said_and_summed
+from lengthwise.runtime.wrap.zero_collectives import SAID, finish_forward, sum_exchanges
 
 
 def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tensor:
@@ -57,7 +57,7 @@ def _all_have(shard: PackShard, sums: Tensor) -> bool:
         raise InputError(f"per_sequence takes values with at most {SAID - 2} axes; got {sums.dim()}")
     dtype = 2 * sums.dtype.itemsize + sums.dtype.is_complex
     mine = [1, dtype, *sums.shape, *[0] * (SAID - 2 - sums.dim())]
-    ((send, receive), _), *_ = said_and_summed(Summed(), shard.group.size)
+    ((send, receive), _), *_ = sum_exchanges(Summed(), shard.group.size)
     said = shard.group.exchange(torch.tensor(mine * shard.group.size, device=shard.device), send, receive)
     rows = said.view(-1, SAID).tolist()
     if not all(row[0] for row in rows):

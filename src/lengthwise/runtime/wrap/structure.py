@@ -79,7 +79,7 @@ class ModelStructure:
             yield from (value for value in vars(module).values() if isinstance(value, Tensor))
 
 
-def find_anatomy(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> ModelStructure:
+def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> ModelStructure:
     """The model with its layers: the longest ``ModuleList`` of modules of one class, or the one called ``layers``.
 
     ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.

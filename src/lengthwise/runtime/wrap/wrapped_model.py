@@ -19,7 +19,7 @@ from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
 from lengthwise.runtime.wrap.hugging_face import AttentionSwitch
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
-from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepted
+from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
 from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
@@ -29,7 +29,7 @@ from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
 from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
-from lengthwise.runtime.wrap.structure import find_anatomy
+from lengthwise.runtime.wrap.structure import find_structure
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
 
@@ -67,8 +67,8 @@ class WrappedModel:
             InputError: its layers are not known, or its parameters are of several dtypes.
         """
         self.model, self.objective = model, objective
-        self.anatomy = find_anatomy(model, layers=layers, of_any_class=by_sequence)
-        assert is_frozen or self.anatomy.dtype
+        self.structure = find_structure(model, layers=layers, of_any_class=by_sequence)
+        assert is_frozen or self.structure.dtype
         self._is_frozen, self.keeps_output = is_frozen, False
         self._loss, self._inputs = loss, inputs
         self.labels = LabelConvention()
@@ -79,23 +79,23 @@ class WrappedModel:
         """Exchanges of a forward and its backward; known when it was watched."""
         self._forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._prepared: PreparedForward | None = None
-        self._constants = list(self.anatomy.constants())
+        self._constants = list(self.structure.constants())
         self._imported = ImportedKernels(model)
         self._masks = MaskTables(type(model).__name__)
         self._balancing = BalancingLosses(model)
         self._intercept: InterceptCalls | None = self._new_intercept(rules=CallRules())
         self.rules = CallRules()
-        for part in (model, *self.anatomy.hugging_face_models()):
+        for part in (model, *self.structure.hugging_face_models()):
             names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # as transformers calls it
             found = [disable for name in names if (disable := getattr(part, name, None)) is not None]
             for disable in found[:1]:
                 disable()  # what is recomputed is planned
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
-        self.layers = HookedLayers(self.anatomy.layers, context=context)
+        self.layers = HookedLayers(self.structure.layers, context=context)
         self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
-        self._switches = [] if by_sequence else [AttentionSwitch(part) for part in self.anatomy.hugging_face_models()]
+        self._switches = [] if by_sequence else [AttentionSwitch(part) for part in self.structure.hugging_face_models()]
         for switch in self._switches:
             switch.on()
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
@@ -151,7 +151,7 @@ class WrappedModel:
             self.by_sequence.learn(lengths)
             return
         seen = []
-        self._masks.use(next(iter(self.anatomy.parameters.values())).dtype)
+        self._masks.use(next(iter(self.structure.parameters.values())).dtype)
         for forward in forwards:
             calls = ForwardCalls()
             self._intercept = self.layers.intercept = self._new_intercept(calls=calls)
@@ -178,7 +178,7 @@ class WrappedModel:
         make_alone = shard.alone
         if not self._masks or make_alone is None:
             return
-        self._masks.use(next(iter(self.anatomy.parameters.values())).dtype)
+        self._masks.use(next(iter(self.structure.parameters.values())).dtype)
         for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
             if self._masks.is_known(length):
                 continue
@@ -190,7 +190,7 @@ class WrappedModel:
             try:
                 with torch.no_grad(), torch.random.fork_rng(devices), shards.active(micro_batch.shard):
                     inputs = self.inputs_of(micro_batch)
-                    with intercepted(intercept):
+                    with intercepting(intercept):
                         self._forward(**inputs)
             except AllAttendedError:
                 pass
@@ -208,7 +208,7 @@ class WrappedModel:
 
     def _inputs_of_pack(self, micro_batch: MicroBatch) -> dict[str, Any]:
         tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
-        if self.anatomy.is_hugging_face:
+        if self.structure.is_hugging_face:
             targets = micro_batch.labels[None]
             found: dict[str, Any] = {"input_ids": tokens, "labels": targets}
             if self._positions is not None and self._positions.is_argument:
@@ -237,12 +237,12 @@ class WrappedModel:
     @property
     def uses_labels(self) -> bool:
         """Whether the model of transformers makes its loss itself, of labels that it is given by their name."""
-        return self.anatomy.is_hugging_face and self._inputs is None and self._loss is None
+        return self.structure.is_hugging_face and self._inputs is None and self._loss is None
 
     @property
     def _takes_cache(self) -> bool:
         """Whether the forward can be told to keep no keys and values for generation."""
-        return self.anatomy.is_hugging_face and "use_cache" in signature(self._forward).parameters
+        return self.structure.is_hugging_face and "use_cache" in signature(self._forward).parameters
 
     def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """What the model's user gives it for one sequence alone: tokens and labels, positions only if it needs them."""
@@ -257,7 +257,7 @@ class WrappedModel:
         added = (
             "shift_labels",
             "use_cache",
-            *(POSITIONS if self.anatomy.is_hugging_face else optional & set(POSITIONS)),
+            *(POSITIONS if self.structure.is_hugging_face else optional & set(POSITIONS)),
         )
         stock = {name: value for name, value in inputs.items() if name not in added}
         if self.uses_labels and self.objective == NEXT_TOKEN and self.labels.shifts:
@@ -339,7 +339,7 @@ class WrappedModel:
         if self._intercept is None:
             return self._forward(*args, **kwargs)
         self._intercept.shard = shard
-        with intercepted(self._intercept):
+        with intercepting(self._intercept):
             output = self._forward(*args, **kwargs)
         self._intercept.check_complete()
         return output

@@ -19,7 +19,7 @@ Exchanged = tuple[list[int], list[int]]
 """Numbers that a rank sends to each of its group, and receives from each."""
 
 
-def gathered(sizes: tuple[int, ...], rank: int, width: int) -> Exchanged:
+def gather_sizes(sizes: tuple[int, ...], rank: int, width: int) -> Exchanged:
     """Of ``width`` numbers of every slot, which all ranks get. The backward goes the other way."""
     return [sizes[rank] * width] * len(sizes), [size * width for size in sizes]
 
@@ -28,19 +28,21 @@ SAID = 8
 """Integers that a rank says of its sums by sequence: 1 if it has some, their dtype, and their shape."""
 
 
-def said_and_summed(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]]:
+def sum_exchanges(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]]:
     """What each of ``size`` ranks says of its sums to all, then the sums, if they are waited for."""
     numbers = [(SAID, torch.int64), (call.count, call.dtype)]
     return [(([number] * size, [number] * size), dtype) for number, dtype in numbers if number]
 
 
-def exchanges(call: AttentionExchange | SlotGather, sizes: tuple[int, ...], rank: int) -> tuple[Exchanged, ...]:
+def attention_exchanges(
+    call: AttentionExchange | SlotGather, sizes: tuple[int, ...], rank: int
+) -> tuple[Exchanged, ...]:
     """Of queries, keys and values; of outputs. Backwards go the other way.
 
     As :func:`~lengthwise.runtime.parallel.head_exchange.exchange_attention` issues them for slots of ``sizes``.
     """
     if isinstance(call, SlotGather):
-        return (gathered(sizes, rank, call.width),)
+        return (gather_sizes(sizes, rank, call.width),)
     bounds = head_bounds(call.num_heads, call.num_kv_heads, degree=len(sizes))
     group_size = call.num_heads // call.num_kv_heads
     queries = [end - start for start, end in pairwise(bounds)]
@@ -71,7 +73,7 @@ def finish_backward(shard: PackShard) -> None:
     shard.is_finished = True
 
 
-def finish(shard: PackShard, scripts: Iterable[ExchangeScript]) -> None:
+def finish_micro_batch(shard: PackShard, scripts: Iterable[ExchangeScript]) -> None:
     """The same of all that is left of a micro-batch in which models with these scripts are called, in order."""
     if shard.is_finished:
         return
@@ -102,6 +104,6 @@ def _sent(
 ) -> Iterable[tuple[Exchanged, torch.dtype]]:
     """The exchanges of a call, and what is exchanged."""
     if isinstance(call, Summed):
-        return said_and_summed(call, shard.group.size)
-    dtype, there = shard.dtype or call.dtype, exchanges(call, shard.stage.shards.sizes, shard.group.rank)
+        return sum_exchanges(call, shard.group.size)
+    dtype, there = shard.dtype or call.dtype, attention_exchanges(call, shard.stage.shards.sizes, shard.group.rank)
     return [(each, dtype) for each in (there if is_forward else [(back, send) for send, back in reversed(there)])]
