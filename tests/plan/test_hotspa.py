@@ -143,7 +143,7 @@ def test_the_cheapest_segmentation_is_that_of_trying_all(seed, num_kinds, num_po
     cost = rng.uniform(1, 10, (num_kinds, num_points, num_points))
     change, weight = rng.uniform(0, 5, (num_kinds, num_kinds)), rng.uniform(0, 1, (num_points, num_points))
     np.fill_diagonal(change, np.inf)
-    value, segments = best_segmentations(cost, change, weight, most=most)[0]
+    value, segments = best_segmentations(cost, change, weight, max_segments=most)[0]
 
     def price(kinds, cuts):
         points = [0, *cuts, num_points - 1]

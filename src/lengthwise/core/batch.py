@@ -63,8 +63,8 @@ def filler_lengths(filler: int, longest: int) -> tuple[int, ...]:
     """Sequences of padding, ``filler`` tokens in all, of at most ``longest`` each: any model that holds the pack's
     longest sequence holds them, and their attention costs no more than it must.
     """
-    whole, rest = divmod(filler, longest)
-    return (longest,) * whole + ((rest,) if rest else ())
+    num_longest, rest = divmod(filler, longest)
+    return (longest,) * num_longest + ((rest,) if rest else ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,9 +159,9 @@ class LayerTable:
         except FileNotFoundError:
             raise InputError(f"no profile at {path}; it is made when a model is prepared") from None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            told = f"it has no {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{path} ")
+            defect = f"it has no {error}" if isinstance(error, KeyError) else str(error).removeprefix(f"{path} ")
             raise InputError(
-                f"{path} is no profile of layers ({told}); delete it to have it measured anew, or name another file"
+                f"{path} is no profile of layers ({defect}); delete it to have it measured anew, or name another file"
             ) from None
 
     @classmethod

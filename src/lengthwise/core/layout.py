@@ -27,9 +27,9 @@ class Layout:
     """One tuple of intervals per rank; a rank may hold none."""
 
     def __post_init__(self) -> None:
-        for rank, held in enumerate(self.intervals):
+        for rank, rank_intervals in enumerate(self.intervals):
             last = 0
-            for start, end in held:
+            for start, end in rank_intervals:
                 if not last <= start < end <= self.num_elements:
                     raise InputError(
                         f"rank {rank}: interval [{start}, {end}) is empty, out of order or outside the buffer of "
@@ -49,7 +49,9 @@ class Layout:
     @cached_property
     def owners(self) -> list[tuple[int, int, int]]:
         """(start, end, rank) of every interval, in the order of the buffer."""
-        return sorted((start, end, rank) for rank, held in enumerate(self.intervals) for start, end in held)
+        return sorted(
+            (start, end, rank) for rank, rank_intervals in enumerate(self.intervals) for start, end in rank_intervals
+        )
 
     @cached_property
     def owns_each_element_once(self) -> bool:
@@ -88,11 +90,11 @@ def sharded_by_unit(bounds: Sequence[int], num_ranks: int) -> Layout:
 
     So that every rank owns a share of every unit: a unit can be moved alone, and all ranks send as much.
     """
-    held: list[list[Interval]] = [[] for _ in range(num_ranks)]
+    intervals_of_rank: list[list[Interval]] = [[] for _ in range(num_ranks)]
     for first, end in pairwise(bounds):
         for rank, intervals in enumerate(fully_sharded(end - first, num_ranks).intervals):
-            held[rank] += [(first + a, first + b) for a, b in intervals]
-    return Layout(num_elements=bounds[-1], intervals=tuple(map(tuple, held)))
+            intervals_of_rank[rank] += [(first + a, first + b) for a, b in intervals]
+    return Layout(num_elements=bounds[-1], intervals=tuple(map(tuple, intervals_of_rank)))
 
 
 def shard_size(num_elements: int, num_ranks: int) -> int:
@@ -102,8 +104,8 @@ def shard_size(num_elements: int, num_ranks: int) -> int:
 
 def replicated(num_elements: int, num_ranks: int) -> Layout:
     """Every rank holds everything."""
-    whole = ((0, num_elements),) if num_elements else ()
-    return Layout(num_elements=num_elements, intervals=(whole,) * num_ranks)
+    all_elements = ((0, num_elements),) if num_elements else ()
+    return Layout(num_elements=num_elements, intervals=(all_elements,) * num_ranks)
 
 
 def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
@@ -118,8 +120,8 @@ def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
     starts = [start for start, _, _ in source.owners]
     return tuple(
         Transfer(source=owner, target=rank, start=start, end=end)
-        for rank, held in enumerate(target.intervals)
-        for start, end, owner in _overlaps(held, source.owners, starts)
+        for rank, rank_intervals in enumerate(target.intervals)
+        for start, end, owner in _overlaps(rank_intervals, source.owners, starts)
     )
 
 
@@ -131,18 +133,18 @@ def transfers_of(rank: int, source: Layout, target: Layout) -> tuple[Transfer, .
     """
     _check_movable(source, target)
     starts = [start for start, _, _ in source.owners]
-    own = [(start, end, rank) for start, end in source.intervals[rank]]
-    own_starts = [start for start, _, _ in own]
+    sent_intervals = [(start, end, rank) for start, end in source.intervals[rank]]
+    sent_starts = [start for start, _, _ in sent_intervals]
     sent: dict[tuple[Interval, ...], list[tuple[int, int, int]]] = {}  # many ranks hold the same
     moves = []
-    for other, held in enumerate(target.intervals):
+    for other, rank_intervals in enumerate(target.intervals):
         if other == rank:
-            found = _overlaps(held, source.owners, starts)
+            overlaps = _overlaps(rank_intervals, source.owners, starts)
         else:
-            if held not in sent:
-                sent[held] = _overlaps(held, own, own_starts)
-            found = sent[held]
-        moves += [Transfer(source=owner, target=other, start=start, end=end) for start, end, owner in found]
+            if rank_intervals not in sent:
+                sent[rank_intervals] = _overlaps(rank_intervals, sent_intervals, sent_starts)
+            overlaps = sent[rank_intervals]
+        moves += [Transfer(source=owner, target=other, start=start, end=end) for start, end, owner in overlaps]
     return tuple(moves)
 
 
@@ -154,18 +156,18 @@ def _check_movable(source: Layout, target: Layout) -> None:
 
 
 def _overlaps(
-    held: Sequence[Interval], owners: Sequence[tuple[int, int, int]], starts: Sequence[int]
+    wanted: Sequence[Interval], owners: Sequence[tuple[int, int, int]], starts: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """The pieces of ``held`` that lie in ``owners``, which ascend and begin at ``starts``."""
-    found = []
-    for start, end in held:
-        for at in range(max(0, bisect_right(starts, start) - 1), len(owners)):
-            first, last, owner = owners[at]
+    overlaps = []
+    for start, end in wanted:
+        for index in range(max(0, bisect_right(starts, start) - 1), len(owners)):
+            first, last, owner = owners[index]
             if first >= end:
                 break
             if last > start:
-                found.append((max(first, start), min(last, end), owner))
-    return found
+                overlaps.append((max(first, start), min(last, end), owner))
+    return overlaps
 
 
 _UNITS = {

@@ -31,9 +31,9 @@ class LrScaling:
     """Least and most that the factor may be; None: any."""
 
     def __post_init__(self) -> None:
-        for name, known in (("rule", RULES), ("by", SIZES)):
-            if (value := getattr(self, name)) not in known:
-                raise InputError(f"learning-rate scaling: no {name} {value!r}; known: {', '.join(known)}")
+        for name, allowed in (("rule", RULES), ("by", SIZES)):
+            if (value := getattr(self, name)) not in allowed:
+                raise InputError(f"learning-rate scaling: no {name} {value!r}; known: {', '.join(allowed)}")
         if not 0 < self.reference < math.inf:
             raise InputError(f"learning-rate scaling: the reference is {self.reference}; give the size of a batch")
         if self.clamp is not None and not 0 <= self.clamp[0] <= self.clamp[1]:

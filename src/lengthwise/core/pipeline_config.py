@@ -216,8 +216,8 @@ def split_layers(num_layers: int, stages: int, *, head_layers: float = 0.0) -> t
         return max(-(-(num_layers - last) // (stages - 1)), last + head_layers)
 
     last = min(range(num_layers // stages, 0, -1), key=largest)
-    each, more = divmod(num_layers - last, stages - 1)
-    return (*(each + (stage < more) for stage in range(stages - 1)), last)
+    num_per_stage, more = divmod(num_layers - last, stages - 1)
+    return (*(num_per_stage + (stage < more) for stage in range(stages - 1)), last)
 
 
 def spread(count: int, total: int) -> tuple[bool, ...]:

@@ -129,18 +129,18 @@ def _check_list(value: Any, where: str) -> None:
         raise _wrong(where, "a list", value)
 
 
-def _check_int(value: Any, where: str, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
-        raise _wrong(where, f"a whole number from {least:,} to {most:,}", value)
+def _check_int(value: Any, where: str, minimum: int, maximum: int) -> None:
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise _wrong(where, f"a whole number from {minimum:,} to {maximum:,}", value)
 
 
-def _check_ints(values: Any, where: str, least: int, most: int) -> None:
+def _check_ints(values: Any, where: str, minimum: int, maximum: int) -> None:
     _check_list(values, where)
     if not values:
         raise InputError(f"{where} is empty; it needs at least one number")
-    if set(map(type, values)) != {int} or min(values) < least or max(values) > most:
-        place, value = next((k, v) for k, v in enumerate(values) if type(v) is not int or not least <= v <= most)
-        raise _wrong(f"{where}[{place}]", f"a whole number from {least:,} to {most:,}", value)
+    if set(map(type, values)) != {int} or min(values) < minimum or max(values) > maximum:
+        place, value = next((k, v) for k, v in enumerate(values) if type(v) is not int or not minimum <= v <= maximum)
+        raise _wrong(f"{where}[{place}]", f"a whole number from {minimum:,} to {maximum:,}", value)
 
 
 def _check_seconds(value: Any, where: str) -> None:
@@ -148,11 +148,11 @@ def _check_seconds(value: Any, where: str) -> None:
         raise _wrong(where, f"a number of seconds from 0 to {MAX_SECONDS:g}", value)
 
 
-def _check_words(values: Any, where: str, known: set[str]) -> None:
+def _check_words(values: Any, where: str, allowed: set[str]) -> None:
     _check_list(values, where)
     for place, value in enumerate(values):
-        if not isinstance(value, str) or value not in known:
-            raise _wrong(f"{where}[{place}]", f"one of {', '.join(sorted(known))}", value)
+        if not isinstance(value, str) or value not in allowed:
+            raise _wrong(f"{where}[{place}]", f"one of {', '.join(sorted(allowed))}", value)
 
 
 def _check_flags(values: Any, where: str) -> None:

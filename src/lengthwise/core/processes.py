@@ -18,11 +18,11 @@ def num_cores() -> int:
 
 def check_processes(asked: int, *, setting: str, limit: int) -> None:
     """Raise ``InputError`` if ``asked`` processes are more than ``limit`` or than this machine can sensibly run."""
-    most = min(limit, MOST_PER_CORE * num_cores())
-    if asked > most:
+    maximum = min(limit, MOST_PER_CORE * num_cores())
+    if asked > maximum:
         raise InputError(
-            f"{setting} {asked}: this machine may run {most:,} at most, {MOST_PER_CORE} for each of its {num_cores()} "
-            f"cores and never more than {limit:,}; lower it"
+            f"{setting} {asked}: this machine may run {maximum:,} at most, {MOST_PER_CORE} for each of its "
+            f"{num_cores()} cores and never more than {limit:,}; lower it"
         )
 
 

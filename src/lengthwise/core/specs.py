@@ -60,10 +60,12 @@ class ModelSpec:
     """What stands for a masked token where a model that is not causal is trained; a run resolves it."""
 
     def __post_init__(self) -> None:
-        for field, most in _MOST.items():
-            value, least = getattr(self, field), int(field not in _OF_SOME_FAMILIES)
-            if not least <= value <= most:
-                raise InputError(f"model {self.name}: {field} must be from {least} to {most:,}, not {brief(value)}")
+        for field, maximum in _MOST.items():
+            value, minimum = getattr(self, field), int(field not in _OF_SOME_FAMILIES)
+            if not minimum <= value <= maximum:
+                raise InputError(
+                    f"model {self.name}: {field} must be from {minimum} to {maximum:,}, not {brief(value)}"
+                )
         for field, limit in (("norm_eps", 1.0), ("rope_theta", 1e15)):
             if not 0 < getattr(self, field) <= limit:
                 raise InputError(
@@ -325,11 +327,11 @@ def whole_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else None
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """A clause that suggests the known name closest to a mistyped one, or lists them all."""
-    known = sorted(known)
-    close = get_close_matches(name[:200], known, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+    names = sorted(names)
+    close = get_close_matches(name[:200], names, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
 
 
 def model_preset(name: str) -> ModelSpec:

@@ -114,12 +114,15 @@ class StepPlan:
     @cached_property
     def strategies(self) -> tuple[Strategy, ...]:
         """The schemes and ranks of the pipelines of each phase."""
-        held: dict[int, list[Pipeline]] = {}
+        pipelines_of_phase: dict[int, list[Pipeline]] = {}
         for pipeline in self.pipelines:
-            held.setdefault(pipeline.phase, []).append(pipeline)
+            pipelines_of_phase.setdefault(pipeline.phase, []).append(pipeline)
         return tuple(
-            Strategy(schemes=tuple(p.scheme for p in held[phase]), ranks=tuple(p.ranks for p in held[phase]))
-            for phase in sorted(held)
+            Strategy(
+                schemes=tuple(p.scheme for p in pipelines_of_phase[phase]),
+                ranks=tuple(p.ranks for p in pipelines_of_phase[phase]),
+            )
+            for phase in sorted(pipelines_of_phase)
         )
 
     @property
@@ -154,12 +157,12 @@ class StepPlan:
 
     def holdings(self, phase: int) -> tuple[WeightShard | None, ...]:
         """The weights that each rank computes with in ``phase``; None: its pipeline has no micro-batch."""
-        held: list[WeightShard | None] = [None] * self.num_devices
+        shards: list[WeightShard | None] = [None] * self.num_devices
         for pipeline in self.pipelines_of(phase):
             for stage in range(pipeline.scheme.num_stages if pipeline.micro_batches else 0):
                 for place, rank in enumerate(pipeline.ranks_of(stage)):
-                    held[rank] = pipeline.scheme.holding(stage, place)
-        return tuple(held)
+                    shards[rank] = pipeline.scheme.holding(stage, place)
+        return tuple(shards)
 
     def check_covers(self, batch: GlobalBatch) -> None:
         """Raise ``CheckError`` unless the plan computes every sequence of ``batch`` exactly once, at its length."""

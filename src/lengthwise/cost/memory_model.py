@@ -20,8 +20,8 @@ def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int
     sharded = 4 * master
     if num_devices == 1:
         sharded = 2 * master if compute == master else 3 * master
-    held = model.num_params if num_held is None else num_held
-    return held * (compute + master) + sharded * shard_size(model.num_params, num_devices)
+    num_params = model.num_params if num_held is None else num_held
+    return num_params * (compute + master) + sharded * shard_size(model.num_params, num_devices)
 
 
 def kept_bytes_per_token(model: ModelSpec, *, dtype: str, recompute: bool) -> float:

@@ -37,9 +37,9 @@ class SchemeCache(Generic[Made]):
 
     def __call__(self, scheme: PipelineConfig) -> Made:
         """What ``make`` made of ``scheme``. What it raises is raised every time."""
-        known = self._by_id.get(id(scheme))
-        if known is not None and known[0] is scheme:  # an id is used again once its object is gone or unpickled
-            return known[1]
+        cached = self._by_id.get(id(scheme))
+        if cached is not None and cached[0] is scheme:  # an id is used again once its object is gone or unpickled
+            return cached[1]
         if scheme not in self._made:
             self._made[scheme] = self._make(scheme)
         if len(self._by_id) >= self.MAX_OBJECTS:
@@ -141,7 +141,8 @@ class SeparableCost(ABC):
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Bytes of the model state on a device of each stage."""
-        held = (held_params(self.model, scheme, stage=stage) for stage in range(scheme.num_stages))
+        params_of_stage = (held_params(self.model, scheme, stage=stage) for stage in range(scheme.num_stages))
         return tuple(
-            state_bytes(self.model, num_devices=num_devices, dtype=self.dtype, num_held=number) for number in held
+            state_bytes(self.model, num_devices=num_devices, dtype=self.dtype, num_held=number)
+            for number in params_of_stage
         )

@@ -28,15 +28,15 @@ def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
     bias = groups * group_rows if model.qkv_bias else 0
     attention = groups * (group_rows + proj_rows) * model.hidden_size + bias
     ffn = columns * ((3 if model.gated_ffn else 2) * model.hidden_size + (1 if model.has_all_biases else 0))
-    held = scheme.stage_layers[stage] * (attention + ffn + model.layer_whole_params)
+    num_params = scheme.stage_layers[stage] * (attention + ffn + model.layer_whole_params)
     is_first, is_last = stage == 0, stage == scheme.num_stages - 1
     if is_first:
-        held += rows * model.hidden_size + model.input_whole_params
+        num_params += rows * model.hidden_size + model.input_whole_params
     if is_last:
-        held += model.output_whole_params + (rows if model.family == "bert" else 0)
+        num_params += model.output_whole_params + (rows if model.family == "bert" else 0)
         if not (is_first and model.tied_embeddings):
-            held += rows * model.hidden_size
-    return held
+            num_params += rows * model.hidden_size
+    return num_params
 
 
 def largest_held_params(model: ModelSpec, scheme: PipelineConfig) -> int:
@@ -83,10 +83,10 @@ class WeightTraffic:
         ranks, per_node = strategy.num_devices, min(strategy.num_devices, cluster.devices_per_node)
         slowest_s = 0.0
         for scheme in dict.fromkeys(strategy.schemes):
-            held = largest_held_params(self.model, scheme) * num_bytes
-            within_s = held * (ranks - 1) / ranks / device.link_bytes_per_s
+            held_bytes = largest_held_params(self.model, scheme) * num_bytes
+            within_s = held_bytes * (ranks - 1) / ranks / device.link_bytes_per_s
             ports = per_node * device.network_bytes_per_s
-            across_s = _num_distinct(scheme, per_node) * held * (ranks - per_node) / ranks / ports
+            across_s = _num_distinct(scheme, per_node) * held_bytes * (ranks - per_node) / ranks / ports
             slowest_s = max(slowest_s, within_s, across_s)
         return slowest_s / LINK_EFFICIENCY
 

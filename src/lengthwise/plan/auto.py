@@ -62,10 +62,10 @@ class AutoPolicy:
             best_s = sum(step_times_s(priced, best))  # the searches above do not see what fills packs up
         for name, policy in self.others.items():
             if name in priced.arranged or can_win(policy, priced, best_s * (1 - SLACK)):
-                known = priced.arranged.get(name)
-                found = known or DraftPlan(phases=policy.phases(priced))
-                found_s = sum(step_times_s(priced, found))
-                best, best_s = (found, found_s) if found_s < best_s else (best, best_s)
+                drafted = priced.arranged.get(name)
+                draft = drafted or DraftPlan(phases=policy.phases(priced))
+                draft_s = sum(step_times_s(priced, draft))
+                best, best_s = (draft, draft_s) if draft_s < best_s else (best, best_s)
         assert best is not None, "some policy holds every sequence that the pool holds"
         own_update_s = step_times_s(priced, best)[2]
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s - own_update_s)
@@ -87,7 +87,7 @@ def _fronts(problem: PlanningProblem, kinds: list[AdaptiveCandidate]) -> list[Pl
     for kind in kinds:
         if kind.num_stages > 1 or problem.num_devices % kind.num_devices or kind.max_tokens < problem.max_length:
             continue
-        held = best.get(kind.num_devices)
-        if held is None or kind.times_s(longest)[0] < held.times_s(longest)[0]:
+        fastest = best.get(kind.num_devices)
+        if fastest is None or kind.times_s(longest)[0] < fastest.times_s(longest)[0]:
             best[kind.num_devices] = kind
     return [_placed(problem, ((kind, problem.num_devices // size),)) for size, kind in sorted(best.items())]

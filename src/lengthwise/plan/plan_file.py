@@ -144,14 +144,14 @@ class PlanFile:
             self._read_lines()
             return
         try:
-            whole = parse_json(read_bytes(self.path, what=_WHAT))
+            contents = parse_json(read_bytes(self.path, what=_WHAT))
         except InputError:
             raise
         except ValueError as error:
             raise InputError(
                 f"{self.path} is neither JSON lines, a plan each, nor one JSON document ({error}); plan again"
             ) from None
-        for document in _plans_of(whole):
+        for document in _plans_of(contents):
             step = document.get("step") if isinstance(document, dict) else None
             if type(step) is not int:
                 raise InputError(f"{self.path}: a plan is an object with a step, not {brief(document)}")

@@ -75,10 +75,8 @@ def prepare(name: str, problem: PlanningProblem) -> Policy:
     """
     if name not in POLICIES:
         raise InputError(f"no policy {name!r}; {nearest(name, POLICIES)}")
-    if name in problem.prepared:
-        known: Policy = problem.prepared[name]
-        return known
-    module_name, function_name = _PREPARE[name].split(":")
-    policy: Policy = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)(problem)
-    problem.prepared[name] = policy
+    if name not in problem.prepared:
+        module_name, function_name = _PREPARE[name].split(":")
+        problem.prepared[name] = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)(problem)
+    policy: Policy = problem.prepared[name]
     return policy

@@ -17,7 +17,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.problem import PlanningProblem
 
 
-def with_shapes(planner: Planner, most: int) -> Planner:
+def with_shapes(planner: Planner, max_shapes: int) -> Planner:
     """The planner with micro-batches of at most ``most`` sizes.
 
     Raises:
@@ -32,12 +32,12 @@ def with_shapes(planner: Planner, most: int) -> Planner:
     needed = -(-problem.max_length // multiple) * multiple
     if needed > (top := max(tops.values())):
         raise InfeasibleError(
-            f"plan.shapes={most}: sizes are multiples of {multiple:,} tokens; the longest sequence, "
+            f"plan.shapes={max_shapes}: sizes are multiples of {multiple:,} tokens; the longest sequence, "
             f"{problem.max_length:,} tokens, takes {needed:,}, and a micro-batch holds {top:,} at most. Raise "
             "plan.max_tokens, lower data.max_length, or leave plan.shapes out"
         )
     packs = _typical_packs(planner, tops)
-    lattice = packed_lattice(packs, most=most, multiple_of=multiple, largest=problem.max_length)
+    lattice = packed_lattice(packs, most=max_shapes, multiple_of=multiple, largest=problem.max_length)
     return replace(planner, problem=filled_up(problem, lattice))
 
 
@@ -53,16 +53,16 @@ def filled_up(problem: PlanningProblem, lattice: SizeBuckets) -> PlanningProblem
 
 def share_sizes(problem: PlanningProblem) -> tuple[int, ...]:
     """Tokens that one rank can hold of a micro-batch, the largest first: what is compiled for."""
-    found = {size // kind.scheme.degree for kind in problem.kinds for size in kind.sizes if size <= kind.max_tokens}
-    return tuple(sorted(found, reverse=True))
+    shares = {size // kind.scheme.degree for kind in problem.kinds for size in kind.sizes if size <= kind.max_tokens}
+    return tuple(sorted(shares, reverse=True))
 
 
 def _typical_packs(planner: Planner, tops: dict[int, int]) -> np.ndarray:
     """Tokens of the packs of the samples' plans, none above what its degree may be filled up to."""
-    found = []
+    pack_sizes = []
     for step, lengths in enumerate(planner.problem.samples):
         batch = GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist()))
         for pipeline in planner(batch).pipelines:
             top = tops[pipeline.scheme.degree]
-            found += [min(micro_batch.pack.num_tokens, top) for micro_batch in pipeline.micro_batches]
-    return np.array(found or [planner.problem.max_length], dtype=np.int64)
+            pack_sizes += [min(micro_batch.pack.num_tokens, top) for micro_batch in pipeline.micro_batches]
+    return np.array(pack_sizes or [planner.problem.max_length], dtype=np.int64)

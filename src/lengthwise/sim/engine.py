@@ -56,21 +56,21 @@ def _on_ranks(ranks: Iterable[int], stretches: Iterable[Stretch]) -> Iterator[Sp
 def _stretches(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[Stretch]:
     """What the ranks of a stage do from the start of a phase to the start of the next."""
     now_s = phase.start_s
-    for one in run.stages[stage]:
-        yield from _lasting(now_s, one.start_s, SpanKind.WAIT, BUBBLE)
-        yield from _pass(one, run.comm_shares[one.micro_batch])
-        now_s = one.end_s
+    for stage_pass in run.stages[stage]:
+        yield from _lasting(now_s, stage_pass.start_s, SpanKind.WAIT, BUBBLE)
+        yield from _pass(stage_pass, run.comm_shares[stage_pass.micro_batch])
+        now_s = stage_pass.end_s
     yield from _lasting(now_s, run.end_s, SpanKind.WAIT, BUBBLE)
     yield from _lasting(run.end_s, phase.end_s, SpanKind.WAIT, IMBALANCE)
     yield from _lasting(phase.end_s, phase.switch_end_s, SpanKind.COMMUNICATE, SWITCH)
 
 
-def _pass(one: StagePass, comm_share: float) -> Iterator[Stretch]:
+def _pass(stage_pass: StagePass, comm_share: float) -> Iterator[Stretch]:
     """A forward or backward: first what computes, then what only communicates."""
-    name = f"{'backward' if one.is_backward else 'forward'} {one.micro_batch}"
-    computed_s = max(one.start_s, one.end_s - comm_share * (one.end_s - one.start_s))
-    yield from _lasting(one.start_s, computed_s, SpanKind.COMPUTE, name)
-    yield from _lasting(computed_s, one.end_s, SpanKind.COMMUNICATE, name)
+    name = f"{'backward' if stage_pass.is_backward else 'forward'} {stage_pass.micro_batch}"
+    computed_s = max(stage_pass.start_s, stage_pass.end_s - comm_share * (stage_pass.end_s - stage_pass.start_s))
+    yield from _lasting(stage_pass.start_s, computed_s, SpanKind.COMPUTE, name)
+    yield from _lasting(computed_s, stage_pass.end_s, SpanKind.COMMUNICATE, name)
 
 
 def _lasting(start_s: float, end_s: float, kind: SpanKind, name: str) -> Iterator[Stretch]:

@@ -54,13 +54,13 @@ class PipelineRun:
 
     def memory_of(self, stage: int) -> list[tuple[float, int]]:
         """Bytes in use on each rank of ``stage``: the time of each change and the bytes from then on."""
-        held = self.pipeline.state_bytes
-        held_at = {self.start_s: held}  # what is freed and taken at the same moment is one change
-        for one in self.stages[stage]:
-            kept = self.kept_bytes[one.micro_batch]
-            held += -kept if one.is_backward else kept
-            held_at[one.end_s if one.is_backward else one.start_s] = held
-        samples = list(held_at.items())
+        num_bytes = self.pipeline.state_bytes
+        bytes_at = {self.start_s: num_bytes}  # what is freed and taken at the same moment is one change
+        for stage_pass in self.stages[stage]:
+            kept_bytes = self.kept_bytes[stage_pass.micro_batch]
+            num_bytes += -kept_bytes if stage_pass.is_backward else kept_bytes
+            bytes_at[stage_pass.end_s if stage_pass.is_backward else stage_pass.start_s] = num_bytes
+        samples = list(bytes_at.items())
         return samples[:1] + [after for before, after in pairwise(samples) if after[1] != before[1]]
 
 
@@ -69,9 +69,9 @@ def forwards_s(pipeline: Pipeline) -> list[float]:
 
     Of a micro-batch's time, the forward is one part, the backward two, and each recomputed layer's forward runs again.
     """
-    own = 3.0 + pipeline.scheme.num_recomputed / pipeline.scheme.num_layers
+    units = 3.0 + pipeline.scheme.num_recomputed / pipeline.scheme.num_layers
     return [
-        m.time_s / (own if m.recompute is None else 3.0 + sum(m.recompute) / len(m.recompute))
+        m.time_s / (units if m.recompute is None else 3.0 + sum(m.recompute) / len(m.recompute))
         for m in pipeline.micro_batches
     ]
 

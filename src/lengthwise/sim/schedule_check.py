@@ -66,15 +66,15 @@ class WeightPhase:
 
 def stretches(plan: StepPlan) -> tuple[WeightPhase, ...]:
     """The phases of a plan, joined where no weights need to move between them."""
-    found: list[WeightPhase] = []
+    weight_phases: list[WeightPhase] = []
     for phase in range(plan.num_phases):
-        held = plan.holdings(phase)
-        if found and all(a == b or a is None or b is None for a, b in zip(found[-1].holdings, held)):
-            joined = tuple(a or b for a, b in zip(found[-1].holdings, held))
-            found[-1] = WeightPhase(phases=range(found[-1].phases.start, phase + 1), holdings=joined)
+        shards = plan.holdings(phase)
+        if weight_phases and all(a == b or a is None or b is None for a, b in zip(weight_phases[-1].holdings, shards)):
+            joined = tuple(a or b for a, b in zip(weight_phases[-1].holdings, shards))
+            weight_phases[-1] = WeightPhase(phases=range(weight_phases[-1].phases.start, phase + 1), holdings=joined)
         else:
-            found.append(WeightPhase(phases=range(phase, phase + 1), holdings=held))
-    return tuple(found)
+            weight_phases.append(WeightPhase(phases=range(phase, phase + 1), holdings=shards))
+    return tuple(weight_phases)
 
 
 def operations(
@@ -82,7 +82,7 @@ def operations(
 ) -> tuple[tuple[WeightPhase, tuple[tuple[Operation, ...], ...]], ...]:
     """For every stretch, the operations of every rank."""
     everyone = tuple(range(plan.num_devices))
-    found = []
+    operations_of = []
     for number, stretch in enumerate(stretches(plan)):
         name = f"{number} (phases {stretch.phases.start} to {stretch.phases.stop - 1})"
         lists: list[list[Operation]] = [[_moving(OperationKind.PULL, name, everyone)] for _ in everyone]
@@ -90,10 +90,10 @@ def operations(
             if pipeline.phase in stretch.phases:
                 for rank, steps in _of_pipeline(position, pipeline, schedule):
                     lists[rank] += steps
-        for each in lists:
-            each.append(_moving(OperationKind.PUSH, name, everyone))
-        found.append((stretch, tuple(map(tuple, lists))))
-    return tuple(found)
+        for operations_of_rank in lists:
+            operations_of_rank.append(_moving(OperationKind.PUSH, name, everyone))
+        operations_of.append((stretch, tuple(map(tuple, lists))))
+    return tuple(operations_of)
 
 
 def _moving(kind: OperationKind, name: str, everyone: tuple[int, ...]) -> Operation:
@@ -110,11 +110,11 @@ def _of_pipeline(
         passes = [_pass(position, pipeline, number, stage, is_backward) for is_backward, number in order]
         for place, rank in enumerate(pipeline.ranks_of(stage)):
             steps: list[Operation] = []
-            for (is_backward, number), one in zip(order, passes):
+            for (is_backward, number), stage_pass in zip(order, passes):
                 source, target = (stage + 1, stage - 1) if is_backward else (stage - 1, stage + 1)
                 if 0 <= source < num_stages:
                     steps.append(_message(position, pipeline, number, place, source, stage, is_backward, sends=False))
-                steps.append(one)
+                steps.append(stage_pass)
                 if 0 <= target < num_stages:
                     steps.append(_message(position, pipeline, number, place, stage, target, is_backward, sends=True))
             yield rank, steps
@@ -163,8 +163,8 @@ def _message(
 
 def num_tokens_of(micro_batch: PlannedMicroBatch, place: int, degree: int) -> int:
     """Tokens of the rank at ``place`` of a stage: shares differ by one at most, the first ones have more."""
-    each, more = divmod(micro_batch.pack.num_tokens, degree)
-    return each + (place < more)
+    num_per_rank, more = divmod(micro_batch.pack.num_tokens, degree)
+    return num_per_rank + (place < more)
 
 
 def shares_of(plan: StepPlan, rank: int) -> set[int]:
@@ -178,9 +178,9 @@ def shares_of(plan: StepPlan, rank: int) -> set[int]:
     }
 
 
-def _named(numbers: Sequence[int], most: int = 8) -> str:
-    shown = ",".join(map(str, numbers[:most]))
-    return shown if len(numbers) <= most else f"{shown},... ({len(numbers)})"
+def _named(numbers: Sequence[int], max_shown: int = 8) -> str:
+    shown = ",".join(map(str, numbers[:max_shown]))
+    return shown if len(numbers) <= max_shown else f"{shown},... ({len(numbers)})"
 
 
 def check_matching(lists: Sequence[Sequence[Operation]], *, step: int) -> None:
@@ -258,7 +258,7 @@ class _Matcher:
             operation = self._next(rank)
             assert operation is not None
             seen.add(rank)
-            other = next(one for one in operation.ranks if one != rank and self._next(one) != operation)
+            other = next(peer for peer in operation.ranks if peer != rank and self._next(peer) != operation)
             if other in seen or self._next(other) is None:
                 self._disagree(rank, operation, other, self._next(other))
             rank = other

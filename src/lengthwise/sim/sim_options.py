@@ -31,9 +31,9 @@ class SimOptions:
     def __post_init__(self) -> None:
         for name in ("jitter", "transfer_s"):
             value = getattr(self, name)
-            most = MAX_JITTER if name == "jitter" else MAX_TRANSFER_S
-            if not 0 <= value <= most:
-                raise InputError(f"{name} must be finite and at least 0, not {value}; the most is {most:g}")
+            maximum = MAX_JITTER if name == "jitter" else MAX_TRANSFER_S
+            if not 0 <= value <= maximum:
+                raise InputError(f"{name} must be finite and at least 0, not {value}; the most is {maximum:g}")
         if not 0 <= self.overlap <= 1:
             raise InputError(f"overlap is a share of the update between 0 and 1, not {self.overlap}")
         if not 0 <= self.seed < 1 << 64:

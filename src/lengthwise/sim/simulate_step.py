@@ -84,17 +84,17 @@ def exposed_update_s(update_s: float, phase: PhaseRun, overlap: float) -> float:
 def _slowdowns(plan: StepPlan, options: SimOptions) -> list[Sequence[Sequence[float]]]:
     """[S][V] per pipeline: the slowest rank of each stage, times the jitter of each micro-batch there."""
     noise = np.random.Generator(np.random.Philox(key=np.array([options.seed, plan.step], dtype=np.uint64)))
-    found: list[Sequence[Sequence[float]]] = []
+    slowdowns: list[Sequence[Sequence[float]]] = []
     for pipeline in plan.pipelines:
         slowest = _slowest_ranks(pipeline, options)
         count = len(pipeline.micro_batches)
         if options.jitter:
             draws = noise.standard_normal((len(slowest), count))
             factors = np.exp(options.jitter * draws - options.jitter**2 / 2) * np.array(slowest)[:, None]
-            found.append(factors.tolist())
+            slowdowns.append(factors.tolist())
         else:
-            found.append([[factor] * count for factor in slowest])
-    return found
+            slowdowns.append([[factor] * count for factor in slowest])
+    return slowdowns
 
 
 def _slowest_ranks(pipeline: Pipeline, options: SimOptions) -> list[float]:

@@ -68,10 +68,10 @@ def _times_s(run: PipelineRun, stage: int) -> tuple[float, float]:
     """Seconds that a stage waits for other stages, and that it communicates."""
     gaps_s = communicating_s = 0.0
     now_s = run.start_s
-    for one in run.stages[stage]:
-        gaps_s += one.start_s - now_s
-        communicating_s += run.comm_shares[one.micro_batch] * (one.end_s - one.start_s)
-        now_s = one.end_s
+    for stage_pass in run.stages[stage]:
+        gaps_s += stage_pass.start_s - now_s
+        communicating_s += run.comm_shares[stage_pass.micro_batch] * (stage_pass.end_s - stage_pass.start_s)
+        now_s = stage_pass.end_s
     return gaps_s + run.end_s - now_s, communicating_s
 
 

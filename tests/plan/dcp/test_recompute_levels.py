@@ -78,7 +78,7 @@ def test_every_pack_runs_as_the_fastest_kind_that_holds_it(packs):
 @settings(deadline=None, max_examples=30)
 def test_a_setting_has_the_greatest_throughput_of_all_batch_sizes_degrees_and_recomputed_layers(length, most):
     problem, _ = recompute_family()
-    setting = fastest_setting(length, problem.kinds, most=most)
+    setting = fastest_setting(length, problem.kinds, max_batch_size=most)
     throughputs = [
         size * length / (kind.num_devices * kind.cost.time_s([length] * size, kind.scheme))
         for kind in problem.kinds

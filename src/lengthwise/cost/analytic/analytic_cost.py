@@ -82,11 +82,13 @@ class AnalyticCost(SeparableCost):
         width, master = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
         layers = scheme.layers_of_stage(stage)
         volumes = {m: layer_volume(self.model, m, degree=scheme.degree, dtype=self.dtype) for m in set(scheme.methods)}
-        held = [(volumes[scheme.methods[layer]], scheme.recompute[layer]) for layer in layers]
-        kept = sum(volume.input_bytes if recomputed else volume.kept_bytes for volume, recomputed in held)
-        live = max(volume.live_bytes + recomputed * volume.kept_bytes for volume, recomputed in held)
-        fixed = state + max(volume.buffer_bytes for volume, _ in held)
-        per_token = (scheme.num_stages - stage) * kept + live
+        stage_volumes = [(volumes[scheme.methods[layer]], scheme.recompute[layer]) for layer in layers]
+        kept_bytes = sum(
+            volume.input_bytes if recomputed else volume.kept_bytes for volume, recomputed in stage_volumes
+        )
+        live = max(volume.live_bytes + recomputed * volume.kept_bytes for volume, recomputed in stage_volumes)
+        fixed = state + max(volume.buffer_bytes for volume, _ in stage_volumes)
+        per_token = (scheme.num_stages - stage) * kept_bytes + live
         if stage == scheme.num_stages - 1:
             head_split = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
             chunk = CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE

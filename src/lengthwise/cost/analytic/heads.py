@@ -25,9 +25,9 @@ def split_heads(num_heads: int, num_kv_heads: int, *, degree: int) -> HeadSplit:
     """
     group = num_heads // num_kv_heads
     bounds = head_bounds(num_heads, num_kv_heads, degree=degree)
-    held = [(end - start, -(-end // group) - start // group) for start, end in pairwise(bounds) if end > start]
+    heads_of_rank = [(end - start, -(-end // group) - start // group) for start, end in pairwise(bounds) if end > start]
     return HeadSplit(
-        num_heads=max(count for count, _ in held),
-        num_kv_heads=max(shared for _, shared in held),
-        num_kv_copies=sum(shared for _, shared in held),
+        num_heads=max(count for count, _ in heads_of_rank),
+        num_kv_heads=max(shared for _, shared in heads_of_rank),
+        num_kv_copies=sum(shared for _, shared in heads_of_rank),
     )

@@ -173,12 +173,12 @@ def _ulysses(case: _Case) -> LayerVolume:
     sent = Sent(all_to_all=case.others / p * (2 * case.query_size + copies) * width, calls=case.calls(2))
     local = _token_local(case, forward=sent, backward=sent)
     square = case.square_flops * heads.num_heads / model.num_heads
-    held = 2 * (heads.num_heads + heads.num_kv_heads) * model.head_size * width + 4 * heads.num_heads
+    kept_by_busiest = 2 * (heads.num_heads + heads.num_kv_heads) * model.head_size * width + 4 * heads.num_heads
     evenly = (2 * case.query_size + case.kv_size) * width + 4 * model.num_heads
     return LayerVolume(
         forward=LayerPass(matmul_flops=local.forward.matmul_flops, attention_flops=square, tokens=sent),
         backward=LayerPass(matmul_flops=local.backward.matmul_flops, attention_flops=2 * square, tokens=sent),
-        kept_bytes=local.kept_bytes + held - evenly / p + case.calls(1) * case.query_size * width / p,
+        kept_bytes=local.kept_bytes + kept_by_busiest - evenly / p + case.calls(1) * case.query_size * width / p,
         input_bytes=local.input_bytes,
         live_bytes=case.calls(1) * (case.query_size + copies) * width / p,
     )
@@ -205,20 +205,20 @@ def _megatron_ts(case: _Case) -> LayerVolume:
     share = heads.num_heads / model.num_heads
     weights = case.attention_params * share + case.ffn_params * columns / model.ffn_size
     square = case.square_flops * share
-    whole = case.others * model.hidden_size * width
-    held = (2 * (heads.num_heads + heads.num_kv_heads) * model.head_size + case.ffn_copies * columns) * width
+    gathered = case.others * model.hidden_size * width
+    kept_bytes = (2 * (heads.num_heads + heads.num_kv_heads) * model.head_size + case.ffn_copies * columns) * width
     return LayerVolume(
         forward=LayerPass(
             matmul_flops=2.0 * weights,
             attention_flops=square,
-            tokens=Sent(all_gather=2 * whole, reduce_scatter=2 * whole, calls=case.calls(4)),
+            tokens=Sent(all_gather=2 * gathered, reduce_scatter=2 * gathered, calls=case.calls(4)),
         ),
         backward=LayerPass(
             matmul_flops=4.0 * weights,
             attention_flops=2 * square,
-            tokens=Sent(all_gather=4 * whole, reduce_scatter=2 * whole, calls=case.calls(6)),
+            tokens=Sent(all_gather=4 * gathered, reduce_scatter=2 * gathered, calls=case.calls(6)),
         ),
-        kept_bytes=held + 4 * heads.num_heads + (4 * model.hidden_size * width + norm_bytes(model)) / p,
+        kept_bytes=kept_bytes + 4 * heads.num_heads + (4 * model.hidden_size * width + norm_bytes(model)) / p,
         input_bytes=model.hidden_size * width / p,
         live_bytes=case.calls(3) * model.hidden_size * width,
     )
@@ -232,14 +232,14 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
     """
 
     def gathered(case: _Case) -> LayerVolume:
-        whole = case.attention_numbers + case.ffn_numbers
-        once, again = case.others * whole * case.width, case.others * whole * case.master
+        num_weights = case.attention_numbers + case.ffn_numbers
+        once, again = case.others * num_weights * case.width, case.others * num_weights * case.master
         volume = form(case)
         return replace(
             volume,
             forward=replace(volume.forward, weights=Sent(all_gather=once, calls=case.calls(2))),
             backward=replace(volume.backward, weights=Sent(all_gather=once, reduce_scatter=again, calls=case.calls(4))),
-            buffer_bytes=case.calls(1) * whole * (case.width + case.master),
+            buffer_bytes=case.calls(1) * num_weights * (case.width + case.master),
         )
 
     return gathered

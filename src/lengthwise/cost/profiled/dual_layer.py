@@ -84,7 +84,7 @@ class DegreeFit:
     forward: QuadraticSeconds
     backward: QuadraticSeconds
     constant: QuadraticSeconds
-    kept: LinearBytes
+    kept_layer: LinearBytes
     inputs: LinearBytes
     rest: LinearBytes
     """M_C."""
@@ -97,7 +97,7 @@ class DegreeFit:
             forward_s=self.forward.of_pack(lengths),
             backward_s=self.backward.of_pack(lengths),
             constant_s=self.constant.of_pack(lengths),
-            kept_bytes=self.kept.of_pack(tokens),
+            kept_bytes=self.kept_layer.of_pack(tokens),
             input_bytes=self.inputs.of_pack(tokens),
             constant_bytes=self.rest.of_pack(tokens),
         )
@@ -121,14 +121,14 @@ def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
 
     def seconds(of: list[float], *, weight: int, square: bool = True) -> QuadraticSeconds:
         used = columns if square else columns * (0.0, 1.0, 1.0)
-        found, residuals = _non_negative(used, np.array(of), row_s / weight)
-        return QuadraticSeconds(a_s=found[0], b_s=found[1], c_s=found[2], residuals=residuals)
+        coefficients, residuals = _non_negative(used, np.array(of), row_s / weight)
+        return QuadraticSeconds(a_s=coefficients[0], b_s=coefficients[1], c_s=coefficients[2], residuals=residuals)
 
     return DegreeFit(
         forward=seconds([row.forward_s for row in rows], weight=2),
         backward=seconds([row.backward_s for row in rows], weight=2),
         constant=seconds([row.constant_s for row in rows], weight=1, square=False),
-        kept=_line(tokens, [row.kept_bytes for row in rows]),
+        kept_layer=_line(tokens, [row.kept_bytes for row in rows]),
         inputs=_line(tokens, [row.input_bytes for row in rows]),
         rest=_line(tokens, [row.constant_bytes for row in rows]),
         alive=_line(tokens, [row.alive_bytes for row in rows]),
@@ -180,17 +180,17 @@ class DualLayerCost(SeparableCost):
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C; c left out."""
-        found, length = self._found(scheme), np.asarray(lengths, dtype=np.float64)
+        fit, length = self._found(scheme), np.asarray(lengths, dtype=np.float64)
         num_layers, recomputed = scheme.num_layers, scheme.num_recomputed
-        layers = (num_layers + recomputed) * found.forward.of_sequences(length)
-        layers += num_layers * found.backward.of_sequences(length)
-        return layers + found.constant.of_sequences(length) + LEAST_S * length
+        layers = (num_layers + recomputed) * fit.forward.of_sequences(length)
+        layers += num_layers * fit.backward.of_sequences(length)
+        return layers + fit.constant.of_sequences(length) + LEAST_S * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest."""
-        found = self._found(scheme)
-        layers = (scheme.num_layers + scheme.num_recomputed) * found.forward.c_s
-        return layers + scheme.num_layers * found.backward.c_s + found.constant.c_s
+        fit = self._found(scheme)
+        layers = (scheme.num_layers + scheme.num_recomputed) * fit.forward.c_s
+        return layers + scheme.num_layers * fit.backward.c_s + fit.constant.c_s
 
     def update_s(self, strategy: Strategy) -> float:
         """As measured."""
@@ -222,12 +222,12 @@ class DualLayerCost(SeparableCost):
 
     def _line_of(self, scheme: PipelineConfig) -> Line:
         """Equation 6 and the layer it leaves out."""
-        found, recomputed = self._found(scheme), scheme.num_recomputed
+        fit, recomputed = self._found(scheme), scheme.num_recomputed
         terms = (
-            (scheme.num_layers - recomputed, found.kept),
-            (scheme.num_layers, found.inputs),
-            (1, found.rest),
-            (int(recomputed > 0), found.alive),
+            (scheme.num_layers - recomputed, fit.kept_layer),
+            (scheme.num_layers, fit.inputs),
+            (1, fit.rest),
+            (int(recomputed > 0), fit.alive),
         )
         return sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)
 

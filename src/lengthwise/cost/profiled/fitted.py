@@ -116,9 +116,9 @@ class FittedCost(ProfiledCost):
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """``a l^2 + b l`` of each sequence."""
-        found = self._fits(scheme)
+        fit = self._fits(scheme)
         length = np.asarray(lengths, dtype=np.float64)
-        return (found.a_s * length + max(found.b_s, LEAST_B_S)) * length
+        return (fit.a_s * length + max(fit.b_s, LEAST_B_S)) * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """``c``."""
@@ -128,9 +128,9 @@ class FittedCost(ProfiledCost):
         return self._memory(tokens, scheme, num_devices=num_devices)
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
-        found = self._fits(scheme)
+        fit = self._fits(scheme)
         state = max(self._state_bytes(scheme, num_devices))
-        return ((state + found.fixed_bytes, max(found.bytes_per_token, 1.0)),)
+        return ((state + fit.fixed_bytes, max(fit.bytes_per_token, 1.0)),)
 
     def _find(self, scheme: PipelineConfig) -> Fit:
         self._table(scheme)

@@ -98,8 +98,8 @@ class HybridCost(ProfiledCost):
         return self.cluster.device.memory_bytes * (1 - MEMORY_MARGIN)
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
-        kept = np.maximum(self._learned(scheme).kept_bytes(tokens), tokens)
-        return max(self._state_bytes(scheme, num_devices)) + kept
+        kept_bytes = np.maximum(self._learned(scheme).kept_bytes(tokens), tokens)
+        return max(self._state_bytes(scheme, num_devices)) + kept_bytes
 
     def _learn(self, scheme: PipelineConfig) -> LearnedForests:
         return learn(self._table(scheme))

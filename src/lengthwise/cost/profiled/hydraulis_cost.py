@@ -47,8 +47,8 @@ class PublishedCost(SeparableCost):
 
     def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """MaxLen of appendix B.1, in whole steps of ``GRANULE_TOKENS``."""
-        most = super().max_tokens(scheme, num_devices=num_devices)
-        return most // GRANULE_TOKENS * GRANULE_TOKENS
+        max_tokens = super().max_tokens(scheme, num_devices=num_devices)
+        return max_tokens // GRANULE_TOKENS * GRANULE_TOKENS
 
     @property
     def memory_limit_bytes(self) -> float:
@@ -70,8 +70,8 @@ class PublishedCost(SeparableCost):
         layers = table.num_layers * table.hidden_size**2 * table.states
         embedding = 16 * table.hidden_size * table.vocab_size
         sharded = (layers + 2 * embedding) * table.sharded / num_devices
-        held = (layers / stages + (2 if stages == 1 else 1) * embedding) * (1 - table.sharded) / p
-        states = sharded + held
+        whole_bytes = (layers / stages + (2 if stages == 1 else 1) * embedding) * (1 - table.sharded) / p
+        states = sharded + whole_bytes
         per_token = table.num_layers * table.hidden_size / p * table.activation[p]
         return ((states + table.gap_bytes + table.margin_bytes, per_token),)
 
@@ -84,10 +84,10 @@ class PublishedCost(SeparableCost):
             or set(scheme.methods) != {expected}
             or any(scheme.recompute)
         ):
-            known = ", ".join(f"<{degree},{stages}>" for degree, stages in self.table.fits_ms)
+            profiled = ", ".join(f"<{degree},{stages}>" for degree, stages in self.table.fits_ms)
             raise InputError(
                 f"no published costs of {self.model.name} for scheme {scheme.name} with {scheme.num_layers} layers; "
-                f"there are megatron_ts (dense at degree 1) without recompute for <degree,stages> {known}"
+                f"there are megatron_ts (dense at degree 1) without recompute for <degree,stages> {profiled}"
             )
         a_ms, b_ms, c_ms = self.table.fits_ms[place]
         return a_ms / 1e3, b_ms / 1e3, c_ms / 1e3

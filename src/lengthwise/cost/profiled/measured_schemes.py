@@ -54,5 +54,5 @@ class ProfiledCost(SeparableCost):
                 f"the profile was taken with recompute={str(table.recompute).lower()}; "
                 "profile again with the run's plan.recompute"
             )
-        known = ", ".join(known.name for known in self.tables)
-        return f"no profile of scheme {scheme.name}; there are: {known}. Profile it, or plan with analytic costs."
+        profiled = ", ".join(profiled.name for profiled in self.tables)
+        return f"no profile of scheme {scheme.name}; there are: {profiled}. Profile it, or plan with analytic costs."

@@ -44,7 +44,7 @@ def choose_polynomial(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     if len(x) < MIN_POINTS:
         raise InputError(f"a polynomial needs at least {MIN_POINTS} measured points, there are {len(x)}; profile more")
     fits = [fit_polynomial(x, y, order=order) for order in range(1, MAX_ORDER + 1)]
-    return min(fits, key=lambda found: found[1])[0]
+    return min(fits, key=lambda fit: fit[1])[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -143,9 +143,9 @@ class TwoLayerCost(SeparableCost):
         self.method = method
         self._rows = {
             degree: _Rows(
-                tokens=np.array([0.0, *sorted(held)]), profiles=tuple(held[tokens] for tokens in sorted(held))
+                tokens=np.array([0.0, *sorted(rows)]), profiles=tuple(rows[tokens] for tokens in sorted(rows))
             )
-            for degree, held in profiles.items()
+            for degree, rows in profiles.items()
         }
         self._found = SchemeCache(self._find)
 
@@ -162,8 +162,8 @@ class TwoLayerCost(SeparableCost):
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         rows = self._found(scheme)
         constant = max(profile.constant_bytes for profile in rows.profiles)
-        kept = [p.peak_bytes(scheme.num_layers, scheme.num_recomputed) - p.constant_bytes for p in rows.profiles]
-        return constant + np.maximum(rows.at(tokens, kept), tokens)
+        kept_bytes = [p.peak_bytes(scheme.num_layers, scheme.num_recomputed) - p.constant_bytes for p in rows.profiles]
+        return constant + np.maximum(rows.at(tokens, kept_bytes), tokens)
 
     def _find(self, scheme: PipelineConfig) -> _Rows:
         check_measured(scheme, self._rows, method=self.method, num_layers=self.model.num_layers)
@@ -172,10 +172,10 @@ class TwoLayerCost(SeparableCost):
 
 def check_measured(scheme: PipelineConfig, degrees: Iterable[int], *, method: Method, num_layers: int) -> None:
     """Raise ``InputError`` unless ``scheme`` is one stage of ``num_layers`` under ``method`` at one of ``degrees``."""
-    expected, known = {Method.DENSE} if scheme.degree == 1 else {method}, sorted(degrees)
-    is_known = scheme.degree in known and scheme.num_stages == 1 and set(scheme.methods) == expected
-    if not is_known or scheme.num_layers != num_layers:
+    expected, measured = {Method.DENSE} if scheme.degree == 1 else {method}, sorted(degrees)
+    is_measured = scheme.degree in measured and scheme.num_stages == 1 and set(scheme.methods) == expected
+    if not is_measured or scheme.num_layers != num_layers:
         raise InputError(
             f"no layer profile for scheme {scheme.name}; there are single-stage {method} (dense at degree 1) of "
-            f"degrees {', '.join(map(str, known))} with {num_layers} layers"
+            f"degrees {', '.join(map(str, measured))} with {num_layers} layers"
         )

@@ -51,8 +51,8 @@ class SearchSpaceBound:
         self._later = np.array([[stages - 1.0] for _, stages, _ in groups])
         shape = len(groups), len(self._grid)
         self._device_s, self._alone_s = np.full(shape, np.inf), np.full(shape, np.inf)
-        for row, held in enumerate(groups.values()):
-            for kind in held:
+        for row, members in enumerate(groups.values()):
+            for kind in members:
                 self._add(kind, row, per_sequence=problem.overhead_per_sequence)
 
     def _add(self, kind: Candidate, row: int, *, per_sequence: bool) -> None:
@@ -68,9 +68,9 @@ class SearchSpaceBound:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least, pipelines never filling or draining; the cheapest to tell."""
-        at = self._at(priced.lengths)
-        alone_s = ((self._later + 1) * self._alone_s[:, at]).min(axis=0)
-        return max(float(self._device_s[:, at].min(axis=0).sum()) / self._num_devices, float(alone_s.max()))
+        columns = self._at(priced.lengths)
+        alone_s = ((self._later + 1) * self._alone_s[:, columns]).min(axis=0)
+        return max(float(self._device_s[:, columns].min(axis=0).sum()) / self._num_devices, float(alone_s.max()))
 
     def __call__(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches of a step take at least."""
@@ -88,15 +88,15 @@ class SearchSpaceBound:
         return np.searchsorted(self._grid, lengths, side="right") - 1
 
     def _sequences(self, lengths: np.ndarray, updates_s: np.ndarray) -> "_Sequences":
-        at, counts = np.unique(self._at(lengths), return_counts=True)
+        columns, counts = np.unique(self._at(lengths), return_counts=True)
         return _Sequences(
             num_devices=self._num_devices,
             counts=counts.astype(np.float64),
             devices=self._devices,
             later=self._later,
             updates_s=updates_s,
-            device_s=self._device_s[:, at],
-            alone_s=self._alone_s[:, at],
+            device_s=self._device_s[:, columns],
+            alone_s=self._alone_s[:, columns],
         )
 
 

@@ -90,7 +90,7 @@ def accumulate(
             f"g_min={limits.g_min} micro-batches of every group hold {smallest:,}, over the cap of {max_size:,}; "
             "lower g_min, raise the cap or use smaller micro-batches"
         )
-    return _under_cap(makespans, counts, work, _Cap(size=size, base=limits.g_min, most=max_size - smallest))
+    return _under_cap(makespans, counts, work, _Cap(size=size, base=limits.g_min, spare_size=max_size - smallest))
 
 
 def _without_cap(times: np.ndarray, limits: AccumulationRange) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +99,9 @@ def _without_cap(times: np.ndarray, limits: AccumulationRange) -> tuple[np.ndarr
     up_to = np.full(len(times), limits.g_max)
     if not limits.every_group:
         up_to = _whole(limits.g_max * longest / times)
-    multiples = np.unique(np.concatenate([np.arange(1, most + 1) * each for each, most in zip(times, up_to)]))
+    multiples = np.unique(
+        np.concatenate([np.arange(1, max_count + 1) * time_s for time_s, max_count in zip(times, up_to)])
+    )
     multiples = multiples[multiples >= limits.g_min * longest * (1 - ROUNDING)]
     counts = np.minimum(_whole(multiples[:, None] / times), up_to)
     return (counts * times).max(axis=1), counts
@@ -122,7 +124,7 @@ class _Cap:
 
     size: np.ndarray
     base: int
-    most: int
+    spare_size: int
 
 
 def _under_cap(makespans: np.ndarray, counts: np.ndarray, work: np.ndarray, cap: _Cap) -> np.ndarray:
@@ -130,27 +132,27 @@ def _under_cap(makespans: np.ndarray, counts: np.ndarray, work: np.ndarray, cap:
     extra = counts - cap.base
     order = np.argsort(-work / cap.size, kind="stable")
     before = np.cumsum(extra[:, order] * cap.size[order], axis=1) - extra[:, order] * cap.size[order]
-    held = np.empty_like(extra, dtype=np.float64)
-    held[:, order] = np.clip((cap.most - before) / cap.size[order], 0, extra[:, order])
-    relaxed = 1.0 - (held + cap.base) @ work / makespans  # the least idle share with counts in fractions
-    best = _whole(held) + cap.base
+    relaxed_counts = np.empty_like(extra, dtype=np.float64)
+    relaxed_counts[:, order] = np.clip((cap.spare_size - before) / cap.size[order], 0, extra[:, order])
+    relaxed = 1.0 - (relaxed_counts + cap.base) @ work / makespans  # the least idle share with counts in fractions
+    best = _whole(relaxed_counts) + cap.base
     rounded = 1.0 - best @ work / makespans
-    at = _least(rounded, best @ cap.size)
-    chosen, idle, total = best[at], float(rounded[at]), int(best[at] @ cap.size)
-    over = extra @ cap.size > cap.most
+    choice = _least(rounded, best @ cap.size)
+    chosen, idle, total = best[choice], float(rounded[choice]), int(best[choice] @ cap.size)
+    over = extra @ cap.size > cap.spare_size
     for number in np.argsort(relaxed, kind="stable").tolist():
         if relaxed[number] > idle + ROUNDING:
             break
         if not over[number]:
             continue
-        found = knapsack(work.tolist(), cap.size.tolist(), extra[number].tolist(), cap.most) + cap.base
-        found_idle, found_total = float(1.0 - found @ work / makespans[number]), int(found @ cap.size)
-        if found_idle < idle - ROUNDING or (found_idle <= idle + ROUNDING and found_total < total):
-            chosen, idle, total = found, min(idle, found_idle), found_total
+        exact_counts = knapsack(work.tolist(), cap.size.tolist(), extra[number].tolist(), cap.spare_size) + cap.base
+        exact_idle, exact_total = float(1.0 - exact_counts @ work / makespans[number]), int(exact_counts @ cap.size)
+        if exact_idle < idle - ROUNDING or (exact_idle <= idle + ROUNDING and exact_total < total):
+            chosen, idle, total = exact_counts, min(idle, exact_idle), exact_total
     return chosen
 
 
-def knapsack(values: Sequence[float], sizes: Sequence[int], most: Sequence[int], capacity: int) -> np.ndarray:
+def knapsack(values: Sequence[float], sizes: Sequence[int], max_counts: Sequence[int], capacity: int) -> np.ndarray:
     """How many of each item, at most ``most``, have the greatest value within ``capacity``; of those, the smallest.
 
     By dynamic programming over the capacity, items in bundles of 1, 2, 4, ... of a kind.
@@ -159,21 +161,21 @@ def knapsack(values: Sequence[float], sizes: Sequence[int], most: Sequence[int],
     room = capacity // unit
     value = np.zeros(room + 1)
     taken: list[tuple[int, int, int, np.ndarray]] = []
-    for item, (each, size, left) in enumerate(zip(values, sizes, most)):
+    for item, (item_value, size, left) in enumerate(zip(values, sizes, max_counts)):
         size, left, bundle = -(-size // unit), min(left, capacity // size), 1
         while left > 0:
             bundle = min(bundle, left)
             if bundle * size > room:
                 break
-            more = value[: room + 1 - bundle * size] + bundle * each
-            better = more > value[bundle * size :] + ROUNDING * bundle * each
+            more = value[: room + 1 - bundle * size] + bundle * item_value
+            better = more > value[bundle * size :] + ROUNDING * bundle * item_value
             value[bundle * size :] = np.where(better, more, value[bundle * size :])
             taken.append((item, bundle, bundle * size, better))
             left, bundle = left - bundle, 2 * bundle
     counts = np.zeros(len(values), dtype=np.int64)
-    at = int(np.argmax(value >= value.max() * (1 - ROUNDING)))
+    room_used = int(np.argmax(value >= value.max() * (1 - ROUNDING)))
     for item, bundle, size, better in reversed(taken):
-        if at >= size and better[at - size]:
+        if room_used >= size and better[room_used - size]:
             counts[item] += bundle
-            at -= size
+            room_used -= size
     return counts

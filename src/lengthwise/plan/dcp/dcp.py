@@ -50,9 +50,9 @@ def prepare_inter(problem: PlanningProblem) -> "DcpPolicy":
     """
     kinds = usable_kinds(problem)
     for layers in sorted({kind.scheme.num_recomputed for kind in kinds}):
-        held = [kind for kind in kinds if kind.scheme.num_recomputed == layers]
-        if _suffice(held, problem):
-            return DcpPolicy(problem, tuple(held))
+        candidates_of_level = [kind for kind in kinds if kind.scheme.num_recomputed == layers]
+        if _suffice(candidates_of_level, problem):
+            return DcpPolicy(problem, tuple(candidates_of_level))
     return DcpPolicy(problem, tuple(kinds))  # no one number holds it on degrees that tile the cluster
 
 
@@ -72,9 +72,9 @@ def usable_kinds(problem: PlanningProblem) -> list[Candidate]:
         InfeasibleError: they do not either, or their degrees cannot tile the cluster.
     """
     single = [kind for kind in problem.kinds if kind.num_stages == 1]
-    for held in ([kind for kind in single if kind.scheme.weights is WeightPlacement.WHOLE], single):
-        if _suffice(held, problem):
-            return held
+    for usable in ([kind for kind in single if kind.scheme.weights is WeightPlacement.WHOLE], single):
+        if _suffice(usable, problem):
+            return usable
     raise InfeasibleError(
         f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
         f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach "
@@ -109,8 +109,8 @@ class DcpPolicy:
         for kind in self.kinds:
             families.setdefault(kind.family, []).append(kind)
         tiling = Tiling([kind.num_devices for kind in self.kinds], self.problem.num_devices)
-        held = [kinds for kinds in families.values() if tiling.holds(kinds[0].num_devices)]
-        return tuple(sorted(map(RecomputeLadder, held), key=lambda ladder: ladder.kinds[0].num_devices))
+        tiling_families = [kinds for kinds in families.values() if tiling.holds(kinds[0].num_devices)]
+        return tuple(sorted(map(RecomputeLadder, tiling_families), key=lambda ladder: ladder.kinds[0].num_devices))
 
     @cached_property
     def buckets(self) -> LengthBuckets:
@@ -176,8 +176,8 @@ class DcpPolicy:
                 self._idle.clear()
             wanted = [(self.ladders[k].kinds[0], groups[k]) for k in reversed(range(len(groups))) if groups[k]]
             placed = place(wanted, self.problem.num_devices, self.problem.devices_per_node)
-            order = sorted(range(len(placed)), key=lambda at: self._type_of[placed[at][0]])
-            self._idle[groups] = tuple(PipelineDraft(kind=placed[at][0], ranks=placed[at][1]) for at in order)
+            order = sorted(range(len(placed)), key=lambda index: self._type_of[placed[index][0]])
+            self._idle[groups] = tuple(PipelineDraft(kind=placed[index][0], ranks=placed[index][1]) for index in order)
         return self._idle[groups]
 
     @cached_property
@@ -195,14 +195,14 @@ class _Step:
 
     def options(self) -> list[tuple[Phase, ...]]:
         """Arrangements worth comparing: the best in one phase, and the best in several if it promises to be faster."""
-        whole = (0, len(self.batch))
-        options: list[tuple[Phase, ...]] = [(self._phase(whole),)]
-        best_s, best = self._planner(whole).earliest[0], [whole]
+        whole_batch = (0, len(self.batch))
+        options: list[tuple[Phase, ...]] = [(self._phase(whole_batch),)]
+        best_s, best = self._planner(whole_batch).earliest[0], [whole_batch]
         splits = []
         for cuts in self._cuts():
             segments = list(pairwise((0, *cuts, len(self.batch))))
             switches_s = self.policy.switch_s * len(cuts)
-            splits.append((sum(self._planner(each).floor_s for each in segments) + switches_s, segments))
+            splits.append((sum(self._planner(segment).floor_s for segment in segments) + switches_s, segments))
         for floor_s, segments in sorted(splits):
             total_s = self._total_s(segments, floor_s, best_s)
             if total_s < best_s:
@@ -241,7 +241,7 @@ class _Step:
         for attempt in range(max(2, min(DEALS, MOST_DEALT // int(self.batch.counts[slice(*segment)].sum())))):
             # The last is not filled up to a deadline but levelled, which is better where there are few sequences.
             dealer = Dealer(groups, 0.0 if attempt == DEALS - 1 else deadline_s)
-            shares = [dealer.deal(each) for each in costs]
+            shares = [dealer.deal(bucket_costs) for bucket_costs in costs]
             if (ends_s := max(dealer.loads_s)) < best_s:
                 best_s, best = ends_s, shares
             else:
@@ -250,8 +250,8 @@ class _Step:
         packs: list[list[tuple[int, ...]]] = [[] for _ in dealer.types]
         for bucket, share in zip(buckets, best):
             positions, sizes = self.batch.positions(bucket), self.batch.batch_sizes[:, bucket].tolist()
-            for group, held in share.items():
-                packs[group] += evenly([positions[at] for at in held], sizes[dealer.types[group]])
+            for group, jobs in share.items():
+                packs[group] += evenly([positions[job] for job in jobs], sizes[dealer.types[group]])
         return self._lanes(groups, packs)
 
     def _lanes(self, groups: tuple[int, ...], packs: list[list[tuple[int, ...]]]) -> Phase:
@@ -262,7 +262,9 @@ class _Step:
             mine = range(len(lanes), len(lanes) + count)
             runs = iter(ladder.runs(self.priced, [pack for group in mine for pack in packs[group]]))
             for group in mine:
-                kind, own = idle[group].kind, tuple(next(runs) for _ in packs[group])
-                own = () if all(run is kind for run in own) else own
-                lanes.append(PipelineDraft(kind=kind, ranks=idle[group].ranks, packs=tuple(packs[group]), runs=own))
+                kind, runs_of_group = idle[group].kind, tuple(next(runs) for _ in packs[group])
+                runs_of_group = () if all(run is kind for run in runs_of_group) else runs_of_group
+                lanes.append(
+                    PipelineDraft(kind=kind, ranks=idle[group].ranks, packs=tuple(packs[group]), runs=runs_of_group)
+                )
         return tuple(lanes)

@@ -75,9 +75,9 @@ class Dealer:
             working = self._working[kind]
             room_s = deadline_s - rows[kind][sequence] - costs.overhead_s[kind]
             if working and working[0][0] <= room_s:
-                at = bisect_right(working, (room_s, last)) - 1
-                if (end_s := working[at][0] - room_s) > best_end_s or best < 0:
-                    best, best_end_s, place = kind, end_s, at
+                index = bisect_right(working, (room_s, last)) - 1
+                if (end_s := working[index][0] - room_s) > best_end_s or best < 0:
+                    best, best_end_s, place = kind, end_s, index
         if best >= 0:
             return self._working[best].pop(place)[1]
         for kind in costs.preferred:
@@ -94,9 +94,9 @@ class Dealer:
         return self._idle[best].pop() if self._idle[best] else self._working[best].pop(0)[1]
 
 
-def evenly(items: Sequence[int], most: int) -> list[tuple[int, ...]]:
+def evenly(items: Sequence[int], max_items: int) -> list[tuple[int, ...]]:
     """The fewest runs of at most ``most`` items each, of equal size give or take one."""
-    count = -(-len(items) // most)
-    each, more = divmod(len(items), count)
-    starts = [number * each + min(number, more) for number in range(count + 1)]
+    count = -(-len(items) // max_items)
+    num_each, more = divmod(len(items), count)
+    starts = [number * num_each + min(number, more) for number in range(count + 1)]
     return [tuple(items[start:end]) for start, end in pairwise(starts)]

@@ -122,10 +122,10 @@ class GroupPlanner:
                 low_s, slack = high_s, 2 * slack
         for _ in range(BISECTIONS):
             middle_s = (low_s + high_s) / 2
-            if (found := self.by_deadline(middle_s)) is None:
+            if (groups_in_time := self.by_deadline(middle_s)) is None:
                 low_s = middle_s
             else:
-                high_s, groups = middle_s, found
+                high_s, groups = middle_s, groups_in_time
         return high_s, groups
 
     def by_deadline(self, deadline_s: float) -> tuple[int, ...] | None:
@@ -147,8 +147,8 @@ class GroupPlanner:
             for kind in in_time:
                 if wanted <= 0:
                     break
-                each = self._fitting(kind, bucket, deadline_s)
-                count = self.tiling.most(self.tiling.degrees[kind], -(-wanted // each), left)
+                num_per_group = self._fitting(kind, bucket, deadline_s)
+                count = self.tiling.most(self.tiling.degrees[kind], -(-wanted // num_per_group), left)
                 left -= count * self.tiling.degrees[kind]
                 fresh = [_Groups(kind, count, deadline_s)] if count else []
                 wanted = self._share(fresh, bucket, wanted)
@@ -175,11 +175,11 @@ class GroupPlanner:
                 break
             if self._alone_s[groups.kind][bucket] > groups.spare_s:
                 continue
-            each = self._fitting(groups.kind, bucket, groups.spare_s)
-            full = min(groups.count, wanted // each)
-            last = wanted - full * each if full < groups.count else 0
-            wanted -= full * each + last
-            for count, share in ((full, each), (1, last)):
+            num_per_group = self._fitting(groups.kind, bucket, groups.spare_s)
+            full = min(groups.count, wanted // num_per_group)
+            last = wanted - full * num_per_group if full < groups.count else 0
+            wanted -= full * num_per_group + last
+            for count, share in ((full, num_per_group), (1, last)):
                 if count and share:
                     spare_s = groups.spare_s - self._taken_s(groups.kind, bucket, share)
                     opened.append(_Groups(groups.kind, count, spare_s))

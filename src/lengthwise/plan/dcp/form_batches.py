@@ -88,15 +88,15 @@ class FormedBatches:
         return self
 
     def __next__(self) -> GlobalBatch:
-        held = self._held
-        while len(held) < max(1, self._window * self._size) and (batch := next(self._stream, None)) is not None:
+        waiting = self._held
+        while len(waiting) < max(1, self._window * self._size) and (batch := next(self._stream, None)) is not None:
             self._step = self._step if self._size else batch.step
             self._size = len(batch.ids)
-            held.add(batch)
-        if not len(held):
+            waiting.add(batch)
+        if not len(waiting):
             raise StopIteration
-        overdue = held.num_batches - 2 * self._window
-        formed = held.form(self._step, self._size, self._limits, growth_cap=self._growth_cap, overdue=overdue)
+        overdue = waiting.num_batches - 2 * self._window
+        formed = waiting.form(self._step, self._size, self._limits, growth_cap=self._growth_cap, overdue=overdue)
         self._step += 1
         return formed
 
@@ -168,12 +168,14 @@ class _Held:
 
     def state(self) -> dict[str, Any]:
         """Who waits, in the order of arrival."""
-        waiting = sorted((one for bucket in self._waiting for one in bucket), key=lambda one: one.arrival)
+        waiting = sorted(
+            (sequence for bucket in self._waiting for sequence in bucket), key=lambda sequence: sequence.arrival
+        )
         return {
             "num_batches": self.num_batches,
             "arrivals": self._arrivals,
             "objective": self._objective,
-            "waiting": [[one.arrival, one.batch, one.id, one.length] for one in waiting],
+            "waiting": [[sequence.arrival, sequence.batch, sequence.id, sequence.length] for sequence in waiting],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -181,12 +183,12 @@ class _Held:
         self.num_batches, self._arrivals, self._objective = (
             state[name] for name in ("num_batches", "arrivals", "objective")
         )
-        held = [_Sequence(arrival=a, batch=b, id=id, length=length) for a, b, id, length in state["waiting"]]
-        if held:
-            lengths = np.array([one.length for one in held])
-            self.problem.check_fits(lengths, np.array([one.id for one in held]))
-            for one, bucket in zip(held, self.buckets.of(lengths).tolist()):
-                self._waiting[bucket].append(one)
+        sequences = [_Sequence(arrival=a, batch=b, id=id, length=length) for a, b, id, length in state["waiting"]]
+        if sequences:
+            lengths = np.array([sequence.length for sequence in sequences])
+            self.problem.check_fits(lengths, np.array([sequence.id for sequence in sequences]))
+            for sequence, bucket in zip(sequences, self.buckets.of(lengths).tolist()):
+                self._waiting[bucket].append(sequence)
 
     def form(self, step: int, size: int, limits: AccumulationRange, *, growth_cap: float, overdue: int) -> GlobalBatch:
         """One batch: groups by their share of the work, those of the oldest sequences first; then their counts."""
@@ -232,10 +234,10 @@ class _Held:
         while True:
             open_to = {}
             for bucket in present:
-                setting, given = self._setting(bucket, size), groups.get(bucket, 0)
+                setting, num_groups = self._setting(bucket, size), groups.get(bucket, 0)
                 waiting = len(self._waiting[bucket])
-                if setting.kind.num_devices <= left and given * setting.batch_size < waiting:
-                    open_to[bucket] = setting.time_s / setting.batch_size * waiting / (given + 1)
+                if setting.kind.num_devices <= left and num_groups * setting.batch_size < waiting:
+                    open_to[bucket] = setting.time_s / setting.batch_size * waiting / (num_groups + 1)
             if not open_to:
                 return groups
             bucket = max(open_to, key=lambda bucket: open_to[bucket])
@@ -248,14 +250,14 @@ class _Held:
             per_sequence = self.problem.overhead_per_sequence
             best: BucketSetting | None = None
             for degree in sorted({kind.num_devices for kind in self.kinds}):
-                found = fastest_setting(
+                setting = fastest_setting(
                     int(self.buckets.edges[bucket]),
                     [kind for kind in self.kinds if kind.num_devices == degree],
-                    most=max(1, size * degree // self.problem.num_devices),
+                    max_batch_size=max(1, size * degree // self.problem.num_devices),
                     overhead_per_sequence=per_sequence,
                 )
-                if found is not None and (best is None or found.device_s < best.device_s):
-                    best = found
+                if setting is not None and (best is None or setting.device_s < best.device_s):
+                    best = setting
             assert best is not None, "usable kinds hold the longest sequence of the run"
             self._settings[bucket, size] = best
         return self._settings[bucket, size]

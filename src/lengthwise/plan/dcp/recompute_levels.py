@@ -88,13 +88,13 @@ class RecomputeLadder:
         starts = np.cumsum([0, *map(len, packs)])[:-1]
         tokens = np.add.reduceat(priced.lengths[flat], starts)
         if self.is_chain or len(self.kinds) == 1:
-            return tuple(self.kinds[at] for at in self.indices(tokens).tolist())
+            return tuple(self.kinds[level] for level in self.indices(tokens).tolist())
         self.indices(tokens.max())  # refuses what fits nowhere
         times_s = np.stack(
             [np.add.reduceat(priced.times_s(kind)[flat], starts) + priced.overhead_s(kind) for kind in self.kinds]
         )
         times_s[tokens > self.limits[:, None]] = np.inf
-        return tuple(self.kinds[at] for at in times_s.argmin(axis=0).tolist())
+        return tuple(self.kinds[level] for level in times_s.argmin(axis=0).tolist())
 
 
 def fastest_fitting(kinds: Iterable[Candidate], num_tokens: int) -> Candidate:
@@ -124,7 +124,7 @@ class BucketSetting:
 
 
 def fastest_setting(
-    length: int, kinds: Iterable[Candidate], *, most: int | None = None, overhead_per_sequence: bool = False
+    length: int, kinds: Iterable[Candidate], *, max_batch_size: int | None = None, overhead_per_sequence: bool = False
 ) -> BucketSetting | None:
     """Algorithm 1, corrected: the setting of the greatest throughput for sequences of ``length``, if any fits.
 
@@ -140,7 +140,7 @@ def fastest_setting(
     best: BucketSetting | None = None
     for kind in kinds:
         fitting = kind.max_tokens // length
-        batch_size = fitting if most is None else min(fitting, max(1, most))
+        batch_size = fitting if max_batch_size is None else min(fitting, max(1, max_batch_size))
         if batch_size < 1:
             continue
         overheads_s = kind.overhead_s * (batch_size if overhead_per_sequence else 1)

@@ -60,9 +60,9 @@ def flexible_kinds(problem: PlanningProblem) -> list[AdaptiveCandidate]:
     if len(lengths) > MOST_COMPARED:
         lengths = np.sort(lengths)[:: -len(lengths) // MOST_COMPARED]  # from the longest
     flexible = []
-    for held in problem.families.values():
-        ladder = fastest_first(held)
-        pivot = min(range(len(ladder)), key=lambda at: _corpus_time_s(ladder, at, lengths))
+    for family in problem.families.values():
+        ladder = fastest_first(family)
+        pivot = min(range(len(ladder)), key=lambda level: _corpus_time_s(ladder, level, lengths))
         if ladder[0].num_stages == 1:
             flexible.append(AdaptiveCandidate(ladder[pivot], ladder[pivot + 1 :]))
         else:
@@ -86,9 +86,9 @@ def fastest_first(kinds: Sequence[Candidate]) -> list[Candidate]:
     return ladder[::-1]
 
 
-def _corpus_time_s(ladder: Sequence[Candidate], at: int, lengths: np.ndarray) -> float:
+def _corpus_time_s(ladder: Sequence[Candidate], level: int, lengths: np.ndarray) -> float:
     """Seconds of all sequences with ``ladder[at]`` as pivot; what it cannot hold runs as the leaner ones."""
-    pivot = AdaptiveCandidate(ladder[at], ladder[at + 1 :])
+    pivot = AdaptiveCandidate(ladder[level], ladder[level + 1 :])
     packed = lengths <= pivot.pivot.max_tokens
     shares_s = pivot.overhead_s * lengths[packed].sum() / pivot.pivot.max_tokens
     return float(pivot.times_s(lengths).sum()) + float(shares_s) + pivot.overhead_s * float((~packed).sum())

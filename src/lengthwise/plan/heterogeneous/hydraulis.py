@@ -54,7 +54,7 @@ class HydraulisPolicy:
     def bound_s(self, priced: PricedBatch) -> float:
         """The least bound of all candidates."""
         bounds_s = self.candidates.bounds_s(priced)
-        return min(bound_s - each.update_s for bound_s, each in zip(bounds_s, self.candidates.strategies))
+        return min(bound_s - strategy.update_s for bound_s, strategy in zip(bounds_s, self.candidates.strategies))
 
     def _fastest(self, priced: PricedBatch, bounds_s: list[float]) -> Phase:
         phase, _ = self.candidates.best(priced, bounds_s)

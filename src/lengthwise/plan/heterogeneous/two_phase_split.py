@@ -40,9 +40,9 @@ class SplitSearch:
         for split in sorted(splits, key=lambda split: split.estimate_s)[:FULL_PLANS]:
             if split.estimate_s >= limit_s:
                 break
-            found = self._plan(priced, order, split)
-            if found is not None and (found_s := time_s(priced, found)) < limit_s:
-                best, limit_s = found, found_s
+            phases = self._plan(priced, order, split)
+            if phases is not None and (phases_s := time_s(priced, phases)) < limit_s:
+                best, limit_s = phases, phases_s
         return best, limit_s
 
     def _estimates(self, priced: PricedBatch, order: np.ndarray, limit_s: float) -> list[_Split]:

@@ -79,8 +79,8 @@ class PlacedStrategy:
         self._machines = [tile.machines(problem) for tile in tiles]
         counts = [(tile.kind, tile.count) for tile in tiles]
         ranks: dict[Candidate, list[tuple[int, ...]]] = {}
-        for kind, held in place(counts, problem.num_devices, problem.devices_per_node):
-            ranks.setdefault(kind, []).append(held)
+        for kind, pipeline_ranks in place(counts, problem.num_devices, problem.devices_per_node):
+            ranks.setdefault(kind, []).append(pipeline_ranks)
         self._ranks = [ranks[tile.kind].pop(0) for tile in tiles for _ in range(tile.count)]
         self._tile_of = [tile for tile in tiles for _ in range(tile.count)]
 
@@ -127,14 +127,16 @@ class PlacedStrategy:
 
     def assign(self, priced: PricedBatch) -> tuple[Phase, ShopSchedule]:
         """The pipelines with their packs; micro-batches of the schedule in issue order."""
-        found = schedule(
+        assignment = schedule(
             self._work(priced),
             priced.lengths,
             self._machines,
             objective=self.problem.objective,
             certificate=self._certificate(priced),
         )
-        return tuple(map(self._lane, self._tile_of, self._ranks, found.batches, [priced] * len(self._ranks))), found
+        return tuple(
+            map(self._lane, self._tile_of, self._ranks, assignment.batches, [priced] * len(self._ranks))
+        ), assignment
 
     def _certificate(self, priced: PricedBatch) -> Certificate:
         if self not in priced.certificates:

@@ -60,14 +60,18 @@ def best_counts(
     reduced = times[others] - times[lean] - slope * (sizes[others] - sizes[lean])
     upgraded = np.floor((budget - num_layers * sizes[lean]) / (sizes[fast] - sizes[lean]))
     relaxed = num_layers * times[lean] + slope * (budget - num_layers * sizes[lean])
-    known = num_layers * times[lean] + upgraded * (times[fast] - times[lean])
-    held = _combinations(np.maximum(reduced, 0.0), known - relaxed, num_layers)
-    rest = num_layers - held.sum(axis=1)
-    room = budget - held @ sizes[others] - rest * sizes[lean]
+    feasible_s = num_layers * times[lean] + upgraded * (times[fast] - times[lean])
+    other_counts = _combinations(np.maximum(reduced, 0.0), feasible_s - relaxed, num_layers)
+    rest = num_layers - other_counts.sum(axis=1)
+    room = budget - other_counts @ sizes[others] - rest * sizes[lean]
     upgraded = np.clip(np.floor(room / (sizes[fast] - sizes[lean])), 0, rest)
-    total = held @ times[others] + rest * times[lean] + upgraded * (times[fast] - times[lean])
-    at = int(np.where(room >= 0, total, np.inf).argmin())
-    counts[others], counts[lean], counts[fast] = held[at], rest[at] - upgraded[at], upgraded[at]
+    total = other_counts @ times[others] + rest * times[lean] + upgraded * (times[fast] - times[lean])
+    fastest = int(np.where(room >= 0, total, np.inf).argmin())
+    counts[others], counts[lean], counts[fast] = (
+        other_counts[fastest],
+        rest[fastest] - upgraded[fastest],
+        upgraded[fastest],
+    )
     return counts
 
 
@@ -91,24 +95,24 @@ def _neighbours(times: np.ndarray, sizes: np.ndarray, mean_bytes: float) -> tupl
                 break
             hull.pop()
         hull.append(option)
-    at = int(np.searchsorted(sizes[hull], mean_bytes, side="right"))
-    return hull[at - 1], hull[at]
+    corner = int(np.searchsorted(sizes[hull], mean_bytes, side="right"))
+    return hull[corner - 1], hull[corner]
 
 
-def _combinations(reduced: np.ndarray, gap: float, most: int) -> np.ndarray:
+def _combinations(reduced: np.ndarray, gap: float, max_layers: int) -> np.ndarray:
     """[combinations, options] layers of each option, ``most`` in all, whose reduced costs stay within the gap."""
     gap = max(gap, 0.0) * (1 + ROUNDING) + ROUNDING * float(reduced.max(initial=0.0))
-    held, spent = np.zeros((1, 0), dtype=np.int64), np.zeros(1)
+    combinations, spent = np.zeros((1, 0), dtype=np.int64), np.zeros(1)
     for cost in reduced.tolist():
-        limit = int(min(most, gap / cost)) if cost > 0 else most
+        limit = int(min(max_layers, gap / cost)) if cost > 0 else max_layers
         counts = np.arange(limit + 1)
-        held = np.column_stack([np.repeat(held, limit + 1, axis=0), np.tile(counts, len(held))])
+        combinations = np.column_stack([np.repeat(combinations, limit + 1, axis=0), np.tile(counts, len(combinations))])
         spent = (spent[:, None] + counts * cost).ravel()
-        allowed = np.flatnonzero((spent <= gap) & (held.sum(axis=1) <= most))
-        if len(allowed) * (most + 1) > MOST_COMBINATIONS:
-            allowed = allowed[np.argsort(spent[allowed], kind="stable")[: MOST_COMBINATIONS // (most + 1)]]
-        held, spent = held[allowed], spent[allowed]
-    return held
+        allowed = np.flatnonzero((spent <= gap) & (combinations.sum(axis=1) <= max_layers))
+        if len(allowed) * (max_layers + 1) > MOST_COMBINATIONS:
+            allowed = allowed[np.argsort(spent[allowed], kind="stable")[: MOST_COMBINATIONS // (max_layers + 1)]]
+        combinations, spent = combinations[allowed], spent[allowed]
+    return combinations
 
 
 def options_of(kinds: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -117,12 +121,12 @@ def options_of(kinds: Sequence[Candidate]) -> tuple[Candidate, ...]:
     In the order in which they follow one another along the layers: methods together, so that they change least often.
     """
     order = {method: place for place, method in enumerate(Method)}
-    alike = [
+    uniform = [
         kind
         for kind in kinds
         if len(set(kind.scheme.methods)) == 1 and len(set(kind.scheme.recompute)) == 1 and kind.num_stages == 1
     ]
-    return tuple(sorted(alike, key=lambda kind: (order[kind.scheme.methods[0]], kind.scheme.recompute[0])))
+    return tuple(sorted(uniform, key=lambda kind: (order[kind.scheme.methods[0]], kind.scheme.recompute[0])))
 
 
 class LayerAssigner:
@@ -134,7 +138,8 @@ class LayerAssigner:
         assert len({kind.family for kind in self.options}) == 1, "options of one family can be mixed"
         places = range(len(self.options))
         self._counts = {
-            option: tuple(self.num_layers * (at == other) for other in places) for at, option in enumerate(self.options)
+            option: tuple(self.num_layers * (place == other) for other in places)
+            for place, option in enumerate(self.options)
         }
         self._mixes = {counts: option for option, counts in self._counts.items()}
 
@@ -160,21 +165,21 @@ class LayerAssigner:
                 f"a pack of {num_tokens:,} tokens fits under no mix of methods; the leanest, {leanest.scheme.name}, "
                 f"holds {leanest.max_tokens:,}. Raise plan.max_degree or set data.max_length."
             )
-        held = np.array([num_tokens] if lengths is None else lengths)
-        times_s = np.array([self._time_s(kind, held) / self.num_layers for kind in self.options])
+        pack_lengths = np.array([num_tokens] if lengths is None else lengths)
+        times_s = np.array([self._time_s(kind, pack_lengths) / self.num_layers for kind in self.options])
         layer_bytes, fixed_bytes = self._parts(num_tokens)
-        found, budget_bytes = leanest, self._budget_bytes
+        best_mix, budget_bytes = leanest, self._budget_bytes
         for _ in range(TIGHTENINGS):
             counts = self._counts_within(times_s, layer_bytes, fixed_bytes, budget_bytes=budget_bytes)
             if counts is None:
                 break
             mix = self.mix(counts.tolist())
             if self._fits(mix, num_tokens):
-                found = mix
+                best_mix = mix
                 break
             excess = self._bytes(mix, num_tokens) - self._budget_bytes
             budget_bytes -= max(excess, self._budget_bytes * 2.0**-10)
-        return self._improve(found, num_tokens, held)
+        return self._improve(best_mix, num_tokens, pack_lengths)
 
     def _parts(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """[J] bytes that a layer of each option keeps, up to a constant, and what is there once if any layer runs it.
@@ -186,13 +191,13 @@ class LayerAssigner:
         if self.num_layers < 3:
             return peaks / self.num_layers, np.zeros(len(peaks))
         layer_bytes = np.zeros(len(peaks))
-        for at in range(1, len(peaks)):
+        for option in range(1, len(peaks)):
             few, many = (
-                [number * (at == other) + (self.num_layers - number) * (other == 0) for other in range(len(peaks))]
+                [number * (option == other) + (self.num_layers - number) * (other == 0) for other in range(len(peaks))]
                 for number in (1, self.num_layers - 1)
             )
             more_bytes = self._bytes(self.mix(many), num_tokens) - self._bytes(self.mix(few), num_tokens)
-            layer_bytes[at] = more_bytes / (self.num_layers - 2)
+            layer_bytes[option] = more_bytes / (self.num_layers - 2)
         layer_bytes -= layer_bytes.min()
         return layer_bytes, peaks - self.num_layers * layer_bytes
 
@@ -205,15 +210,15 @@ class LayerAssigner:
             allowed = np.flatnonzero(fixed_bytes <= largest)
             if self.num_layers * times_s[allowed].min() >= best_s or largest > budget_bytes:
                 continue
-            found = best_counts(
+            counts = best_counts(
                 times_s[allowed].tolist(),
                 layer_bytes[allowed].tolist(),
                 num_layers=self.num_layers,
                 budget_bytes=budget_bytes - float(largest),
             )
-            if found is not None and (found_s := float(times_s[allowed] @ found)) < best_s:
-                best, best_s = np.zeros(len(times_s), dtype=np.int64), found_s
-                best[allowed] = found
+            if counts is not None and (counts_s := float(times_s[allowed] @ counts)) < best_s:
+                best, best_s = np.zeros(len(times_s), dtype=np.int64), counts_s
+                best[allowed] = counts
         return best
 
     def mix(self, counts: Sequence[int]) -> Candidate:
@@ -251,8 +256,8 @@ class LayerAssigner:
         low, high = int(useful.limits[0]), useful.max_tokens
         steps = int(np.ceil(np.log(high / low) / np.log(RUNG_RATIO)))
         rungs = np.unique(np.geomspace(low, high, steps + 1).astype(np.int64)).tolist()
-        found = dict.fromkeys(self.assign(rung) for rung in rungs if rung <= high)
-        return tuple(kind for kind in found if kind not in self.options)
+        mixes = dict.fromkeys(self.assign(rung) for rung in rungs if rung <= high)
+        return tuple(kind for kind in mixes if kind not in self.options)
 
     def _improve(self, kind: Candidate, num_tokens: int, lengths: np.ndarray) -> Candidate:
         """Move single layers to faster options, the largest gain first, while the pack fits and takes less time.
@@ -273,7 +278,7 @@ class LayerAssigner:
             for _, old, new in faster:
                 if not counts[old] or (alone_bytes[new] - alone_bytes[old]) / self.num_layers > room:
                     continue
-                mix = self.mix([count + (at == new) - (at == old) for at, count in enumerate(counts)])
+                mix = self.mix([count + (place == new) - (place == old) for place, count in enumerate(counts)])
                 if self._fits(mix, num_tokens) and self._time_s(mix, lengths) < now_s:
                     kind, moved = mix, True
                     break
@@ -298,12 +303,12 @@ def mixed_kinds(problem: PlanningProblem) -> tuple[Candidate, ...]:
 
     A pool with these added is closed: policies choose among finitely many kinds, and bounds hold for all of them.
     """
-    known = {_contents(kind) for kind in problem.kinds}
-    found: list[Candidate] = []
+    present = {_contents(kind) for kind in problem.kinds}
+    mixed: list[Candidate] = []
     for kinds in problem.families.values():
         if len(options_of(kinds)) > 1:
-            found += [mix for mix in LayerAssigner(kinds).mixes() if _contents(mix) not in known]
-    return tuple(found)
+            mixed += [mix for mix in LayerAssigner(kinds).mixes() if _contents(mix) not in present]
+    return tuple(mixed)
 
 
 def _contents(kind: Candidate) -> tuple[Family, frozenset[tuple[tuple[Method, bool], int]]]:

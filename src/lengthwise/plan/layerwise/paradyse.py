@@ -49,19 +49,19 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
 
 def _groups(problem: PlanningProblem) -> list[Sequence[Candidate]]:
     """Families that tile the cluster, in the order of preference: sharded weights come first at each degree."""
-    held = {
+    candidates_of = {
         (family[0], family[2]): kinds
         for family, kinds in problem.families.items()
         if len(family[1]) == 1 and problem.num_devices % family[0] == 0
     }
-    degrees = sorted({degree for degree, _ in held})
+    degrees = sorted({degree for degree, _ in candidates_of})
     inside = [degree for degree in degrees if degree <= problem.devices_per_node][-1:]
     order = inside + [degree for degree in degrees if degree > problem.devices_per_node]
     return [
-        held[degree, weights]
+        candidates_of[degree, weights]
         for degree in order
         for weights in (WeightPlacement.SHARDED, WeightPlacement.WHOLE)
-        if (degree, weights) in held
+        if (degree, weights) in candidates_of
     ]
 
 
@@ -127,8 +127,8 @@ class ParaDysePolicy:
         """The packs of each copy, as if all ran as the kind of the greatest throughput; what exceeds it is alone."""
         order = np.argsort(-priced.lengths, kind="stable")
         lengths = priced.lengths[order]
-        at = self._pivot(priced)
-        pivot, capacity = self.ladder.kinds[at], min(int(self.ladder.limits[at]), self.problem.max_length)
+        level = self._pivot(priced)
+        pivot, capacity = self.ladder.kinds[level], min(int(self.ladder.limits[level]), self.problem.max_length)
         work_s = priced.times_s(pivot)[order].copy()
         alone = np.flatnonzero(lengths > capacity)
         if len(alone):
@@ -138,24 +138,26 @@ class ParaDysePolicy:
             # A sequence that is alone may be faster than a shorter one in the pivot's packs; the scheduler wants order.
             work_s[: len(alone) + 1] = np.maximum.accumulate(work_s[: len(alone) + 1][::-1])[::-1]
         machines = Machines(count=self.num_copies, setup=priced.overhead_s(pivot), capacity=capacity)
-        found = schedule(work_s[None, :], np.minimum(lengths, capacity), [machines], objective=self.problem.objective)
-        return [tuple(tuple(order[list(pack)].tolist()) for pack in packs) for packs in found.batches]
+        assignment = schedule(
+            work_s[None, :], np.minimum(lengths, capacity), [machines], objective=self.problem.objective
+        )
+        return [tuple(tuple(order[list(pack)].tolist()) for pack in packs) for packs in assignment.batches]
 
     def _pivot(self, priced: PricedBatch) -> int:
         """The kind under which the batch would take least time, what it does not hold left to leaner kinds."""
         tokens = int(priced.lengths.sum())
         estimates_s = []
-        for at, kind in enumerate(self.ladder.kinds):
-            times_s, fits = priced.times_s(kind), priced.lengths <= self.ladder.limits[at]
-            capacity = min(int(self.ladder.limits[at]), self.problem.max_length)
+        for level, kind in enumerate(self.ladder.kinds):
+            times_s, fits = priced.times_s(kind), priced.lengths <= self.ladder.limits[level]
+            capacity = min(int(self.ladder.limits[level]), self.problem.max_length)
             estimate_s = float(times_s.sum()) + priced.overhead_s(kind) * max(1.0, tokens / capacity)
             estimates_s.append(estimate_s if fits.any() else np.inf)
         return int(np.argmin(estimates_s))
 
     def _lane(self, priced: PricedBatch, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...]) -> PipelineDraft:
-        own = self.ladder.kinds[0]
+        leanest = self.ladder.kinds[0]
         if not packs:
-            return PipelineDraft(kind=own, ranks=ranks)
+            return PipelineDraft(kind=leanest, ranks=ranks)
         starts = np.cumsum([0, *map(len, packs)])[:-1]
         flat = np.concatenate(packs)
         tokens = np.add.reduceat(priced.lengths[flat], starts)
@@ -167,10 +169,10 @@ class ParaDysePolicy:
         )
         times_s[tokens > self.ladder.limits[:, None]] = np.inf
         order = np.argsort(-times_s.min(axis=0), kind="stable")  # packs are issued by decreasing time
-        runs = tuple(self.ladder.kinds[at] for at in smooth(times_s[:, order]))
+        runs = tuple(self.ladder.kinds[level] for level in smooth(times_s[:, order]))
         return PipelineDraft(
-            kind=own,
+            kind=leanest,
             ranks=ranks,
-            packs=tuple(packs[at] for at in order.tolist()),
-            runs=() if all(run is own for run in runs) else runs,
+            packs=tuple(packs[pack] for pack in order.tolist()),
+            runs=() if all(run is leanest for run in runs) else runs,
         )

@@ -44,7 +44,7 @@ class RandomMethods:
             for pipeline in plan.pipelines
         )
         before, after = (
-            sum(m.time_s for pipeline in held for m in pipeline.micro_batches) for held in (plan.pipelines, pipelines)
+            sum(m.time_s for pipeline in side for m in pipeline.micro_batches) for side in (plan.pipelines, pipelines)
         )
         time_s = plan.time_s * after / before
         return replace(plan, pipelines=pipelines, time_s=time_s, lower_bound_s=min(time_s, plan.lower_bound_s))

@@ -30,17 +30,17 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
             node *= 2
             if room[node] < size:
                 node += 1
-        left, held = room[node], bins[node - width]
+        left, bin_items = room[node], bins[node - width]
         while place < len(order) and sizes[order[place]] == size <= left:  # equal ones fill the same bin first
-            held.append(order[place])
+            bin_items.append(order[place])
             left -= size
             place += 1
         room[node] = left
         while node > 1:
             node //= 2
-            one, other = room[2 * node], room[2 * node + 1]
-            most = one if one > other else other
-            if room[node] == most:
+            left_room, right_room = room[2 * node], room[2 * node + 1]
+            larger_room = left_room if left_room > right_room else right_room
+            if room[node] == larger_room:
                 break  # so it is above
-            room[node] = most
+            room[node] = larger_room
     return [items for items in bins if items]

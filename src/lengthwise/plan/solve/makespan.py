@@ -11,7 +11,7 @@ def longest_first(times: Sequence[float], num_machines: int) -> list[list[int]]:
     """
     heap = [(0.0, machine) for machine in range(num_machines)]
     jobs: list[list[int]] = [[] for _ in range(num_machines)]
-    for job in sorted(range(len(times)), key=lambda at: -times[at]):
+    for job in sorted(range(len(times)), key=lambda place: -times[place]):
         load, machine = heap[0]
         jobs[machine].append(job)
         heapq.heapreplace(heap, (load + times[job], machine))

@@ -7,7 +7,7 @@ Segment = tuple[int, int, int]
 
 
 def best_segmentations(
-    cost: np.ndarray, change: np.ndarray, weight: np.ndarray, *, most: int
+    cost: np.ndarray, change: np.ndarray, weight: np.ndarray, *, max_segments: int
 ) -> list[tuple[float, tuple[Segment, ...]]]:
     """For each number of segments and each kind of the last one, the cheapest way to cut the line; cheapest first.
 
@@ -24,8 +24,8 @@ def best_segmentations(
     allowed = np.isfinite(change)
     price, barred = np.where(allowed, change, 0.0), np.where(allowed, 0.0, np.inf)
     steps: list[tuple[np.ndarray, np.ndarray]] = []
-    found = []
-    for number in range(most):
+    segmentations = []
+    for number in range(max_segments):
         best = np.full((num_kinds, num_points), np.inf)
         start = np.zeros((num_kinds, num_points), dtype=int)
         previous = np.full((num_kinds, num_points), -1)
@@ -40,13 +40,13 @@ def best_segmentations(
                 better = value < best[:, end]
                 best[better, end], start[better, end], previous[better, end] = value[better], begin, origin[better]
         steps.append((start, previous))
-        found += [
+        segmentations += [
             (float(best[kind, -1]), _trace(steps, kind, num_points - 1))
             for kind in range(num_kinds)
             if best[kind, -1] < np.inf
         ]
         before = best
-    return sorted(found)
+    return sorted(segmentations)
 
 
 def _trace(steps: list[tuple[np.ndarray, np.ndarray]], kind: int, end: int) -> tuple[Segment, ...]:

@@ -46,8 +46,8 @@ class Candidate:
     def max_tokens(self) -> int:
         """Most tokens of a micro-batch, padding included."""
         fitting = self.cost.max_tokens(self.scheme, num_devices=self.num_cluster_devices)
-        most = min(fitting, self.token_limit) if self.token_limit else fitting
-        return round_down(most, self.sizes) if self.sizes else most
+        max_tokens = min(fitting, self.token_limit) if self.token_limit else fitting
+        return round_down(max_tokens, self.sizes) if self.sizes else max_tokens
 
     @cached_property
     def overhead_s(self) -> float:

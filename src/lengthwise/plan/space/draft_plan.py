@@ -62,9 +62,9 @@ def _times_without_filler_s(priced: PricedBatch, lane: PipelineDraft) -> list[fl
     sums_s = np.zeros(len(runs))
     for kind in dict.fromkeys(runs):
         mine = [number for number, run in enumerate(runs) if run is kind]
-        held = [lane.packs[number] for number in mine]
-        starts = [0, *accumulate(map(len, held))][:-1]
-        sums_s[mine] = np.add.reduceat(priced.times_s(kind)[list(chain(*held))], starts) + priced.overhead_s(kind)
+        packs = [lane.packs[number] for number in mine]
+        starts = [0, *accumulate(map(len, packs))][:-1]
+        sums_s[mine] = np.add.reduceat(priced.times_s(kind)[list(chain(*packs))], starts) + priced.overhead_s(kind)
     times_s: list[float] = sums_s.tolist()
     return times_s
 
@@ -75,7 +75,7 @@ def _laid_out(priced: PricedBatch, lane: PipelineDraft) -> Iterator[tuple[int, i
         if lane.padded_to:
             yield lane.padded_to[number] * max(lane.rows, len(pack)), lane.padded_to[number]
         else:
-            lengths = [priced.batch.lengths[at] for at in pack]
+            lengths = [priced.batch.lengths[position] for position in pack]
             yield sum(lengths), max(lengths)
 
 
@@ -85,7 +85,7 @@ def fillers(priced: PricedBatch, lane: PipelineDraft) -> list[int]:
     if lattice is None:
         return [0] * len(lane.packs)
     tokens = [tokens for tokens, _ in _laid_out(priced, lane)]
-    return [lattice.size_of(each) - each if each <= lattice.sizes[-1] else 0 for each in tokens]
+    return [lattice.size_of(num_tokens) - num_tokens if num_tokens <= lattice.sizes[-1] else 0 for num_tokens in tokens]
 
 
 def _filler_times_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
@@ -188,13 +188,13 @@ def _micro_batches(
     batch, runs = priced.batch, lane.runs or (lane.kind,) * len(lane.packs)
     packs = [
         Pack(
-            ids=tuple([batch.ids[i] for i in held]),
-            lengths=tuple([batch.lengths[i] for i in held]),
+            ids=tuple([batch.ids[i] for i in positions]),
+            lengths=tuple([batch.lengths[i] for i in positions]),
             padded_to=lane.padded_to[number] if lane.padded_to else 0,
             rows=lane.rows,
             filler=filler,
         )
-        for number, (held, filler) in enumerate(zip(lane.packs, fillers(priced, lane)))
+        for number, (positions, filler) in enumerate(zip(lane.packs, fillers(priced, lane)))
     ]
     tokens = np.array([pack.num_tokens for pack in packs])
     comm_s, peaks = np.zeros(len(packs)), np.zeros(len(packs), dtype=np.int64)
@@ -202,18 +202,18 @@ def _micro_batches(
         mine = np.array([run is kind for run in runs])
         _check_fits(priced.problem, kind, [pack for pack, is_mine in zip(packs, mine) if is_mine], policy)
         peaks[mine] = kind.peak_bytes(tokens[mine])
-        held = [pack.computed_lengths for pack, is_mine in zip(packs, mine) if is_mine]
-        flat = kind.cost.comm_times_s(np.fromiter(chain.from_iterable(held), dtype=np.int64), kind.scheme)
-        comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, held)])[:-1])
-    own = lane.kind.scheme
+        pack_lengths = [pack.computed_lengths for pack, is_mine in zip(packs, mine) if is_mine]
+        flat = kind.cost.comm_times_s(np.fromiter(chain.from_iterable(pack_lengths), dtype=np.int64), kind.scheme)
+        comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, pack_lengths)])[:-1])
+    scheme = lane.kind.scheme
     micro_batches = [
         PlannedMicroBatch(
             pack=pack,
             time_s=time_s,
             comm_s=float(comm),
             peak_bytes=int(peak),
-            methods=None if run.scheme.methods == own.methods else run.scheme.methods,
-            recompute=None if run.scheme.recompute == own.recompute else run.scheme.recompute,
+            methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,
+            recompute=None if run.scheme.recompute == scheme.recompute else run.scheme.recompute,
         )
         for pack, run, time_s, comm, peak in zip(packs, runs, times_s, comm_s, peaks)
     ]

@@ -33,7 +33,7 @@ class _Parcel:
 class _Filling:
     """Which parcels stay whole, which are split into single ranks, and the sizes that fill each node."""
 
-    whole: list[_Parcel]
+    unsplit: list[_Parcel]
     split: list[_Parcel]
     contents: list[Pattern]
 
@@ -89,9 +89,9 @@ def _nodes(num_devices: int, devices_per_node: int) -> list[int]:
 def _parcels(pipelines: list[Candidate], devices_per_node: int, *, broken: int) -> list[_Parcel]:
     """Parcels of every pipeline; the ``broken`` largest pipelines keep only single stages together."""
     chunks = [max(1, min(kind.num_stages, devices_per_node // kind.scheme.degree)) for kind in pipelines]
-    order = sorted(range(len(pipelines)), key=lambda at: (-chunks[at] * pipelines[at].scheme.degree, at))
-    for at in order[:broken]:
-        chunks[at] = 1
+    order = sorted(range(len(pipelines)), key=lambda index: (-chunks[index] * pipelines[index].scheme.degree, index))
+    for index in order[:broken]:
+        chunks[index] = 1
     parcels = []
     for number, (kind, chunk) in enumerate(zip(pipelines, chunks)):
         length = kind.scheme.degree * chunk
@@ -100,11 +100,11 @@ def _parcels(pipelines: list[Candidate], devices_per_node: int, *, broken: int) 
             parcels += [
                 _Parcel(
                     pipeline=number,
-                    start=at,
-                    size=min(devices_per_node, end - at),
-                    fixed=length > devices_per_node <= end - at,
+                    start=offset,
+                    size=min(devices_per_node, end - offset),
+                    fixed=length > devices_per_node <= end - offset,
                 )
-                for at in range(start, end, devices_per_node)
+                for offset in range(start, end, devices_per_node)
             ]
     return parcels
 
@@ -115,7 +115,7 @@ def _whole(pipelines: list[Candidate], nodes: list[int]) -> _Filling | None:
     def attempt(broken: int) -> _Filling | None:
         parcels = _parcels(pipelines, nodes[0], broken=broken)
         contents = _fill([parcel.size for parcel in parcels], nodes)
-        return None if contents is None else _Filling(whole=parcels, split=[], contents=contents)
+        return None if contents is None else _Filling(unsplit=parcels, split=[], contents=contents)
 
     best = attempt(0)
     if best is not None:
@@ -123,26 +123,26 @@ def _whole(pipelines: list[Candidate], nodes: list[int]) -> _Filling | None:
     low, high, best = 0, len(pipelines), attempt(len(pipelines))
     while best is not None and high - low > 1:  # what fits in larger parcels also fits in their parts
         middle = (low + high) // 2
-        found = attempt(middle)
-        low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        layout = attempt(middle)
+        low, high, best = (middle, high, best) if layout is None else (low, middle, layout)
     return best
 
 
 def _crossing(parcels: list[_Parcel], nodes: list[int]) -> _Filling:
     """A filling that splits as few parcels as possible: the largest ones, since smaller ones fit wherever they do."""
-    order = sorted(range(len(parcels)), key=lambda at: (not parcels[at].fixed, parcels[at].size, at))
+    order = sorted(range(len(parcels)), key=lambda index: (not parcels[index].fixed, parcels[index].size, index))
     low, high, best = 0, len(parcels), [(1,) * size for size in nodes]
     while high - low > 1:
         middle = (low + high) // 2
-        sizes = [parcels[at].size for at in order[:middle]]
+        sizes = [parcels[index].size for index in order[:middle]]
         contents = _fill(sizes + [1] * (sum(nodes) - sum(sizes)), nodes)
         if contents is None:
             high = middle
         else:
             low, best = middle, contents
     return _Filling(
-        whole=[parcels[at] for at in sorted(order[:low])],
-        split=[parcels[at] for at in sorted(order[low:])],
+        unsplit=[parcels[index] for index in sorted(order[:low])],
+        split=[parcels[index] for index in sorted(order[low:])],
         contents=best,
     )
 
@@ -157,13 +157,13 @@ def _assign(num_ranks: list[int], filling: _Filling, nodes: list[int]) -> list[t
             slots.setdefault(size, deque()).append(rank)
             rank += size
     ranks = [[0] * number for number in num_ranks]
-    for parcel in filling.whole:
+    for parcel in filling.unsplit:
         first = slots[parcel.size].popleft()
         ranks[parcel.pipeline][parcel.start : parcel.start + parcel.size] = range(first, first + parcel.size)
     for parcel in filling.split:
-        held = [slots[1].popleft() for _ in range(parcel.size)]
-        ranks[parcel.pipeline][parcel.start : parcel.start + parcel.size] = held
-    return [tuple(held) for held in ranks]
+        parcel_ranks = [slots[1].popleft() for _ in range(parcel.size)]
+        ranks[parcel.pipeline][parcel.start : parcel.start + parcel.size] = parcel_ranks
+    return [tuple(pipeline_ranks) for pipeline_ranks in ranks]
 
 
 def _fill(sizes: list[int], nodes: list[int]) -> list[Pattern] | None:
@@ -172,10 +172,10 @@ def _fill(sizes: list[int], nodes: list[int]) -> list[Pattern] | None:
     The shorter last node is filled first. Of the others, all alike, the next one holds one of the largest parcels left.
     Dead ends are remembered. Nothing is found after ``MAX_PATTERNS`` either.
     """
-    held = Counter(sizes)
-    kinds = sorted(held, reverse=True)
+    size_counts = Counter(sizes)
+    kinds = sorted(size_counts, reverse=True)
     capacities = nodes[::-1]
-    left = tuple(held[size] for size in kinds)
+    left = tuple(size_counts[size] for size in kinds)
     chosen: list[Pattern] = []
     states, dead = [left], set()
     options = [_patterns(kinds, left, capacities[0], largest=capacities[0] == nodes[0])]
@@ -193,7 +193,7 @@ def _fill(sizes: list[int], nodes: list[int]) -> list[Pattern] | None:
             continue
         chosen.append(pattern)
         if len(chosen) == len(capacities):
-            contents = [tuple(size for size, n in zip(kinds, held) for _ in range(n)) for held in chosen]
+            contents = [tuple(size for size, n in zip(kinds, node_counts) for _ in range(n)) for node_counts in chosen]
             short = contents[:1] if capacities[0] != nodes[0] else []
             return contents[len(short) :] + short
         states.append(left)

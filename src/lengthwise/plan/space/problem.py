@@ -65,7 +65,7 @@ class PlanningProblem:
         families: dict[Family, list[Candidate]] = {}
         for kind in self.kinds:
             families.setdefault(kind.family, []).append(kind)
-        return {family: tuple(sorted(held, key=lambda k: -k.max_tokens)) for family, held in families.items()}
+        return {family: tuple(sorted(members, key=lambda k: -k.max_tokens)) for family, members in families.items()}
 
     def check_fits(self, lengths: np.ndarray, ids: np.ndarray | None = None) -> None:
         """Raise ``InfeasibleError`` if some sequence fits under no scheme: number, limit and way out."""
@@ -127,11 +127,11 @@ class PricedBatch:
 
     def part(self, positions: np.ndarray) -> "PricedBatch":
         """The sequences at ``positions`` as a batch of their own, with the times known so far."""
-        held = positions.tolist()
+        indices = positions.tolist()
         part = GlobalBatch(
             step=self.batch.step,
-            ids=tuple([self.batch.ids[i] for i in held]),
-            lengths=tuple([self.batch.lengths[i] for i in held]),
+            ids=tuple([self.batch.ids[i] for i in indices]),
+            lengths=tuple([self.batch.lengths[i] for i in indices]),
             objective=self.batch.objective,
         )
         return PricedBatch(self.problem, part, {kind: times_s[positions] for kind, times_s in self._times_s.items()})

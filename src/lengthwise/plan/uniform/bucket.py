@@ -72,6 +72,6 @@ def _deal(
     packs: list[Pack] = []
     numbers = np.searchsorted(-edges, -priced.lengths, side="right") - 1
     for number, size in enumerate(sizes):
-        held = np.flatnonzero(np.maximum(numbers, 0) == number).tolist()
-        packs += [tuple(held[start : start + size]) for start in range(0, len(held), size)]
+        positions = np.flatnonzero(np.maximum(numbers, 0) == number).tolist()
+        packs += [tuple(positions[start : start + size]) for start in range(0, len(positions), size)]
     return in_turn(packs, num_pipelines)

@@ -112,7 +112,7 @@ def strategy_bound_s(priced: PricedBatch, kind: Candidate) -> float:
 
 def longest(priced: PricedBatch, pack: Pack) -> int:
     """Tokens of the longest sequence of a pack."""
-    return max(priced.batch.lengths[at] for at in pack)
+    return max(priced.batch.lengths[position] for position in pack)
 
 
 FEW_SEQUENCES = 100_000

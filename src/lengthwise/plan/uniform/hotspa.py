@@ -36,14 +36,14 @@ def prepare(problem: PlanningProblem) -> "HotSpaPolicy":
         InfeasibleError: no homogeneous scheme holds the longest sequence.
     """
     batches = tuning_batches(problem)
-    whole = [
+    uncut = [
         HotSpaPolicy(problem=problem, ranges=(LengthRange(mode=mode, up_to=problem.max_length),))
         for mode in _modes(tiling_kinds(problem, policy="hotspa"))
     ]
     modes = _modes(few_recomputes([kind for kind in problem.kinds if tiles(problem, kind)]))
     cuts = [ranges for ranges in propose_ranges(problem, modes, batches) if len(ranges) > 1][:CUTS]
     return fastest(
-        [fastest(whole, batches), *(HotSpaPolicy(problem=problem, ranges=ranges) for ranges in cuts)], batches
+        [fastest(uncut, batches), *(HotSpaPolicy(problem=problem, ranges=ranges) for ranges in cuts)], batches
     )
 
 
@@ -56,7 +56,7 @@ class HotSpaPolicy:
     """From short to long sequences; what is longer than the last is in it."""
 
     def __post_init__(self) -> None:
-        limits = [held.up_to for held in self.ranges]
+        limits = [length_range.up_to for length_range in self.ranges]
         assert limits and limits == sorted(set(limits)), f"ranges must go from short to long sequences, not {limits}"
 
     @property
@@ -68,8 +68,8 @@ class HotSpaPolicy:
     def name(self) -> str:
         """Count, scheme and longest length of each range, as tables show them."""
         return ", ".join(
-            f"{self._count(held.mode.kind)} x {held.mode.kind.scheme.name} to {held.up_to:,} tokens"
-            for held in self.ranges
+            f"{self._count(mode.kind)} x {mode.kind.scheme.name} to {up_to:,} tokens"
+            for mode, up_to in ((length_range.mode, length_range.up_to) for length_range in self.ranges)
         )
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
@@ -78,11 +78,16 @@ class HotSpaPolicy:
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
         """The arrangement without its bound: a phase for each range that has sequences in this batch."""
-        return tuple(self._phase(priced, held.mode, positions) for held, positions in self._split(priced))
+        return tuple(
+            self._phase(priced, length_range.mode, positions) for length_range, positions in self._split(priced)
+        )
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least, cheaply: the floors of the phases."""
-        return sum(strategy_floor_s(priced, held.mode.kind, positions) for held, positions in self._split(priced))
+        return sum(
+            strategy_floor_s(priced, length_range.mode.kind, positions)
+            for length_range, positions in self._split(priced)
+        )
 
     def bound_s(self, priced: PricedBatch) -> float:
         """Seconds that no plan of these schemes beats, whatever the order and ranges, the update left out."""
@@ -90,29 +95,31 @@ class HotSpaPolicy:
 
     @cached_property
     def _pool_bound(self) -> SearchSpaceBound:
-        return SearchSpaceBound(self.problem, list(dict.fromkeys(held.mode.kind for held in self.ranges)))
+        return SearchSpaceBound(
+            self.problem, list(dict.fromkeys(length_range.mode.kind for length_range in self.ranges))
+        )
 
     @cached_property
     def _ranks(self) -> dict[Candidate, list[tuple[int, ...]]]:
-        return {held.mode.kind: ranks_of(self.problem, held.mode.kind) for held in self.ranges}
+        return {length_range.mode.kind: ranks_of(self.problem, length_range.mode.kind) for length_range in self.ranges}
 
     def _count(self, kind: Candidate) -> int:
         return self.problem.num_devices // kind.num_devices
 
     def _split(self, priced: PricedBatch) -> list[tuple[LengthRange, np.ndarray]]:
         """Ranges that have sequences in this batch, with the positions of these."""
-        limits = [held.up_to for held in self.ranges[:-1]]
+        limits = [length_range.up_to for length_range in self.ranges[:-1]]
         numbers = np.searchsorted(limits, priced.lengths)
-        split = [(held, np.flatnonzero(numbers == number)) for number, held in enumerate(self.ranges)]
-        return [(held, positions) for held, positions in split if len(positions)]
+        split = [(length_range, np.flatnonzero(numbers == number)) for number, length_range in enumerate(self.ranges)]
+        return [(length_range, positions) for length_range, positions in split if len(positions)]
 
     def _phase(self, priced: PricedBatch, mode: RangeStrategy, positions: np.ndarray) -> Phase:
-        at = positions.tolist()
+        sequence_ids = positions.tolist()
         times_s = priced.times_s(mode.kind)[positions].tolist()
-        dealt = [[at[job] for job in held] for held in longest_first(times_s, self._count(mode.kind))]
+        dealt = [[sequence_ids[job] for job in jobs] for jobs in longest_first(times_s, self._count(mode.kind))]
         return tuple(
-            PipelineDraft(kind=mode.kind, ranks=ranks, packs=_fill(priced.batch.lengths, held, mode))
-            for ranks, held in zip(self._ranks[mode.kind], dealt)
+            PipelineDraft(kind=mode.kind, ranks=ranks, packs=_fill(priced.batch.lengths, jobs, mode))
+            for ranks, jobs in zip(self._ranks[mode.kind], dealt)
         )
 
 
@@ -120,7 +127,7 @@ def _fill(lengths: Sequence[int], positions: list[int], mode: RangeStrategy) -> 
     """Packs of one pipeline: as few as memory allows, but ``rounds`` where sequences are short enough."""
     if not positions:
         return ()
-    sizes = [lengths[at] for at in positions]
+    sizes = [lengths[position] for position in positions]
     share = -(-sum(sizes) // mode.rounds)
     packs = first_fit_decreasing(sizes, max(min(share, mode.kind.max_tokens), max(sizes)))
     return tuple(tuple(positions[item] for item in pack) for pack in packs)

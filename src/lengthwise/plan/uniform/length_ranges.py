@@ -47,25 +47,30 @@ def propose_ranges(
     present = np.mean([_counts(priced, edges) > 0 for priced in batches], axis=0)
     allowed = (edges <= limits[:, None, None]) & (present > 0)
     costs_s = np.where(allowed, costs_s, np.inf)
-    kept = _best_somewhere(costs_s)
-    found = best_segmentations(
-        costs_s[kept], _switches_s(problem, [modes[at].kind for at in kept]), present, most=MAX_RANGES
+    best_modes = _best_somewhere(costs_s)
+    segmentations = best_segmentations(
+        costs_s[best_modes],
+        _switches_s(problem, [modes[index].kind for index in best_modes]),
+        present,
+        max_segments=MAX_RANGES,
     )
     return [
-        tuple(LengthRange(mode=modes[kept[at]], up_to=int(edges[end])) for at, _, end in segments)
-        for _, segments in found
+        tuple(LengthRange(mode=modes[best_modes[index]], up_to=int(edges[end])) for index, _, end in segments)
+        for _, segments in segmentations
     ]
 
 
 def estimates_s(priced: PricedBatch, modes: Sequence[RangeStrategy], edges: np.ndarray) -> np.ndarray:
     """[modes, P, P] seconds of the sequences longer than ``edges[i]`` and not longer than ``edges[j]``, in balance."""
     order = np.argsort(priced.lengths, kind="stable")
-    at = np.searchsorted(priced.lengths[order], edges, side="right")
-    tokens = _between(np.concatenate([[0], np.cumsum(priced.lengths[order])])[at])
-    counts = np.maximum(_between(at), 0)
-    last = np.maximum(at - 1, 0)
+    ends = np.searchsorted(priced.lengths[order], edges, side="right")
+    tokens = _between(np.concatenate([[0], np.cumsum(priced.lengths[order])])[ends])
+    counts = np.maximum(_between(ends), 0)
+    last = np.maximum(ends - 1, 0)
     times_s = {kind: priced.times_s(kind)[order] for kind in dict.fromkeys(mode.kind for mode in modes)}
-    work_s = {kind: _between(np.concatenate([[0.0], np.cumsum(each)])[at]) for kind, each in times_s.items()}
+    work_s = {
+        kind: _between(np.concatenate([[0.0], np.cumsum(mode_times_s)])[ends]) for kind, mode_times_s in times_s.items()
+    }
 
     def column(values: Iterable[float]) -> np.ndarray:
         return np.array(list(values))[:, None, None]

@@ -38,5 +38,5 @@ def _deal(priced: PricedBatch, kind: Candidate, num_pipelines: int, *, rounds: i
     lengths = priced.batch.lengths
     share = -(-priced.batch.num_tokens // (num_pipelines * rounds))
     packs = fill(lengths, min(kind.max_tokens, share))
-    tokens = [float(sum(lengths[at] for at in pack)) for pack in packs]
-    return [[packs[number] for number in held] for held in longest_first(tokens, num_pipelines)]
+    tokens = [float(sum(lengths[position] for position in pack)) for pack in packs]
+    return [[packs[number] for number in numbers] for numbers in longest_first(tokens, num_pipelines)]

@@ -28,11 +28,11 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     if problem.batch_size:
         kinds = _holding(problem, kinds, problem.batch_size)
     batches = tuning_batches(problem)
-    most = max(len(batch.lengths) for batch in batches)
+    max_sequences = max(len(batch.lengths) for batch in batches)
     best, best_s = (kinds[0], 1), np.inf
     for kind in kinds:
         outside_s = update_s(problem, kind)
-        for size in [problem.batch_size] if problem.batch_size else _sizes(problem, kind, most):
+        for size in [problem.batch_size] if problem.batch_size else _sizes(problem, kind, max_sequences):
             mean_s = outside_s + float(np.mean([step_s(priced, kind, size=size) for priced in batches]))
             best, best_s = ((kind, size), mean_s) if mean_s < best_s else (best, best_s)
     return padded(problem, best[0], size=best[1])
@@ -57,12 +57,12 @@ def step_s(priced: PricedBatch, kind: Candidate, *, size: int) -> float:
     times_s = kind.times_s(lengths) * counts + kind.overhead_s * overheads
     num_pipelines = priced.problem.num_devices // kind.num_devices
     dealt = [times_s[number::num_pipelines].tolist() for number in range(min(num_pipelines, len(starts)))]
-    return max(pipeline_time_s(held, kind.num_stages, priced.problem.objective) for held in dealt)
+    return max(pipeline_time_s(pipeline, kind.num_stages, priced.problem.objective) for pipeline in dealt)
 
 
-def _sizes(problem: PlanningProblem, kind: Candidate, most: int) -> list[int]:
+def _sizes(problem: PlanningProblem, kind: Candidate, max_sequences: int) -> list[int]:
     """Powers of two that memory holds at the longest length, up to the first that takes a whole batch of ``most``."""
-    limit = min(kind.max_tokens // problem.max_length, 2 * most - 1)
+    limit = min(kind.max_tokens // problem.max_length, 2 * max_sequences - 1)
     return [2**power for power in range(limit.bit_length())]
 
 

@@ -71,7 +71,7 @@ def _tuning_batches(problem: PlanningProblem) -> list[PricedBatch]:
     samples = problem.samples or (_octaves(problem),)
     mean = sum(map(len, samples)) / len(samples)
     count = int(np.clip(MAX_SEQUENCES // max(1.0, mean), 1, min(MAX_BATCHES, len(samples))))
-    chosen = [_thinned(samples[at * len(samples) // count]) for at in range(count)]
+    chosen = [_thinned(samples[number * len(samples) // count]) for number in range(count)]
     return [
         PricedBatch(problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist())))
         for step, lengths in enumerate(chosen)
@@ -122,11 +122,11 @@ def few_recomputes(kinds: Sequence[Candidate]) -> list[Candidate]:
 
     More recompute than needed can only pay by the larger packs it allows, and then most by the largest.
     """
-    alike: dict[object, list[Candidate]] = {}
+    by_methods: dict[object, list[Candidate]] = {}
     for kind in kinds:
-        alike.setdefault((kind.family, kind.scheme.methods), []).append(kind)
-    kept = [sorted(held, key=lambda kind: kind.scheme.num_recomputed) for held in alike.values()]
-    return [kind for held in kept for kind in dict.fromkeys((held[0], held[-1]))]
+        by_methods.setdefault((kind.family, kind.scheme.methods), []).append(kind)
+    levels = [sorted(members, key=lambda kind: kind.scheme.num_recomputed) for members in by_methods.values()]
+    return [kind for members in levels for kind in dict.fromkeys((members[0], members[-1]))]
 
 
 def tiles(problem: PlanningProblem, kind: Candidate) -> bool:

@@ -12,7 +12,7 @@ from tests.plan.propose.workloads import problems
 @settings(max_examples=40, deadline=None)
 def test_what_is_dropped_another_kind_replaces_in_every_respect(problem):
     lengths = np.concatenate(problem.samples)
-    kept = reduce_kinds(problem.kinds, lengths, most=1000)
+    kept = reduce_kinds(problem.kinds, lengths, max_kinds=1000)
     for kind in problem.kinds:
         fitting = np.unique(lengths[lengths <= kind.max_tokens])
         assert any(
@@ -30,7 +30,7 @@ def test_what_is_dropped_another_kind_replaces_in_every_respect(problem):
 def test_few_kinds_in_their_order_still_hold_the_longest_sequence(problem):
     lengths = np.concatenate(problem.samples)
     for most in (1, 3):
-        kept = reduce_kinds(problem.kinds, lengths, most=most)
+        kept = reduce_kinds(problem.kinds, lengths, max_kinds=most)
         assert 1 <= len(kept) <= most
         assert kept == [kind for kind in problem.kinds if kind in kept]
         assert max(kind.max_tokens for kind in kept) >= lengths.max()

@@ -79,24 +79,26 @@ def propose(
     tiler = Tiler(workload, problem.devices_per_node)
     search = Search(Estimator(workload, problem.objective), tiler, seen)
     starts = make_starts(workload.part(seen), tiler, holding=holding)
-    found = _search(problem, search, starts, holding=holding, effort=effort)
+    reached = _search(problem, search, starts, holding=holding, effort=effort)
     contest = StrategyComparison(problem, search, samples, unseen)
-    always = [contest.fastest_of(starts.homogeneous), contest.fastest_of(found[:1])]
+    always = [contest.fastest_of(starts.homogeneous), contest.fastest_of(reached[:1])]
     contest.beat(starts.published)
     always += [counts for counts in starts.published if counts in contest.times_s]
-    most = min(FEW_PLANS + 2 * problem.num_devices, MOST_PLANS, int(PLANNED_SEQUENCES / _mean_size(samples)))
-    contest.enter([*found, *search.ranked(holding=holding)[1 : 1 + RUNNERS_UP]], steps=most)
-    chosen = contest.choose([counts for counts in dict.fromkeys(always) if counts is not None], most=max_candidates)
+    max_steps = min(FEW_PLANS + 2 * problem.num_devices, MOST_PLANS, int(PLANNED_SEQUENCES / _mean_size(samples)))
+    contest.enter([*reached, *search.ranked(holding=holding)[1 : 1 + RUNNERS_UP]], steps=max_steps)
+    chosen = contest.choose(
+        [counts for counts in dict.fromkeys(always) if counts is not None], max_strategies=max_candidates
+    )
     return [Proposal(counts=strategy_of(kinds, counts), mean_s=mean_s) for counts, mean_s in chosen]
 
 
 def _split(samples: Sequence[np.ndarray], num_devices: int) -> tuple[list[int], list[int]]:
     """Steps to search on and steps to check on, fewer of them where devices are few or steps are large."""
     every = list(range(len(samples)))
-    most = max(FEWEST_CHECKED, min(num_devices // 8, int(CHECKED_SEQUENCES / _mean_size(samples))))
+    num_checked = max(FEWEST_CHECKED, min(num_devices // 8, int(CHECKED_SEQUENCES / _mean_size(samples))))
     if len(samples) < FEW_SAMPLES:
-        return every, every[:most]
-    unseen = every[CHECKED - 1 :: CHECKED][:most]
+        return every, every[:num_checked]
+    unseen = every[CHECKED - 1 :: CHECKED][:num_checked]
     return [step for step in every if step not in unseen], unseen
 
 
@@ -112,20 +114,20 @@ def _search(problem: PlanningProblem, search: Search, starts: Starts, *, holding
     if not search.ranked(holding=holding):
         search.tiler.may_cross = True
         search.estimate(everything)
-    held = search.ranked(holding=holding)
-    if not held:
+    ranked = search.ranked(holding=holding)
+    if not ranked:
         sizes = ", ".join(map(str, sorted(set(search.tiler.sizes))))
         raise InfeasibleError(
             f"no mix of pipelines of {sizes} devices tiles {problem.num_devices} devices and holds a sequence of "
             f"{holding:,} tokens. Allow more degrees (plan.max_degree) or stages, or lower data.max_length."
         )
-    found = [search.climb(held[0], holding=holding) if effort else held[0]]
-    limits_s = search.times_s[found[0]]
+    best_counts = [search.climb(ranked[0], holding=holding) if effort else ranked[0]]
+    limits_s = search.times_s[best_counts[0]]
     for _ in range(effort - 1):
         start = search.ranked(limits_s)[0]
         reached = search.climb(start, limits_s)
         if search.mean_s(reached, limits_s) > float(limits_s[np.array(search.seen)].mean()) * (1 - ENOUGH):
             break
         limits_s = np.minimum(limits_s, search.times_s[reached])
-        found.append(reached)
-    return found
+        best_counts.append(reached)
+    return best_counts

@@ -56,12 +56,12 @@ def proposals(problem: PlanningProblem, space: Space) -> list[Proposal]:
     if begun is None:
         return propose(problem, kinds)
     try:
-        found = begun.result()
+        proposed = begun.result()
     except BrokenExecutor:  # a process died
         return propose(problem, kinds)
     return [
         Proposal(counts=tuple([(kinds[number], count) for number, count in counts]), mean_s=mean_s)
-        for counts, mean_s in found
+        for counts, mean_s in proposed
     ]
 
 

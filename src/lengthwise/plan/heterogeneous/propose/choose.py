@@ -32,19 +32,19 @@ class StrategyComparison:
     @property
     def fastest_s(self) -> np.ndarray:
         """[S] seconds of each step under the best strategy planned so far."""
-        held: np.ndarray = np.min(list(self.times_s.values()), axis=0, initial=np.inf)
-        return np.broadcast_to(held, len(self._steps))
+        fastest_s: np.ndarray = np.min(list(self.times_s.values()), axis=0, initial=np.inf)
+        return np.broadcast_to(fastest_s, len(self._steps))
 
     def best(self, among: Iterable[Counts]) -> Counts | None:
         """The fastest of those planned, on the average step; None if none holds all steps."""
-        known = [counts for counts in among if counts in self.times_s and np.isfinite(self.times_s[counts]).all()]
-        return min(known, key=lambda counts: (self.times_s[counts].mean(), counts), default=None)
+        planned = [counts for counts in among if counts in self.times_s and np.isfinite(self.times_s[counts]).all()]
+        return min(planned, key=lambda counts: (self.times_s[counts].mean(), counts), default=None)
 
     def fastest_of(self, rivals: Sequence[Counts]) -> Counts | None:
         """The fastest of some strategies on the average step, planned as far as that takes; None if there is none."""
-        known = [counts for counts in rivals if counts in self._search.times_s]
+        estimated = [counts for counts in rivals if counts in self._search.times_s]
         best: Counts | None = None
-        for counts in sorted(known, key=lambda counts: (self._estimate_s(counts).mean(), counts)):
+        for counts in sorted(estimated, key=lambda counts: (self._estimate_s(counts).mean(), counts)):
             limit_s = None if best is None else float(self.times_s[best].mean())
             self._plan(counts, partial(_is_faster, limit_s=limit_s), is_proof_needed=True)
             best = self.best(rivals)
@@ -66,14 +66,14 @@ class StrategyComparison:
                 limit_s = np.inf if best is None else float(self.times_s[best].mean())
                 steps -= self._plan(counts, partial(_helps, limit_s=limit_s, fastest_s=fastest_s))
 
-    def choose(self, always: Sequence[Counts], *, most: int) -> list[tuple[Counts, float]]:
+    def choose(self, always: Sequence[Counts], *, max_strategies: int) -> list[tuple[Counts, float]]:
         """The candidates and their seconds of the average step: ``always``, the fastest, and what complements them.
 
         A step that a candidate does not hold takes what it takes under the fastest one.
         """
         best = self.best(self.times_s)
         chosen = list(dict.fromkeys([*always, best] if best is not None else always))
-        while len(chosen) < most:
+        while len(chosen) < max_strategies:
             fastest_s = np.min([self.times_s[counts] for counts in chosen], axis=0)
             gains = {
                 counts: float((fastest_s - np.minimum(fastest_s, times_s)).mean())

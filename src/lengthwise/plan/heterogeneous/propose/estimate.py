@@ -44,8 +44,8 @@ class Estimator:
         blocks = np.array_split(self.deadlines_s, -(-count // BLOCK))
         self.shares = np.concatenate([_shares(workload, objective, block[:, None, None]) for block in blocks])
         with np.errstate(divide="ignore"):
-            whole = np.floor(1 / self.shares[:, :, :CROWDED_CLASSES] + LEFT)
-        self._whole = np.where(self.shares[:, :, :CROWDED_CLASSES] > 0, whole, 0.0)
+            sequences_per_share = np.floor(1 / self.shares[:, :, :CROWDED_CLASSES] + LEFT)
+        self._whole = np.where(self.shares[:, :, :CROWDED_CLASSES] > 0, sequences_per_share, 0.0)
         self._ranks = np.cumsum(workload.counts[:, :CROWDED_CLASSES], axis=1)
 
     @cached_property
@@ -69,11 +69,11 @@ class Estimator:
         shares = self.shares[int(np.median(self.floors))]
         shares = np.where(shares > 0, shares, np.inf)
         limits = self.workload.limits
-        at = np.searchsorted(-self.workload.longest, -np.minimum(limits[:, None], limits))
-        at = np.minimum(at, shares.shape[1] - 1)
+        columns = np.searchsorted(-self.workload.longest, -np.minimum(limits[:, None], limits))
+        columns = np.minimum(columns, shares.shape[1] - 1)
         kinds = np.arange(len(limits))
         with np.errstate(invalid="ignore"):
-            steepness = np.nan_to_num(shares[kinds[:, None], at] / shares[:, -1:], nan=np.inf, posinf=np.inf)
+            steepness = np.nan_to_num(shares[kinds[:, None], columns] / shares[:, -1:], nan=np.inf, posinf=np.inf)
             wins = (steepness < steepness.T * (1 - 1e-9)).sum(axis=1)
         return np.lexsort((kinds, -limits, -wins))
 
@@ -139,13 +139,13 @@ def _shares(workload: Workload, objective: Objective, deadlines_s: np.ndarray) -
     charged = np.where(fits, workload.charged_s, 0.0)
     least = np.maximum(work, work * (workload.util_tokens[:, None] / workload.lengths)) + setup
     with np.errstate(divide="ignore", invalid="ignore"):
-        most = np.maximum(deadlines_s / least - later, 1.0)
+        max_batches = np.maximum(deadlines_s / least - later, 1.0)
         most_alone = np.maximum(deadlines_s / (work + setup) - later, 1.0)
         best = np.where(setup > 0, np.sqrt(deadlines_s * later / setup) - later, np.inf)
-        count = np.where(later > 0, np.clip(best, 1.0, most), 1.0)
+        count = np.where(later > 0, np.clip(best, 1.0, max_batches), 1.0)
         capacity = count * (deadlines_s / (count + later) - setup)
         if objective is Objective.FLOW_SHOP:
-            capacity = np.maximum(capacity, deadlines_s - most * setup - later * least)
+            capacity = np.maximum(capacity, deadlines_s - max_batches * setup - later * least)
             space = np.zeros(())
         else:
             space = workload.lengths / (workload.pack_tokens[:, None] * np.floor(most_alone + LEFT))

@@ -12,22 +12,22 @@ from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler
 def exchanges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
     """Pipelines of one kind for those of another: about ``unit`` devices, as few as possible or all of the kind."""
     sizes = tiler.sizes
-    for old, held in enumerate(counts):
-        if not held:
+    for old, num_old in enumerate(counts):
+        if not num_old:
             continue
         for new, size in enumerate(sizes):
             if new == old:
                 continue
             step = lcm(sizes[old], size)
-            times = min(max(1, unit // step), held * sizes[old] // step)
+            times = min(max(1, unit // step), num_old * sizes[old] // step)
             if times:
                 yield _changed(counts, {old: -times * step // sizes[old], new: times * step // size})
 
 
 def refills(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
     """One pipeline for a smaller one of each kind, and what fills the rest best."""
-    for old, held in enumerate(counts):
-        if not held:
+    for old, num_old in enumerate(counts):
+        if not num_old:
             continue
         for new, size in enumerate(tiler.sizes):
             if new != old and size <= tiler.sizes[old]:
@@ -39,27 +39,27 @@ def refills(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
 def splits(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
     """One pipeline for one of a second kind and some of a third."""
     sizes = tiler.sizes
-    for old, held in enumerate(counts):
-        for one, size in enumerate(sizes):
+    for old, num_old in enumerate(counts):
+        for first, size in enumerate(sizes):
             rest = sizes[old] - size
-            if not held or one == old or rest < 1:
+            if not num_old or first == old or rest < 1:
                 continue
             for many, other in enumerate(sizes):
-                if many not in (old, one) and rest % other == 0:
-                    yield _changed(counts, {old: -1, one: 1, many: rest // other})
+                if many not in (old, first) and rest % other == 0:
+                    yield _changed(counts, {old: -1, first: 1, many: rest // other})
 
 
 def merges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
     """One pipeline of one kind and some of a second for one of a third."""
     sizes = tiler.sizes
-    for one, held in enumerate(counts):
+    for first, num_first in enumerate(counts):
         for many, more in enumerate(counts):
-            if not held or not more or one == many:
+            if not num_first or not more or first == many:
                 continue
             for new, size in enumerate(sizes):
-                rest = size - sizes[one]
-                if new not in (one, many) and rest > 0 and rest % sizes[many] == 0 and rest // sizes[many] <= more:
-                    yield _changed(counts, {one: -1, many: -rest // sizes[many], new: 1})
+                rest = size - sizes[first]
+                if new not in (first, many) and rest > 0 and rest % sizes[many] == 0 and rest // sizes[many] <= more:
+                    yield _changed(counts, {first: -1, many: -rest // sizes[many], new: 1})
 
 
 def _changed(counts: Counts, changes: dict[int, int]) -> Counts:

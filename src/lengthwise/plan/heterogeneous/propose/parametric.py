@@ -67,8 +67,8 @@ def integer_strategies(
         low, high = np.where(meets, low, middle), np.where(meets, middle, high)
     counts = table.strategies(high, classes)
     return [
-        IntegerStrategy(max_length=int(workload.longest[::-1][at]), time_s=float(time_s), counts=held)
-        for at, time_s, held in zip(classes[::-1], high[::-1], counts[::-1])
+        IntegerStrategy(max_length=int(workload.longest[::-1][class_index]), time_s=float(time_s), counts=kind_counts)
+        for class_index, time_s, kind_counts in zip(classes[::-1], high[::-1], counts[::-1])
     ]
 
 
@@ -88,8 +88,8 @@ class _Table:
     @property
     def is_possible(self) -> np.ndarray:
         """[C] whether some kind holds the class."""
-        held: np.ndarray = self.fits.any(axis=0)
-        return held
+        fits_any: np.ndarray = self.fits.any(axis=0)
+        return fits_any
 
     @property
     def floors_s(self) -> np.ndarray:
@@ -103,8 +103,8 @@ class _Table:
     def devices(self, times_s: np.ndarray, classes: np.ndarray) -> np.ndarray:
         """[L] fewest devices for all sequences up to class ``classes[i]`` in ``times_s[i]``; inf if none suffice."""
         fewest, _, _ = self._solve(times_s, int(classes.max()) + 1)
-        held: np.ndarray = fewest[np.arange(len(classes)), classes + 1]
-        return held
+        num_devices: np.ndarray = fewest[np.arange(len(classes)), classes + 1]
+        return num_devices
 
     def strategies(self, times_s: np.ndarray, classes: np.ndarray) -> np.ndarray:
         """[L, K] pipelines of each kind that need the fewest devices."""

@@ -30,8 +30,10 @@ class PlannedSteps:
     def __init__(self, problem: PlanningProblem, steps: Sequence[np.ndarray]) -> None:
         self.problem = problem
         self._priced = [
-            PricedBatch(problem, GlobalBatch(step=step, ids=tuple(range(len(held))), lengths=tuple(held.tolist())))
-            for step, held in enumerate(steps)
+            PricedBatch(
+                problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist()))
+            )
+            for step, lengths in enumerate(steps)
         ]
 
     def under(self, strategy: Sequence[tuple[Candidate, int]]) -> "PlannedStrategy":

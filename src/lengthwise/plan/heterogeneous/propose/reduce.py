@@ -21,7 +21,7 @@ TIGHTNESS = (0.0, 0.25, 0.6, 1.0)
 
 
 def reduce_kinds(
-    kinds: Sequence[Candidate], lengths: np.ndarray, *, most: int = MOST, keep: Sequence[Candidate] = ()
+    kinds: Sequence[Candidate], lengths: np.ndarray, *, max_kinds: int = MOST, keep: Sequence[Candidate] = ()
 ) -> list[Candidate]:
     """At most ``most`` kinds, in their order, without those that another is at least as good as in every respect.
 
@@ -37,14 +37,14 @@ def reduce_kinds(
     limits = np.array([kind.max_tokens for kind in kinds])
     times_s[grid > limits[:, None]] = np.inf
     left = np.flatnonzero(~_dominated(kinds, times_s))
-    kinds, times_s, limits = [kinds[at] for at in left], times_s[left], limits[left]
-    if len(kinds) <= most:
+    kinds, times_s, limits = [kinds[index] for index in left], times_s[left], limits[left]
+    if len(kinds) <= max_kinds:
         return kinds
     order = np.argsort(_regrets(kinds, times_s, grid), kind="stable").tolist()
     holding = np.flatnonzero(limits >= min(grid[-1], limits.max())).tolist()
-    fastest = min(holding, key=lambda at: kinds[at].num_stages * float(kinds[at].times_s(grid[-1:])[0]))
-    wanted = [fastest, *(at for at, kind in enumerate(kinds) if kind in keep), *order]
-    return [kinds[at] for at in sorted(list(dict.fromkeys(wanted))[:most])]
+    fastest = min(holding, key=lambda index: kinds[index].num_stages * float(kinds[index].times_s(grid[-1:])[0]))
+    wanted = [fastest, *(index for index, kind in enumerate(kinds) if kind in keep), *order]
+    return [kinds[index] for index in sorted(list(dict.fromkeys(wanted))[:max_kinds])]
 
 
 def likely_equal(
@@ -58,7 +58,7 @@ def likely_equal(
     tiling = [kind for kind in kinds if problem.num_devices % kind.num_devices == 0 and kind.max_tokens >= holding]
     chosen = [np.unique(sample, return_counts=True) for sample in samples[:: -(-len(samples) // EQUAL_STEPS)]]
     estimates_s = [sum(_equal_s(problem, kind, *lengths) for lengths in chosen) for kind in tiling]
-    return [tiling[at] for at in np.argsort(estimates_s, kind="stable")[:EQUAL_KINDS]]
+    return [tiling[index] for index in np.argsort(estimates_s, kind="stable")[:EQUAL_KINDS]]
 
 
 def _equal_s(problem: PlanningProblem, kind: Candidate, lengths: np.ndarray, counts: np.ndarray) -> float:
@@ -77,8 +77,8 @@ def _equal_s(problem: PlanningProblem, kind: Candidate, lengths: np.ndarray, cou
 def _grid(lengths: np.ndarray) -> np.ndarray:
     ordered = np.sort(lengths)
     tokens = np.cumsum(ordered)
-    at = np.searchsorted(tokens, np.linspace(0, 1, GRID) * tokens[-1])
-    return np.unique(ordered[np.minimum(at, len(ordered) - 1)])
+    places = np.searchsorted(tokens, np.linspace(0, 1, GRID) * tokens[-1])
+    return np.unique(ordered[np.minimum(places, len(ordered) - 1)])
 
 
 def _dominated(kinds: list[Candidate], times_s: np.ndarray) -> np.ndarray:
@@ -90,10 +90,10 @@ def _dominated(kinds: list[Candidate], times_s: np.ndarray) -> np.ndarray:
     values = np.array(merits)
     devices = np.array([kind.num_devices for kind in kinds])
     dominated = np.zeros(len(kinds), dtype=bool)
-    for at in range(len(kinds)):
-        no_worse = (values <= values[at]).all(axis=1) & (devices == devices[at])
-        equal = no_worse & (values == values[at]).all(axis=1)
-        dominated[at] = (no_worse & ~equal).any() or bool(equal[:at].any())
+    for index in range(len(kinds)):
+        no_worse = (values <= values[index]).all(axis=1) & (devices == devices[index])
+        equal = no_worse & (values == values[index]).all(axis=1)
+        dominated[index] = (no_worse & ~equal).any() or bool(equal[:index].any())
     return dominated
 
 

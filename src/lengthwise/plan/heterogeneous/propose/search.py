@@ -43,8 +43,8 @@ class Search:
 
         Only those that hold a sequence of ``holding`` tokens.
         """
-        held = [counts for counts in self.times_s if self.tiler.max_length(counts) >= holding]
-        return sorted(held, key=lambda counts: (self.mean_s(counts, limits_s), counts))
+        feasible = [counts for counts in self.times_s if self.tiler.max_length(counts) >= holding]
+        return sorted(feasible, key=lambda counts: (self.mean_s(counts, limits_s), counts))
 
     def mean_s(self, counts: Counts, limits_s: np.ndarray | float = np.inf) -> float:
         """Estimated seconds of the average step seen, where none takes longer than ``limits_s``."""
@@ -82,11 +82,11 @@ class Search:
         """The best neighbour if it is better than ``present``; few are estimated on all steps."""
         new = [counts for counts in neighbours if counts not in self.times_s]
         if new:
-            at = self._screened
-            screened_s = np.minimum(self._estimate_s(new, at), limits_s[at]).mean(axis=1)
-            widest_s = WIDEST * np.minimum(self.times_s[present], limits_s)[at].mean()
+            screened = self._screened
+            screened_s = np.minimum(self._estimate_s(new, screened), limits_s[screened]).mean(axis=1)
+            widest_s = WIDEST * np.minimum(self.times_s[present], limits_s)[screened].mean()
             order = np.argsort(screened_s, kind="stable")[:SHORTLIST].tolist()
             self.estimate(new[row] for row in order if screened_s[row] <= widest_s)
-        known = [counts for counts in neighbours if counts in self.times_s]
-        best = min(known, key=lambda counts: (self.mean_s(counts, limits_s), counts), default=present)
+        estimated = [counts for counts in neighbours if counts in self.times_s]
+        best = min(estimated, key=lambda counts: (self.mean_s(counts, limits_s), counts), default=present)
         return best if self.mean_s(best, limits_s) < self.mean_s(present, limits_s) * (1 - GAIN) else None

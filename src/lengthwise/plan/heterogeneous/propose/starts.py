@@ -29,7 +29,7 @@ def make_starts(workload: Workload, tiler: Tiler, *, holding: int) -> Starts:
     """Starts for the average of the steps of ``workload``; homogeneous ones hold ``holding`` tokens."""
     num_kinds = len(workload.kinds)
     homogeneous = [
-        tuple(workload.num_devices // size * (at == kind) for at in range(num_kinds))
+        tuple(workload.num_devices // size * (index == kind) for index in range(num_kinds))
         for kind, size in enumerate(tiler.sizes)
         if workload.num_devices % size == 0 and workload.limits[kind] >= holding
     ]
@@ -37,8 +37,8 @@ def make_starts(workload: Workload, tiler: Tiler, *, holding: int) -> Starts:
     limits = np.quantile(longest, np.linspace(0, 1, LENGTH_LIMITS), method="nearest")
     printed = integer_strategies(workload, bubble=False, longest=longest.max(keepdims=True))
     bubbled = integer_strategies(workload, longest=limits)
-    published = [tiler.fill(each.counts.tolist()) for each in (*printed, *bubbled[:1])]
-    others = [tiler.fill(each.counts.tolist()) for each in bubbled[1:]]
+    published = [tiler.fill(strategy.counts.tolist()) for strategy in (*printed, *bubbled[:1])]
+    others = [tiler.fill(strategy.counts.tolist()) for strategy in bubbled[1:]]
     holds = int(np.lexsort((workload.devices, workload.limits < holding))[0])
     others += tiler.round(relax(workload).counts)
     others += tiler.round(relax(workload).counts, least=holds)

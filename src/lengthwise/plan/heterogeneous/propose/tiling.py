@@ -58,10 +58,10 @@ class Tiler:
         left = self.workload.num_devices - sum(size * count for size, count in zip(self.sizes, filled))
         best, last = self._fillings
         while left < 0 or best[left] == -np.inf:
-            held = [kind for kind, count in enumerate(filled) if count]
-            if not held:
+            present = [kind for kind, count in enumerate(filled) if count]
+            if not present:
                 return None
-            least = min(held, key=lambda kind: (self.values[kind], kind))
+            least = min(present, key=lambda kind: (self.values[kind], kind))
             filled[least] -= 1
             left += self.sizes[least]
         while left:
@@ -72,20 +72,20 @@ class Tiler:
 
     def round(self, counts: np.ndarray, *, least: int | None = None) -> list[Counts]:
         """Neighbouring whole strategies of fractional counts, filled; with at least one pipeline of kind ``least``."""
-        whole = np.floor(counts + 1e-9).astype(np.int64)
+        floors = np.floor(counts + 1e-9).astype(np.int64)
         if least is not None:
-            whole[least] = max(whole[least], 1)
-        fractions = counts - whole
+            floors[least] = max(floors[least], 1)
+        fractions = counts - floors
         up = [kind for kind in np.argsort(-fractions, kind="stable")[:MOST_ROUNDED].tolist() if fractions[kind] > 1e-9]
-        found: dict[Counts, None] = {}
+        rounded_counts: dict[Counts, None] = {}
         for steps in product((1, 0), repeat=len(up)):
-            rounded = whole.copy()
+            rounded = floors.copy()
             rounded[up] += np.array(steps, dtype=np.int64)
             if rounded @ self.workload.devices <= self.workload.num_devices:
                 filled = self.fill(rounded.tolist())
                 if filled is not None and (least is None or filled[least]):
-                    found[filled] = None
-        return list(found)
+                    rounded_counts[filled] = None
+        return list(rounded_counts)
 
     def max_length(self, counts: Counts) -> int:
         """Longest sequence that some pipeline holds."""

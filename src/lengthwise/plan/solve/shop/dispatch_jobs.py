@@ -25,7 +25,7 @@ def longest_first(problem: ShopProblem) -> list[list[int]]:
     """
     added = (problem.work + problem.setup * (problem.taken / problem.capacity)).T.tolist()
     alone = ((problem.work + problem.setup) * (problem.later + 1)).tolist()
-    idle = {kind: each.count for kind, each in enumerate(problem.machines)}
+    idle = {kind: machines.count for kind, machines in enumerate(problem.machines)}
     heaps: list[list[tuple[float, int]]] = [[] for _ in problem.machines]
     first_end = [math.inf] * len(heaps)
     start = _first_machines(problem)
@@ -54,7 +54,7 @@ def longest_first(problem: ShopProblem) -> list[list[int]]:
 
 def _first_machines(problem: ShopProblem) -> list[int]:
     """Index of the first machine of each type."""
-    return [sum(each.count for each in problem.machines[:kind]) for kind in range(len(problem.machines))]
+    return [sum(machines.count for machines in problem.machines[:kind]) for kind in range(len(problem.machines))]
 
 
 def fill(
@@ -74,9 +74,9 @@ def fill(
     taken, open_ = shares(problem, deadlines)
     price = np.where(open_, (prices[:, None, :] @ taken)[:, 0, :], np.inf)
     preferred = np.argsort(price, axis=0, kind="stable").T.tolist()
-    most = most_batches(problem, deadlines)
-    room = np.where(open_, capacities(problem, deadlines, most), 0.0)
-    batches = np.where(open_, np.floor(most + ROUNDING), 0.0)
+    max_batches = most_batches(problem, deadlines)
+    room = np.where(open_, capacities(problem, deadlines, max_batches), 0.0)
+    batches = np.where(open_, np.floor(max_batches + ROUNDING), 0.0)
     types = [
         _Filled(problem, kind, (float(deadlines[kind, 0]), room[kind].tolist()), batches[kind])
         for kind in range(len(problem.machines))
@@ -86,14 +86,14 @@ def fill(
     for job, order in enumerate(preferred):
         row = rows[job]
         for kind in order:
-            each = types[kind]
-            if row[kind] <= each.most_left and each.take(job, row[kind]):
+            machine_type = types[kind]
+            if row[kind] <= machine_type.most_left and machine_type.take(job, row[kind]):
                 break
         else:
             over.append(job)
             if len(over) > most_over:
                 return None
-    return [jobs for each in types for jobs in each.jobs], over
+    return [jobs for machine_type in types for jobs in machine_type.jobs], over
 
 
 class _Filled:
@@ -121,13 +121,13 @@ class _Filled:
         left, size = self.left, self.sizes[job]
         idle = len(left) < len(self.jobs)
         if self.mixed:
-            at = len(left) if idle else len(left) - 1
+            index = len(left) if idle else len(left) - 1
         else:
-            at = bisect_left(left, (value, -1))
-        if self.limited and at < len(left):
-            at = self._with_space(at, -1 if self.mixed else 1, value, size)
-        if at < len(left):
-            space, machine = left.pop(at)
+            index = bisect_left(left, (value, -1))
+        if self.limited and index < len(left):
+            index = self._with_space(index, -1 if self.mixed else 1, value, size)
+        if index < len(left):
+            space, machine = left.pop(index)
         else:
             machine, space = len(left), self.room[job]
             if not idle or value > space:
@@ -139,23 +139,23 @@ class _Filled:
         self.held[machine] += size
         return True
 
-    def _with_space(self, at: int, step: int, value: float, size: int) -> int:
+    def _with_space(self, index: int, step: int, value: float, size: int) -> int:
         """The first of a few machines from `at` on, up or down, that ends in time with the batches sizes force."""
         for _ in range(FIT_TRIES):
-            space, machine = self.left[at]
-            held = self.held[machine] + size
+            space, machine = self.left[index]
+            total_size = self.held[machine] + size
             if space < value:
                 break
-            if held <= self.capacity:
-                return at
+            if total_size <= self.capacity:
+                return index
             largest = self.jobs[machine][0]
             if not self.forced:
-                if held <= self.limits[largest]:
-                    return at
-            elif self.estimate(self.room[largest] - space + value, self.work[largest], held) <= self.deadline:
-                return at
-            at += step
-            if not 0 <= at < len(self.left):
+                if total_size <= self.limits[largest]:
+                    return index
+            elif self.estimate(self.room[largest] - space + value, self.work[largest], total_size) <= self.deadline:
+                return index
+            index += step
+            if not 0 <= index < len(self.left):
                 break
         return len(self.left)
 
@@ -166,7 +166,7 @@ def place(problem: ShopProblem, jobs: list[list[int]], over: list[int]) -> None:
         return
     work, taken, kinds = problem.work_rows, problem.taken_rows, problem.kinds
     total = [math.fsum([work[kind][job] for job in mine]) for kind, mine in zip(kinds, jobs)]
-    held = [sum([taken[kind][job] for job in mine]) for kind, mine in zip(kinds, jobs)]
+    sizes_held = [sum([taken[kind][job] for job in mine]) for kind, mine in zip(kinds, jobs)]
 
     def estimate(machine: int, job: int) -> float:
         """Span with one job more; -1: none."""
@@ -174,7 +174,7 @@ def place(problem: ShopProblem, jobs: list[list[int]], over: list[int]) -> None:
         row = work[kind]
         value, size = (row[job], taken[kind][job]) if job >= 0 else (0.0, 0)
         largest = max(value, row[mine[0]]) if mine else value
-        return problem.estimators[kind](total[machine] + value, largest, held[machine] + size)
+        return problem.estimators[kind](total[machine] + value, largest, sizes_held[machine] + size)
 
     heaps: list[list[tuple[float, int]]] = [[] for _ in problem.machines]
     for machine, kind in enumerate(kinds):
@@ -188,4 +188,4 @@ def place(problem: ShopProblem, jobs: list[list[int]], over: list[int]) -> None:
         heapq.heapreplace(heaps[kind], (end, machine))
         insort(jobs[machine], job)
         total[machine] += work[kind][job]
-        held[machine] += taken[kind][job]
+        sizes_held[machine] += taken[kind][job]

@@ -19,7 +19,7 @@ def exact(problem: ShopProblem) -> tuple[float, list[list[int]], list[Batches]]:
     """
     num_jobs = len(problem.sizes)
     blocks, counts, starts = _partitions(num_jobs)
-    free, kept, ways = [], [], []
+    free, shortest_spans, ways = [], [], []
     for kind, machines in enumerate(problem.machines):
         sums = _subset_sums(problem.taken[kind].astype(np.float64))
         times = _subset_sums(problem.work[kind]) + machines.setup
@@ -37,10 +37,10 @@ def exact(problem: ShopProblem) -> tuple[float, list[list[int]], list[Batches]]:
         forced = np.minimum.reduceat(np.where(np.isfinite(spans), counts, num_jobs), starts)
         allowed = np.maximum(forced, np.maximum(1, sums // machines.min_fill))
         spans[counts > allowed[masks]] = np.inf
-        kept.append(np.minimum.reduceat(spans, starts))
-        ways.append([_first(spans, start, best) for start, best in zip(starts.tolist(), kept[-1].tolist())])
+        shortest_spans.append(np.minimum.reduceat(spans, starts))
+        ways.append([_first(spans, start, best) for start, best in zip(starts.tolist(), shortest_spans[-1].tolist())])
     bound, _ = _dispatch(problem, free)
-    _, sets = _dispatch(problem, kept)
+    _, sets = _dispatch(problem, shortest_spans)
     jobs, packed = [], []
     for kind, mask in zip(problem.kinds, sets):
         mine = _members(mask)
@@ -52,10 +52,10 @@ def exact(problem: ShopProblem) -> tuple[float, list[list[int]], list[Batches]]:
 
 def _first(spans: np.ndarray, start: int, best: float) -> int:
     """Index of the first partition from `start` on with this span; of no use if that is infinite."""
-    at = start
-    while spans[at] != best:
-        at += 1
-    return at
+    index = start
+    while spans[index] != best:
+        index += 1
+    return index
 
 
 def _dispatch(problem: ShopProblem, best: list[np.ndarray]) -> tuple[float, list[int]]:
@@ -101,21 +101,21 @@ def _subsets(num_jobs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 @lru_cache(maxsize=8)
 def _partitions(num_jobs: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """All partitions of all sets, by set: their blocks padded with 0, number of blocks, where each set starts."""
-    known: list[list[list[int]]] = [[[]]]
+    partitions_of: list[list[list[int]]] = [[[]]]
     for mask in range(1, 1 << num_jobs):
         lowest = mask & -mask
         rest = mask ^ lowest
-        known.append(
+        partitions_of.append(
             [
                 [lowest | others, *partition]
                 for others in range(rest + 1)
                 if not others & ~rest
-                for partition in known[rest ^ others]
+                for partition in partitions_of[rest ^ others]
             ]
         )
-    rows = [partition for partitions in known for partition in partitions]
+    rows = [partition for partitions in partitions_of for partition in partitions]
     blocks = np.zeros((len(rows), max(num_jobs, 1)), dtype=np.int64)
     for row, partition in enumerate(rows):
         blocks[row, : len(partition)] = partition
-    starts = np.cumsum([0] + [len(partitions) for partitions in known[:-1]])
+    starts = np.cumsum([0] + [len(partitions) for partitions in partitions_of[:-1]])
     return blocks, np.array([len(partition) for partition in rows]), starts

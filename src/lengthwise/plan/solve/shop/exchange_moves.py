@@ -38,7 +38,7 @@ class Assignment:
     def __init__(self, problem: ShopProblem, jobs: list[list[int]], evaluate: Evaluate) -> None:
         self.problem = problem
         self.jobs = jobs
-        self.first = np.cumsum([0] + [each.count for each in problem.machines])
+        self.first = np.cumsum([0] + [machines.count for machines in problem.machines])
         # One more column for "no job".
         self.work = np.concatenate([problem.work, np.zeros((len(problem.machines), 1))], axis=1)
         self._sums = [self._sums_of(machine) for machine in range(len(jobs))]
@@ -55,8 +55,8 @@ class Assignment:
         chosen: list[int] = []
         for start, end in zip(self.first.tolist(), self.first[1:].tolist()):
             part = self.spans[start:end]
-            at = np.argpartition(part, few)[: few + 1].tolist() if end - start > few + 1 else range(end - start)
-            chosen.extend(sorted(start + each for each in at))
+            lightest = np.argpartition(part, few)[: few + 1].tolist() if end - start > few + 1 else range(end - start)
+            chosen.extend(sorted(start + offset for offset in lightest))
         return chosen
 
     def estimate_after(self, machine: int, leaves: int, comes: int) -> float:
@@ -86,9 +86,9 @@ class Assignment:
 
     def evaluate(self, evaluate: Evaluate, enough: float) -> None:
         """Find the span of every machine anew."""
-        found = [evaluate(kind, jobs, enough) for kind, jobs in zip(self.problem.kinds, self.jobs)]
-        self.spans = np.array([span for span, _ in found])
-        self.batches = [batches for _, batches in found]
+        evaluated = [evaluate(kind, jobs, enough) for kind, jobs in zip(self.problem.kinds, self.jobs)]
+        self.spans = np.array([span for span, _ in evaluated])
+        self.batches = [batches for _, batches in evaluated]
 
 
 def estimating(problem: ShopProblem) -> Evaluate:
@@ -190,17 +190,17 @@ def _few_jobs(assignment: Assignment, worst: int, partners: list[int]) -> dict[i
     sizes = assignment.problem.sizes
     if len(sizes) <= MOST_JOBS:
         return jobs
-    most = math.isqrt(MOST_PAIRS // len(partners))
-    return {machine: _thinned(held, sizes, most) for machine, held in jobs.items()}
+    max_jobs = math.isqrt(MOST_PAIRS // len(partners))
+    return {machine: _thinned(machine_jobs, sizes, max_jobs) for machine, machine_jobs in jobs.items()}
 
 
-def _thinned(jobs: list[int], sizes: np.ndarray, most: int) -> list[int]:
+def _thinned(jobs: list[int], sizes: np.ndarray, max_jobs: int) -> list[int]:
     """At most about ``most`` of some jobs, of different size and at even distances, the largest two among them."""
     array = np.array(jobs)
     if len(array) <= 2:
         return jobs
     firsts = array[np.concatenate([[True, True], np.diff(sizes[array[1:]]) != 0])]
-    places = np.unique(np.linspace(1, len(firsts) - 1, min(most, len(firsts))).round().astype(np.int64))
+    places = np.unique(np.linspace(1, len(firsts) - 1, min(max_jobs, len(firsts))).round().astype(np.int64))
     return [jobs[0], *firsts[places].tolist()]
 
 
@@ -229,22 +229,22 @@ def _proposals(assignment: Assignment, worst: int) -> Iterator[tuple[int, int, i
     remaining[heads] = work[kinds, second]
     types = kinds[owner]
     stages = later[types, 0]
-    given = work.T[mine][:, types]
-    after = given + (spans[partners][owner] - work[types, theirs] - stages * longest)
+    received = work.T[mine][:, types]
+    after = received + (spans[partners][owner] - work[types, theirs] - stages * longest)
     if stages.any():
         with np.errstate(invalid="ignore"):
-            after += stages * np.maximum(given, remaining)
-    own = work[kind]
-    taken = own[theirs]
-    left = (spans[worst] - own[mine])[:, None] + taken
+            after += stages * np.maximum(received, remaining)
+    work_here = work[kind]
+    taken = work_here[theirs]
+    left = (spans[worst] - work_here[mine])[:, None] + taken
     if later[kind, 0]:
-        next_longest = np.full(len(mine), own[mine[0]])
-        next_longest[0] = own[mine[1]] if len(mine) > 1 else 0.0
-        left += later[kind, 0] * (np.maximum(next_longest[:, None], taken) - own[mine[0]])
+        next_longest = np.full(len(mine), work_here[mine[0]])
+        next_longest[0] = work_here[mine[1]] if len(mine) > 1 else 0.0
+        left += later[kind, 0] * (np.maximum(next_longest[:, None], taken) - work_here[mine[0]])
     flat = np.maximum(after, left).ravel()
     flat[np.isnan(flat)] = np.inf  # 0 stages times an infinite work
     best = np.argpartition(flat, PROPOSALS)[:PROPOSALS] if len(flat) > PROPOSALS else np.arange(len(flat))
     best = best[np.lexsort((best, flat[best]))]
     for index in best[flat[best] < np.inf].tolist():
-        at, column = divmod(index, len(theirs))
-        yield partners[int(owner[column])], int(mine[at]), int(theirs[column])
+        row, column = divmod(index, len(theirs))
+        yield partners[int(owner[column])], int(mine[row]), int(theirs[column])

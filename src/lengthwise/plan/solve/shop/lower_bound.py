@@ -86,13 +86,13 @@ def distinct(problem: ShopProblem) -> ShopProblem:
 
 
 def _columns(
-    problem: ShopProblem, at: np.ndarray, *, work: np.ndarray, sizes: np.ndarray, counts: np.ndarray
+    problem: ShopProblem, columns: np.ndarray, *, work: np.ndarray, sizes: np.ndarray, counts: np.ndarray
 ) -> ShopProblem:
     return ShopProblem(
         work=work,
         sizes=sizes,
         counts=counts,
-        order=problem.order[at],
+        order=problem.order[columns],
         machines=problem.machines,
         objective=problem.objective,
     )

@@ -100,37 +100,37 @@ class ShopProblem:
     @cached_property
     def num_machines(self) -> int:
         """Machines of all types."""
-        return sum(each.count for each in self.machines)
+        return sum(machines.count for machines in self.machines)
 
     @cached_property
     def kinds(self) -> list[int]:
         """Type of each machine."""
-        return [kind for kind, each in enumerate(self.machines) for _ in range(each.count)]
+        return [kind for kind, machines in enumerate(self.machines) for _ in range(machines.count)]
 
     @cached_property
     def estimators(self) -> list["Estimate"]:
         """Per type, the span of a machine if its batches could be balanced."""
-        return [estimator(each, self.objective) for each in self.machines]
+        return [estimator(machines, self.objective) for machines in self.machines]
 
     @cached_property
     def count(self) -> np.ndarray:
         """float64 [K]: machines of each type."""
-        return np.array([each.count for each in self.machines], dtype=np.float64)
+        return np.array([machines.count for machines in self.machines], dtype=np.float64)
 
     @cached_property
     def later(self) -> np.ndarray:
         """float64 [K, 1]: stages after the first."""
-        return np.array([[each.stages - 1] for each in self.machines], dtype=np.float64)
+        return np.array([[machines.stages - 1] for machines in self.machines], dtype=np.float64)
 
     @cached_property
     def setup(self) -> np.ndarray:
         """float64 [K, 1]"""
-        return np.array([[each.setup] for each in self.machines], dtype=np.float64)
+        return np.array([[machines.setup] for machines in self.machines], dtype=np.float64)
 
     @cached_property
     def capacity(self) -> np.ndarray:
         """float64 [K, 1]"""
-        return np.array([[each.capacity] for each in self.machines], dtype=np.float64)
+        return np.array([[machines.capacity] for machines in self.machines], dtype=np.float64)
 
     @cached_property
     def taken(self) -> np.ndarray:
@@ -177,14 +177,14 @@ def make_problem(
         )
     order = np.argsort(-sizes, kind="stable")
     work, sizes, counts = work[:, order], sizes[order], counts[order]
-    limits = [np.inf if each.takes_larger else each.capacity for each in machines]
+    limits = [np.inf if machine_type.takes_larger else machine_type.capacity for machine_type in machines]
     work[sizes > np.array(limits)[:, None]] = np.inf
     alone = ~np.isfinite(work).any(axis=0)
     if alone.any():
-        at = int(alone.argmax())
-        largest = max(each.capacity for each in machines)
+        job = int(alone.argmax())
+        largest = max(machine_type.capacity for machine_type in machines)
         raise ValueError(
-            f"job {order[at]} (size {sizes[at]}) can run on no machine; the largest capacity of a batch is {largest}"
+            f"job {order[job]} (size {sizes[job]}) can run on no machine; the largest capacity of a batch is {largest}"
         )
     if not (work > 0).all() or (work[:, 1:] > work[:, :-1]).any():
         raise ValueError("work must be positive and must not decrease with size")
@@ -243,12 +243,12 @@ def estimator(machines: Machines, objective: Objective) -> Estimate:
         if total <= 0.0:
             return 0.0
         fewest = -(-size // capacity)
-        most = size // min_fill
+        max_batches = size // min_fill
         count = ideal_count(machines, objective, total=total, largest=largest)
         best = math.inf
         for batches in (count, count + 1):
-            if batches > most:
-                batches = most
+            if batches > max_batches:
+                batches = max_batches
             if batches < fewest:
                 batches = fewest
             longest = total / batches

@@ -42,39 +42,43 @@ def pack(
     """
     if not work:
         return 0.0, []
-    whole = [list(range(len(work)))]
+    single_batch = [list(range(len(work)))]
     if machines.stages == 1:
         if sum(sizes) <= machines.capacity:
-            return math.fsum(work) + machines.setup, whole
+            return math.fsum(work) + machines.setup, single_batch
         if objective is Objective.FLOW_SHOP:
             batches = fewest_batches(sizes, machines.capacity)
             return math.fsum(work) + len(batches) * machines.setup, batches
     total_size = sum(sizes)
-    most = max(-(-total_size // machines.capacity), min(len(work), total_size // machines.min_fill))
-    found: list[tuple[float, float, int, Batches]] = []
+    max_count = max(-(-total_size // machines.capacity), min(len(work), total_size // machines.min_fill))
+    candidates: list[tuple[float, float, int, Batches]] = []
     best, needed, placed, in_vain = math.inf, fewest_conceivable(sizes, machines.capacity), 0, 0
     for ideal, count in _counts(work, sizes, machines, objective):
-        if found and (best <= enough or ideal * (1 + CLOSE) >= best or count > most or len(found) >= COUNTS):
+        if candidates and (
+            best <= enough or ideal * (1 + CLOSE) >= best or count > max_count or len(candidates) >= COUNTS
+        ):
             break
-        if found and placed > MOST_PLACED:
+        if candidates and placed > MOST_PLACED:
             break
         if count < needed:
             continue
         placed += len(work)
         batches = spread(work, sizes, count, machines.capacity)
         if batches:
-            found.append((_value(work, batches, machines, objective), ideal, count, batches))
-            best = min(best, found[-1][0])
+            candidates.append((_value(work, batches, machines, objective), ideal, count, batches))
+            best = min(best, candidates[-1][0])
             continue
         in_vain += len(work)
         if in_vain > MOST_IN_VAIN:  # every next number could fail as this one did
             needed, in_vain = max(needed, len(first_fit_decreasing(sizes, machines.capacity))), 0
-    found.sort(key=lambda each: each[0])
-    for value, ideal, _, batches in found[:IMPROVED] if swaps else []:
+    candidates.sort(key=lambda candidate: candidate[0])
+    for value, ideal, _, batches in candidates[:IMPROVED] if swaps else []:
         if best > enough and ideal * (1 + CLOSE) < best and value > ideal * (1 + CLOSE):
             improve(work, sizes, batches, capacity=machines.capacity, swaps=swaps)
             best = min(best, _value(work, batches, machines, objective))
-    batches = min((each[3] for each in found), key=lambda each: _value(work, each, machines, objective))
+    batches = min(
+        (candidate[3] for candidate in candidates), key=lambda candidate: _value(work, candidate, machines, objective)
+    )
     return best, batches
 
 
@@ -107,14 +111,14 @@ def _counts(
     """
     total = math.fsum(work)
     fewest = -(-sum(sizes) // machines.capacity)
-    most = max(fewest, min(len(work), sum(sizes) // machines.min_fill))
+    max_count = max(fewest, min(len(work), sum(sizes) // machines.min_fill))
 
     def reachable(count: int) -> float:
-        if not fewest <= count <= most:
+        if not fewest <= count <= max_count:
             return math.inf
         return balanced_span(machines, objective, total=total, largest=work[0], count=count)
 
-    below = min(max(ideal_count(machines, objective, total=total, largest=work[0]), fewest), most)
+    below = min(max(ideal_count(machines, objective, total=total, largest=work[0]), fewest), max_count)
     above = below + 1
     left, right = reachable(below), reachable(above)
     while left < math.inf or right < math.inf:
@@ -126,7 +130,7 @@ def _counts(
             yield right, above
             above += 1
             right = reachable(above)
-    for count in range(most + 1, len(work) + 1):
+    for count in range(max_count + 1, len(work) + 1):
         yield 0.0, count
 
 
@@ -177,10 +181,10 @@ def _most_size(sizes: Sequence[int], count: int, capacity: int) -> list[int]:
     placed: list[int] = []
     while len(placed) < len(sizes):
         size = sizes[len(placed)]
-        at = bisect_left(by_room, (size, -1))
-        if at == len(by_room):
+        index = bisect_left(by_room, (size, -1))
+        if index == len(by_room):
             return []
-        room, batch = by_room.pop(at)
+        room, batch = by_room.pop(index)
         while len(placed) < len(sizes) and sizes[len(placed)] == size <= room:
             placed.append(batch)
             room -= size
@@ -199,7 +203,7 @@ def improve(work: Sequence[float], sizes: Sequence[int], batches: Batches, *, ca
         load = loads[longest]
         if load <= target:
             return
-        best, found = load * (1 - CLOSE / 10), None
+        best, best_swap = load * (1 - CLOSE / 10), None
         givers = _distinct(work, sizes, batches[longest])
         for partner in heapq.nsmallest(PARTNERS, range(len(loads)), key=loads.__getitem__):
             takers = [-1, *_distinct(work, sizes, batches[partner])]
@@ -210,10 +214,10 @@ def improve(work: Sequence[float], sizes: Sequence[int], batches: Batches, *, ca
             row, column = divmod(int(after.argmin()), len(takers))
             if after[row, column] < best:
                 best = float(after[row, column])
-                found = partner, givers[row], takers[column], float(relief[row, column]), int(grown[row, column])
-        if found is None:
+                best_swap = partner, givers[row], takers[column], float(relief[row, column]), int(grown[row, column])
+        if best_swap is None:
             return
-        partner, mine, theirs, relief, grown = found
+        partner, mine, theirs, relief, grown = best_swap
         batches[longest].remove(mine)
         insort(batches[partner], mine)
         if theirs >= 0:

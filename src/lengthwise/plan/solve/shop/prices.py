@@ -109,8 +109,8 @@ class _CentralPath:
         system = np.zeros((size + 1, size + 1))
         system[:size, :size] = -(flat / total) @ flat.T
         for kind, block in enumerate(weighted @ self.taken.transpose(0, 2, 1)):
-            at = slice(kind * num_kinds, (kind + 1) * num_kinds)
-            system[at, at] += block
+            block_slice = slice(kind * num_kinds, (kind + 1) * num_kinds)
+            system[block_slice, block_slice] += block
         drift = aim / self.prices - self.unused
         system[range(size), range(size)] += (self.unused / self.prices).ravel()
         system[:size, size] = system[size, :size] = np.repeat(self.machines, num_kinds)

@@ -67,21 +67,21 @@ def schedule(
     candidates = [mixed]
     if mixed.makespan > bound * WORTH_FILLING and effort.fills:
         candidates.append(_fill(problem, prices, between=(bound, mixed.makespan), effort=effort))
-    candidates.sort(key=lambda each: each.makespan)
+    candidates.sort(key=lambda assignment: assignment.makespan)
     best = candidates[0]
     _improve(best, math.inf, goal, effort)
     hopeful = HOPEFUL + 1 / len(problem.sizes)
     for other in candidates[1:]:
         if best.makespan > goal and other.makespan < best.makespan * hopeful:
             _improve(other, best.makespan, goal, effort)
-            best = min(best, other, key=lambda each: each.makespan)
+            best = min(best, other, key=lambda assignment: assignment.makespan)
     for _ in range(effort.refills if len(machines) > 1 and effort.fills else 0):
         excess = _excess(best)
         if best.makespan <= bound * WORTH_FILLING or (len(candidates) > 1 and excess.max() < WORTH_REFILLING):
             break
         other = _fill(problem, prices, between=(bound, best.makespan), effort=effort, excess=excess)
         _pack(other, goal, effort)
-        best = min(best, other, key=lambda each: each.makespan)
+        best = min(best, other, key=lambda assignment: assignment.makespan)
     if best.makespan > goal and len(problem.sizes) <= effort.exact_jobs:
         optimum, jobs, batches = exact(problem)
         return _finish(problem, jobs, batches, max(bound, optimum * (1 - ROUNDING)))
@@ -136,7 +136,7 @@ def _fill(
             jobs, over = filled
             place(problem, jobs, over)
             assignment = Assignment(problem, jobs, estimating(problem))
-            best = min(best or assignment, assignment, key=lambda each: each.makespan)
+            best = min(best or assignment, assignment, key=lambda other: other.makespan)
             high = min(high, assignment.makespan)
         if not failed and low == proven:
             break
@@ -152,7 +152,7 @@ def _finish(problem: ShopProblem, jobs: list[list[int]], packed: list[Batches], 
     all_batches, spans = [], []
     for kind, mine, batches in zip(problem.kinds, jobs, packed):
         machines, row = problem.machines[kind], problem.work_rows[kind]
-        members = [[mine[at] for at in batch] for batch in batches]
+        members = [[mine[index] for index in batch] for batch in batches]
         timed = [
             (-math.fsum([row[job] for job in batch]) - machines.setup, [order[job] for job in batch])
             for batch in members

@@ -20,7 +20,7 @@ def most_batches(problem: ShopProblem, deadline: float | np.ndarray) -> np.ndarr
     return deadline / (problem.work + problem.setup) - problem.later
 
 
-def capacities(problem: ShopProblem, deadline: float | np.ndarray, most: np.ndarray) -> np.ndarray:
+def capacities(problem: ShopProblem, deadline: float | np.ndarray, max_batches: np.ndarray) -> np.ndarray:
     """Most work of a machine whose largest job is each job [K, B]; not positive where that job alone is late.
 
     With V batches the longest of which works m, the total is at most V m. Up to V = `most` balance is what limits:
@@ -28,7 +28,7 @@ def capacities(problem: ShopProblem, deadline: float | np.ndarray, most: np.ndar
     """
     later, setup = problem.later, problem.setup
     work = np.where(np.isfinite(problem.work), problem.work, 0.0)
-    floor = np.maximum(np.floor(most + ROUNDING), 1.0)
+    floor = np.maximum(np.floor(max_batches + ROUNDING), 1.0)
     if not setup.any():
         if problem.objective is Objective.FLOW_SHOP:
             return deadline - later * work
@@ -40,7 +40,7 @@ def capacities(problem: ShopProblem, deadline: float | np.ndarray, most: np.ndar
         more = np.minimum(few + 1, floor)
         cap = np.maximum(few * (deadline / (few + later) - setup), more * (deadline / (more + later) - setup))
         if problem.objective is Objective.FLOW_SHOP:
-            beyond = deadline - (np.ceil(most - ROUNDING) + later) * setup - later * work
+            beyond = deadline - (np.ceil(max_batches - ROUNDING) + later) * setup - later * work
             cap = np.fmax(cap, beyond)
     return cap
 
@@ -50,17 +50,17 @@ def shares(problem: ShopProblem, deadline: float | np.ndarray) -> tuple[np.ndarr
 
     `deadline` may be [K, 1], one per type.
     """
-    most = most_batches(problem, deadline)
-    open_ = most >= 1 - ROUNDING
+    max_batches = most_batches(problem, deadline)
+    open_ = max_batches >= 1 - ROUNDING
     work = np.where(open_, problem.work, 0.0)
     with np.errstate(invalid="ignore"):
-        cap = np.where(open_, capacities(problem, deadline, most), 1.0)
+        cap = np.where(open_, capacities(problem, deadline, max_batches), 1.0)
     kinds = [work / cap]
     if problem.setup.any():
         forced = problem.setup * (problem.taken / problem.capacity)
         kinds.append(np.where(open_, (work + forced) / (deadline - problem.later * (work + problem.setup)), 0.0))
     if problem.objective is Objective.MAX_TIMES_COUNT:
-        batches = np.floor(np.where(open_, most, 1.0) + ROUNDING)
+        batches = np.floor(np.where(open_, max_batches, 1.0) + ROUNDING)
         kinds.append(np.where(open_, problem.taken / (np.maximum(batches, 1.0) * problem.capacity), 0.0))
     if (problem.setup * (problem.later == 0)).any():
         kinds.append(np.where(open_, np.where(problem.later == 0, whole_batches(problem, deadline), kinds[1]), 0.0))
