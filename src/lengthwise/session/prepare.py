@@ -27,7 +27,7 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.verify.gradient_check import RECOMPUTE, check_exact
 from lengthwise.runtime.verify.trace import trace_model
-from lengthwise.runtime.wrap.micro_batch import PackCollator
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.unit_members import Units

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from lengthwise import __version__
 from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.version import __version__
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.models.checksum import checksum
 from lengthwise.session.dataset_items import DatasetItems

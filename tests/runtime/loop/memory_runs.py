@@ -14,7 +14,7 @@ from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import MicroBatchFailure, Run
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.verify.trace import trace_model
-from lengthwise.runtime.wrap.micro_batch import PackCollator
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 LAYERS, VOCABULARY = 3, 61

@@ -13,8 +13,8 @@ from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.verify.trace import trace_model
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import current
-from lengthwise.runtime.wrap.micro_batch import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 VOCABULARY, HIDDEN, LAYERS, PLACES = 61, 16, 4, 256

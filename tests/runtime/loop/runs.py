@@ -25,8 +25,9 @@ from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.train.micro_batch_tensors import feed
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.train.runs import local_world
 

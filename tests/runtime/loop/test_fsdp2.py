@@ -13,7 +13,7 @@ from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
-from lengthwise.runtime.wrap.micro_batch import PackCollator
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.memory_runs import Model, Source, Stream, plan_on
 

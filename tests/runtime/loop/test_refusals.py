@@ -7,10 +7,10 @@ from torch.nn import functional as F
 
 from lengthwise.core.batch import EVERY_TOKEN, Pack
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.flash_kernels import ends_note, read_call
 from lengthwise.runtime.wrap.hugging_face import attention
-from lengthwise.runtime.wrap.micro_batch import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.position_masks import SymbolicMask
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.modules import GPT, VOCAB, Llama, flash_attn_varlen_func

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.hugging_face import NAME
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.runs import EXACT, VOCAB, Source, in_double, learned, packed, randomised, shard_of
 from tests.runtime.loop.test_families import HEADS, SIZES, bert, gpt2, llama, mistral, modernbert

@@ -10,7 +10,7 @@ from lengthwise.core.errors import CheckError, LengthwiseError
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
-from lengthwise.runtime.wrap.micro_batch import PackCollator
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop.odd_modules import Odd
 from tests.runtime.loop.runs import DENSE, Case, Packs, Source, Stream, assert_exact, step_on_ranks

@@ -12,8 +12,9 @@ from lengthwise.core.batch import Pack
 from lengthwise.runtime.wrap import counter_rng as noise
 from lengthwise.runtime.wrap import sharded_attention as attention
 from lengthwise.runtime.wrap.call_rules import CallRule, CallRules
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.counter_rng import attention_keep, keep_like, mix, mix_word, normal_like, uniform_like
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from tests.runtime.loop.modules import CHANNELS, GPT, PLACES, TorchEncoder

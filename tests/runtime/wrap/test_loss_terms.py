@@ -8,9 +8,10 @@ import torch
 
 from lengthwise.core.batch import EVERY_TOKEN, GlobalBatch, Pack
 from lengthwise.core.errors import CheckError
+from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.loss_check import LossCheck
 from lengthwise.runtime.wrap.loss_terms import LossTotals
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator, pad_to_degree
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from tests.runtime.loop.modules import CHANNELS, PLACES
 from tests.runtime.loop.runs import Frames, Packs, Source, plan_of, shard_of
 

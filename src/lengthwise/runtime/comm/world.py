@@ -12,8 +12,8 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
-from lengthwise import __version__
 from lengthwise.core.errors import CommunicationError, InputError
+from lengthwise.core.version import __version__
 from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
 from lengthwise.runtime.comm.groups import GroupRegistry

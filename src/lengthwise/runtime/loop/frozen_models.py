@@ -3,7 +3,7 @@
 They are intercepted as the trained model is, compute without gradients, and are whole on every rank.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.loop.run_state import MicroBatchMaker
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
@@ -21,11 +22,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Largest difference of outputs over the largest output, that rounding explains; of other dtypes:"""
 LOW_PRECISION = 5e-2
 
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
-
-def wrap_frozen(run: "Run", model: nn.Module, *, layers: str | None, check: bool) -> WrappedModel:
+def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, check: bool) -> WrappedModel:
     """Have ``model`` compute micro-batches of ``run``, and compare a pack with its sequences alone.
 
     Raises:
@@ -53,7 +51,7 @@ def wrap_frozen(run: "Run", model: nn.Module, *, layers: str | None, check: bool
     return wrapped_model
 
 
-def _micro_batch(run: "Run", sequences: tuple[int, ...], events: list[Event] | None = None) -> MicroBatch:
+def _micro_batch(run: MicroBatchMaker, sequences: tuple[int, ...], events: list[Event] | None = None) -> MicroBatch:
     lengths = tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences)
     pack = Pack(ids=sequences, lengths=lengths)
     shard = PackShard(
@@ -63,13 +61,13 @@ def _micro_batch(run: "Run", sequences: tuple[int, ...], events: list[Event] | N
     return run.make(shard, pack)
 
 
-def _output(run: "Run", wrapped_model: WrappedModel, sequences: tuple[int, ...]) -> Any:
+def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, sequences: tuple[int, ...]) -> Any:
     micro_batch = _micro_batch(run, sequences)
     with active(micro_batch.shard):
         return wrapped_model.model(**wrapped_model.inputs_of(micro_batch))
 
 
-def _script(run: "Run", wrapped_model: WrappedModel) -> ExchangeScript:
+def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript:
     """Its calls of attention; there is no backward."""
     events: list[Event] = []
     micro_batch = _micro_batch(run, (0,), events)
@@ -79,7 +77,7 @@ def _script(run: "Run", wrapped_model: WrappedModel) -> ExchangeScript:
     return ExchangeScript(calls={number: call for (_, number), call in zip(events, calls, strict=True)})
 
 
-def _check(run: "Run", wrapped_model: WrappedModel) -> None:
+def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves."""
     model, training = wrapped_model.model, wrapped_model.model.training
     model.eval()

@@ -1,20 +1,18 @@
 """Pipelines of a plan as a model that is not ours computes them."""
 
-from typing import TYPE_CHECKING
-
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
+from lengthwise.runtime.loop.run_state import MicroBatchMaker
 from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard
-from lengthwise.runtime.wrap.micro_batch import pad_to_degree
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
 
-def make_shard(run: "Run", step: int, pipeline: Pipeline, planned: Planned, *, is_alone: bool = False) -> PackShard:
+def make_shard(
+    run: MicroBatchMaker, step: int, pipeline: Pipeline, planned: Planned, *, is_alone: bool = False
+) -> PackShard:
     """This rank's slots of a planned micro-batch; all of them where it ``is_alone``."""
     world, collator = run.world, run.collator
     group = run.alone if is_alone else world.groups.of(tuple(sorted(pipeline.ranks)))

@@ -38,10 +38,11 @@ from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.train.trainer import BatchStream
 from lengthwise.runtime.wrap import context as shards
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_check import LossCheck
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from lengthwise.runtime.wrap.collator import PackCollator, SequenceSource
 from lengthwise.runtime.wrap.context import PackShard
-from lengthwise.runtime.wrap.micro_batch import PackCollator, SequenceSource
 
 _SHIFT = 0x9E3779B1
 

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,19 +17,17 @@ from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
 from lengthwise.runtime.loop.planned_pipelines import make_shard
+from lengthwise.runtime.loop.run_state import RunState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import StepResult
+from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, pad_to_degree
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_micro_batch
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
-
 
 NUM_DIGESTS = 4
 """Phases whose sequences are compared between the ranks that share them."""
@@ -51,7 +48,7 @@ class MicroBatchTiming:
 class Step:
     """The micro-batches of this rank in one step; iterate once, give every loss to :meth:`backward`, then update."""
 
-    def __init__(self, run: "Run", plan: StepPlan, clock: StepClock, *, attempt: int) -> None:
+    def __init__(self, run: RunState, plan: StepPlan, clock: StepClock, *, attempt: int) -> None:
         self.run, self.plan, self.clock = run, plan, clock
         self.attempt = attempt
         """0, or how often the step was given up before."""

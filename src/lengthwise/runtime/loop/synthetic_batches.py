@@ -4,19 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
-from lengthwise.runtime.wrap.micro_batch import PackCollator
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
-
 
 LENGTHS = (11, 7)
 """Slots of the two sequences; sizes that models rarely have otherwise."""
@@ -86,7 +82,7 @@ def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def synthetic_of_all_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
+def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     """The run's sequences 0, 1, ... have these many slots, of all kinds that the corpus has."""
     before = run.collator
     source = ReorderedSlots(before, lengths, is_ended=run.wrapped_model.by_sequence is not None)
@@ -104,7 +100,7 @@ def synthetic_of_all_kinds(run: "Run", lengths: tuple[int, ...]) -> Iterator[Non
 
 
 @contextmanager
-def synthetic(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
+def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     """The run's sequences 0, 1, ... have these many slots, whatever its corpus holds."""
     before = run.collator
     is_ended = run.wrapped_model.by_sequence is not None
@@ -121,7 +117,7 @@ def synthetic(run: "Run", lengths: tuple[int, ...]) -> Iterator[None]:
         run.collator = before
 
 
-def summed_loss(run: "Run", sequences: tuple[int, ...]) -> Tensor:
+def summed_loss(run: MicroBatchMaker, sequences: tuple[int, ...]) -> Tensor:
     """The sum over the targets of these sequences in one pack, on this rank alone."""
     lengths = tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences)
     pack = Pack(ids=sequences, lengths=lengths)
@@ -134,7 +130,7 @@ def summed_loss(run: "Run", sequences: tuple[int, ...]) -> Tensor:
     return loss * micro_batch.num_targets
 
 
-def whole_shard(run: "Run", pack: Pack) -> PackShard:
+def whole_shard(run: MicroBatchMaker, pack: Pack) -> PackShard:
     """The shard of a pack that this rank computes alone, without noise."""
     return PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=run.alone,
@@ -142,7 +138,7 @@ def whole_shard(run: "Run", pack: Pack) -> PackShard:
     )  # fmt: skip
 
 
-def zero_loss(run: "Run") -> Tensor:
+def zero_loss(run: MicroBatchMaker) -> Tensor:
     """The loss of a few tokens on this rank alone, times 0: a backward that adds nothing to any gradient."""
     with synthetic(run, LENGTHS):
         return summed_loss(run, (0,)) * 0.0

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.runtime.wrap.micro_batch import PackCollator, SequenceSource
+from lengthwise.runtime.wrap.collator import PackCollator, SequenceSource
 
 PACKS_AHEAD = 2
 """Micro-batches that each process reads ahead."""

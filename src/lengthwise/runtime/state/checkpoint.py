@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lengthwise import __version__
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ModelSpec
+from lengthwise.core.version import __version__
 from lengthwise.runtime.state.checkpoint_files import (
     CHECKPOINT_SCHEMA_VERSION,
     STATE_FILE,

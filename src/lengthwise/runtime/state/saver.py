@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
-from lengthwise import __version__
 from lengthwise.core.atomic_write import full_disk_behind, reason, shown
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.lock import FolderLock
+from lengthwise.core.version import __version__
 from lengthwise.runtime.comm.activity import Activity, CollectiveWait
 from lengthwise.runtime.comm.objects import broadcast_value, gather_values
 from lengthwise.runtime.comm.world import DistContext

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,10 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.stock_call import pack_of, shard_for, stock_output
+from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import active
-from lengthwise.runtime.wrap.micro_batch import pad_to_degree
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
 DIFFERS = 1e-6
 """Relative difference of outputs that is taken for more than rounding."""
@@ -99,7 +97,7 @@ def _floating(values: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.is_floating_point()]
 
 
-def locate_difference(run: "Run", lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]) -> str:
+def locate_difference(run: Run, lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]) -> str:
     """A sentence on where outputs begin to differ, the same on every rank. Every rank calls this."""
     first, size, words = NOWHERE, 0.0, ""
     try:
@@ -121,7 +119,7 @@ def locate_difference(run: "Run", lengths: tuple[int, ...], group: Group | None,
 _OUT = ". check=False trains it all the same"
 
 
-def _compare(run: "Run", lengths: tuple[int, ...], group: Group, recompute: tuple[bool, ...]) -> tuple[int, float, str]:
+def _compare(run: Run, lengths: tuple[int, ...], group: Group, recompute: tuple[bool, ...]) -> tuple[int, float, str]:
     """Number of the first module whose output differs, by how much, and words for it."""
     alone = []
     with torch.no_grad():
@@ -174,7 +172,7 @@ def _laid_end_to_end(outputs: list[Tensor | None], lengths: tuple[int, ...]) -> 
     return (torch.cat(tensors, dim=axes[0]), axes[0]) if axes else None
 
 
-def _described(run: "Run", name: str, calls: list[str]) -> str:
+def _described(run: Run, name: str, calls: list[str]) -> str:
     """A module by the layer it is in, its own name and the functions in which its slots may meet."""
     structure, module = run.wrapped_model.structure, run.model.get_submodule(name)
     prefix, kind = f"{structure.layers_name}.", type(module).__name__

@@ -8,7 +8,7 @@ float64 instead.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.scratch_copy import scratch_state
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.counter_rng import ONE_NUMBER, one_number
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
 _IDENTITIES = (
     F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout,
@@ -84,7 +82,7 @@ def _multi_head_without_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def noise_free(run: "Run", dtype: torch.dtype | None = None) -> Iterator[None]:
+def noise_free(run: Run, dtype: torch.dtype | None = None) -> Iterator[None]:
     """The model in training mode without noise, on copies of its tensors in ``dtype``; afterwards as it was."""
     model, default = run.model, torch.get_default_dtype()
     is_wrapped = isinstance(run.state, Fsdp2State)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.synthetic_batches import synthetic, synthetic_of_all_kinds
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
@@ -34,9 +35,6 @@ from lengthwise.runtime.verify.stock_call import (
 )
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import ALMOST_ONE
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
 _log = logging.getLogger("lengthwise")
 
@@ -98,7 +96,7 @@ class ComputeSetting:
 
 
 def check_exact(
-    run: "Run",
+    run: Run,
     *,
     degrees: Sequence[int] | None = None,
     recompute: Sequence[str] = RECOMPUTE,
@@ -136,7 +134,7 @@ def check_exact(
 
 
 def settings_of(
-    run: "Run", *, degrees: Sequence[int], recompute: Sequence[str], longest: int | None
+    run: Run, *, degrees: Sequence[int], recompute: Sequence[str], longest: int | None
 ) -> list[ComputeSetting]:
     """Every setting that is compared, short packs first."""
     most = max(degrees)
@@ -175,7 +173,7 @@ def settings_of(
     return settings
 
 
-def _lengths_of_kinds(run: "Run", longest: int, most: int) -> tuple[int, ...]:
+def _lengths_of_kinds(run: Run, longest: int, most: int) -> tuple[int, ...]:
     """Slots of ragged sequences in which all kinds of slots of the corpus come, as far as they can be computed."""
     num_kinds = len(run.collator.kinds.get("tokens", ()))
     if run.wrapped_model.by_sequence is not None or num_kinds < 2:
@@ -207,7 +205,7 @@ def _limits_in(values: dict[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _dtypes(run: "Run") -> list[torch.dtype | None]:
+def _dtypes(run: Run) -> list[torch.dtype | None]:
     """Dtypes to compare in, the most precise first; None: the model's own."""
     own = run.state.compute_dtype
     if isinstance(run.state, Fsdp2State):
@@ -222,7 +220,7 @@ def _dtypes(run: "Run") -> list[torch.dtype | None]:
     return dtypes
 
 
-def _compare(run: "Run", settings: list[ComputeSetting], tolerance: Tolerance) -> None:
+def _compare(run: Run, settings: list[ComputeSetting], tolerance: Tolerance) -> None:
     before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool, bool], GradientResult]()
     dry = set[tuple[tuple[int, ...], int, bool]]()
     for setting in settings:
@@ -243,7 +241,7 @@ def _compare(run: "Run", settings: list[ComputeSetting], tolerance: Tolerance) -
             on_every_rank(run, partial(_check_buffers, run, before))
 
 
-def _packed_undrawn(run: "Run", setting: ComputeSetting, group: Any) -> GradientResult | None:
+def _packed_undrawn(run: Run, setting: ComputeSetting, group: Any) -> GradientResult | None:
     """What a pack teaches, if nothing in the forward draws random numbers that are not answered.
 
     Raises:
@@ -260,7 +258,7 @@ def _packed_undrawn(run: "Run", setting: ComputeSetting, group: Any) -> Gradient
     )
 
 
-def _packed(run: "Run", setting: ComputeSetting, group: Any) -> tuple[GradientResult | None, int]:
+def _packed(run: Run, setting: ComputeSetting, group: Any) -> tuple[GradientResult | None, int]:
     try:
         return gradients_in_pack(
             run, setting.lengths, group, recompute=_flags(run, setting.recompute), scalar=setting.scalar,
@@ -272,7 +270,7 @@ def _packed(run: "Run", setting: ComputeSetting, group: Any) -> tuple[GradientRe
         raise _decided_at_random(run) from None  # other calls were made, which is a difference as well
 
 
-def _decided_at_random(run: "Run") -> CheckError:
+def _decided_at_random(run: Run) -> CheckError:
     return CheckError(
         f"{type(run.model).__name__} draws a random number in its forward that decides what is computed, such as "
         "which layers are left out, and ranks that share a sequence would decide differently; set layerdrop "
@@ -280,7 +278,7 @@ def _decided_at_random(run: "Run") -> CheckError:
     )
 
 
-def _flags(run: "Run", recompute: str) -> tuple[bool, ...]:
+def _flags(run: Run, recompute: str) -> tuple[bool, ...]:
     """Which layers recompute."""
     num_layers = run.wrapped_model.structure.num_layers
     return {
@@ -290,7 +288,7 @@ def _flags(run: "Run", recompute: str) -> tuple[bool, ...]:
     }[recompute]
 
 
-def _check_alike(run: "Run", setting: ComputeSetting, group: Any) -> None:
+def _check_alike(run: Run, setting: ComputeSetting, group: Any) -> None:
     """Compute a setting as if nobody answered, so that an error on one rank leaves no other rank waiting.
 
     Raises:
@@ -308,7 +306,7 @@ def _check_alike(run: "Run", setting: ComputeSetting, group: Any) -> None:
         )
 
 
-def _check_buffers(run: "Run", before: dict[str, Tensor]) -> None:
+def _check_buffers(run: Run, before: dict[str, Tensor]) -> None:
     """Raise ``CheckError`` if forwards have changed what the model keeps in buffers."""
     changed = changed_buffers(run.model, before)
     if not changed:
@@ -333,7 +331,7 @@ class _Worst:
 
 
 def _verdict(
-    run: "Run", setting: ComputeSetting, packed: GradientResult | None, alone: GradientResult, tolerance: Tolerance
+    run: Run, setting: ComputeSetting, packed: GradientResult | None, alone: GradientResult, tolerance: Tolerance
 ) -> None:
     """Raise the same ``CheckError`` on every rank if any of them has learned something else from the pack."""
     worst = _Worst(ratio=0.0, relative=0.0, name="") if packed is None else _worst(run, packed, alone, tolerance)
@@ -353,7 +351,7 @@ def _verdict(
     )
 
 
-def _worst(run: "Run", packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
+def _worst(run: Run, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
     off = abs(packed.loss - alone.loss)
     relative = off / max(abs(alone.loss), 1e-6)
     found = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]

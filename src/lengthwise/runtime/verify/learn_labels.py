@@ -1,24 +1,21 @@
 """Learn from calls of a transformers model how it makes its loss of labels."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
-
 
 SAME = 1e-4
 """Relative difference of two losses that rounding explains, in float32 and above; in half precision 100 times that."""
 
 
-def learn_labels(run: "Run", tokens: Tensor) -> LabelConvention:
+def learn_labels(run: Run, tokens: Tensor) -> LabelConvention:
     """Ask the stock model, with one sequence of ``tokens`` [L] and labels of different kinds.
 
     A model that fails, or whose loss is none of these, is taken for the usual kind; the check before training decides.
@@ -48,7 +45,7 @@ def learn_labels(run: "Run", tokens: Tensor) -> LabelConvention:
     return usual
 
 
-def _call(run: "Run", tokens: Tensor, labels: Tensor, **options: Any) -> Any:
+def _call(run: Run, tokens: Tensor, labels: Tensor, **options: Any) -> Any:
     return run.model(input_ids=tokens[None], labels=labels[None], **options)
 
 

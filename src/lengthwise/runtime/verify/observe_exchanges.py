@@ -1,17 +1,13 @@
 """Watch a forward and its backward on one rank, to know which exchanges they issue where ranks share a sequence."""
 
-from typing import TYPE_CHECKING
-
 from lengthwise.core.batch import Pack
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Calls, Event, ExchangeScript
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward
 
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
-
-def observe_script(run: "Run", num_slots: int) -> ExchangeScript:
+def observe_script(run: Run, num_slots: int) -> ExchangeScript:
     """The script of the run's model, from sequence 0 of ``num_slots`` on this rank alone; leaves no gradient."""
     num_layers = run.wrapped_model.structure.num_layers
     calls, kept = _watched(run, num_slots, ())
@@ -20,7 +16,7 @@ def observe_script(run: "Run", num_slots: int) -> ExchangeScript:
     return ExchangeScript(calls=calls, kept=kept, recomputed=recomputed)
 
 
-def _watched(run: "Run", num_slots: int, recompute: tuple[bool, ...]) -> tuple[Calls, tuple[Event, ...]]:
+def _watched(run: Run, num_slots: int, recompute: tuple[bool, ...]) -> tuple[Calls, tuple[Event, ...]]:
     """The attention calls of a forward by number, and the events of its backward."""
     pack = Pack(ids=(0,), lengths=(num_slots * run.collator.slot_tokens,))
     events: list[Event] = []

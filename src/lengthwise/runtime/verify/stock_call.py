@@ -7,7 +7,7 @@ and the gradient of every trained parameter.
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import ALMOST_ONE, PackShard, active
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
-from lengthwise.runtime.wrap.micro_batch import MicroBatch, pad_to_degree
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.sequence_by_sequence import seed_for_sequence
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +34,12 @@ class GradientResult:
     """One for each trained parameter; with FSDP2 a single one for all of them."""
 
 
-def parameter_names(run: "Run") -> list[str]:
+def parameter_names(run: Run) -> list[str]:
     """The name of each of :attr:`GradientResult.gradients`."""
     return ["all parameters"] if isinstance(run.state, Fsdp2State) else list(run.wrapped_model.structure.parameters)
 
 
-def shard_for(run: "Run", pack: Pack, group: Group, **options: Any) -> PackShard:
+def shard_for(run: Run, pack: Pack, group: Group, **options: Any) -> PackShard:
     """This rank's slots of a pack, computed without noise by the ranks of ``group``."""
     return PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
@@ -48,13 +47,13 @@ def shard_for(run: "Run", pack: Pack, group: Group, **options: Any) -> PackShard
     )  # fmt: skip
 
 
-def pack_of(run: "Run", lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> Pack:
+def pack_of(run: Run, lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> Pack:
     """Sequences of made-up ``lengths`` in slots; all of them, or those numbered ``sequences``."""
     sequences = tuple(range(len(lengths))) if sequences is None else sequences
     return Pack(ids=sequences, lengths=tuple(lengths[number] * run.collator.slot_tokens for number in sequences))
 
 
-def stock_output(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
+def stock_output(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
     """What the model returns for one sequence alone, called as before it was prepared."""
     pack = pack_of(run, lengths, (sequence,))
     shard = shard_for(run, pack, run.alone)
@@ -66,7 +65,7 @@ def stock_output(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[A
         return run.model(**inputs), micro_batch
 
 
-def stock_loss(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[Tensor | None, int]:
+def stock_loss(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Tensor | None, int]:
     """The mean loss of one sequence and the number of its targets; no loss where it has none."""
     output, micro_batch = stock_output(run, lengths, sequence)
     if not micro_batch.num_targets:
@@ -78,7 +77,7 @@ def stock_loss(run: "Run", lengths: tuple[int, ...], sequence: int) -> tuple[Ten
     return loss, micro_batch.num_targets
 
 
-def gradients_alone(run: "Run", lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
+def gradients_alone(run: Run, lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
     """What sequences of ``lengths`` slots teach the stock model, called with each of them in turn."""
     total, summed = 0.0, None
     for sequence in range(len(lengths)):
@@ -97,7 +96,7 @@ def gradients_alone(run: "Run", lengths: tuple[int, ...], *, gradients: bool = T
 
 
 def gradients_in_pack(
-    run: "Run",
+    run: Run,
     lengths: tuple[int, ...],
     group: Group | None,
     *,
@@ -136,7 +135,7 @@ def gradients_in_pack(
     return GradientResult(loss=float(total), gradients=result), num_made
 
 
-def _gradients(run: "Run", loss: Tensor, num_targets: int, shard: PackShard | None = None) -> list[Tensor]:
+def _gradients(run: Run, loss: Tensor, num_targets: int, shard: PackShard | None = None) -> list[Tensor]:
     """Of the mean loss times its number of targets, for every trained parameter.
 
     A rank without targets takes part in the backward of its ``shard`` with zeros.

@@ -3,22 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, summed_loss, synthetic
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
 
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
-
-def trace_model(run: "Run") -> None:
+def trace_model(run: Run) -> None:
     """Let the model compute two sequences, each on this rank alone, and learn its calls.
 
     Raises:
@@ -39,7 +36,7 @@ def trace_model(run: "Run") -> None:
 
 
 @contextmanager
-def _rows_named(run: "Run") -> Iterator[None]:
+def _rows_named(run: Run) -> Iterator[None]:
     try:
         yield
     except IndexError as error:

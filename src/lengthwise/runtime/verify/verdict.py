@@ -1,17 +1,15 @@
 """One verdict on all ranks: what fails on any of them is raised on each, as the same sentence."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.loop.run import Run
 
 T = TypeVar("T")
 
@@ -24,7 +22,7 @@ class NotInThisDtype(Exception):  # noqa: N818 - an outcome, not a fault
         self.reason = reason
 
 
-def on_every_rank(run: "Run", compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
+def on_every_rank(run: Run, compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
     """What ``compute`` returns, once all ranks have computed it; if one failed, all raise the same error.
 
     Args:
@@ -51,7 +49,7 @@ def on_every_rank(run: "Run", compute: Callable[[], T], what: str = "", *, is_st
     raise next(one for one in (InputError, InfeasibleError, CheckError) if one.__name__ == kind)(message)
 
 
-def _described(run: "Run", error: Exception, what: str, is_stock: bool) -> tuple[str, str]:
+def _described(run: Run, error: Exception, what: str, is_stock: bool) -> tuple[str, str]:
     """The kind of a failure, and the sentence about it."""
     if isinstance(error, LengthwiseError):
         kinds = [one.__name__ for one in (InputError, InfeasibleError, CheckError) if isinstance(error, one)]

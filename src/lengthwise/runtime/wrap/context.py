@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,6 @@ from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.loss_check import NotedLoss
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 ALMOST_ONE = 1.0 - 2.0**-24
 """The largest uniform number in float32: a draw of it leaves out no layer."""
@@ -116,7 +113,7 @@ class PackShard:
     """This rank ran out of memory in it."""
     gathers: list[Tensor] = field(default_factory=list)
     """What was gathered from all ranks, whose backward is issued even if no loss depends on it."""
-    alone: "Callable[[int], MicroBatch] | None" = None
+    alone: Callable[[int], Any] | None = None
     """Makes a micro-batch of the sequence with this number in the pack, all of it on this rank."""
 
     def alone_with(self, ids: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> "PackShard":

@@ -7,15 +7,12 @@ the others the loss is made from the logits.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from lengthwise.runtime.models.targets import IGNORE
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -11,10 +11,9 @@ from torch import Tensor
 from lengthwise.core.batch import num_targets
 from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor
-
-if TYPE_CHECKING:
-    from lengthwise.runtime.wrap.micro_batch import MicroBatch, PackCollator
 
 Over = Literal["targets", "tokens", "sequences", "units"]
 
@@ -33,7 +32,7 @@ class LossTotals:
     """False where labels leave out targets that nobody has counted yet; the update then scales the gradient."""
 
     @classmethod
-    def of(cls, plan: StepPlan, collator: "PackCollator", *, targets: int | None) -> "LossTotals":
+    def of(cls, plan: StepPlan, collator: PackCollator, *, targets: int | None) -> "LossTotals":
         """Those of a step; ``targets``: as they were counted, None: as lengths say."""
         planned = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
         packs, is_exact = [collator.computed(pack) for pack in planned], collator.labels is None
@@ -56,7 +55,44 @@ class LossTotals:
             )
 
 
-def share_of_mean(micro_batch: "MicroBatch", values: Tensor, over: Over) -> Tensor:
+class StepShare(Protocol):
+    """A micro-batch, as far as its share of a mean over the step needs it."""
+
+    shard: PackShard
+    totals: LossTotals
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share the micro-batch."""
+        ...
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens of this rank that have a loss."""
+        ...
+
+    @property
+    def has_all_targets(self) -> bool:
+        """Whether each slot of a sequence has a target."""
+        ...
+
+    @property
+    def labels(self) -> Tensor:
+        """[t] int64: what each token is to predict, -100 where nothing."""
+        ...
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens of a slot."""
+        ...
+
+    @property
+    def units(self) -> Tensor:
+        """[u, M] sequences of each unit."""
+        ...
+
+
+def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
     """What this rank's slots add to the mean of ``values`` over the whole step.
 
     Raises:
@@ -90,7 +126,7 @@ def share_of_mean(micro_batch: "MicroBatch", values: Tensor, over: Over) -> Tens
     return torch.where(mask.to(values.device).reshape(values.shape), values * weights, values.new_zeros(())).sum()
 
 
-def _share_of_units(micro_batch: "MicroBatch", values: Tensor) -> Tensor:
+def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
     """What this rank adds to a mean over the units of the step: the p ranks of a group have the same values."""
     if values.shape != (num_units := len(micro_batch.units),):
         raise InputError(

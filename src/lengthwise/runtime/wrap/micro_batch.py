@@ -1,91 +1,23 @@
 """What the user's loop is given: one micro-batch, this rank's share of it, ready for the model's forward."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.batch import EVERY_TOKEN, NEXT_TOKEN, Pack
+from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.models.targets import IGNORE, TokenMasking, masked_targets
+from lengthwise.runtime.models.targets import IGNORE, masked_targets
 from lengthwise.runtime.train.micro_batch_tensors import feed
+from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import normal_slots, uniform_sequences
 from lengthwise.runtime.wrap.loss_terms import LossTotals, Over, share_of_mean
 from lengthwise.runtime.wrap.sequence_sums import num_sequences, sums_by_sequence
-from lengthwise.runtime.wrap.unit_members import Units
-
-
-class SequenceSource(Protocol):
-    """Where sequences come from."""
-
-    def tokens(self, sequence: int, /) -> np.ndarray:
-        """``[length]`` token ids, or ``[slots, ...]`` of anything."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackCollator:
-    """How a pack becomes tensors."""
-
-    source: SequenceSource
-    objective: str
-    masking: TokenMasking | None = None
-    ignore_index: int = IGNORE
-    slot_tokens: int = 1
-    """Tokens of a slot: of a frame, where sequences are videos."""
-    labels: Callable[[int], np.ndarray] | None = None
-    """Labels of a sequence, each token's own; None: the tokens. Next tokens are predicted by the token before them;
-    with other objectives each token predicts its own label."""
-    shifts_labels: bool = True
-    """Whether, with next tokens, the token before it predicts a label; False: its own token does, as in the model."""
-    passed: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
-    """Further arguments of the forward by name, one value for each token of a sequence."""
-    special: Callable[[int], np.ndarray] | None = None
-    """Which tokens of a sequence are never hidden; None: any may be."""
-    kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Slots of the corpus that differ, ``tokens`` and each further column, to compare the model on; nothing: the first
-    sequence is taken for all."""
-
-    units: Units | None = None
-    """Of which sequences those consist that are planned; None: of one each."""
-
-    def computed(self, pack: Pack) -> Pack:
-        """A pack as it was planned, of the sequences that are computed."""
-        return pack if self.units is None else self.units.members(pack)
-
-    @property
-    def has_all_targets(self) -> bool:
-        """Whether each slot has a loss, whatever its sequence holds."""
-        return self.objective == EVERY_TOKEN and self.labels is None
-
-    def cu_seqlens(self, pack: Pack) -> tuple[int, ...]:
-        """Boundaries in slots. Padding is a sequence of its own: models may look both ways."""
-        ends = {start + length for start, length in zip(pack.cu_seqlens, pack.lengths)}
-        return tuple(bound // self.slot_tokens for bound in sorted({*pack.cu_seqlens, *ends}))
-
-
-def pad_to_degree(pack: Pack, degree: int, collator: PackCollator) -> Pack:
-    """The pack, padded where it has fewer slots than ranks: models fail on a rank without any.
-
-    Raises:
-        InputError: it has padding, and its model learns from every token.
-    """
-    slots = collator.slot_tokens
-    if pack.num_tokens < degree * slots:
-        pack = replace(pack, padded_to=degree * slots, rows=0)
-    if collator.has_all_targets and pack.num_tokens > sum(pack.lengths):
-        raise InputError(
-            f"sequences {pack.ids[:5]} of {sum(pack.lengths) // slots} slots would be padded to "
-            f"{pack.num_tokens // slots} for {degree} ranks, but the objective {EVERY_TOKEN} has a loss for every "
-            "slot; plan a lower degree for them, or no padding"
-        )
-    return pack
 
 
 class MicroBatch:

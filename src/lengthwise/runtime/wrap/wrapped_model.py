@@ -182,7 +182,7 @@ class WrappedModel:
         for number, length in sorted(enumerate(shard.lengths), key=lambda numbered: -numbered[1]):
             if self._masks.is_known(length):
                 continue
-            micro_batch = make_alone(number)
+            micro_batch: MicroBatch = make_alone(number)
             intercept = self._new_intercept(calls=ForwardCalls(), rules=self.rules)
             intercept.shard, before = micro_batch.shard, self.layers.intercept
             self.layers.intercept = intercept

@@ -1,0 +1,107 @@
+"""Protocols of what steps, shards and synthetic batches use of a run, so that they need not import it."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from lengthwise.core.batch import Pack
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.call_order import RankReports
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
+from lengthwise.runtime.loop.workers import ItemReaders
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.device_meter import DeviceMeter
+from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.exchange_script import ExchangeScript
+from lengthwise.runtime.wrap.loss_check import LossCheck
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+
+
+class MicroBatchMaker(Protocol):
+    """A run, as far as micro-batches of its model are made of it."""
+
+    wrapped_model: WrappedModel
+    world: DistContext
+    collator: PackCollator
+    seed: int
+    alone: Group
+    """A group of this rank only."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        ...
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The trained model and the frozen ones beside it."""
+        ...
+
+    def make(self, shard: PackShard, pack: Pack) -> MicroBatch:
+        """The micro-batch of a shard."""
+        ...
+
+
+class RunState(MicroBatchMaker, Protocol):
+    """A run, as far as a step uses it."""
+
+    state: ShardedState | Fsdp2State
+    meter: DeviceMeter
+    loss_check: LossCheck
+    unprepared: UnpreparedModels
+    readers: ItemReaders | None
+    counts_targets: bool
+    seen_scripts: tuple[ExchangeScript, ...]
+    lr: Callable[[int], float]
+    clip_norm: float
+
+    @property
+    def usual_scripts(self) -> tuple[ExchangeScript, ...]:
+        """Exchanges of the forwards that a micro-batch usually has; none where that is not known yet."""
+        ...
+
+    @property
+    def gradient_version(self) -> int:
+        """A number that grows with whatever is done to gradients."""
+        ...
+
+    def gradient_problem(self, version: int) -> str:
+        """What a loop did to gradients since they had ``version``, or nothing."""
+        ...
+
+    def check_gradients(self, version: int) -> None:
+        """Raise ``CheckError`` if a loop changed gradients by hand since they had ``version``."""
+        ...
+
+    def inspect(self) -> tuple[str, int, bool]:
+        """What is wrong with the model, the fingerprint of this rank's weights, and whether a loop changed them."""
+        ...
+
+    def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
+        """Keep what loops did to weights between updates, if every rank's did the same."""
+        ...
+
+    def discard(self) -> None:
+        """Forget gradients that belong to no step."""
+        ...
+
+    def note_failure(self, reason: str) -> None:
+        """Remember why the step comes again."""
+        ...
+
+    def abort_step(self, step: Any, reports: RankReports) -> None:
+        """Discard a step in which a rank ran out of memory."""
+        ...
+
+    def note_skipped(self, step: Any) -> None:
+        """Record a step that every rank leaves out."""
+        ...
+
+    def finish(self, step: Any) -> None:
+        """Record a step that is done."""
+        ...
