@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from lengthwise.runtime.models.attention_view import in_order
 from lengthwise.runtime.models.varlen_attention import attend
 from lengthwise.runtime.parallel.attention_blocks import attend_block, attend_block_backward
-from lengthwise.runtime.parallel.head_exchange import UlyssesShards, exchange_attention
+from lengthwise.runtime.parallel.head_exchange import UlyssesShards, ulysses_attention
 from lengthwise.runtime.parallel.ring_attention import ring_attention
 from lengthwise.runtime.parallel.tokens import TokenShards
 
@@ -160,7 +160,7 @@ def _our_ulysses(shards: TokenShards, num_tokens: int) -> Attention:
     order = None if into is None else torch.from_numpy(into)
     back = None if order is None else torch.argsort(order)
     exchange = UlyssesShards(group=group(), sizes=shards.sizes, view=view, into=order, back=back)
-    return lambda q, k, v: exchange_attention(q, k, v, exchange)
+    return lambda q, k, v: ulysses_attention(q, k, v, exchange)
 
 
 def _our_ring(shards: TokenShards, num_tokens: int) -> Attention:

@@ -28,7 +28,7 @@ from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.profile.measure import ladder, profile
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.execute_step import agree, run_step
+from lengthwise.runtime.train.execute_step import run_step, sync_step
 
 STAGES = 2
 SPEC = ModelSpec(
@@ -141,6 +141,6 @@ def one_step(plan: StepPlan, drawn: Lengths, schedule: PipelineSchedule) -> Time
     source = Tokens(batch_of(drawn, plan.step), SPEC.vocab_size)
     dist.barrier()
     clock = StepClock(world())
-    agree(plan, world(), clock, stop=False)
+    sync_step(plan, world(), clock, stop=False)
     run_step(plan, model, state, source, lr=LR, clip_norm=CLIP, clock=clock, schedule=schedule)
     return clock.timeline(plan.step)

@@ -24,7 +24,7 @@ from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.execute_step import agree, run_step
+from lengthwise.runtime.train.execute_step import run_step, sync_step
 
 RANKS = 4
 SPEC = ModelSpec(
@@ -192,7 +192,7 @@ def one_step(plan: StepPlan, *, seed: int, waits: bool = False) -> Ran:
     dist.barrier()
     start_s, processor_s = perf_counter(), process_time()
     clock = StepClock(world())
-    agree(plan, world(), clock, stop=False)
+    sync_step(plan, world(), clock, stop=False)
     run_step(plan, model, state, source, lr=LR, clip_norm=CLIP, clock=clock)
     return Ran(
         time_s=perf_counter() - start_s,

@@ -16,8 +16,8 @@ from lengthwise.cli.restart import (
     PREEMPTED,
     RUNNING,
     earlier_end,
+    report_error,
     settings_of,
-    tell,
     write_status,
 )
 from lengthwise.config.run_config import check, load
@@ -58,7 +58,7 @@ def test_what_would_fail_again_ends_the_run_and_what_may_go_well_is_tried_again(
     folder, restarted, error, state, exit_code
 ):
     assert earlier_end(folder) is None
-    assert tell(folder, error)
+    assert report_error(folder, error)
     status = folder.read_json("status.json")
     assert (status["state"], status["exit_code"]) == (state, exit_code)
     restarted(1)
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_failed_because_a_rank_died_is_tried_again(folder, res
     try:
         raise LengthwiseError("the checkpoint of step 4 could not be written") from cause
     except LengthwiseError as error:
-        tell(folder, error)
+        report_error(folder, error)
     restarted(1)
     assert (earlier_end(folder) is not None) == ends
 
@@ -87,18 +87,18 @@ def test_a_run_that_is_done_or_still_runs_is_told_apart(folder, restarted):
 
 def test_ranks_that_torchrun_stops_because_a_machine_joins_go_on(folder, restarted):
     restarted(1)
-    tell(folder, Preempted("saved"))
+    report_error(folder, Preempted("saved"))
     assert earlier_end(folder) is None  # the same attempt: it was not the user who stopped them
     restarted(2)
     assert earlier_end(folder) == 75
 
 
 def test_the_reason_outlives_what_follows_from_it(folder, monkeypatch, capfd):
-    assert tell(folder, RuntimeError("Connection closed by peer"))
+    assert report_error(folder, RuntimeError("Connection closed by peer"))
     monkeypatch.setenv("RANK", "1")
-    assert tell(folder, InputError("no index"))
-    assert not tell(folder, RuntimeError("Connection closed by peer"))
-    assert not tell(folder, InputError("another rank met it too"))
+    assert report_error(folder, InputError("no index"))
+    assert not report_error(folder, RuntimeError("Connection closed by peer"))
+    assert not report_error(folder, InputError("another rank met it too"))
     assert folder.read_json("status.json")["error"] == "no index"
     assert "no index" in capfd.readouterr().err
 
@@ -137,7 +137,7 @@ def test_on_a_full_disk_the_end_of_a_run_is_written_over_the_room_that_status_js
     write_status(folder, RUNNING)
     size = (folder.path / "status.json").stat().st_size
     monkeypatch.setattr("lengthwise.cli.restart.write_text", refuse)
-    assert tell(folder, LengthwiseError("the disk is full " * 1000))
+    assert report_error(folder, LengthwiseError("the disk is full " * 1000))
     status = folder.read_json("status.json")
     assert (status["state"], status["exit_code"]) == (FAILED, 1) and status["error"].startswith("the disk is full")
     assert (folder.path / "status.json").stat().st_size == size

@@ -93,7 +93,7 @@ def read_status(folder: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def tell(folder: RunFolder, error: Exception) -> bool:
+def report_error(folder: RunFolder, error: Exception) -> bool:
     """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
     if not is_first():
         time.sleep(1.0)  # what all ranks meet at once, the first tells

@@ -23,8 +23,8 @@ from lengthwise.cli.restart import (
     num_restarts,
     of_disk_in_words,
     reason_of,
+    report_error,
     settings_of,
-    tell,
     write_status,
 )
 from lengthwise.cli.same_start import run_to_compare, settings_to_compare
@@ -118,7 +118,9 @@ def _end_start(folder: RunFolder, claim: RanksClaim) -> NoReturn:
         os._exit(Preempted.exit_code)  # the folder may be another run's
     has_checkpoints = folder.checkpoints.is_dir() and any(folder.checkpoints.iterdir())
     way = f"lengthwise train --resume {folder.path}" if has_checkpoints else "the same command"
-    tell(folder, Preempted(f"asked to stop before the first step, which left everything as it was. Go on with: {way}"))
+    report_error(
+        folder, Preempted(f"asked to stop before the first step, which left everything as it was. Go on with: {way}")
+    )
     claim.release()
     os._exit(Preempted.exit_code)
 
@@ -136,7 +138,7 @@ def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
     error = of_disk_in_words(error, folder)
     if ACTIVITY.peers is not None and not isinstance(error, CommunicationError):
         ACTIVITY.peers.say_failed(reason_of(error))
-    if tell(folder, error) and not isinstance(error, LengthwiseError):
+    if report_error(folder, error) and not isinstance(error, LengthwiseError):
         traceback.print_exception(error)
         sys.stderr.flush()
     claim.release()

@@ -21,7 +21,7 @@ from lengthwise.plan.space.candidate import degrees_of
 from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device, local_size
 from lengthwise.runtime.comm.farewell import FAREWELL
-from lengthwise.runtime.comm.world import DistContext, leaving, start_world
+from lengthwise.runtime.comm.world import DistContext, shutdown_at_exit, start_world
 from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
@@ -80,7 +80,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
         world, partial(_read, model, corpus, chosen, say=say if chosen.verbose and world.is_first else _log.debug)
     )
     require_equal(world, compared)
-    atexit.register(leaving(world))  # threads of Gloo may abort a process that ends without
+    atexit.register(shutdown_at_exit(world))  # threads of Gloo may abort a process that ends without
     FAREWELL.begin()  # last, so that it is said first
     model.to(world.device)
     run = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))

@@ -29,7 +29,7 @@ def _make_many(num_steps):
     for step in range(num_steps):
         groups.prepare([((0, 1, 2), f"{step}"), ((1, 2), f"{step}"), ((0, 1, 2), "of every step")])
         own, steady = (groups.of((0, 1, 2), purpose) for purpose in (f"{step}", "of every step"))
-        sums += [float(group.combine(torch.tensor(1.0 + step), dist.ReduceOp.SUM)) for group in (own, steady)]
+        sums += [float(group.all_reduce(torch.tensor(1.0 + step), dist.ReduceOp.SUM)) for group in (own, steady)]
         most = max(most, len(os.listdir("/proc/self/fd")))
     return sums, most, len(groups)
 
@@ -48,16 +48,16 @@ def _release():
         groups.prepare([((0, 1), "c")])
         is_there = groups.of((0, 1), "a") is first
         with pytest.raises((AssertionError, ValueError), match=r"released|not initialized"):  # ours, or torch's
-            second.combine(torch.ones(1), dist.ReduceOp.SUM)
+            second.all_reduce(torch.ones(1), dist.ReduceOp.SUM)
         groups.prepare([((0, 1), "b")])
         again = groups.of((0, 1), "b")
-        is_made_anew = again is not second and again.combine(torch.ones(1), dist.ReduceOp.SUM).item() == 2
+        is_made_anew = again is not second and again.all_reduce(torch.ones(1), dist.ReduceOp.SUM).item() == 2
         groups.prepare([((0, 1), purpose) for purpose in "pqrst"])  # more than the limit, but one step needs them
         return (
             is_there,
             is_made_anew,
             len(groups) == 5,
-            groups.of((0, 1), "p").combine(torch.ones(1), dist.ReduceOp.SUM).item() == 2,
+            groups.of((0, 1), "p").all_reduce(torch.ones(1), dist.ReduceOp.SUM).item() == 2,
         )
     finally:
         module.MOST_GROUPS = kept

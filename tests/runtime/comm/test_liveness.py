@@ -9,7 +9,7 @@ from lengthwise.core.errors import CommunicationError, InputError
 from lengthwise.runtime.comm import liveness
 from lengthwise.runtime.comm.activity import ACTIVITY, Activity, CollectiveWait
 from lengthwise.runtime.comm.liveness import Liveness
-from lengthwise.runtime.comm.world import meet
+from lengthwise.runtime.comm.world import rendezvous
 
 TIMED_OUT = RuntimeError("[gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
 CLOSED = RuntimeError("[gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9391.")
@@ -92,7 +92,7 @@ def test_ranks_that_do_not_start_are_named():
     store = dist.HashStore()
     come(store, {2: started()})
     with pytest.raises(CommunicationError, match=r"rank 1 of 3 did not start within 0.1 s"):
-        meet(store, started(), rank=0, size=3, timeout_s=0.1)
+        rendezvous(store, started(), rank=0, size=3, timeout_s=0.1)
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_ranks_on_other_devices_or_versions_are_refused_before_they_connect(key,
     store = dist.HashStore()
     come(store, {1: started(**{key: value}), 2: started()})
     with pytest.raises(InputError, match=rf"{key} is .* on ranks 0 and 2, .* on rank 1"):
-        meet(store, started(), rank=0, size=3, timeout_s=5)
+        rendezvous(store, started(), rank=0, size=3, timeout_s=5)

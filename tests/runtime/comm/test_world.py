@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from lengthwise.runtime.comm.world import leaving, start_world, stop_world
+from lengthwise.runtime.comm.world import shutdown_at_exit, start_world, stop_world
 
 LEFT_WITHIN_S = 30.0
 """Half of what a collective of the pool's ranks waits for others."""
@@ -40,7 +40,7 @@ def _leave_alone(flag):
     group = world.groups.of((0, 1))
     if world.is_first:
         work = dist.all_reduce(torch.ones(3), group=group.handle, async_op=True)
-        leaving(world)()
+        shutdown_at_exit(world)()
         Path(flag).touch()
         return not work.is_completed()
     end = time.monotonic() + LEFT_WITHIN_S

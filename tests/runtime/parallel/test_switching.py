@@ -106,7 +106,7 @@ def test_the_next_shard_is_broadcast_while_one_is_used(ranks):
 
 def metp_events():
     events, group = [], whole_group()
-    broadcast, pass_on = Group.broadcast, Group.pass_on
+    broadcast, ring_shift = Group.broadcast, Group.ring_shift
 
     def recorded(name, call):
         def wrapper(self, *arguments, **options) -> AsyncResult:
@@ -115,7 +115,7 @@ def metp_events():
 
         return wrapper
 
-    Group.broadcast, Group.pass_on = recorded("broadcast", broadcast), recorded("ring", pass_on)
+    Group.broadcast, Group.ring_shift = recorded("broadcast", broadcast), recorded("ring", ring_shift)
     try:
         spec = small(num_layers=1)
         model = model_of(spec)
@@ -124,5 +124,5 @@ def metp_events():
         x_tD = torch.randn(len(execution.offsets()), spec.hidden_size, dtype=torch.float64)
         execution.operators(0).attention(x_tD, model.layers[0].attention_weights)
     finally:
-        Group.broadcast, Group.pass_on = broadcast, pass_on
+        Group.broadcast, Group.ring_shift = broadcast, ring_shift
     return events

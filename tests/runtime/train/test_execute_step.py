@@ -16,7 +16,7 @@ from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch
 from lengthwise.runtime.train import execute_step as step
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
-from lengthwise.runtime.train.execute_step import StepConsensus, agree, run_step
+from lengthwise.runtime.train.execute_step import StepConsensus, run_step, sync_step
 from lengthwise.sim.schedule_check import operations
 from tests.runtime.train.runs import RandomTokens, local_world, new_state
 from tests.sim.random_plans import SPEC, random_batch, random_plan
@@ -73,11 +73,11 @@ def test_ranks_with_different_plans_stop_before_they_hang(ranks):
 def _check_disagreement():
     world = local_world()
     plan = example(3)[1]
-    assert agree(plan, world, StepClock(world), stop=False) == StepConsensus(stop=False, save_failed=False)
+    assert sync_step(plan, world, StepClock(world), stop=False) == StepConsensus(stop=False, save_failed=False)
     if world.rank == 2:
         plan = replace(plan, lr_factor=0.5)
     with pytest.raises(CheckError, match=r"rank 2 plans [0-9a-f]{16}, rank 0 plans"):
-        agree(plan, world, StepClock(world), stop=False)
+        sync_step(plan, world, StepClock(world), stop=False)
 
 
 def test_what_one_rank_knows_all_know(ranks):
@@ -90,8 +90,8 @@ def _agree_on_what_rank_one_knows():
     world = local_world()
     plan, is_told = example(3)[1], world.rank == 1
     return [
-        agree(plan, world, StepClock(world), stop=is_told),
-        agree(plan, world, StepClock(world), stop=False, save_failed=is_told),
+        sync_step(plan, world, StepClock(world), stop=is_told),
+        sync_step(plan, world, StepClock(world), stop=False, save_failed=is_told),
     ]
 
 

@@ -107,7 +107,7 @@ class Group:
         work = all_gather(whole, padded, group=self.handle, async_op=True)
         return AsyncResult(make, [work], "all-gather", self.ranks)
 
-    def scatter_sum(self, x: Tensor, sizes: Sequence[int]) -> AsyncResult:
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> AsyncResult:
         """This rank's rows of the sum over ranks of ``x`` ``[sum(sizes), ...]``. One reduce-scatter."""
         if self.size == 1:
             return AsyncResult(lambda: x)
@@ -124,7 +124,7 @@ class Group:
 
         return AsyncResult(make, [work], "reduce-scatter", self.ranks)
 
-    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """All-to-all of rows: the first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r."""
         if self.size == 1:
             return x
@@ -134,7 +134,7 @@ class Group:
         all_to_all(out, x.contiguous(), receive=receive, send=send, group=self.handle)
         return out
 
-    def pass_on(self, x: Tensor, shape: Sequence[int], *, tag: int = 0) -> AsyncResult:
+    def ring_shift(self, x: Tensor, shape: Sequence[int], *, tag: int = 0) -> AsyncResult:
         """Send ``x`` to the next rank and receive a tensor of ``shape`` from the one before: one hop of a ring.
 
         ``tag`` tells hops apart that are on their way at the same time.
@@ -189,7 +189,7 @@ class Group:
             work = dist.irecv(x, self.ranks[source], group=self.handle, tag=tag) if x.numel() else None
         return AsyncResult(lambda: x, [work] if work else [], f"receive from rank {self.ranks[source]}", self.ranks)
 
-    def combine(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    def all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Sum or maximum over ranks, in place. One all-reduce."""
         if self.size > 1:
             self.sent.add("all_reduce", 2 * _bytes(x) * (self.size - 1) / self.size)

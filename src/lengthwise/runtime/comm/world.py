@@ -112,11 +112,11 @@ def _join(kind: str, timeout: timedelta) -> None:
     store = _meeting_place(timeout)
     started = {"device": kind, "torch": torch.__version__, "lengthwise": __version__, "number of ranks": size}
     with CollectiveWait("meeting of the ranks"):
-        meet(store, started, rank=rank, size=size, timeout_s=timeout.total_seconds())
+        rendezvous(store, started, rank=rank, size=size, timeout_s=timeout.total_seconds())
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def meet(store: dist.Store, started: dict[str, object], *, rank: int, size: int, timeout_s: float) -> None:
+def rendezvous(store: dist.Store, started: dict[str, object], *, rank: int, size: int, timeout_s: float) -> None:
     """Wait in ``store`` until all ranks have come, before any of them connects to another.
 
     Raises:
@@ -175,7 +175,7 @@ def stop_world(world: DistContext | None = None) -> None:
         dist.destroy_process_group()
 
 
-def leaving(world: DistContext) -> Callable[[], None]:
+def shutdown_at_exit(world: DistContext) -> Callable[[], None]:
     """:func:`stop_world` for the end of a process, which may come while others never join what is under way.
 
     Then the process goes on to its end after ``LEAVING_S``, which ends the others too. On GPUs it is that function.

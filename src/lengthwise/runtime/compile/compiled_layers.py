@@ -34,7 +34,7 @@ class Apart(Protocol):
         ...
 
     @property
-    def meet(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def attend(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """From this rank's queries, keys and values to its outputs ``[t, N, H]``."""
         ...
 
@@ -84,7 +84,7 @@ class CompiledLayers:
     def _run(self, layer: nn.Module, x_tD: Tensor, operators: Operators) -> Tensor:
         assert isinstance(layer, TransformerLayer)
         assert isinstance(operators, Apart) and operators.has_whole_weights, "plans of other layers are refused"
-        out_tNH = operators.meet(*self._before(layer, x_tD, operators.tables))
+        out_tNH = operators.attend(*self._before(layer, x_tD, operators.tables))
         out_tD: Tensor = self._after(layer, x_tD, out_tNH.contiguous())  # strides are part of a shape
         return out_tD
 
@@ -138,10 +138,10 @@ def _made_up(model: Transformer, dtype: torch.dtype, device: torch.device) -> nn
 
 def before_attention(layer: TransformerLayer, x_tD: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the layer's input."""
-    return layer.attention_weights.project(layer.before(x_tD), tables)
+    return layer.attention_weights.project(layer.pre_attention(x_tD), tables)
 
 
 def after_attention(layer: TransformerLayer, x_tD: Tensor, out_tNH: Tensor) -> Tensor:
     """The layer's output from its input and what attention gave."""
     weights = layer.attention_weights
-    return layer.after(x_tD, out_tNH.flatten(1) @ weights.proj, feed_forward)
+    return layer.post_attention(x_tD, out_tNH.flatten(1) @ weights.proj, feed_forward)

@@ -28,11 +28,11 @@ class BertLayer(BiasedLayer):
 
     activation = "gelu"
 
-    def before(self, x_tD: Tensor) -> Tensor:
+    def pre_attention(self, x_tD: Tensor) -> Tensor:
         """``x`` as it is."""
         return x_tD
 
-    def after(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
+    def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
         """Bias, residual and norm; feed-forward, residual and norm."""
         summed_tD = x_tD + (attended_tD + self.proj_bias)
         del attended_tD

@@ -67,11 +67,11 @@ class GptLayer(BiasedLayer):
 
     activation = "gelu_tanh"
 
-    def before(self, x_tD: Tensor) -> Tensor:
+    def pre_attention(self, x_tD: Tensor) -> Tensor:
         """The norm."""
         return layer_norm(x_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
 
-    def after(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
+    def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
         """Bias and residual; norm, feed-forward and residual."""
         x_tD = x_tD + (attended_tD + self.proj_bias)
         del attended_tD

@@ -27,13 +27,15 @@ class TransformerLayer(nn.Module, ABC):
         """For the layer's operators."""
 
     @abstractmethod
-    def before(self, x_tD: Tensor) -> Tensor:
+    def pre_attention(self, x_tD: Tensor) -> Tensor:
         """What attention is given of the layer's input, ``[t, D]``."""
 
     @abstractmethod
-    def after(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
+    def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
         """The layer's output ``[t, D]`` from its input and what attention gave, projected back, without bias."""
 
     def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
         """One layer; returns ``[t, D]``."""
-        return self.after(x_tD, operators.attention(self.before(x_tD), self.attention_weights), operators.ffn)
+        return self.post_attention(
+            x_tD, operators.attention(self.pre_attention(x_tD), self.attention_weights), operators.ffn
+        )

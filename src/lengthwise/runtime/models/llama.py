@@ -53,11 +53,11 @@ class LlamaLayer(TransformerLayer):
         """For the layer's operators."""
         return FfnWeights(gate=self.gate, up=self.up, down=self.down, activation="gelu")
 
-    def before(self, x_tD: Tensor) -> Tensor:
+    def pre_attention(self, x_tD: Tensor) -> Tensor:
         """The norm."""
         return rms_norm(x_tD, self.attention_norm, self.norm_eps)
 
-    def after(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
+    def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
         """Residual; norm, feed-forward and residual."""
         x_tD = x_tD + attended_tD
         del attended_tD

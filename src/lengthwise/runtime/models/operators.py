@@ -110,9 +110,9 @@ class Dense:
 
     def attention(self, x_TD: Tensor, weights: AttentionWeights) -> Tensor:
         """Attention within each sequence of the view."""
-        return self.meet(*weights.project(x_TD, self.tables)).flatten(1) @ weights.proj
+        return self.attend(*weights.project(x_TD, self.tables)).flatten(1) @ weights.proj
 
-    def meet(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+    def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
         """Attention between projections, ``[T, N, H]``."""
         return attend_in(self.view, q_TNH, k_TKH, v_TKH)
 

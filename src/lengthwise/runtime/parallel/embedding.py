@@ -42,13 +42,13 @@ class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, group):  # type: ignore[no-untyped-def]
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        out = group.exchange(x, send, receive)
+        out = group.all_to_all(x, send, receive)
         return out.view_as(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return ctx.group.exchange(grad.contiguous(), ctx.receive, ctx.send), None, None, None
+        return ctx.group.all_to_all(grad.contiguous(), ctx.receive, ctx.send), None, None, None
 
 
 def sharded_cross_entropy(
@@ -108,7 +108,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             scaled_CD = hidden_CD.to(wide) / sums_C[:, None]
             dhidden_CD = (exps_Cv @ head_vD).to(wide) / sums_C[:, None]
             dhidden_CD.index_add_(0, mine, head_vD[target].to(wide), alpha=-1)
-            dhidden_tD[own] = group.scatter_sum(dhidden_CD.to(hidden_tD.dtype), sizes).wait()
+            dhidden_tD[own] = group.reduce_scatter(dhidden_CD.to(hidden_tD.dtype), sizes).wait()
             dhead_vD += exps_Cv.T @ scaled_CD.to(exps_Cv.dtype)
             dhead_vD.index_add_(0, target, hidden_CD[mine].to(wide), alpha=-1)
             if dbias_v is not None:
@@ -139,11 +139,11 @@ def _softmax(
     if bias_v is not None:
         logits_Cv += bias_v
     none = logits_Cv.new_full((len(logits_Cv), 1), -torch.inf)  # this rank may hold no row
-    highest_C = group.combine(torch.cat([logits_Cv, none], dim=1).amax(1), dist.ReduceOp.MAX)
+    highest_C = group.all_reduce(torch.cat([logits_Cv, none], dim=1).amax(1), dist.ReduceOp.MAX)
     logits_Cv -= highest_C[:, None]
     both = logits_Cv.new_zeros(2, len(logits_Cv))
     both[1, mine] = logits_Cv[mine, target]
     exps_Cv = logits_Cv.exp_()
     both[0] = exps_Cv.sum(1)
-    sums_C, target_logits_C = group.combine(both, dist.ReduceOp.SUM)
+    sums_C, target_logits_C = group.all_reduce(both, dist.ReduceOp.SUM)
     return exps_Cv, sums_C, sums_C.log() - target_logits_C

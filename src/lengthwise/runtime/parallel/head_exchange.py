@@ -38,7 +38,7 @@ Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 number of the first of these heads."""
 
 
-def exchange_attention(
+def ulysses_attention(
     q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, exchange: UlyssesShards, *, core: Core | None = None
 ) -> Tensor:
     """Attention of all heads of this rank's tokens, ``[t, N, H]``: two all-to-alls around whole sequences.
@@ -104,8 +104,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, group):  # type: ignore[no-untyped-def]
         ctx.send, ctx.receive, ctx.group = send, receive, group
-        return group.exchange(x, send, receive).view(-1)
+        return group.all_to_all(x, send, receive).view(-1)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return ctx.group.exchange(grad.contiguous(), ctx.receive, ctx.send), None, None, None
+        return ctx.group.all_to_all(grad.contiguous(), ctx.receive, ctx.send), None, None, None

@@ -18,5 +18,5 @@ def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -
         whole_attention=stage.gathered(attention),
         whole_ffn=stage.gathered(ffn),
         tables=stage.view.tables,
-        meet=partial(ring_attention, ring=stage.view.ring),
+        attend=partial(ring_attention, ring=stage.view.ring),
     )

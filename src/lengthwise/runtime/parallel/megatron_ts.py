@@ -50,7 +50,7 @@ class MegatronTs:
         out_TnH = attend(*weights.heads(qkv_Te, self._view.ordered_tables), view.cu_seqlens, causal=view.causal)
         # Projected first, reordered then: in the other order the output of attention would be kept twice.
         sums_TD = out_TnH.flatten(1) @ weights.proj
-        return _scatter_sum(sums_TD if exchange.back is None else sums_TD[exchange.back], self._group, self._sizes)
+        return _reduce_scatter(sums_TD if exchange.back is None else sums_TD[exchange.back], self._group, self._sizes)
 
     def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
         """This rank's columns over all tokens."""
@@ -59,7 +59,7 @@ class MegatronTs:
             products.append((weights.gate, None))
         up_Tf, *gate_Tf = _gathered_products(x_tD, products, self._group, self._sizes)
         active_Tf = weights.activate(up_Tf, gate_Tf[0] if gate_Tf else None)
-        return _scatter_sum(active_Tf @ weights.down, self._group, self._sizes)
+        return _reduce_scatter(active_Tf @ weights.down, self._group, self._sizes)
 
 
 def _gathered_products(
@@ -86,7 +86,7 @@ class _GatheredProducts(torch.autograd.Function):
         coming = ctx.group.gather(x_tD, ctx.sizes)
         weights, biases = flat[::2], flat[1::2]
         dx_TD = sum(grad @ weight for grad, weight in zip(grads, weights))
-        scattering = ctx.group.scatter_sum(dx_TD, ctx.sizes)
+        scattering = ctx.group.reduce_scatter(dx_TD, ctx.sizes)
         x_TD = coming.wait()
         dflat = []
         for grad, bias in zip(grads, biases):
@@ -94,17 +94,17 @@ class _GatheredProducts(torch.autograd.Function):
         return scattering.wait(), None, None, *dflat
 
 
-def _scatter_sum(x_TD: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+def _reduce_scatter(x_TD: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
     """This rank's tokens of the sum over ranks; one reduce-scatter forward, one all-gather backward."""
-    out: Tensor = _ScatterSum.apply(x_TD, group, sizes)
+    out: Tensor = _ReduceScatter.apply(x_TD, group, sizes)
     return out
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, group, sizes):  # type: ignore[no-untyped-def]
         ctx.group, ctx.sizes = group, sizes
-        return group.scatter_sum(x_TD, sizes).wait()
+        return group.reduce_scatter(x_TD, sizes).wait()
 
     @staticmethod
     @once_differentiable

@@ -134,7 +134,7 @@ class _Ffn(torch.autograd.Function):
             if travelling is not None:
                 dflat += travelling.wait()
             arriving = flat.sizes[(group.rank - step - 1) % group.size]
-            travelling = group.pass_on(dflat, (arriving,), tag=_GRADIENTS)
+            travelling = group.ring_shift(dflat, (arriving,), tag=_GRADIENTS)
         assert travelling is not None
         return dx_tD.to(x_tD.dtype), None, None, *_gradients(travelling.wait(), ctx.weights, flat, group)
 
@@ -182,6 +182,6 @@ def _rotation(weights: FfnWeights, stage: LayerStage) -> Iterator[FfnWeights]:
         source = (group.rank - step) % group.size
         coming = None
         if step + 1 < group.size:
-            coming = group.pass_on(here, (flat.sizes[(source - 1) % group.size],), tag=_SHARDS)
+            coming = group.ring_shift(here, (flat.sizes[(source - 1) % group.size],), tag=_SHARDS)
         yield _with_shards(weights, flat.split(here, source))
         here = coming.wait() if coming is not None else here

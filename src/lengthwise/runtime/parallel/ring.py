@@ -17,5 +17,5 @@ def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -
         whole_attention=stage.whole(attention),
         whole_ffn=stage.whole(ffn),
         tables=stage.view.tables,
-        meet=partial(ring_attention, ring=stage.view.ring),
+        attend=partial(ring_attention, ring=stage.view.ring),
     )

@@ -54,13 +54,13 @@ class Ring:
     def hop(self, block: Tensor, step: int, *, tag: int) -> AsyncResult:
         """Pass ``block``, here after ``step`` hops, on to the next rank."""
         arriving = self.sizes[self.source(step + 1)]
-        return self.group.pass_on(block, (block.shape[0], arriving, *block.shape[2:]), tag=tag)
+        return self.group.ring_shift(block, (block.shape[0], arriving, *block.shape[2:]), tag=tag)
 
 
 def ring_attention(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring, *, two_rounds: bool = False) -> Tensor:
     """Attention of this rank's queries over all ranks' keys; ``[t, N, H]``.
 
-    ``two_rounds``: as ring self-attention does (Li et al. 2023), see :func:`normalise_first`.
+    ``two_rounds``: as ring self-attention does (Li et al. 2023), see :func:`two_round_ring`.
     """
     out: Tensor = _RingAttention.apply(*ring.ordered(q_tNH, k_tKH, v_tKH), ring, two_rounds)
     return ring.restored(out)[0]
@@ -69,7 +69,7 @@ def ring_attention(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring, *, t
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, ring, two_rounds):  # type: ignore[no-untyped-def]
-        rounds = normalise_first if two_rounds and ring.group.size > 1 else ring_forward
+        rounds = two_round_ring if two_rounds and ring.group.size > 1 else ring_forward
         out, lse = rounds(q, k, v, ring)
         ctx.ring = ring
         ctx.save_for_backward(q, k, v, out, lse)
@@ -105,7 +105,7 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def normalise_first(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+def two_round_ring(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """The same in two rounds (ring self-attention, Li et al. 2023): first the keys go round for the softmax' sums, then
     the values for the outputs.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Tables
 from lengthwise.runtime.parallel.weights import OperatorWeights, WholeWeights
 
-Meet = Callable[[Tensor, Tensor, Tensor], Tensor]
+CrossTokenAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From this rank's queries [t, N, H], keys and values [t, K, H] to its outputs [t, N, H]."""
 
 
@@ -22,7 +22,7 @@ class TokenLocal:
     whole_attention: OperatorWeights
     whole_ffn: OperatorWeights
     tables: Tables | None
-    meet: Meet
+    attend: CrossTokenAttention
 
     @property
     def has_whole_weights(self) -> bool:
@@ -33,7 +33,7 @@ class TokenLocal:
         """Project, rotate, attend, project back: ``[t, D]``."""
         whole = self.whole_attention
         qkv_tE = whole.linear(whole.enter(x_tD), "qkv", None if weights.qkv_bias is None else "qkv_bias")
-        out_tNH = self.meet(*weights.heads(qkv_tE, self.tables))
+        out_tNH = self.attend(*weights.heads(qkv_tE, self.tables))
         return whole.leave(whole.matmul(out_tNH.flatten(1), "proj"))
 
     def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:

@@ -6,7 +6,7 @@ Around attention tokens are traded for heads and back: two all-to-alls forward, 
 from functools import partial
 
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
-from lengthwise.runtime.parallel.head_exchange import exchange_attention
+from lengthwise.runtime.parallel.head_exchange import ulysses_attention
 from lengthwise.runtime.parallel.stage_shard import LayerStage
 from lengthwise.runtime.parallel.token_local import TokenLocal
 
@@ -17,5 +17,5 @@ def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -
         whole_attention=stage.whole(attention),
         whole_ffn=stage.whole(ffn),
         tables=stage.view.tables,
-        meet=partial(exchange_attention, exchange=stage.view.exchange),
+        attend=partial(ulysses_attention, exchange=stage.view.exchange),
     )

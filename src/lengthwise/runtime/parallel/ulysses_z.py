@@ -7,7 +7,7 @@ As ``ulysses``; each operator's weights are gathered before it, forward and back
 from functools import partial
 
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
-from lengthwise.runtime.parallel.head_exchange import exchange_attention
+from lengthwise.runtime.parallel.head_exchange import ulysses_attention
 from lengthwise.runtime.parallel.stage_shard import LayerStage
 from lengthwise.runtime.parallel.token_local import TokenLocal
 
@@ -18,5 +18,5 @@ def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -
         whole_attention=stage.gathered(attention),
         whole_ffn=stage.gathered(ffn),
         tables=stage.view.tables,
-        meet=partial(exchange_attention, exchange=stage.view.exchange),
+        attend=partial(ulysses_attention, exchange=stage.view.exchange),
     )

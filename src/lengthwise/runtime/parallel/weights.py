@@ -171,7 +171,7 @@ class GatheredWeights:
         """This rank's rows of the gradients summed over ranks, in float32 at least. One reduce-scatter."""
         master = torch.promote_types(next(iter(self.shards.values())).dtype, torch.float32)
         apart, self._grads = self._flat.apart(self._grads, master), {}
-        own = self._flat.split(self.group.scatter_sum(apart, self._flat.sizes).wait(), self.group.rank)
+        own = self._flat.split(self.group.reduce_scatter(apart, self._flat.sizes).wait(), self.group.rank)
         return [own[name].to(shard.dtype) for name, shard in self.shards.items()]
 
 

@@ -138,17 +138,17 @@ class LoopbackGroup(Group):
         whole = x.new_zeros(sum(sizes), *x.shape[1:])
         return AsyncResult(lambda: whole)
 
-    def scatter_sum(self, x: Tensor, sizes: Any) -> AsyncResult:
+    def reduce_scatter(self, x: Tensor, sizes: Any) -> AsyncResult:
         """This rank's own rows."""
         own = x.new_zeros(sizes[self.rank], *x.shape[1:])
         return AsyncResult(lambda: own)
 
-    def exchange(self, x: Tensor, send: Any, receive: Any) -> Tensor:
+    def all_to_all(self, x: Tensor, send: Any, receive: Any) -> Tensor:
         """Zeros for what would be received; counted as an exchange."""
         self.sent.calls["all_to_all"] += 1
         return x.new_zeros(sum(receive), *x.shape[1:])
 
-    def pass_on(self, x: Tensor, shape: Any, *, tag: int = 0) -> AsyncResult:
+    def ring_shift(self, x: Tensor, shape: Any, *, tag: int = 0) -> AsyncResult:
         """Zeros."""
         received = x.new_zeros(tuple(shape))
         return AsyncResult(lambda: received)
@@ -167,6 +167,6 @@ class LoopbackGroup(Group):
         """``x`` as it is."""
         return AsyncResult(lambda: x)
 
-    def combine(self, x: Tensor, operation: Any) -> Tensor:
+    def all_reduce(self, x: Tensor, operation: Any) -> Tensor:
         """``x`` as it is."""
         return x

@@ -354,7 +354,7 @@ def _link(run: Run, degree: int) -> LinkRow:
         each = num_bytes // degree
         x = torch.zeros(each * degree, dtype=torch.uint8, device=run.world.device)
         splits = [each] * degree
-        exchange = (lambda: None) if group is None else (lambda: group.exchange(x, splits, splits))  # noqa: B023
+        exchange = (lambda: None) if group is None else (lambda: group.all_to_all(x, splits, splits))  # noqa: B023
         exchange()
         times.append(_median_s(run, exchange, LINK_REPEATS))
     sent = (much - degree) * (degree - 1) / degree

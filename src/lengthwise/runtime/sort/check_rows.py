@@ -39,7 +39,7 @@ class SortPeers:
             all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """The first ``send[0]`` rows to rank 0, and so on; ``receive[r]`` come from rank r, in rank order."""
         if self.size == 1:
             return rows

@@ -43,7 +43,7 @@ def deal(block: Tensor, *, group: Handle = None) -> Tensor:
     send = [_dealt(places[peers.rank], to, peers.size) for to in range(peers.size)]
     receive = [len(_dealt(own, peers.rank, peers.size)) for own in places]
     rows = torch.cat([block[taken.start :: peers.size] for taken in send])
-    return peers.exchange(rows, [len(taken) for taken in send], receive)
+    return peers.all_to_all(rows, [len(taken) for taken in send], receive)
 
 
 def write_ordered(block: Tensor, path: str | Path, *, flat: bool = False, group: Handle = None) -> None:

@@ -87,7 +87,7 @@ def _sort_words(peers: SortPeers, word: Word, rows: Tensor, counts: Sequence[int
 def _exchange_words(peers: SortPeers, words: Tensor, counts: Sequence[int]) -> Tensor:
     """This rank's words, a sorted run of every rank's."""
     moves = _moves(peers, lambda places: _at(words, places).unsqueeze(1).to(torch.int64), counts, num_parts=1)
-    return peers.exchange(words, moves.send[0], moves.receive[0])
+    return peers.all_to_all(words, moves.send[0], moves.receive[0])
 
 
 def _sort_by_order(
@@ -109,8 +109,8 @@ def _sort_by_order(
     start = 0
     for part, (send, receive) in enumerate(zip(moves.send, moves.receive)):
         chosen = torch.cat([order[piece] for piece in moves.pieces(part)])
-        came = peers.exchange(take(rows, chosen), send, receive)
-        keys = came if key is None else peers.exchange(take(key, chosen), send, receive).unsqueeze(1)
+        came = peers.all_to_all(take(rows, chosen), send, receive)
+        keys = came if key is None else peers.all_to_all(take(key, chosen), send, receive).unsqueeze(1)
         take(came, order_of(words, keys), out=out[start : start + len(came)])
         start += len(came)
     return out

@@ -49,7 +49,7 @@ class StepConsensus:
     """A rank knows of a checkpoint that could not be written."""
 
 
-def agree(
+def sync_step(
     plan: StepPlan, world: DistContext, clock: StepClock, *, stop: bool, save_failed: bool = False
 ) -> StepConsensus:
     """Check that all ranks hold the same plan, set the clock's zero, and share what any rank knows. One all-gather.

@@ -27,7 +27,7 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.data_prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.executable import check_compiled
-from lengthwise.runtime.train.execute_step import DivergedError, agree, run_step
+from lengthwise.runtime.train.execute_step import DivergedError, run_step, sync_step
 from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.runtime.train.micro_batch_tensors import SourceError, TokenSource, masking_of
 from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, measure, step_row
@@ -198,7 +198,7 @@ class TrainingLoop:
             plan = self.planner(batch)
         if self._prefetcher is not None:
             self._prefetcher.start(packs_of(plan, self.world.rank), following=self._following_packs)
-        agreed = agree(plan, self.world, clock, stop=bool(stop), save_failed=self._saver.has_failed)
+        agreed = sync_step(plan, self.world, clock, stop=bool(stop), save_failed=self._saver.has_failed)
         if agreed.save_failed:
             self._saver.wait()  # raises
         if agreed.stop:

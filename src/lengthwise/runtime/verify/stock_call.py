@@ -124,7 +124,7 @@ def gradients_in_pack(
             if gradients:
                 result = _gradients(run, loss, num_targets, shard)
         num_made = shard.num_exchanges - made_before
-        group.combine(total, torch.distributed.ReduceOp.SUM)
+        group.all_reduce(total, torch.distributed.ReduceOp.SUM)
     if is_sharded and gradients:
         assert isinstance(run.state, Fsdp2State)
         result = [run.state.take_gradient() / (run.world.size // degree)]
@@ -161,10 +161,10 @@ def _sum_over(group: Group, gradients: list[Tensor]) -> None:
         return
     if sum(gradient.numel() for gradient in gradients) > SUMMED_AT_ONCE:
         for number, gradient in enumerate(gradients):
-            gradients[number] = group.combine(gradient.contiguous(), torch.distributed.ReduceOp.SUM)
+            gradients[number] = group.all_reduce(gradient.contiguous(), torch.distributed.ReduceOp.SUM)
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    group.combine(flat, torch.distributed.ReduceOp.SUM)
+    group.all_reduce(flat, torch.distributed.ReduceOp.SUM)
     parts = flat.split([gradient.numel() for gradient in gradients])
     gradients[:] = [part.view(gradient.shape) for part, gradient in zip(parts, gradients)]
 

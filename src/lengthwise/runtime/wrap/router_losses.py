@@ -82,7 +82,7 @@ class _GatherSlots(torch.autograd.Function):
     def forward(ctx: Any, x_t: Tensor, shard: PackShard) -> Tensor:
         ctx.shard, ctx.width = shard, x_t.shape[1]
         send, receive = gather_sizes(shard.stage.shards.sizes, shard.group.rank, ctx.width)
-        out = shard.group.exchange(x_t.flatten().repeat(shard.group.size), send, receive)
+        out = shard.group.all_to_all(x_t.flatten().repeat(shard.group.size), send, receive)
         whole = out.new_empty(sum(shard.stage.shards.sizes), ctx.width)
         whole[_places(shard)] = out.view(-1, ctx.width)
         return whole
@@ -91,7 +91,7 @@ class _GatherSlots(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         shard: PackShard = ctx.shard
         send, receive = gather_sizes(shard.stage.shards.sizes, shard.group.rank, ctx.width)
-        out = shard.group.exchange(gradients[0][_places(shard)].flatten(), receive, send)
+        out = shard.group.all_to_all(gradients[0][_places(shard)].flatten(), receive, send)
         return out.view(shard.group.size, -1, ctx.width).sum(0), None
 
 

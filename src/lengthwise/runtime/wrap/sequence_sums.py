@@ -58,7 +58,7 @@ def _all_have(shard: PackShard, sums: Tensor) -> bool:
     dtype = 2 * sums.dtype.itemsize + sums.dtype.is_complex
     mine = [1, dtype, *sums.shape, *[0] * (SAID - 2 - sums.dim())]
     ((send, receive), _), *_ = sum_exchanges(Summed(), shard.group.size)
-    said = shard.group.exchange(torch.tensor(mine * shard.group.size, device=shard.device), send, receive)
+    said = shard.group.all_to_all(torch.tensor(mine * shard.group.size, device=shard.device), send, receive)
     rows = said.view(-1, SAID).tolist()
     if not all(row[0] for row in rows):
         return False
@@ -110,7 +110,7 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, sums: Tensor, shard: PackShard) -> Tensor:
         ctx.size = shard.group.size
         counts = [sums.numel()] * ctx.size
-        parts = shard.group.exchange(sums.flatten().repeat(ctx.size), counts, counts)
+        parts = shard.group.all_to_all(sums.flatten().repeat(ctx.size), counts, counts)
         return parts.view(ctx.size, *sums.shape).sum(0)  # in one order on every rank
 
     @staticmethod

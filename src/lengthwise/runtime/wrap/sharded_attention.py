@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.varlen_attention import attend
-from lengthwise.runtime.parallel.head_exchange import exchange_attention
+from lengthwise.runtime.parallel.head_exchange import ulysses_attention
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import attention_keep
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange
@@ -92,7 +92,7 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionReq
         out_tNH = _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
     else:
         core = partial(_attend_whole, kind=kind, shard=shard)
-        out_tNH = exchange_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
+        out_tNH = ulysses_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
     shard.note_attention(out_tNH)
     return out_tNH[..., :value_size]
 

@@ -39,7 +39,7 @@ def attention_exchanges(
 ) -> tuple[Exchanged, ...]:
     """Of queries, keys and values; of outputs. Backwards go the other way.
 
-    As :func:`~lengthwise.runtime.parallel.head_exchange.exchange_attention` issues them for slots of ``sizes``.
+    As :func:`~lengthwise.runtime.parallel.head_exchange.ulysses_attention` issues them for slots of ``sizes``.
     """
     if isinstance(call, SlotGather):
         return (gather_sizes(sizes, rank, call.width),)
@@ -95,7 +95,7 @@ def _send(shard: PackShard, script: ExchangeScript, events: Iterable[Event], num
         for (send, receive), dtype in _sent(shard, script.calls[call_number], kind == "forward"):
             if number >= num_done:
                 zeros = torch.zeros(sum(send), dtype=dtype, device=shard.device)
-                shard.group.exchange(zeros, send, receive)
+                shard.group.all_to_all(zeros, send, receive)
             number += 1
 
 
