@@ -28,6 +28,7 @@ from lengthwise.cli.restart import (
     write_status,
 )
 from lengthwise.cli.same_start import run_to_compare, settings_to_compare
+from lengthwise.cli.step_log import StepLog
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import make_folder
 from lengthwise.core.batch import GlobalBatch
@@ -61,7 +62,7 @@ from lengthwise.session.sampling_report import sampling_report, unused_settings
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext
     from lengthwise.runtime.models.base import Transformer
-    from lengthwise.runtime.train.step_metrics import Row, StepCallback
+    from lengthwise.runtime.train.step_metrics import StepCallback
     from lengthwise.runtime.train.trainer import BatchStream
 
 
@@ -69,7 +70,9 @@ WORKERS_PER_CORE = 2
 """Planning processes that a machine runs."""
 
 
-def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bool = False) -> None:
+def run_worker(
+    config: Config, folder: RunFolder, *, resume: bool, fall_back: bool = False, quiet: bool = False
+) -> None:
     """Train as one rank, and say in status.json how it ended. Does not return after an error.
 
     Started again, or with the same settings in the same folder, it goes on from the newest checkpoint.
@@ -95,7 +98,7 @@ def run_worker(config: Config, folder: RunFolder, *, resume: bool, fall_back: bo
         check_seen_by_all(folder, world)
         if world.is_first:
             write_status(folder, RUNNING)
-        _train(config, world, ResumePoint(folder=folder, resume=resume, fall_back=fall_back), stop)
+        _train(config, world, ResumePoint(folder=folder, resume=resume, fall_back=fall_back), stop, quiet=quiet)
         if world.is_first:
             write_status(folder, DONE, exit_code=0)
         stop_world(world)
@@ -145,7 +148,7 @@ def _end(folder: RunFolder, claim: RanksClaim, error: Exception) -> NoReturn:
     os._exit(error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code)
 
 
-def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopRequest) -> None:
+def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopRequest, *, quiet: bool) -> None:
     from lengthwise.runtime.comm.activity import ACTIVITY
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import TrainingLoop
@@ -158,10 +161,10 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
     ACTIVITY.begin("building the model")
     model = build(config, spec, world)
     require_equal(world, run_to_compare(config, corpus, spec=spec, cluster=cluster, model=model))
-    stream, planner, sizes = _plans(config, corpus, spec, cluster, world)
+    stream, planner, sizes = _plans(config, corpus, spec, cluster, world, quiet=quiet)
     try:
-        callbacks = _callbacks(config, start.folder, cluster) if world.is_first else []
-        on_size = next((one.on_compiled for one in callbacks if isinstance(one, ConsoleLog)), None)
+        callbacks = _callbacks(config, start.folder, quiet=quiet) if world.is_first else []
+        on_size = next((callback.on_compiled for callback in callbacks if isinstance(callback, StepLog)), None)
         trainer = TrainingLoop(
             config=config,
             spec=spec,
@@ -198,7 +201,7 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
 
 
 def _plans(
-    config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec, world: "DistContext"
+    config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec, world: "DistContext", *, quiet: bool
 ) -> "tuple[BatchStream, Callable[[GlobalBatch], StepPlan], tuple[int, ...]]":
     """The stream of batches, what plans them (the file of plans, or the policy, ahead of training), and for which sizes
     layers are compiled.
@@ -208,7 +211,7 @@ def _plans(
         plans = open_plans(config)
         return sampler, plans, sizes_of(config, plans)
     planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
-    if world.is_first:
+    if world.is_first and not quiet:
         tell_sizes(planner)
     workers = int(world.device.type == "cuda") if config.plan.workers is None else _workers(config, world)
     ahead = PlanAhead(
@@ -306,42 +309,15 @@ def _octaves(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(longest.bit_length()))
 
 
-def _callbacks(config: Config, folder: RunFolder, cluster: ClusterSpec) -> list["StepCallback"]:
-    from lengthwise.runtime.train.step_metrics import TensorBoard, log_line
+def _callbacks(config: Config, folder: RunFolder, *, quiet: bool) -> list["StepCallback"]:
+    from lengthwise.runtime.train.step_metrics import TensorBoard
 
-    device_gib = cluster.device.memory_bytes / GIB
-    callbacks: list[StepCallback] = [
-        ConsoleLog(config, lambda row: log_line(row, num_steps=config.train.steps, device_gib=device_gib)),
-        CheckpointAdvice(config.train, lambda words: stderr().print(words, soft_wrap=True)),
-    ]
-    if config.train.tensorboard:
+    train = config.train
+    callbacks: list[StepCallback] = []
+    if not quiet:
+        has_profile = bool(config.plan.profile or config.plan.file)
+        callbacks.append(StepLog(num_steps=train.steps, log_every=train.log_every, has_profile=has_profile))
+    callbacks.append(CheckpointAdvice(train, lambda words: stderr().print(words, soft_wrap=True)))
+    if train.tensorboard:
         callbacks.append(TensorBoard(folder.tensorboard))
     return callbacks
-
-
-class ConsoleLog:
-    """The log line of every ``train.log_every`` steps on stderr, above a progress bar on a terminal."""
-
-    def __init__(self, config: Config, line: Callable[["Row"], str]) -> None:
-        from lengthwise.session.console import progress
-
-        self._every = config.train.log_every
-        self._line = line
-        self._progress = progress()
-        self._task = self._progress.add_task("train", total=config.train.steps)
-        self._progress.start()
-
-    def on_step(self, row: "Row") -> None:
-        """Print the step and move the bar."""
-        self._progress.update(self._task, completed=row["step"] + 1)
-        if (row["step"] + 1) % self._every == 0:
-            self._progress.console.print(self._line(row), soft_wrap=True)
-
-    def on_compiled(self, done: int, total: int) -> None:
-        """Show in the bar how many of the sizes are compiled."""
-        what = "train" if done == total else f"compile {done}/{total} sizes"
-        self._progress.update(self._task, description=what)
-
-    def close(self) -> None:
-        """Take the bar away."""
-        self._progress.stop()

@@ -131,6 +131,15 @@ class StepPlan:
         return len(self.strategies)
 
     @property
+    def strategy_words(self) -> str:
+        """The pipelines in words, phase by phase: ``1 x <16,1> ulysses r40 + 6 x <8,1> ulysses``."""
+        phases = []
+        for strategy in self.strategies:
+            names = [scheme.name for scheme in strategy.schemes]
+            phases.append(" + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+        return ", then ".join(phases)
+
+    @property
     def num_devices(self) -> int:
         """Ranks of the cluster the plan is for."""
         return self.strategies[0].num_devices

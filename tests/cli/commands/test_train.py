@@ -29,11 +29,13 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     arguments = settings(corpus, folder, "train.steps=3", "train.tensorboard=true", "plan.policy=auto")
     done = lengthwise("train", *arguments, "--nproc", 2, "--json", is_cold=True)
     assert json.loads(done.stdout)["status"]["state"] == "done"
-    line = next(line for line in done.stderr.splitlines() if line.startswith("step: 3/3"))
-    assert "plan: auto (predicted " in line
-    for part in ("loss: ", "grad_norm: ", "lr: ", "tokens: ", "pad: 0.0%", "imbalance: ", "mfu: n/a"):
+    line = next(line for line in done.stderr.splitlines() if line.startswith("step 3/3"))
+    assert "predicted" not in line and done.stderr.count("predicted from data sheets, not measured") == 1
+    assert done.stderr.count("\nplan auto: 2 x <1,1> dense\n") == 1
+    for part in ("loss ", "lr ", " tokens/s", "idle ", "peak "):
         assert part in line
     rows = RunFolder(folder).read_metrics()
+    assert all(0 <= row["balance/idle_frac"] < 1 for row in rows)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[2]["loss/avg"] < rows[0]["loss/avg"]
     ledger = json.loads((folder / "ledger.json").read_text())
@@ -47,6 +49,12 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
     lengthwise("export", folder, "--out", tmp_path / "hf", expected=2)
     lengthwise("train", *arguments, expected=2)  # the folder holds a run already
+
+
+def test_a_quiet_run_says_only_that_it_is_done(corpus, tmp_path):
+    done = lengthwise("train", *settings(corpus, tmp_path / "run", "train.steps=2"), "--quiet")
+    assert done.stderr == f"done; next: lengthwise report {tmp_path / 'run'}\n"
+    assert len(RunFolder(tmp_path / "run").read_metrics()) == 2
 
 
 NUM_STEPS, NUM_LAYERS = 5, 4

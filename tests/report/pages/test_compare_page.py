@@ -22,7 +22,6 @@ from lengthwise.report.pages.compare_results import (
     PolicyResult,
     fastest_first,
     headline,
-    strategy_words,
 )
 
 
@@ -199,7 +198,7 @@ def test_slow_policies_do_not_squeeze_the_time_axis_of_the_others():
 
 def test_phases_are_told_one_after_another():
     plan = make_plan(make_pipeline(0, 4, 1), make_pipeline(0, 2, 1, phase=1), make_pipeline(2, 2, 1, phase=1))
-    assert strategy_words(plan) == "1 x <4,1> ulysses, then 2 x <2,1> ulysses"
+    assert plan.strategy_words == "1 x <4,1> ulysses, then 2 x <2,1> ulysses"
 
 
 def test_scaling_is_per_device_and_says_where_a_policy_is_refused():

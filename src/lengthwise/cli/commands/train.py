@@ -40,6 +40,7 @@ def run(
     max_restarts: Annotated[
         int, typer.Option(min=0, max=1_000_000, help="times that all ranks are started again after one has died")
     ] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="only warnings, errors and the last line")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Train. For several machines use torchrun itself: torchrun ARGS -m lengthwise train CONFIG [OVERRIDES]."""
@@ -55,7 +56,7 @@ def run(
         path = resume / "config.yaml"
     resolved = load(path, changes)
     if is_rank():
-        _train_as_rank(resolved, resume, fall_back=fall_back)
+        _train_as_rank(resolved, resume, fall_back=fall_back, quiet=quiet)
         return
     check_nproc(nproc)
     folder = RunFolder(resume or Path(resolved.run_folder)) if resume or resolved.run_folder else None
@@ -68,7 +69,7 @@ def run(
             latest(folder.checkpoints)
     _check(resolved, nproc=nproc, is_resumed=resume is not None)
     arguments = ["--resume", str(resume), *changes] if resume else [*([str(path)] if path else []), *changes]
-    arguments += ["--fall-back"] if fall_back else []
+    arguments += [*(["--fall-back"] if fall_back else []), *(["--quiet"] if quiet else [])]
     with claimed(folder, is_new=resume is None) if folder else claimed_with_free_name(_by_time(resolved)) as run_folder:
         launch(run_folder, arguments, nproc=nproc, max_restarts=max_restarts)
     if as_json:
@@ -96,7 +97,7 @@ def _check(config: "Config", *, nproc: int, is_resumed: bool) -> None:
             check_plans_of_run(config, plans, corpus)
 
 
-def _train_as_rank(config: "Config", resume: Path | None, *, fall_back: bool) -> None:
+def _train_as_rank(config: "Config", resume: Path | None, *, fall_back: bool, quiet: bool) -> None:
     from lengthwise.cli.restart import earlier_end
 
     named = os.environ.get(RUN_FOLDER_VARIABLE) or str(resume or config.run_folder)
@@ -109,7 +110,7 @@ def _train_as_rank(config: "Config", resume: Path | None, *, fall_back: bool) ->
     from lengthwise.cli.worker import run_worker
 
     verify_as_rank(config)
-    run_worker(config, folder, resume=resume is not None, fall_back=fall_back)
+    run_worker(config, folder, resume=resume is not None, fall_back=fall_back, quiet=quiet)
 
 
 def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int = 0) -> None:
@@ -123,7 +124,8 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
     folder.path.mkdir(parents=True, exist_ok=True)
     for stale in (folder.path / "status.json", folder.stop):
         stale.unlink(missing_ok=True)
-    log.print(f"run folder: {folder.path}", soft_wrap=True)
+    if "--quiet" not in arguments:
+        log.print(f"run folder: {folder.path}", soft_wrap=True)
 
     def on_stop() -> None:
         log.print(ask_to_stop(folder), soft_wrap=True)

@@ -15,7 +15,6 @@ from lengthwise.report.pages.compare_results import (
     ClusterResult,
     Comparison,
     fastest_first,
-    strategy_words,
 )
 from lengthwise.report.pages.run_figures import Figure
 from lengthwise.report.units import compact, count, ratio, seconds, share, tokens
@@ -96,7 +95,7 @@ def step_figures(cluster: ClusterResult) -> list[Figure]:
             continue
         own_s = step.timeline.step_time_s
         end_s = own_s if own_s > TIME_SCALE * fastest_s else _common_end_s(cluster, fastest_s)
-        sentences = [f"{strategy_words(step.plan)}.", f"{seconds(own_s)}, {share(step.timeline.idle_fraction)} idle."]
+        sentences = [f"{step.plan.strategy_words}.", f"{seconds(own_s)}, {share(step.timeline.idle_fraction)} idle."]
         if end_s == own_s and own_s > TIME_SCALE * fastest_s:
             sentences.append("This chart has a time axis of its own.")
         if (lanes := num_lanes(step.plan)) > MOST_ROWS:

@@ -199,15 +199,6 @@ def row(cluster: ClusterResult, one: PolicyResult) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def strategy_words(plan: StepPlan) -> str:
-    """The pipelines of a plan, phase by phase: ``1 x <16,1> ulysses r40 + 6 x <8,1> ulysses``."""
-    phases = []
-    for strategy in plan.strategies:
-        names = [scheme.name for scheme in strategy.schemes]
-        phases.append(" + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
-    return ", then ".join(phases)
-
-
 def fastest_first(clusters: Sequence[ClusterResult]) -> list[str]:
     """Names of the policies that can run somewhere, ranked on the largest cluster, those refused there last."""
     names: dict[str, None] = {}

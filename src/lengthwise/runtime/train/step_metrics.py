@@ -1,10 +1,9 @@
-"""One row per step: to JSON lines, to TensorBoard, and as the log line."""
+"""Metrics of a step as one row, written to JSON lines and to TensorBoard."""
 
 import errno
 import json
 import os
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import GIB, ModelSpec, bytes_in_words
+from lengthwise.core.specs import GIB, ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind, Timeline
 from lengthwise.runtime.comm.collectives import gather_rows
@@ -47,6 +46,10 @@ class StepTiming:
     """That ranks waited for their tokens."""
     communicate_s: float
     update_s: float
+    idle_s: float
+    """Seconds that the mean rank waits for others: what planning, data, compute, update and collectives leave. A rank
+    that comes early waits within its collectives; so these count as long as they take the rank that waits least.
+    """
     peak_bytes: int
     recompiles: int = 0
     """Graphs that ranks compiled within the step, together."""
@@ -55,15 +58,18 @@ class StepTiming:
 def measure(timeline: Timeline, world: DistContext, *, recompiles: int = 0) -> StepTiming:
     """Share this rank's times with the others. One small all-gather; times but compute are means over ranks."""
     times_s = [timeline.time_s(kind, world.rank) for kind in _SHARED_KINDS]
-    values = [timeline.step_time_s, *times_s, peak_bytes(world.device), recompiles]
+    plan_s = sum(s.end_s - max(0.0, s.start_s) for s in timeline.spans if s.kind is SpanKind.PLAN and s.end_s > 0.0)
+    values = [timeline.step_time_s, plan_s, *times_s, peak_bytes(world.device), recompiles]
     row = torch.tensor(values, dtype=torch.float64)
-    ends, compute, data, communicate, update, peaks, graphs = gather_rows(row.to(world.device)).T.tolist()
+    ends, plan, compute, data, communicate, update, peaks, graphs = gather_rows(row.to(world.device)).T.tolist()
+    step_s, busy_s = max(ends), sum(plan + data + compute + update) / world.size + min(communicate)
     return StepTiming(
-        step_s=max(ends),
+        step_s=step_s,
         compute_s=tuple(compute),
         data_wait_s=sum(data) / world.size,
         communicate_s=sum(communicate) / world.size,
         update_s=sum(update) / world.size,
+        idle_s=max(0.0, step_s - busy_s),
         peak_bytes=int(max(peaks)),
         recompiles=int(sum(graphs)),
     )
@@ -106,34 +112,16 @@ def step_row(
         "data/wait_frac": measured.data_wait_s / measured.step_s,
         "balance/tokens_max_over_mean": max(by_device) * len(by_device) / sum(by_device),
         "balance/time_max_over_mean": max(measured.compute_s) * len(by_device) / sum(measured.compute_s),
+        "balance/idle_frac": measured.idle_s / measured.step_s,
         "plan/id": plan.digest,
         "plan/policy": plan.policy,
+        "plan/strategy": plan.strategy_words,
         "plan/pred_time_s": plan.time_s or None,  # a plan made by hand may predict nothing
         "plan/pred_error": plan.time_s / measured.step_s - 1.0 if plan.time_s else None,
         "plan/lower_bound_s": plan.lower_bound_s,
         "compile/recompiles": measured.recompiles,
         "memory/max_reserved_gib": measured.peak_bytes / GIB,
     }
-
-
-def log_line(row: Row, *, num_steps: int, device_gib: float) -> str:
-    """The row as one line of text."""
-    mfu = "n/a" if row["perf/mfu"] is None else f"{row['perf/mfu']:.1%}"
-    eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
-    error = "" if row["plan/pred_error"] is None else f" (predicted {row['plan/pred_error']:+.0%})"
-    recompiles = f"recompiles: {row['compile/recompiles']}  " if row["compile/recompiles"] else ""
-    factor = f" (x{row['lr_factor']:.2f})" if row["lr_factor"] != 1 else ""
-    peak_gib = row["memory/max_reserved_gib"]
-    of_device = "<1%" if 0 < peak_gib / device_gib < 0.005 else f"{peak_gib / device_gib:.0%}"
-    memory = f"{bytes_in_words(peak_gib * GIB, digits=2).replace(' ', '')}({of_device})"
-    return (
-        f"step: {row['step'] + 1}/{num_steps}  loss: {row['loss/avg']:.4f}  grad_norm: {row['grad_norm']:.2f}  "
-        f"lr: {row['lr']:.1e}{factor}  tokens: {row['data/num_tokens']:,}  seqs: {row['data/num_sequences']} "
-        f"(max {row['data/max_len']:,})  pad: {row['data/pad_frac']:.1%}  data: {row['data/wait_frac']:.1%}  "
-        f"imbalance: {row['balance/time_max_over_mean']:.2f}  tps/gpu: {row['perf/tokens_per_s_per_gpu']:,.0f}  "
-        f"tflops: {row['perf/tflops_per_gpu']:.2f}  mfu: {mfu}  mem: {memory}  "
-        f"{recompiles}plan: {row['plan/policy']}{error}  eta: {eta}"
-    )
 
 
 class JsonLines:
