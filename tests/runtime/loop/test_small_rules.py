@@ -58,7 +58,7 @@ def test_a_parameter_that_is_not_what_it_was_is_named(problem):
 
 
 def test_parameters_that_fsdp2_puts_in_the_place_of_shares_are_no_change(monkeypatch):
-    monkeypatch.setattr("lengthwise.runtime.loop.watched_parameters.wrapped_modules", lambda model: [model])
+    monkeypatch.setattr("lengthwise.runtime.loop.watched_parameters.fsdp_modules", lambda model: [model])
     model = layers()
     watched = WatchedParameters(model)
     model[0].weight = nn.Parameter(torch.zeros(2, 2))

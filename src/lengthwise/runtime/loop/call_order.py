@@ -1,4 +1,4 @@
-"""Every collective operation of a run begins with all ranks saying which one it is.
+"""Check that all ranks are at the same operation of a run before any of them communicates for it.
 
 A user's loop may take ranks apart: ``if rank == 0: run.save(...)``, a ``break`` or a caught error on one rank. Ranks
 that go on to different operations would wait for each other for ever, or mix up what they send. So each operation
@@ -26,7 +26,7 @@ NUM_VALUES = 13
 
 
 class RankOperation(IntEnum):
-    """What a rank is about to do with all others."""
+    """The operations of a run in which all ranks take part."""
 
     BEGIN = 1
     UPDATE = 2
@@ -37,7 +37,7 @@ class RankOperation(IntEnum):
 
     @property
     def call(self) -> str:
-        """As it stands in a loop."""
+        """The call that a user's loop makes, such as ``step.update()``, for messages."""
         calls = {RankOperation.BEGIN: "begin of a step", RankOperation.LEAVE: "end of a step that was left"}
         method = {
             RankOperation.UPDATE: "step.update()",
@@ -46,8 +46,8 @@ class RankOperation(IntEnum):
         }
         return (calls | method).get(self, "run.resume()")
 
-    def at(self, step: int) -> str:
-        """In words."""
+    def described(self, step: int) -> str:
+        """Describe the operation at a step, in the past tense, for messages."""
         return {
             RankOperation.BEGIN: f"began step {step}",
             RankOperation.UPDATE: f"called step.update() of step {step}",
@@ -60,7 +60,7 @@ class RankOperation(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RankReports:
-    """What every rank said, by rank."""
+    """The operation, step, values and note that every rank reported, by rank."""
 
     operations: tuple[RankOperation, ...]
     steps: tuple[int, ...]
@@ -69,7 +69,7 @@ class RankReports:
     """Empty strings where a rank has nothing to say."""
 
     def column(self, number: int) -> tuple[int, ...]:
-        """One of the values, by rank."""
+        """The values numbered ``number``, by rank."""
         return tuple(row[number] for row in self.values)
 
     def check_same(self, *also: RankOperation) -> None:
@@ -87,7 +87,7 @@ class RankReports:
     def _ranks_by_place(self) -> dict[str, list[int]]:
         places: dict[str, list[int]] = {}
         for rank, (operation, step) in enumerate(zip(self.operations, self.steps)):
-            places.setdefault(operation.at(step), []).append(rank)
+            places.setdefault(operation.described(step), []).append(rank)
         return places
 
     def notes_text(self) -> str:
@@ -104,7 +104,7 @@ class RankReports:
 def sync_ranks(
     world: DistContext, operation: RankOperation, step: int, *, values: Sequence[int] = (), note: str = ""
 ) -> RankReports:
-    """Say which operation this rank has come to, and hear the same of all others. One all-gather; a second with notes.
+    """Report this rank's operation to all others and get theirs: one all-gather, and a second one if any has a note.
 
     Raises:
         CommunicationError: some rank does not come within the time limit, or is gone.
@@ -133,19 +133,19 @@ def float_of(bits: int) -> float:
 
 
 def all_succeed(world: DistContext, work: Callable[[], Result]) -> Result:
-    """What ``work`` returns, which needs no other rank; where it fails on any rank, no rank goes on without it.
+    """Return what ``work`` returns; where it fails on any rank, raise on all of them. ``work`` may not communicate.
 
     Raises:
         InputError: it failed on another rank; where it failed here, its own error.
     """
-    result, own = None, None
+    result, own_error = None, None
     try:
         result = work()
     except LengthwiseError as error:
-        own = error
-    errors = gather_json(world, str(own) if own is not None else None)
-    if own is not None:
-        raise own
+        own_error = error
+    errors = gather_json(world, str(own_error) if own_error is not None else None)
+    if own_error is not None:
+        raise own_error
     failed = [rank for rank, error in enumerate(errors) if error is not None]
     if failed:
         raise InputError(f"{ranks_text(failed)} cannot go on: {errors[failed[0]]}")

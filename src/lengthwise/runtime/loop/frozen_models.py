@@ -19,12 +19,12 @@ from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Largest difference of outputs over the largest output, that rounding explains; of other dtypes:"""
+"""Largest relative difference of outputs that rounding explains; ``LOW_PRECISION`` for other dtypes."""
 LOW_PRECISION = 5e-2
 
 
 def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, check: bool) -> WrappedModel:
-    """Have ``model`` compute micro-batches of ``run``, and compare a pack with its sequences alone.
+    """Wrap a frozen ``model`` for micro-batches of ``run``, and compare its outputs of a pack with single sequences.
 
     Raises:
         InputError: it shares parts with a prepared model, or attends in a way that cannot be sharded.
@@ -68,7 +68,7 @@ def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, sequences: tuple[
 
 
 def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript:
-    """Its calls of attention; there is no backward."""
+    """Trace the attention calls of a frozen model's forward; it has no backward."""
     events: list[Event] = []
     micro_batch = _micro_batch(run, (0,), events)
     with active(micro_batch.shard):
@@ -101,6 +101,6 @@ def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
 
 
 def _slots(output: Any, num_slots: int) -> list[Tensor]:
-    """What it returned with one row for each slot: [slots, ...]."""
+    """The tensors of an output that have one row for each slot: [slots, ...]."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return [leaf[0] for leaf in leaves if leaf.dim() >= 2 and tuple(leaf.shape[:2]) == (1, num_slots)]

@@ -1,4 +1,4 @@
-"""Models that are wrapped with FSDP2 (``torch.distributed.fsdp.fully_shard``): its shards, our uneven accumulation.
+"""Support for models wrapped with FSDP2 (``fully_shard``), whose ranks accumulate different numbers of micro-batches.
 
 FSDP2 gathers parameters in the forward and reduces gradients in the backward, each a collective of all ranks, but here
 ranks have different numbers of micro-batches, or none. That is safe where parameters stay whole between micro-batches:
@@ -20,14 +20,14 @@ from lengthwise.runtime.state.optimizer import make_optimizer
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """Those that ``fully_shard`` was called on, the model itself last of all, if it was."""
+    """The modules that ``fully_shard`` was called on, in reverse order of definition: the model itself comes last."""
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in reversed(list(model.modules())) if isinstance(module, FSDPModule)]
 
 
 class Fsdp2State:
-    """Weights, gradients and optimizer of a model that FSDP2 holds. What a :class:`Run` asks of a state."""
+    """Weights, gradients and optimizer of a model that FSDP2 shards, with the interface of ``ShardedState``."""
 
     def __init__(
         self, model: nn.Module, world: DistContext, settings: OptimizerSettings, *, close: Callable[[], Tensor]
@@ -55,25 +55,25 @@ class Fsdp2State:
                 module.set_force_sum_reduction_for_comms(True)
 
     def materialize_all(self) -> None:
-        """Every rank the whole model until the next push."""
+        """All-gather all parameters and keep them unsharded until the next gradient reduce-scatter."""
         for module in self._modules:
             module.set_reshard_after_backward(False, recurse=False)
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
 
     def clear_gradient(self) -> None:
-        """Begin a step."""
+        """Remove all gradients, as at the beginning of a step."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def discard_gradient(self) -> None:
-        """Forget what backwards added since the last push: by a push whose result is thrown away."""
+        """Discard the gradients added since the last push, by a reduce-scatter whose result is dropped."""
         self.finish_push()
         self.clear_gradient()
         self.materialize_all()
 
     def take_gradient(self) -> Tensor:
-        """This rank's share of what was added since the last push, summed over ranks; and forget it."""
+        """Return this rank's share of the gradient added since the last push, summed over ranks, and clear it."""
         self.finish_push()
         pieces = [_local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         gradient = torch.cat([piece.to(torch.float64).flatten() for piece in pieces])
@@ -82,23 +82,23 @@ class Fsdp2State:
         return gradient
 
     def detached_gradient(self) -> str | None:
-        """None: FSDP2 keeps gradients itself."""
+        """The name of a parameter whose gradient was removed; always None, since FSDP2 keeps gradients itself."""
         return None
 
     @property
     def gradient_version(self) -> int:
-        """Always the same: FSDP2 keeps gradients itself."""
+        """A constant, since FSDP2 keeps gradients itself and changes cannot be counted."""
         return 0
 
     def finish_push(self) -> None:
-        """Reduce what all micro-batches added, through a backward that adds nothing."""
+        """Reduce-scatter the accumulated gradients, through a backward whose loss is zero."""
         for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
         self._close().backward()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
-        """Norm of the gradient over all ranks; the loss as it is."""
+        """The norm of the gradient over all ranks, and ``loss`` unchanged."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(gradients)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm), float(loss)
@@ -116,7 +116,7 @@ class Fsdp2State:
         self.clear_gradient()
 
     def release_params(self) -> None:
-        """The model as FSDP2 leaves it between steps."""
+        """Reshard all parameters, as FSDP2 leaves them between steps."""
         for module in self._modules:
             module.set_reshard_after_backward(True, recurse=False)
             module.set_requires_gradient_sync(True, recurse=False)
@@ -135,15 +135,15 @@ def _check(model: nn.Module, modules: list[Any]) -> None:
         raise InputError(
             f"parts of {type(model).__name__} are wrapped with fully_shard; wrap the model itself last of all"
         )
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if whole:
+    unsharded = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if unsharded:
         raise InputError(
-            f"{whole[0]} of {type(model).__name__} is not sharded; call fully_shard without ignored_params"
+            f"{unsharded[0]} of {type(model).__name__} is not sharded; call fully_shard without ignored_params"
         )
-    freed = [type(module).__name__ for module in modules[:-1] if _is_freed(module)]
-    if freed:
+    resharded = [type(module).__name__ for module in modules[:-1] if _is_freed(module)]
+    if resharded:
         raise InputError(
-            f"{freed[0]} is wrapped so that FSDP2 frees its parameters after every forward: ranks with different "
+            f"{resharded[0]} is wrapped so that FSDP2 frees its parameters after every forward: ranks with different "
             "numbers of micro-batches would wait for each other's gathers for ever. Wrap it with "
             "fully_shard(..., reshard_after_forward=False), or leave FSDP2 out: the optimizer is sharded anyway"
         )
@@ -156,5 +156,5 @@ def _is_freed(module: Any) -> bool:
 def _groups(module: Any) -> Iterator[Any]:
     """Parameter groups of a wrapped module, one or several with the version of torch."""
     state = module._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    yield from (group for group in found if group is not None)
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    yield from (group for group in groups if group is not None)

@@ -5,7 +5,10 @@ from collections.abc import Callable
 
 
 def learning_rate_of(lr: Callable[[int], float], step: int, factor: float) -> tuple[float, str]:
-    """The rate times ``factor`` and nothing, or NaN and one sentence: ranks have to meet before any of them raises."""
+    """Return the rate times ``factor`` and an empty string, or NaN and why there is none.
+
+    Nothing is raised here: all ranks have to report before any of them raises.
+    """
     way_out = "give one number from 0, the same on every rank, for each step"
     try:
         rate = float(lr(step))

@@ -1,4 +1,4 @@
-"""What a step's losses weigh, and what the step's loss is, from what each micro-batch hands to its backward."""
+"""Weight the losses of a step's micro-batches so that they sum to the mean over the step."""
 
 from collections.abc import Sequence
 from enum import IntFlag
@@ -14,28 +14,28 @@ from lengthwise.runtime.wrap.micro_batch import MicroBatch
 
 
 class Uses(IntFlag):
-    """What losses of a step are means over, as far as the number of targets matters for it."""
+    """The kinds of means among a step's losses, as far as the number of targets matters."""
 
     TARGETS = 1
     UNITS = 2
 
 
 class Weighing:
-    """The losses of this rank's micro-batches in one step."""
+    """Accumulates the weighted losses of this rank's micro-batches in one step."""
 
     def __init__(self, totals: LossTotals, device: torch.device) -> None:
         self.totals = totals
         self.by_target = torch.zeros((), dtype=torch.float64, device=device)
-        """Losses that are means over targets, times their numbers."""
+        """The sum of losses that are means over targets, each times its number of targets."""
         self.direct = 0.0
-        """Shares of means over the step."""
+        """The sum of this rank's shares of means over the whole step."""
         self.num_targets = 0
         self.uses = Uses(0)
 
     def terms(
         self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
     ) -> list[LossTerm]:
-        """What is differentiated, with the weights in the step; a mean over nothing, 0 / 0, is left out.
+        """The terms to differentiate, with their weights in the step; a mean over no target, 0 / 0, is left out.
 
         Raises:
             InputError: a number that the weights need is not known yet, or ``mean_over`` is no such word.
@@ -63,9 +63,9 @@ class Weighing:
         return terms
 
     def factor(self, uses: Sequence[int], num_targets: int) -> float:
-        """What the summed gradient is scaled with, for targets that the totals did not know of.
+        """The factor for the summed gradient that corrects for labels which leave out targets.
 
-        ``uses``: of all ranks; ``num_targets``: of all of them.
+        ``uses``: the :class:`Uses` of all ranks; ``num_targets``: the number of targets of all of them.
 
         Raises:
             InputError: some ranks have means over targets, and others over units, and targets are not counted.

@@ -1,4 +1,4 @@
-"""What a user's loop did by hand to a model, its weights or its gradients while it was prepared."""
+"""Detect changes that a user's loop made by hand to a prepared model, its weights or its gradients."""
 
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
@@ -6,7 +6,7 @@ from lengthwise.runtime.state.sharded import ShardedState
 
 
 def gradient_problem(state: ShardedState | Fsdp2State, version: int) -> str:
-    """What was done to gradients since they had ``version``, if anything was."""
+    """Describe how gradients were changed by hand since ``version``; an empty string if they were not."""
     if (name := state.detached_gradient()) is not None:
         return (
             f"the gradient of {name} was taken away, by optimizer.zero_grad(), model.zero_grad() or "
@@ -22,7 +22,7 @@ def gradient_problem(state: ShardedState | Fsdp2State, version: int) -> str:
 
 
 def inspect_weights(state: ShardedState | Fsdp2State, parameters: WatchedParameters) -> tuple[str, int, bool]:
-    """What is wrong with the model, the fingerprint of this rank's weights, and whether they were changed."""
+    """Return a problem with the model or "", the fingerprint of this rank's weights, and whether they were changed."""
     problem = parameters.problem()
     if problem or isinstance(state, Fsdp2State):
         return problem, 0, False

@@ -1,4 +1,4 @@
-"""Pipelines of a plan as a model that is not ours computes them."""
+"""Turn the pipelines of a plan into shards of packs, for models that run in one stage."""
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.step_plan import Pipeline, StepPlan
@@ -13,7 +13,7 @@ from lengthwise.runtime.wrap.context import PackShard
 def make_shard(
     run: MicroBatchMaker, step: int, pipeline: Pipeline, planned: Planned, *, is_alone: bool = False
 ) -> PackShard:
-    """This rank's slots of a planned micro-batch; all of them where it ``is_alone``."""
+    """The shard of a planned micro-batch on this rank; with ``is_alone``, the whole pack."""
     world, collator = run.world, run.collator
     group = run.alone if is_alone else world.groups.of(tuple(sorted(pipeline.ranks)))
     assert group is not None, "a rank computes in pipelines that it is in"
@@ -33,7 +33,7 @@ def make_shard(
 
 
 def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
-    """Raise ``InputError`` naming what of a plan is not for a model that is not ours."""
+    """Raise ``InputError`` unless the plan's ranks, stages and methods suit a third-party model."""
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
         raise InputError(f"{where} is for {plan.num_devices} ranks, the run has {num_ranks}; plan again")

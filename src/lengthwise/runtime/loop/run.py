@@ -52,12 +52,12 @@ Planner = Callable[[GlobalBatch], StepPlan]
 _log = logging.getLogger("lengthwise")
 
 MOST_ATTEMPTS = 10
-"""How often one step may be given up and come again."""
+"""How often one step may be aborted and come again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchFailure:
-    """A micro-batch that did not fit, and where."""
+    """The place of a micro-batch that ran out of memory."""
 
     rank: int
     pipeline: int
@@ -65,7 +65,7 @@ class MicroBatchFailure:
 
 
 class Run:
-    """What ``prepare`` returns. Every rank makes the same and does the same with it."""
+    """A prepared training run, as ``prepare`` returns it; every rank makes the same calls of it in the same order."""
 
     def __init__(
         self,
@@ -100,35 +100,35 @@ class Run:
         """Numbers of steps that ``step.skip()`` left out."""
         self._step: Step | None = None
         self._batch: GlobalBatch | None = None
-        """Of a step that is not done."""
+        """The global batch of the step that is not done."""
         self._stream_state: dict[str, Any] = {}
-        """Of the stream before that."""
+        """The state of the stream before that batch."""
         self._attempt, self._last_failure = 0, ""
         self.readers: ItemReaders | None = None
         self.on_oom: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None
-        """Told on every rank which micro-batches did not fit, before the step is planned again."""
+        """Called on every rank with the micro-batches that ran out of memory, before the step is planned again."""
         self.on_finish: Callable[[Step], None] | None = None
-        """Told on every rank of every step that is done."""
+        """Called on every rank with every step that is done."""
 
     @property
     def model(self) -> nn.Module:
-        """The user's own."""
+        """The user's model, which is trained."""
         return self.wrapped_model.model
 
     @property
     def num_params(self) -> int:
-        """Trained parameters of the whole model."""
+        """The number of trained parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.wrapped_model.structure.parameters.values())
 
     @property
     def usual_scripts(self) -> tuple[ExchangeScript, ...]:
-        """Exchanges of the forwards that a micro-batch of this loop usually has; none where that is not known yet."""
+        """The collectives of the forwards of a micro-batch, as this loop usually calls them; () if not known yet."""
         is_known = not self._frozen and self.collator.units is None
         return self.seen_scripts or ((self.wrapped_model.script,) if is_known else ())
 
     @property
     def group(self) -> Group:
-        """The ranks that share the micro-batch of the moment, for collectives of one's own."""
+        """The ranks that share the current micro-batch, for collectives of the user's own."""
         return shards.current().group
 
     @property
@@ -138,14 +138,14 @@ class Run:
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
-        """The model as it was before, with today's weights: for evaluation and generation. So are frozen ones."""
+        """Let the model and the frozen ones compute as before ``prepare``, with current weights, as for evaluation."""
         with ExitStack() as stack:
             for wrapped_model in self._frozen:
                 stack.enter_context(wrapped_model.plain())
             yield stack.enter_context(self.wrapped_model.plain())
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
-        """Have a teacher or a reference model compute micro-batches beside the trained one; every rank calls this.
+        """Prepare a teacher or reference model to compute micro-batches beside the trained one; every rank calls this.
 
         Call it in the loop as the trained model, such as ``teacher(**micro_batch.inputs)``. It computes without
         gradients, has no state in checkpoints, and is whole on every rank. ``layers``: the name of its list of layers.
@@ -161,9 +161,9 @@ class Run:
         return model
 
     def steps(self) -> Iterator[Step]:
-        """Steps up to ``num_steps``; one that was given up comes again, planned anew.
+        """Iterate over the steps up to ``num_steps``; a step that was aborted comes again, with a new plan.
 
-        A step is given up where a rank ran out of memory, where its update raised, and where a loop left it, by an
+        A step is aborted where a rank ran out of memory, where its update raised, and where a loop left it, by an
         error that it caught or a ``break``. Called again, the steps go on where they were.
 
         Raises:
@@ -177,7 +177,7 @@ class Run:
             yield self._step
 
     def _leave_unfinished(self) -> None:
-        """Have all ranks forget what this rank's loop left unfinished."""
+        """Discard, on all ranks, a step that this rank's loop left unfinished."""
         step, self._step = self._step, None
         if step is None or step.is_over:
             return
@@ -187,7 +187,7 @@ class Run:
         _log.warning("%s; it comes again", self._last_failure)
 
     def _begin(self) -> Step:
-        """The next step, or once more the one that was given up."""
+        """Plan and return the next step, or again the one that was aborted."""
         if self._batch is None:
             self._stream_state = self.stream.state_dict()
             self._batch, self._attempt = next(self.stream), 0
@@ -210,17 +210,17 @@ class Run:
         return Step(self, plan, clock, attempt=self._attempt)
 
     def make(self, shard: PackShard, pack: Pack) -> MicroBatch:
-        """The micro-batch of a shard."""
+        """Make the micro-batch of a shard."""
         collator = self.collator if shard.group.size == 1 else with_read_digests(self.collator, shard)
         return MicroBatch(shard, pack, collator, make_inputs=self.wrapped_model.inputs_of)
 
     @property
     def gradient_version(self) -> int:
-        """Grows with whatever is done to gradients."""
+        """A counter that grows with every change of gradients."""
         return self.state.gradient_version
 
     def gradient_problem(self, version: int) -> str:
-        """What a loop did to gradients since they had ``version``, if it did anything."""
+        """Describe how gradients were changed by hand since ``version``; an empty string if they were not."""
         return gradient_problem(self.state, version)
 
     def check_gradients(self, version: int) -> None:
@@ -229,17 +229,17 @@ class Run:
             raise CheckError(problem)
 
     def discard(self) -> None:
-        """Forget gradients that belong to no step."""
+        """Discard gradients that belong to no step."""
         self.state.discard_gradient()
 
     def inspect(self) -> tuple[str, int, bool]:
-        """What is wrong with the model, the fingerprint of this rank's weights, and whether a loop changed them."""
+        """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""
         return inspect_weights(self.state, self.parameters)
 
     def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
-        """Keep what loops did to weights between updates, if every rank's did the same.
+        """Adopt changes that loops made to weights between updates, if every rank made the same.
 
-        ``columns``: of the meeting, where the fingerprint and the flag are that :meth:`inspect` gave.
+        ``columns``: which of the reported values are the fingerprint and the flag of :meth:`inspect`.
 
         Raises:
             CheckError: copies of the model differ between ranks.
@@ -256,13 +256,13 @@ class Run:
             raise CheckError(message)
         if any(reports.column(columns[1])) and not isinstance(self.state, Fsdp2State):
             self.state.local_weights().adopt()
-            self._tell("%s: weights were changed by hand since the last update; the change is kept", where)
+            self._log_on_first_rank("%s: weights were changed by hand since the last update; the change is kept", where)
 
     def abort_step(self, step: Step, reports: RankReports) -> None:
-        """Forget all of a step in which a rank ran out of memory, and learn from it. Every rank calls this.
+        """Discard a step in which a rank ran out of memory, and report why to ``on_oom``. Every rank calls this.
 
         Raises:
-            InfeasibleError: it was planned anew as often as is worth while.
+            InfeasibleError: it was planned ``MOST_ATTEMPTS`` times, or nothing plans it again.
         """
         self.discard()
         failures = tuple(
@@ -283,24 +283,24 @@ class Run:
         self.on_oom(step, failures)
 
     def note_failure(self, reason: str) -> None:
-        """Remember why the step comes again."""
+        """Store the reason why the step comes again, for later messages."""
         self._last_failure = reason
 
     def note_skipped(self, step: Step) -> None:
-        """A step is left out; every rank calls this."""
+        """Record a step that is skipped; every rank calls this."""
         self.skipped.append(step.number)
-        self._tell("step %d is skipped: %s", step.number, self._last_failure or "asked for by step.skip()")
+        self._log_on_first_rank("step %d is skipped: %s", step.number, self._last_failure or "asked for by step.skip()")
         self.finish(step)
 
     def finish(self, step: Step) -> None:
-        """A step is done; every rank calls this."""
+        """Record a step that is done and go on to the next; every rank calls this."""
         self.next_step += 1
         self._batch, self._step, self._last_failure = None, None, ""
         if self.on_finish is not None:
             self.on_finish(step)
 
     def save(self, folder: Path | str, *, keep: int = 3) -> Path:
-        """Write a checkpoint of weights, optimizer, stream and step, and return its path; every rank calls this.
+        """Save a checkpoint of weights, optimizer, stream and step, and return its path; every rank calls this.
 
         Raises:
             CheckError: ranks call different things, or a step is being computed.
@@ -323,7 +323,7 @@ class Run:
         }
         checkpoint.save(Path(folder), state, extra, keep=keep)
         path = checkpoint.latest(Path(folder))
-        self._tell("saved step %d: %s", self.next_step, path)
+        self._log_on_first_rank("saved step %d: %s", self.next_step, path)
         return path
 
     def _come_between_steps(self, call: str) -> None:
@@ -334,7 +334,7 @@ class Run:
         self._leave_unfinished()
 
     def resume(self, path: Path | str) -> int:
-        """Go on from a checkpoint, by any number of ranks; a folder of checkpoints stands for its newest.
+        """Resume from a checkpoint, with any number of ranks; a folder of checkpoints stands for its newest.
 
         Returns the step that is next.
 
@@ -353,19 +353,19 @@ class Run:
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
         self.state.materialize_all()
-        self._tell("going on with step %d: %s", self.next_step, path)
+        self._log_on_first_rank("going on with step %d: %s", self.next_step, path)
         return self.next_step
 
-    def _tell(self, words: str, *values: object) -> None:
+    def _log_on_first_rank(self, message: str, *values: object) -> None:
         if self.world.is_first:
-            _log.info(words, *values)
+            _log.info(message, *values)
 
     def read_with(self, num_workers: int) -> None:
-        """Have so many processes read the sequences of each step from its start."""
+        """Read the sequences of each step in ``num_workers`` processes, which start when the step does."""
         self.readers, self.collator = read_with_workers(self.collator, num_workers)
 
     def close(self) -> None:
-        """Give the model back as it was, with today's weights."""
+        """Restore the model as it was before ``prepare``, with current weights."""
         if self.readers is not None:
             self.readers.close()
         for wrapped_model in (*self._frozen, self.wrapped_model):
@@ -387,5 +387,5 @@ class Run:
         return self.state
 
     def _make_groups(self, plan: StepPlan) -> None:
-        """Every rank makes all groups of the step, in one order."""
+        """Create all process groups of the step, in the same order on every rank."""
         self.world.groups.prepare((tuple(sorted(pipeline.ranks)), "") for pipeline in plan.pipelines)

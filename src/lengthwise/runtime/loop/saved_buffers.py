@@ -1,4 +1,4 @@
-"""Buffers of a model in its checkpoints: small ones whole, of large ones the checksum, which must be that again."""
+"""Save a model's buffers in checkpoints: small ones whole, of large ones a checksum that must match on resume."""
 
 import base64
 from collections.abc import Iterator, Mapping
@@ -12,16 +12,16 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.checksum import checksum
 
 MOST_BYTES = 1 << 16
-"""Of a buffer that is kept whole."""
+"""The size up to which a buffer is saved whole."""
 
 
 def buffers_to_save(model: nn.Module) -> dict[str, Any]:
-    """What the state of a checkpoint says of the buffers that ``state_dict`` has."""
+    """Describe the persistent buffers of a model for a checkpoint: dtype, shape, checksum, and bytes of small ones."""
     return {name: _saved(buffer) for name, buffer in _persistent(model)}
 
 
 def restore_buffers(model: nn.Module, saved: Mapping[str, Any], checkpoint: Path) -> None:
-    """Set the buffers to what :func:`buffers_to_save` gave.
+    """Set the buffers of a model to the values that :func:`buffers_to_save` described.
 
     Raises:
         InputError: a buffer is of another shape, or has other values and is too large to be in the checkpoint.
@@ -29,20 +29,20 @@ def restore_buffers(model: nn.Module, saved: Mapping[str, Any], checkpoint: Path
     for name, buffer in _persistent(model):
         if name not in saved:
             continue
-        found, here = saved[name], _saved(buffer)
-        if (found["dtype"], found["shape"]) != (here["dtype"], here["shape"]):
+        stored, current = saved[name], _saved(buffer)
+        if (stored["dtype"], stored["shape"]) != (current["dtype"], current["shape"]):
             raise InputError(
-                f"{checkpoint} has the buffer {name} as {found['dtype']} {found['shape']}, the model as "
-                f"{here['dtype']} {here['shape']}; resume with the model that was saved"
+                f"{checkpoint} has the buffer {name} as {stored['dtype']} {stored['shape']}, the model as "
+                f"{current['dtype']} {current['shape']}; resume with the model that was saved"
             )
-        if found["checksum"] == here["checksum"]:
+        if stored["checksum"] == current["checksum"]:
             continue
-        if "bytes" not in found:
+        if "bytes" not in stored:
             raise InputError(
                 f"the buffer {name} has other values than when {checkpoint} was saved, which keeps buffers up to "
                 f"{MOST_BYTES >> 10} KiB alone; set it to those values before run.resume()"
             )
-        values = torch.frombuffer(bytearray(base64.b64decode(found["bytes"])), dtype=buffer.dtype)
+        values = torch.frombuffer(bytearray(base64.b64decode(stored["bytes"])), dtype=buffer.dtype)
         with torch.no_grad():
             buffer.copy_(values.view(buffer.shape))
 

@@ -1,4 +1,4 @@
-"""Digests of what a rank reads of sequences that it shares with others, who must have read the same."""
+"""Digest the tokens and labels that a rank reads of shared sequences, to compare them between ranks."""
 
 import zlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _SHIFT = 0x9E3779B1
 
 
 def with_read_digests(collator: PackCollator, shard: PackShard) -> PackCollator:
-    """The same feeding, which adds a digest of whatever is first read of a sequence to ``shard``."""
+    """Return a collator that adds a digest of everything it first reads of a sequence to ``shard.read_digest``."""
     labels, special = collator.labels, collator.special
     return replace(
         collator,
@@ -50,7 +50,7 @@ class _Digested:
         self._source, self._note = source, note
 
     def tokens(self, sequence: int, /) -> np.ndarray:
-        """Of a sequence."""
+        """The tokens of a sequence, which are noted."""
         return self._note(sequence, self._source.tokens(sequence))
 
 

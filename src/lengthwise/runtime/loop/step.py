@@ -35,14 +35,14 @@ NUM_DIGESTS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchTiming:
-    """What one micro-batch took on this rank."""
+    """Compute time and peak memory of one micro-batch on this rank."""
 
     pipeline: int
-    """Of the plan."""
+    """The pipeline's number in the plan."""
     micro_batch: int
     time_s: float
     peak_bytes: int
-    """Above what was there before it; 0 where the device does not count."""
+    """Peak memory above that before the micro-batch; 0 where the device does not count it."""
 
 
 class Step:
@@ -51,7 +51,7 @@ class Step:
     def __init__(self, run: RunState, plan: StepPlan, clock: StepClock, *, attempt: int) -> None:
         self.run, self.plan, self.clock = run, plan, clock
         self.attempt = attempt
-        """0, or how often the step was given up before."""
+        """How often the step was aborted before."""
         self.result: StepResult | None = None
         self.is_over = False
         self.is_skipped = False
@@ -73,7 +73,7 @@ class Step:
 
     @property
     def number(self) -> int:
-        """Of the step, from 0."""
+        """The number of the step, from 0."""
         return self.plan.step
 
     @property
@@ -87,7 +87,7 @@ class Step:
         return self._iterator is not None and self._iterator() is not None and not self.is_computed
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        """This rank's micro-batches, in the order that every rank of their groups has.
+        """Iterate over this rank's micro-batches, in the order that every rank of their groups has.
 
         Raises:
             CheckError: a micro-batch got no backward, or the step is iterated again.
@@ -166,7 +166,7 @@ class Step:
         self._current, self._gradient_version = None, run.gradient_version
 
     def _count_targets(self) -> int:
-        """Targets of the whole step; every rank calls this."""
+        """Count the targets of the whole step over all ranks; every rank calls this."""
         count, run = 0, self.run
         for _, _, pipeline, planned in self._own:
             if run.world.rank == min(pipeline.ranks):
@@ -196,7 +196,7 @@ class Step:
         self.is_over = True
         run, state = self.run, self.run.state
         (lr, fault), clip = learning_rate_of(run.lr, self.number, self.plan.lr_factor), run.clip_norm
-        reports = self._meet_for_update(lr, fault)
+        reports = self._sync_for_update(lr, fault)
         if any(pipeline >= 0 for pipeline in reports.column(2)):
             run.abort_step(self, reports)
             return None
@@ -246,7 +246,7 @@ class Step:
         self.run.note_skipped(self)
 
     def leave(self) -> None:
-        """Tell all ranks that this one goes on without an update, by an error or a ``break``; nothing of it is kept."""
+        """Leave the step without an update, after an error or a ``break``; all ranks discard it."""
         place = self._place()
         self.finish_exchanges()
         self.is_over = True
@@ -256,7 +256,7 @@ class Step:
         self.run.note_failure(f"step {self.number}: {reports.notes_text()}")
 
     def finish_exchanges(self) -> None:
-        """Stand in for what is left of this rank's micro-batches, so that no other rank waits for them."""
+        """Issue the remaining collectives of this rank's micro-batches with zeros, so that no other rank hangs."""
         iterator = None if self._iterator is None else self._iterator()
         if iterator is not None:
             iterator.close()  # type: ignore[attr-defined]
@@ -270,8 +270,8 @@ class Step:
                 )
             finish_micro_batch(shard, scripts)
 
-    def _meet_for_update(self, lr: float, fault: str) -> RankReports:
-        """What all ranks bring to the update; ``fault``: why there is no rate.
+    def _sync_for_update(self, lr: float, fault: str) -> RankReports:
+        """Gather what all ranks bring to the update; ``fault``: why this rank has no learning rate.
 
         Raises:
             CheckError: a rank left the step, or what they bring does not agree.
@@ -306,7 +306,7 @@ class Step:
         return reports
 
     def _read_digests(self) -> list[int]:
-        """Of what this rank read of the sequences that it shares, for each phase (beyond the last one, together)."""
+        """Digests of what this rank read of shared sequences, one for each phase; later phases share the last one."""
         digests = [0] * NUM_DIGESTS
         for position, shard in self._shards.items():
             digests[min(self._own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
@@ -323,20 +323,20 @@ class Step:
         return []
 
     def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
-        """Forget the step on every rank; the error to raise."""
+        """Discard the step and return the error to raise; every rank calls this."""
         self.run.discard()
         self.run.note_failure(message)
         return kind(message)
 
     def _place(self) -> str:
-        """Where in the step this rank is."""
+        """Describe how far this rank came in the step, for messages."""
         if self.is_iterated:
             return "without step.update()"
         done = sum(shard.is_finished for shard in self._shards.values())
         return f"after {done} of its {len(self._own)} micro-batches, by an error, a break or a continue"
 
     def _planned_for_this_rank(self) -> list[tuple[int, int, Pipeline, Planned]]:
-        """Number of the pipeline, number of the micro-batch, and both, in the order of computing."""
+        """(pipeline number, micro-batch number, pipeline, micro-batch) on this rank, in the order of computing."""
         rank = self.run.world.rank
         return [
             (number, index, pipeline, replace(planned, pack=self.run.collator.computed(planned.pack)))

@@ -1,4 +1,4 @@
-"""Synthetic sequences through a prepared model: what is computed before, or instead of, a batch of the corpus."""
+"""Run synthetic sequences through a prepared model, to check or measure it before the first batch of the corpus."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ LENGTHS = (11, 7)
 
 
 class StretchedSequence:
-    """The first sequence of a source at any length: repeated, or cut."""
+    """A source that repeats or cuts the first sequence of another source to any length."""
 
     def __init__(self, tokens: np.ndarray, slot_tokens: int, *, is_ended: bool) -> None:
         """``is_ended``: its last token is the last of each, such as one that says where a sequence ends."""
@@ -28,23 +28,23 @@ class StretchedSequence:
         """Tokens by sequence id."""
 
     def tokens(self, sequence: int, /) -> np.ndarray:
-        """Each id begins elsewhere, so that sequences differ."""
+        """The tokens of a sequence; each id begins elsewhere in the first sequence, so that sequences differ."""
         num_slots = self.lengths[sequence] // self._slot_tokens
         tokens = self._values[(np.arange(num_slots) + 3 * sequence) % len(self._values)]
         return _ended(tokens, self._values) if self._is_ended else tokens
 
     def labels(self, labels_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
-        """Labels as the first sequence has them, with a loss for every token."""
+        """The labels of a sequence, as the first sequence has them, with a loss for every token."""
         return np.maximum(self.column(labels_of, sequence), 0)
 
     def column(self, values_of: Callable[[int], np.ndarray], sequence: int, /) -> np.ndarray:
-        """The same of a further column of the first sequence."""
+        """The values of a further column for a sequence, repeated from the first sequence."""
         values = values_of(0)
         return values[(np.arange(self.lengths[sequence]) + 3 * sequence) % len(values)]
 
 
 class ReorderedSlots:
-    """Sequences of slots that differ, one after the other, and again in another order: none is first or last twice."""
+    """A source whose sequences have all different slots of the corpus in turn, then again in reverse order."""
 
     def __init__(self, collator: PackCollator, lengths: tuple[int, ...], *, is_ended: bool) -> None:
         """``is_ended``: the last token of each is that of the first sequence."""
@@ -55,16 +55,16 @@ class ReorderedSlots:
         self._labels = stand_in if labels is None else np.where(labels == collator.ignore_index, stand_in, labels)
 
     def tokens(self, sequence: int, /) -> np.ndarray:
-        """Each sequence goes on where the last one ended."""
+        """The tokens of a sequence, which continues where the one before ended."""
         tokens = self.column("tokens", sequence)
         return _ended(tokens, np.asarray(self._collator.source.tokens(0))) if self._is_ended else tokens
 
     def column(self, name: str, sequence: int, /) -> np.ndarray:
-        """The same of a further column."""
+        """The values of a further column for a sequence, which continues where the one before ended."""
         return self._cut(self._collator.kinds[name], sequence)
 
     def labels(self, sequence: int, /) -> np.ndarray:
-        """Where labels of the corpus are ignored, some are here as well: another share of every sequence."""
+        """The labels of a sequence; where the corpus ignores some, each sequence ignores another share of its own."""
         labels = self._cut(self._labels, sequence).copy()
         if self._ignores:
             labels[1 :: 2 + sequence % 3] = self._collator.ignore_index
@@ -77,13 +77,13 @@ class ReorderedSlots:
 
 
 def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
-    """With the last token of another sequence: Bart's classifier reads what it says at the token that ends it."""
+    """Replace the last token by that of another sequence: Bart's classifier reads the token that ends a sequence."""
     return np.concatenate([tokens[:-1], like[-1:]])
 
 
 @contextmanager
 def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
-    """The run's sequences 0, 1, ... have these many slots, of all kinds that the corpus has."""
+    """Within, the run's sequences 0, 1, ... have ``lengths`` slots, of all kinds of slots in the corpus."""
     before = run.collator
     source = ReorderedSlots(before, lengths, is_ended=run.wrapped_model.by_sequence is not None)
     run.collator = replace(
@@ -101,7 +101,7 @@ def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> It
 
 @contextmanager
 def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
-    """The run's sequences 0, 1, ... have these many slots, whatever its corpus holds."""
+    """Within, the run's sequences 0, 1, ... have ``lengths`` slots, repeated from its first sequence."""
     before = run.collator
     is_ended = run.wrapped_model.by_sequence is not None
     source = StretchedSequence(np.asarray(before.source.tokens(0)), before.slot_tokens, is_ended=is_ended)
@@ -118,7 +118,7 @@ def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
 
 
 def summed_loss(run: MicroBatchMaker, sequences: tuple[int, ...]) -> Tensor:
-    """The sum over the targets of these sequences in one pack, on this rank alone."""
+    """The loss summed over the targets of ``sequences`` in one pack, computed by this rank alone."""
     lengths = tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences)
     pack = Pack(ids=sequences, lengths=lengths)
     shard = whole_shard(run, pack)
@@ -139,6 +139,6 @@ def whole_shard(run: MicroBatchMaker, pack: Pack) -> PackShard:
 
 
 def zero_loss(run: MicroBatchMaker) -> Tensor:
-    """The loss of a few tokens on this rank alone, times 0: a backward that adds nothing to any gradient."""
+    """A loss of zero that depends on all parameters, whose backward adds nothing to any gradient."""
     with synthetic(run, LENGTHS):
         return summed_loss(run, (0,)) * 0.0

@@ -21,7 +21,7 @@ _MIXING = (
 
 
 class UnpreparedModels:
-    """Watches which modules are called while a micro-batch is computed."""
+    """Refuses calls of unprepared models while a micro-batch is computed."""
 
     def __init__(self, prepared: Callable[[], Iterable[nn.Module]], is_plain: Callable[[], bool]) -> None:
         """``prepared``: models whose parts may be called; ``is_plain``: whether anything may be."""
@@ -30,7 +30,7 @@ class UnpreparedModels:
 
     @contextmanager
     def refused(self) -> Iterator[None]:
-        """Calls of others raise ``InputError``."""
+        """Within, calls of modules that are not prepared and may mix tokens raise ``InputError``."""
         handle = register_module_forward_pre_hook(self._called)
         try:
             yield
@@ -50,7 +50,7 @@ class UnpreparedModels:
 
 
 def may_mix_tokens(module: nn.Module) -> bool:
-    """Whether tokens may meet in a module: it attends, convolves, recurs, or is a stack of layers."""
+    """Whether a module may mix tokens: it attends, convolves, recurs, or is a stack of layers."""
     for part in module.modules():
         if isinstance(part, _MIXING) or (hasattr(part, "set_attn_implementation") and hasattr(part, "config")):
             return True

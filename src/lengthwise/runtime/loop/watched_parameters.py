@@ -1,4 +1,4 @@
-"""Notice parameters that came, went, were frozen or unfrozen after the model was prepared: none of them would train."""
+"""Detect parameters that were added, removed, frozen or unfrozen after the model was prepared; they would not train."""
 
 from torch import nn
 
@@ -8,7 +8,7 @@ _WAY_OUT = "change a model before lengthwise.prepare; or run.save(), run.close()
 
 
 class WatchedParameters:
-    """The parameters of a model as they were when this was made."""
+    """A snapshot of a model's parameters, to detect later changes of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -17,7 +17,7 @@ class WatchedParameters:
         self._trained = {name for name, parameter in self._parameters.items() if parameter.requires_grad}
 
     def problem(self) -> str:
-        """What is no longer as it was, or nothing."""
+        """Describe the first parameter that changed since the snapshot; an empty string if none did."""
         parameters = dict(self._model.named_parameters())
         for name in [*self._parameters, *parameters]:
             here, before = parameters.get(name), self._parameters.get(name)

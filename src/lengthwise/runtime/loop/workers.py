@@ -1,4 +1,4 @@
-"""Items of a slow dataset, read by processes of their own while the rank computes."""
+"""Read the items of a slow dataset in worker processes while the rank computes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ Item = tuple[np.ndarray, np.ndarray | None, dict[str, np.ndarray]]
 
 
 class ItemReaders:
-    """A source that ``num_workers`` processes of a ``DataLoader`` read from, a micro-batch at a time, in order.
+    """A source that ``num_workers`` processes of a ``DataLoader`` prefetch from, a micro-batch at a time, in order.
 
     They know the micro-batches of a step when it starts, and live as long as the run. What is asked for out of turn is
     read on the spot.
@@ -55,14 +55,14 @@ class ItemReaders:
         self._held: dict[int, Item] = {}
 
     def start(self, packs: Sequence[Pack]) -> None:
-        """Have the micro-batches of a step read; what is left of the step before is forgotten."""
+        """Start to read the micro-batches of a step; what is left of the step before is dropped."""
         self._order.packs = [pack.ids for pack in packs]
         self._waiting = iter(self._order.packs)
         self._batches = iter(()) if self._loader is None or not packs else iter(self._loader)
         self._held = {}
 
     def tokens(self, sequence: int, /) -> np.ndarray:
-        """Of a sequence of the micro-batch that is computed.
+        """The tokens of a sequence of the current micro-batch.
 
         Raises:
             LengthwiseError: a process could not read one of its sequences.
@@ -70,15 +70,15 @@ class ItemReaders:
         return self._of(sequence)[0]
 
     def labels(self, sequence: int, /) -> np.ndarray:
-        """The same of its labels; there are some."""
+        """The labels of a sequence of the current micro-batch, whose corpus has labels."""
         return cast(np.ndarray, self._of(sequence)[1])
 
     def column(self, name: str, sequence: int, /) -> np.ndarray:
-        """The same of a further column."""
+        """The values of a further column for a sequence of the current micro-batch."""
         return self._of(sequence)[2][name]
 
     def close(self) -> None:
-        """Let the processes end."""
+        """Shut the worker processes down."""
         self._loader, self._batches = None, iter(())
 
     def _of(self, sequence: int) -> Item:
@@ -88,7 +88,7 @@ class ItemReaders:
 
 
 def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemReaders, PackCollator]:
-    """So many processes that read sequences with all their columns, and the feeding that takes them from there."""
+    """Start ``num_workers`` readers of all columns of sequences; return them, and the collator that reads from them."""
     columns = {**collator.passed, **({} if collator.special is None else {_SPECIAL: collator.special})}
     named = {} if collator.units is None else {"name": collator.units.name}
     readers = ItemReaders(collator.source, collator.labels, num_workers=num_workers, columns=columns, **named)
@@ -102,7 +102,7 @@ def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemRea
 
 
 class _Order(Sampler[tuple[int, ...]]):
-    """The micro-batches of the step."""
+    """Samples the micro-batches of a step in order."""
 
     def __init__(self) -> None:
         self.packs: list[tuple[int, ...]] = []
@@ -115,7 +115,7 @@ class _Order(Sampler[tuple[int, ...]]):
 
 
 class _Items(Dataset[list[Item]]):
-    """All sequences of a micro-batch by their ids."""
+    """A dataset whose items are micro-batches: all sequences with the given ids."""
 
     def __init__(
         self, source: SequenceSource, labels: Labels | None, columns: Mapping[str, Labels], name: Callable[[int], str]
@@ -126,7 +126,7 @@ class _Items(Dataset[list[Item]]):
         return [self.read(id) for id in ids]
 
     def read(self, id: int) -> Item:
-        """One of them."""
+        """Read the tokens, labels and columns of one sequence."""
         try:
             labels = None if self._labels is None else self._labels(id)
             return self._source.tokens(id), labels, {name: read(id) for name, read in self._columns.items()}

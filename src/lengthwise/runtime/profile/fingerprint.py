@@ -1,4 +1,4 @@
-"""Of what a profile was taken, and the file that keeps it while that stays the same."""
+"""Identify what a profile was measured on, and reuse a saved profile while that is unchanged."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ _PACKAGES = ("torch", "transformers", "lengthwise")
 
 
 def identity_of(run: Run) -> Identity:
-    """Model, device and software of a run."""
+    """Identify the model, device and software of a run."""
     model, device = run.model, run.world.device
     autocast = autocast_dtype(device)
     dtype = str(run.state.compute_dtype).removeprefix("torch.")
@@ -37,18 +37,19 @@ def identity_of(run: Run) -> Identity:
 
 
 def other_bytes(run: Run) -> int:
-    """Of parameters that are not trained, and of buffers."""
-    model, trained = run.model, {id(each) for each in run.wrapped_model.structure.parameters.values()}
-    others = [each for each in (*model.parameters(), *model.buffers()) if id(each) not in trained]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in others}.values())
+    """Bytes of the parameters that are not trained, and of buffers."""
+    model, trained = run.model, {id(tensor) for tensor in run.wrapped_model.structure.parameters.values()}
+    others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in trained]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in others}.values())
 
 
 def find_table(
     run: Run, path: Path, make: Callable[[], LayerTable], *, longest: int, degrees: Sequence[int]
 ) -> tuple[LayerTable, bool]:
-    """The profile at ``path`` if it is of this run and goes far enough, else ``make()``, kept there for the next time.
+    """Load the profile at ``path`` if it is of this run and goes far enough; else ``make()`` one and save it there.
 
-    The first rank reads and writes; all get the same. Whether it was found is told as well. What differs is logged.
+    Returns the table, and whether it was loaded. The first rank reads and writes; all get the same. What differs is
+    logged.
 
     Raises:
         InputError: there is a file at ``path`` and it is no profile: it is not written over.
@@ -67,26 +68,26 @@ def find_table(
 
 
 def _read(path: Path, identity: Identity, longest: int, degrees: Sequence[int]) -> LayerTable | str | None:
-    """The table, why there can be none, or None where one is to be made."""
+    """Return the saved table, an error message, or None if a table has to be measured."""
     if not path.exists():
         return None
     try:
         table = LayerTable.load(path)
     except InputError as error:
         return str(error)
-    told = identity.differences(table.identity)
+    differences = identity.differences(table.identity)
     if table.longest < longest:
-        told.append(f"sequences of up to {table.longest:,} tokens instead of {longest:,}")
+        differences.append(f"sequences of up to {table.longest:,} tokens instead of {longest:,}")
     if missing := sorted(set(degrees) - set(table.degrees)):
-        told.append(f"no degree {', '.join(map(str, missing))}")
-    if told:
-        _log.warning("the profile at %s has %s: measured anew", path, "; ".join(told))
+        differences.append(f"no degree {', '.join(map(str, missing))}")
+    if differences:
+        _log.warning("the profile at %s has %s: measured anew", path, "; ".join(differences))
         return None
     return table
 
 
 def _digest(run: Run) -> str:
-    """Over modules with their constants, parameters with their shapes, and the configuration of transformers."""
+    """Digest a model's modules and constants, parameter shapes, and transformers configuration."""
     wrapped_model, model = run.wrapped_model, run.model
     described = {
         "modules": repr(model),
@@ -106,7 +107,7 @@ def _digest(run: Run) -> str:
 
 
 def _described(value: object) -> object:
-    """The same in every process for the same function and what is bound to it."""
+    """Describe a function and what is bound to it, equally in every process."""
     if isinstance(value, partial):
         return [_described(part) for part in (value.func, *value.args, *value.keywords.items())]
     if isinstance(value, frozenset | tuple):

@@ -1,4 +1,4 @@
-"""Measures a model on this device: seconds and kept bytes of micro-batches over a ladder of lengths.
+"""Profile a native model on this device: time and activation memory of micro-batches over a ladder of lengths.
 
 All ranks measure at the same time, as they will train: on CPUs they share memory bandwidth, on GPUs power.
 """
@@ -25,7 +25,7 @@ SHORTEST = 32
 
 
 def ladder(max_length: int, max_tokens: int) -> list[tuple[int, ...]]:
-    """Packs to measure: one sequence of each length, doubling, and full packs of equal ones, each length fourfold.
+    """The packs to measure: single sequences of doubling lengths, and full packs of equal ones, each length fourfold.
 
     Together they separate l^2, l and 1: a pack of short sequences has as many tokens as one of long ones.
     """
@@ -58,9 +58,9 @@ def profile(
     generator = torch.Generator().manual_seed(0)
     feeds = [_random_feed(lengths, spec, world, generator) for lengths in packs]
     _forward_backward(model, feeds[0], flags)  # the first call of anything is slow
-    kept = []
+    kept_bytes = []
     for feed in feeds:
-        kept.append(_kept_bytes(model, feed, flags, world))
+        kept_bytes.append(_kept_bytes(model, feed, flags, world))
         on_row()
     seconds: list[list[float]] = [[] for _ in packs]
     for _ in range(repeats):
@@ -75,7 +75,7 @@ def profile(
             spread_s=_half_interquartile(times),
             kept_bytes=size,
         )
-        for lengths, times, size in zip(packs, seconds, kept)
+        for lengths, times, size in zip(packs, seconds, kept_bytes)
     )
     return ProfileTable(
         model_digest=spec.digest,
@@ -90,7 +90,7 @@ def profile(
 
 
 def device_name(device: torch.device) -> str:
-    """The device as its maker calls it, or the number of CPU threads."""
+    """The device's product name, or the number of CPU threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread(s)"
 
 
@@ -124,7 +124,7 @@ def _update(state: ShardedState) -> None:
 
 
 def _time_s(work: Callable[[], None], world: DistContext) -> float:
-    """Seconds of ``work`` when all ranks begin it together."""
+    """Time ``work`` in seconds, when all ranks begin it together."""
     gather_rows(torch.zeros(1, device=world.device))
     world.synchronize()
     start_s = time.perf_counter()
@@ -140,21 +140,21 @@ def _kept_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...], wor
         before = torch.cuda.memory_allocated(world.device)
         _forward_backward(model, feed, recompute)
         return torch.cuda.max_memory_allocated(world.device) - before
-    kept = _saved_bytes(model, feed, recompute)
+    num_bytes = _saved_bytes(model, feed, recompute)
     if all(recompute):  # in the backward, one layer at a time is alive in full
-        kept += _saved_bytes(model, feed, (False,) * len(recompute)) // len(recompute)
-    return kept
+        num_bytes += _saved_bytes(model, feed, (False,) * len(recompute)) // len(recompute)
+    return num_bytes
 
 
 def _saved_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) -> int:
     """Bytes of the distinct storages, weights left out, that the forward saves for the backward."""
-    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    weight_addresses = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes: dict[int, int] = {}
     alive = []
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in weight_addresses:
             sizes[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)  # an address must not be used twice while we count
         return tensor
@@ -168,7 +168,7 @@ def _saved_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) ->
 
 
 def _median(times: list[float], world: DistContext) -> float:
-    """Median over the repeats of all ranks."""
+    """The median over the repeats of all ranks."""
     rows = gather_rows(torch.tensor(times, dtype=torch.float64, device=world.device))
     return float(rows.flatten().cpu().quantile(0.5))
 
@@ -179,5 +179,5 @@ def _half_interquartile(times: list[float]) -> float:
 
 
 def num_measurements(packs: list[tuple[int, ...]], repeats: int) -> int:
-    """How often :func:`profile` calls ``on_row``."""
+    """The number of times that :func:`profile` calls ``on_row``."""
     return len(packs) * (repeats + 1)

@@ -1,4 +1,4 @@
-"""What one forward and backward of somebody else's model takes, layer by layer: seconds, and bytes kept.
+"""Per-layer timing and activation-memory probes for third-party models.
 
 Bytes are those of distinct storages that the forward leaves for the backward, on any device; on a GPU the allocator
 knows better, and is asked.
@@ -16,43 +16,43 @@ from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.wrap.layer_hooks import Forward, LayerWatch
 
 
-def first_tensor(found: Any) -> Tensor:
-    """The hidden states in what a layer takes or returns."""
-    return next(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
+def first_tensor(tree: Any) -> Tensor:
+    """The first tensor in a tree of a layer's arguments or outputs: its hidden states."""
+    return next(leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
-def storages(found: Any) -> dict[int, int]:
-    """Bytes of the distinct storages in a tree of anything, by address."""
-    tensors = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
-    return {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+def storages(tree: Any) -> dict[int, int]:
+    """Sizes in bytes of the distinct storages of the tensors in a tree, by address."""
+    tensors = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 class Stopwatch(LayerWatch):
-    """Seconds of every layer, forward and backward. Waits for the device around each."""
+    """Measures the forward and backward seconds of every layer; synchronizes the device around each."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
         self._wait = wait
         self.forward_s: dict[int, float] = {}
         self._backwards: dict[int, list[dict[str, float]]] = {}
-        """By layer and call: when the backward of each began and ended."""
+        """When each backward began and ended, by layer and call."""
 
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Take the time of the layer's forward, and of its backward when its turn comes."""
-        given, moments = first_tensor((args, kwargs)), dict[str, float]()
+        """Time the layer's forward, and its backward when that runs."""
+        arguments, moments = first_tensor((args, kwargs)), dict[str, float]()
         self._backwards.setdefault(layer, []).append(moments)
-        if given.requires_grad:
-            given.register_hook(self._noting(moments, "ended"))
+        if arguments.requires_grad:
+            arguments.register_hook(self._noting(moments, "ended"))
         self._wait()
         start_s = time.perf_counter()
-        made = forward(*args, **kwargs)
+        outputs = forward(*args, **kwargs)
         self._wait()
         self.forward_s[layer] = self.forward_s.get(layer, 0.0) + time.perf_counter() - start_s
-        if first_tensor(made).requires_grad:
-            first_tensor(made).register_hook(self._noting(moments, "begun"))
-        return made
+        if first_tensor(outputs).requires_grad:
+            first_tensor(outputs).register_hook(self._noting(moments, "begun"))
+        return outputs
 
     def backward_s(self, layer: int) -> float | None:
-        """None where nothing before the layer is trained, so that its backward has no end to be seen."""
+        """Backward seconds of a layer; None where its input needs no gradient, so that the end cannot be observed."""
         calls = [moments for moments in self._backwards[layer] if "ended" in moments]
         return sum(moments["ended"] - moments["begun"] for moments in calls) if calls else None
 
@@ -65,17 +65,17 @@ class Stopwatch(LayerWatch):
 
 
 class SavedTensorCounter(LayerWatch):
-    """Bytes that are kept for the backward: in all, and of each layer. Use as a context around the forward."""
+    """Counts the bytes saved for the backward, in total and by layer. Use as a context around the forward."""
 
-    def __init__(self, known: Iterable[Any], device: torch.device, recompute: tuple[bool, ...] = ()) -> None:
-        """``known``: tensors that are there anyway."""
-        self._known = set().union(*(storages(each) for each in known))
+    def __init__(self, existing: Iterable[Any], device: torch.device, recompute: tuple[bool, ...] = ()) -> None:
+        """``existing``: tensors that are not counted, such as weights."""
+        self._known = set().union(*(storages(tree) for tree in existing))
         self._device, self._recompute = device, recompute
         self._sizes: dict[int, int] = {}
         self._alive: list[Any] = []  # an address must not be used twice while we count
         self._given: dict[int, dict[int, int]] = {}
-        self.kept: dict[int, int] = {}
-        """By layer: what was first kept in its forward."""
+        self.kept_bytes: dict[int, int] = {}
+        """Bytes first saved in the forward of each layer, by layer."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     def __enter__(self) -> "SavedTensorCounter":
@@ -88,35 +88,35 @@ class SavedTensorCounter(LayerWatch):
 
     @property
     def num_bytes(self) -> int:
-        """In all."""
+        """Bytes saved for the backward in total."""
         return sum(self._sizes.values())
 
     def input_bytes(self, layer: int) -> int:
-        """Of the arguments of a layer, but for those that the one before had as well."""
+        """Bytes of a layer's arguments, without those that the layer before had as well."""
         before = self._given.get(layer - 1, {})
         return sum(size for place, size in self._given[layer].items() if place not in before)
 
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Count what the layer keeps; one that is recomputed keeps its arguments, which hooks may not see.
+        """Count what a layer saves; a recomputed layer saves its arguments, which hooks may not see.
 
         Arguments that all layers get are there until the forward is over, whoever keeps them.
         """
-        given = (args, kwargs)
-        self._alive.append(given)
-        here = {place: size for place, size in storages(given).items() if place not in self._known}
+        arguments = (args, kwargs)
+        self._alive.append(arguments)
+        here = {place: size for place, size in storages(arguments).items() if place not in self._known}
         self._given.setdefault(layer, {}).update(here)
         before_it = self._given.get(layer - 1, {})
         self._sizes |= {place: size for place, size in here.items() if place in before_it}
         before, allocated = self.num_bytes, self._allocated()
         if self._recompute and self._recompute[layer]:
             self._sizes |= here
-        made = forward(*args, **kwargs)
-        kept = self.num_bytes - before if allocated is None else self._allocated() - allocated
-        self.kept[layer] = self.kept.get(layer, 0) + kept  # sequences may be computed one by one
-        return made
+        outputs = forward(*args, **kwargs)
+        kept_bytes = self.num_bytes - before if allocated is None else self._allocated() - allocated
+        self.kept_bytes[layer] = self.kept_bytes.get(layer, 0) + kept_bytes  # sequences may be computed one by one
+        return outputs
 
     def _allocated(self) -> Any:
-        """Of the device; None where it does not count."""
+        """Bytes allocated on the device; None on a CPU, where they are not counted."""
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def _note(self, tensor: Tensor) -> Tensor:
@@ -128,45 +128,45 @@ class SavedTensorCounter(LayerWatch):
 
 
 class LoopbackGroup(Group):
-    """A group as this rank sees it if nobody answers: nothing is sent, zeros come, at once.
+    """A process group whose collectives send nothing and return zeros at once.
 
     A rank needs the same memory in it as in the group itself, and may fail without leaving others waiting.
     """
 
     def gather(self, x: Tensor, sizes: Any) -> AsyncResult:
-        """Zeros for everyone's rows."""
-        whole = x.new_zeros(sum(sizes), *x.shape[1:])
-        return AsyncResult(lambda: whole)
+        """Return zeros in place of an all-gather's rows."""
+        rows = x.new_zeros(sum(sizes), *x.shape[1:])
+        return AsyncResult(lambda: rows)
 
     def reduce_scatter(self, x: Tensor, sizes: Any) -> AsyncResult:
-        """This rank's own rows."""
-        own = x.new_zeros(sizes[self.rank], *x.shape[1:])
-        return AsyncResult(lambda: own)
+        """Return zeros in place of this rank's rows of a reduce-scatter."""
+        rows = x.new_zeros(sizes[self.rank], *x.shape[1:])
+        return AsyncResult(lambda: rows)
 
     def all_to_all(self, x: Tensor, send: Any, receive: Any) -> Tensor:
-        """Zeros for what would be received; counted as an exchange."""
+        """Return zeros in place of an all-to-all's result; counted as an exchange."""
         self.sent.calls["all_to_all"] += 1
         return x.new_zeros(sum(receive), *x.shape[1:])
 
     def ring_shift(self, x: Tensor, shape: Any, *, tag: int = 0) -> AsyncResult:
-        """Zeros."""
+        """Return zeros in place of a ring shift's result."""
         received = x.new_zeros(tuple(shape))
         return AsyncResult(lambda: received)
 
     def broadcast(self, x: Tensor, owner: int) -> AsyncResult:
-        """``x`` as it is."""
+        """Return ``x`` in place of a broadcast's result."""
         return AsyncResult(lambda: x)
 
     reduce = broadcast
 
     def send(self, x: Tensor, to: int, *, tag: int = 0) -> AsyncResult:
-        """Nothing."""
+        """Do nothing in place of a send."""
         return AsyncResult(lambda: x)
 
     def receive(self, x: Tensor, source: int, *, tag: int = 0) -> AsyncResult:
-        """``x`` as it is."""
+        """Return ``x`` in place of a received tensor."""
         return AsyncResult(lambda: x)
 
     def all_reduce(self, x: Tensor, operation: Any) -> Tensor:
-        """``x`` as it is."""
+        """Return ``x`` in place of an all-reduce's result."""
         return x

@@ -1,4 +1,4 @@
-"""One micro-batch of made-up sequences through a prepared model, for its seconds or its bytes.
+"""Measure the time or the memory of one micro-batch of synthetic sequences on a prepared model.
 
 The model computes what it would in training, of sequences that repeat the corpus' first one to any length. Gradients it
 leaves are to be discarded.
@@ -32,39 +32,39 @@ Watch = TypeVar("Watch", bound=LayerWatch)
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A pack, who shares it, and which layers are recomputed."""
+    """One measurement: a pack, the ranks that share it, and which layers are recomputed."""
 
     lengths: tuple[int, ...]
-    """In tokens."""
+    """Lengths of the sequences in tokens."""
     group: Group
     recompute: tuple[bool, ...] = ()
     attended: tuple[AttentionExchange | SlotGather, ...] = ()
-    """Calls of attention in its forward, as :func:`hold` saw them: what others wait for if this rank fails."""
+    """Attention calls of its forward, as :func:`measure_memory` saw them, which others wait for if this rank fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryResult:
-    """Bytes of one micro-batch on this rank."""
+    """Activation memory of one micro-batch on this rank."""
 
     num_bytes: int
-    """In all, when most is there: the allocator's peak on a GPU, what the forward keeps on a CPU."""
+    """Peak bytes: the allocator's peak on a GPU, what the forward saves on a CPU."""
     layers: tuple[int, ...]
-    """Of each layer that was computed, what its forward kept."""
+    """Bytes that the forward of each computed layer saved."""
     inputs: tuple[int, ...]
-    """Of each layer that was computed, its arguments."""
+    """Bytes of the arguments of each computed layer."""
     attended: tuple[AttentionExchange | SlotGather, ...]
     """Every call of attention in the forward."""
 
 
 def group_of_degree(world: DistContext, degree: int) -> Group | None:
-    """This rank's of the groups of ``degree`` consecutive ranks; None on ranks that are left over. Collective."""
+    """This rank's group of ``degree`` consecutive ranks; None on ranks that are left over. Every rank calls this."""
     starts = range(0, world.size - degree + 1, degree)
-    found = [world.groups.of(tuple(range(start, start + degree))) for start in starts]
-    return next((group for group in found if group is not None), None)
+    groups = [world.groups.of(tuple(range(start, start + degree))) for start in starts]
+    return next((group for group in groups if group is not None), None)
 
 
 def measure_memory(run: Run, trial: Trial) -> MemoryResult:
-    """Compute a trial as if all its ranks were there: nothing is sent, so that running out of memory harms nobody.
+    """Measure the memory of a trial on a loopback group: nothing is sent, so that an OOM leaves no rank waiting.
 
     Raises:
         OutOfMemoryError: this rank has not enough of it.
@@ -77,36 +77,36 @@ def measure_memory(run: Run, trial: Trial) -> MemoryResult:
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
         inputs = micro_batch.inputs
-        known = [list(run.wrapped_model.structure.constants()), inputs]
-        with watch_layers(run, SavedTensorCounter(known, device, trial.recompute)) as keeping, keeping:
+        existing = [list(run.wrapped_model.structure.constants()), inputs]
+        with watch_layers(run, SavedTensorCounter(existing, device, trial.recompute)) as counter, counter:
             loss = _loss(run, micro_batch)
         attended = tuple(micro_batch.shard.attended)
-        num_bytes = keeping.num_bytes + sum(storages(inputs).values())
+        num_bytes = counter.num_bytes + sum(storages(inputs).values())
         _backward(loss, micro_batch)
         if device.type == "cuda":
             num_bytes = torch.cuda.max_memory_allocated(device) - before
-    computed = sorted(keeping.kept)
+    computed = sorted(counter.kept_bytes)
     return MemoryResult(
         num_bytes=num_bytes,
-        layers=tuple(keeping.kept[layer] for layer in computed),
-        inputs=tuple(keeping.input_bytes(layer) for layer in computed),
+        layers=tuple(counter.kept_bytes[layer] for layer in computed),
+        inputs=tuple(counter.input_bytes(layer) for layer in computed),
         attended=attended,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimingResult:
-    """Seconds of one micro-batch on this rank."""
+    """Compute time of one micro-batch on this rank."""
 
     time_s: float
     forward_s: tuple[float, ...]
-    """Of each layer that was computed."""
+    """Forward seconds of each computed layer."""
     backward_s: tuple[float | None, ...]
-    """The same; None where the layer's input needs no gradient."""
+    """Backward seconds of each computed layer; None where its input needs no gradient."""
 
 
 def measure_time(run: Run, trial: Trial | None) -> TimingResult | None:
-    """The seconds of a trial that all ranks begin together; None on ranks without one and on those that failed.
+    """Time a trial that all ranks begin together; None on ranks without a trial and on those that ran out of memory.
 
     A rank that runs out of memory here sends the others zeros for what they wait for.
     """
@@ -142,7 +142,7 @@ def measure_time(run: Run, trial: Trial | None) -> TimingResult | None:
 
 @contextmanager
 def watch_layers(run: Run, watch: Watch) -> Iterator[Watch]:
-    """Layers are computed under ``watch``."""
+    """Within, layers are computed under ``watch``."""
     layers = run.wrapped_model.layers
     before, layers.watch = layers.watch, watch
     try:

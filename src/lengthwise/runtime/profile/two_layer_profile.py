@@ -1,4 +1,4 @@
-"""Measures two layers of a prepared model, and all else once: what its whole cost follows from. DCP, section 3.5.
+"""Profile two layers of a prepared model and everything else once, from which its whole cost follows. DCP, section 3.5.
 
 All ranks measure at the same time, in groups of one degree after the other, and go through the same packs: what decides
 what comes next is known to all of them, and what one alone knows, its memory and its clock, is told to all first. Every
@@ -25,34 +25,34 @@ from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degre
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 
 NUM_LAYERS = 2
-"""That are computed: the first warms up, the second is measured."""
+"""Layers that are computed: the first warms up, the second is measured."""
 SHORTEST = 32
 """Slots of the shortest sequence measured, where sequences are much longer."""
 FEWEST = 3
 """Packs that are measured whatever time they take: three coefficients need as many."""
 MOST_SEQUENCES = 256
-"""In the pack of many short ones."""
+"""Most sequences in the pack of many short ones."""
 GROWTH = 4.0
-"""Seconds of twice as long a sequence, at most."""
+"""Largest growth of time that is expected when a sequence is twice as long."""
 SHARE_OF_FREE = 0.9
-"""Of the memory that is free, how much a trial may be expected to need."""
+"""Share of the free memory that a trial may be expected to need."""
 LINK_REPEATS = 5
 UPDATE_REPEATS = 5
 
 Progress = Callable[[float], None]
-"""Told the part of the work that is done, 0 to 1."""
+"""A callback that gets the share of the work that is done, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingEffort:
-    """How much may be spent."""
+    """Limits of the time and memory that profiling may take."""
 
     repeats: int = 5
-    """Of every pack, while there is time."""
+    """Repeats of every pack, while there is time."""
     budget_s: float = 20.0
     """Seconds of all packs. The first three of every degree are measured in any case."""
     memory_bytes: int | None = None
-    """That a micro-batch may take on a rank; None: what is free."""
+    """Bytes that a micro-batch may take on a rank; None: what is free."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.budget_s < 0:
@@ -61,32 +61,32 @@ class ProfilingEffort:
 
 @dataclass(kw_only=True)
 class _Case:
-    """A pack and what was seen of it, the same on every rank."""
+    """The measurements of one pack, the same on every rank."""
 
     lengths: tuple[int, ...]
-    kept: int
+    kept_bytes: int
     inputs: int
     constant: int
     alive: int
     trial: Trial | None
-    """On this rank; None where it is in no group."""
+    """The trial on this rank; None where it is in no group."""
     wall_s: float = 0.0
     times: list[np.ndarray] = field(default_factory=list)
     """[ranks in groups, 3] forward, backward, constant; one array per repeat."""
 
     @property
-    def held(self) -> int:
-        """Bytes while two layers are computed."""
-        return NUM_LAYERS * (self.kept + self.inputs) + self.constant + self.alive
+    def held_bytes(self) -> int:
+        """Peak bytes while two layers are computed."""
+        return NUM_LAYERS * (self.kept_bytes + self.inputs) + self.constant + self.alive
 
     def row(self, degree: int) -> LayerRow:
-        """Medians over repeats and ranks."""
+        """The table row of this pack: medians over repeats and ranks."""
         low, (forward, backward, constant), high = np.quantile(np.concatenate(self.times), (0.25, 0.5, 0.75), axis=0)
         spread = (high - low) / 2
         return LayerRow(
             lengths=self.lengths, degree=degree, forward_s=float(forward), backward_s=float(backward),
             constant_s=float(constant), forward_spread_s=float(spread[0]), backward_spread_s=float(spread[1]),
-            constant_spread_s=float(spread[2]), kept_bytes=self.kept, input_bytes=self.inputs,
+            constant_spread_s=float(spread[2]), kept_bytes=self.kept_bytes, input_bytes=self.inputs,
             constant_bytes=self.constant, alive_bytes=self.alive, repeats=len(self.times),
         )  # fmt: skip
 
@@ -143,7 +143,7 @@ def measure(
 
 
 def ladder(longest: int, *, degree: int, slot_tokens: int = 1) -> list[tuple[int, ...]]:
-    """Lone sequences of doubling length, the shortest first, in tokens; every rank has slots of each."""
+    """Packs of one sequence, of doubling length, the shortest first, in tokens; every rank has slots of each."""
     slots = [max(1, longest // slot_tokens)]
     shortest = max(degree, min(SHORTEST, slots[0] // 8))
     while slots[-1] // 2 >= shortest:
@@ -167,7 +167,7 @@ def many_short(measured: Sequence[tuple[int, ...]], *, slot_tokens: int = 1) -> 
 
 
 class _Profiler:
-    """What ranks have agreed on so far."""
+    """Measures packs of one degree after the other, with decisions that are the same on all ranks."""
 
     def __init__(self, run: Run, longest: int, effort: ProfilingEffort, on_progress: Progress) -> None:
         self._run, self._longest, self._effort, self._on_progress = run, longest, effort, on_progress
@@ -177,7 +177,7 @@ class _Profiler:
         self.too_large: list[tuple[int, int]] = []
 
     def measure(self, degree: int, *, part: tuple[int, int]) -> list[LayerRow]:
-        """The rows of one degree, the ``part[0]``-th of ``part[1]``."""
+        """Measure the rows of one degree, the ``part[0]``-th of ``part[1]``."""
         self._degree, self._group = degree, group_of_degree(self._run.world, degree)
         until_s = self._spent_s + max(0.0, self._effort.budget_s - self._spent_s) / (part[1] - part[0])
         packs = ladder(self._longest, degree=degree, slot_tokens=self._run.collator.slot_tokens)
@@ -198,7 +198,7 @@ class _Profiler:
         for repeat in range(1, self._effort.repeats):
             for number in self._random.permutation(len(cases)).tolist():
                 if self._spent_s + cases[number].wall_s <= until_s and not self._time(cases[number]):
-                    self._give_up(cases[number].lengths)
+                    self._note_too_large(cases[number].lengths)
             self._on_progress((part[0] + 0.5 + 0.5 * repeat / self._effort.repeats) / part[1])
         return [case.row(degree) for case in cases]
 
@@ -207,10 +207,12 @@ class _Profiler:
         if not cases:
             return False
         longer = sum(lengths) / sum(cases[-1].lengths)
-        needed = cases[-1].held * longer
+        needed = cases[-1].held_bytes * longer
         if len(cases) > 1:  # a line through the last two
-            per_token = (cases[-1].held - cases[-2].held) / (sum(cases[-1].lengths) - sum(cases[-2].lengths))
-            needed = cases[-1].held + max(0.0, per_token) * (sum(lengths) - sum(cases[-1].lengths))
+            per_token = (cases[-1].held_bytes - cases[-2].held_bytes) / (
+                sum(cases[-1].lengths) - sum(cases[-2].lengths)
+            )
+            needed = cases[-1].held_bytes + max(0.0, per_token) * (sum(lengths) - sum(cases[-1].lengths))
         if needed > self._memory:
             self.too_large.append((self._degree, sum(lengths)))
             return True
@@ -218,7 +220,7 @@ class _Profiler:
         return len(cases) >= FEWEST and self._spent_s + expected_s > until_s
 
     def _begin(self, lengths: tuple[int, ...], *, warm_up: bool) -> _Case | None:
-        """Bytes and the first seconds of a pack; None if it did not fit some rank."""
+        """Measure the memory and the first time of a pack; None if some rank ran out of memory."""
         failed, numbers, trial = 0.0, (0, 0, 0, 0), None
         try:
             if self._group is not None:
@@ -227,59 +229,59 @@ class _Profiler:
             if not is_out_of_memory(error):
                 raise
             failed = 1.0
-        seen = self._agree(failed, *numbers).max(axis=0)
-        if seen[0]:
-            self._give_up(lengths)
+        largest = self._agree(failed, *numbers).max(axis=0)
+        if largest[0]:
+            self._note_too_large(lengths)
             return None
-        kept, inputs, constant, alive = (int(number) for number in seen[1:])
-        case = _Case(lengths=lengths, kept=kept, inputs=inputs, constant=constant, alive=alive, trial=trial)
+        kept_bytes, inputs, constant, alive = (int(number) for number in largest[1:])
+        case = _Case(lengths=lengths, kept_bytes=kept_bytes, inputs=inputs, constant=constant, alive=alive, trial=trial)
         if not self._time(case) or (warm_up and not self._time(case)):
-            self._give_up(lengths)
+            self._note_too_large(lengths)
             return None
         if warm_up:
             del case.times[0]
         return case
 
-    def _give_up(self, lengths: tuple[int, ...]) -> None:
-        """Some rank ran out of memory: all of them leave what they had of it."""
+    def _note_too_large(self, lengths: tuple[int, ...]) -> None:
+        """Record a pack that was too large for some rank, and free its memory on all of them."""
         gc.collect()
         if self._run.world.device.type == "cuda":
             torch.cuda.empty_cache()
         self.too_large.append((self._degree, sum(lengths)))
 
     def _time(self, case: _Case) -> bool:
-        """Take the time once; whether it fitted all ranks."""
+        """Time a pack once; return whether it fitted all ranks."""
         before_s = self._spent_s
-        took = measure_time(self._run, case.trial)
-        has_failed = case.trial is not None and took is None
-        seen = self._agree(float(has_failed), *((np.nan,) * 3 if took is None else _seconds(took)))
-        if seen[:, 0].any():
+        timing = measure_time(self._run, case.trial)
+        has_failed = case.trial is not None and timing is None
+        reports = self._agree(float(has_failed), *((np.nan,) * 3 if timing is None else _seconds(timing)))
+        if reports[:, 0].any():
             return False
-        case.times.append(seen[~np.isnan(seen[:, 1]), 1:])
+        case.times.append(reports[~np.isnan(reports[:, 1]), 1:])
         case.wall_s = self._spent_s - before_s
         return True
 
     def _agree(self, *values: float) -> np.ndarray:
-        """[ranks, n] what every rank says; the seconds spent become those of the slowest."""
+        """Gather ``values`` of all ranks, [ranks, n]; the seconds spent become those of the slowest rank."""
         row = [time.perf_counter() - self._start_s, *values]
         rows = gather_rows(torch.tensor(row, dtype=torch.float64, device=self._run.world.device)).cpu().numpy()
         self._spent_s = float(rows[:, 0].max())
         return rows[:, 1:]
 
 
-def _seconds(took: TimingResult) -> tuple[float, float, float]:
-    """Forward and backward of the last layer that was computed, and what the layers leave of the whole."""
-    known = [each for each in took.backward_s if each is not None]
-    forward_s = took.forward_s[-1]
-    backward_s = known[-1] if known else max(took.time_s - sum(took.forward_s), forward_s)
-    layers_s = sum(took.forward_s) + sum(backward_s if each is None else each for each in took.backward_s)
-    return forward_s, backward_s, max(0.0, took.time_s - layers_s)
+def _seconds(timing: TimingResult) -> tuple[float, float, float]:
+    """Forward and backward seconds of the last computed layer, and the seconds outside of layers."""
+    measured = [layer_s for layer_s in timing.backward_s if layer_s is not None]
+    forward_s = timing.forward_s[-1]
+    backward_s = measured[-1] if measured else max(timing.time_s - sum(timing.forward_s), forward_s)
+    layers_s = sum(timing.forward_s) + sum(backward_s if layer_s is None else layer_s for layer_s in timing.backward_s)
+    return forward_s, backward_s, max(0.0, timing.time_s - layers_s)
 
 
 def _bytes(run: Run, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
-    """Of a layer beside its input, of its input, of all but layers, and of the layer that is there in full again.
+    """Measure bytes: what a layer saves beside its input, its input, all but layers, and a layer being recomputed.
 
-    And the trial with its calls of attention.
+    Also returns the trial with its attention calls.
     """
     plain = measure_memory(run, trial)
     trial = replace(trial, attended=plain.attended)
@@ -287,8 +289,8 @@ def _bytes(run: Run, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
     inputs, layer = plain.inputs[-1], plain.layers[-1]
     constant = max(0, plain.num_bytes - number * layer)
     if run.world.device.type != "cuda":
-        kept = max(1, layer - inputs)
-        return (kept, inputs, constant, kept), trial
+        kept_bytes = max(1, layer - inputs)
+        return (kept_bytes, inputs, constant, kept_bytes), trial
     recomputed = measure_memory(run, replace(trial, recompute=(True,) * run.wrapped_model.structure.num_layers))
     inputs = recomputed.layers[-1]
     alive = max(0, recomputed.num_bytes - number * inputs - constant)
@@ -296,21 +298,21 @@ def _bytes(run: Run, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
 
 
 def _free_bytes(world: DistContext) -> float:
-    """Memory that this rank may use for a trial."""
+    """Bytes of memory that this rank may use for a trial."""
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
         return SHARE_OF_FREE * (free + cached)
     try:
         with open("/proc/meminfo") as lines:
-            found = dict(line.split(":", 1) for line in lines)
-        return SHARE_OF_FREE * 1024 * int(found["MemAvailable"].split()[0]) / local_size()
+            fields = dict(line.split(":", 1) for line in lines)
+        return SHARE_OF_FREE * 1024 * int(fields["MemAvailable"].split()[0]) / local_size()
     except (OSError, KeyError):
         return np.inf
 
 
 def _median_s(run: Run, work: Callable[[], object], repeats: int) -> float:
-    """Median over repeats of the slowest rank's seconds, when all begin together."""
+    """The median over repeats of the slowest rank's seconds, when all begin together."""
     times = []
     for _ in range(repeats):
         gather_rows(torch.zeros(1, device=run.world.device))
@@ -324,7 +326,7 @@ def _median_s(run: Run, work: Callable[[], object], repeats: int) -> float:
 
 
 def _update_s(run: Run) -> float:
-    """Push, clip, optimizer and pull, with gradients and a learning rate of 0: weights stay as they are."""
+    """Time an update (push, clip, optimizer, pull) with zero gradients and learning rate: weights stay as they are."""
     state = run.state
     if state.optimizer is not None and state.optimizer.state:
         raise CheckError("an update can be measured before the first one alone; give measure(..., update_s=...)")
@@ -346,14 +348,14 @@ def _update_s(run: Run) -> float:
 
 
 def _link(run: Run, degree: int) -> LinkRow:
-    """Seconds of an all-to-all of little and of much, in all groups of a degree at once."""
+    """Measure the latency and bandwidth of an all-to-all, in all groups of a degree at once."""
     group = group_of_degree(run.world, degree)
     much = (1 << 26) if run.world.device.type == "cuda" else (1 << 22)
     times = []
     for num_bytes in (degree, much):
-        each = num_bytes // degree
-        x = torch.zeros(each * degree, dtype=torch.uint8, device=run.world.device)
-        splits = [each] * degree
+        split = num_bytes // degree
+        x = torch.zeros(split * degree, dtype=torch.uint8, device=run.world.device)
+        splits = [split] * degree
         exchange = (lambda: None) if group is None else (lambda: group.all_to_all(x, splits, splits))  # noqa: B023
         exchange()
         times.append(_median_s(run, exchange, LINK_REPEATS))

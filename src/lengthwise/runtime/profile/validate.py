@@ -1,4 +1,4 @@
-"""What was predicted from two layers against what the whole model takes."""
+"""Compare the predictions of a two-layer profile with measurements of the whole model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,22 +13,22 @@ from lengthwise.runtime.profile.trial import Trial, group_of_degree, measure_mem
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, SlotGather
 
 Predict = Callable[[Sequence[int], int, int], tuple[float, float]]
-"""From lengths, degree and number of recomputed layers to seconds and bytes above the model state."""
+"""A function of lengths, degree and number of recomputed layers: seconds, and bytes above the model state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One micro-batch of the whole model."""
+    """Predicted and measured time and memory of one micro-batch of the whole model."""
 
     lengths: tuple[int, ...]
     degree: int
     recomputed: int
     predicted_s: float
     measured_s: float
-    """Median over repeats of the slowest rank."""
+    """The median over repeats of the slowest rank's seconds."""
     predicted_bytes: int
     measured_bytes: int
-    """Of the fullest rank."""
+    """Bytes of the rank that needs most."""
 
     @property
     def time_error(self) -> float:
@@ -41,7 +41,7 @@ class Prediction:
         return self.predicted_bytes / self.measured_bytes - 1.0
 
     def __str__(self) -> str:
-        """A line for people."""
+        """One line of text with predicted and measured time and memory."""
         packed = f"{len(self.lengths)} x {self.lengths[0]:,}" if len(set(self.lengths)) == 1 else str(self.lengths)
         return (
             f"{packed} tokens, degree {self.degree}, {self.recomputed} recomputed: {self.predicted_s * 1e3:.1f} ms "
@@ -60,12 +60,12 @@ def check_prediction(
     recomputed: Sequence[int],
     repeats: int = 3,
 ) -> list[Prediction]:
-    """Compute every pack at every degree with every number of recomputed layers; the same on every rank.
+    """Measure every pack at every degree with every number of recomputed layers; returns the same on every rank.
 
     Bytes are those of one micro-batch above the model state. On a GPU that is the allocator's peak. On a CPU it is what
     the forward keeps, and the one recomputed layer that is there in full while it has its backward.
     """
-    found = []
+    predictions = []
     for degree in degrees:
         group = group_of_degree(run.world, degree)
         for lengths in packs:
@@ -74,7 +74,7 @@ def check_prediction(
                 trial = None if group is None else Trial(lengths=lengths, group=group, recompute=flags)
                 measured_s, num_bytes = _measure(run, trial, repeats)
                 predicted_s, predicted_bytes = predict(lengths, degree, count)
-                found.append(
+                predictions.append(
                     Prediction(
                         lengths=lengths,
                         degree=degree,
@@ -86,27 +86,27 @@ def check_prediction(
                     )
                 )
     run.discard()
-    return found
+    return predictions
 
 
 def _measure(run: Run, trial: Trial | None, repeats: int) -> tuple[float, int]:
-    """Seconds and bytes of a trial, agreed on by all ranks."""
+    """Measure the seconds and bytes of a trial, equal on all ranks."""
     num_bytes = 0
     if trial is not None:
         num_bytes, attended = _held(run, trial)
         trial = replace(trial, attended=attended)
     measure_time(run, trial)  # the first of anything is slow
-    times = [took.time_s if (took := measure_time(run, trial)) is not None else 0.0 for _ in range(repeats)]
+    times = [timing.time_s if (timing := measure_time(run, trial)) is not None else 0.0 for _ in range(repeats)]
     row = torch.tensor([*times, num_bytes], dtype=torch.float64, device=run.world.device)
     slowest = gather_rows(row).cpu().numpy().max(axis=0)
     return float(np.median(slowest[:-1])), int(slowest[-1])
 
 
 def _held(run: Run, trial: Trial) -> tuple[int, tuple[AttentionExchange | SlotGather, ...]]:
-    found = measure_memory(run, trial)
+    result = measure_memory(run, trial)
     if run.world.device.type == "cuda" or not any(trial.recompute):
-        return found.num_bytes, found.attended
+        return result.num_bytes, result.attended
     plain = measure_memory(run, replace(trial, recompute=()))
     layers = zip(plain.layers, plain.inputs, trial.recompute, strict=True)
-    alive = max(kept - given for kept, given, is_recomputed in layers if is_recomputed)
-    return found.num_bytes + alive, found.attended
+    alive = max(kept_bytes - inputs for kept_bytes, inputs, is_recomputed in layers if is_recomputed)
+    return result.num_bytes + alive, result.attended

@@ -1,4 +1,4 @@
-"""Where a pack begins to differ from its sequences one by one: the layer, the module in it and what that calls."""
+"""Locate where a pack's outputs begin to differ from those of single sequences: layer, module, and torch functions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +20,9 @@ from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import active
 
 DIFFERS = 1e-6
-"""Relative difference of outputs that is taken for more than rounding."""
+"""Relative difference of outputs that is more than rounding."""
 NOWHERE = 1 << 30
-"""After all modules."""
+"""A number after those of all modules."""
 _MIXING = (
     "conv1d", "conv2d", "conv3d", "conv_transpose1d", "batch_norm", "instance_norm", "group_norm", "roll", "cumsum",
     "cumprod", "flip", "fft", "rfft", "gru", "lstm", "rnn_tanh", "pad", "unfold", "avg_pool1d", "max_pool1d", "mean",
@@ -34,7 +34,7 @@ _MIXING = (
 
 @dataclass
 class _Recording:
-    """Outputs of modules in the order in which they ended, what they got, and the functions that each itself calls."""
+    """Outputs of modules in the order in which they ended, their inputs, and the torch functions that each calls."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Recording:
 
 
 class _Names(TorchFunctionMode):
-    """Notes which functions of torch are called by which module."""
+    """Records which functions of torch are called by which module."""
 
     def __init__(self, recording: _Recording) -> None:
         super().__init__()
@@ -92,13 +92,13 @@ def _recorded(model: nn.Module) -> Iterator[_Recording]:
 
 
 def _floating(values: Any) -> list[Tensor]:
-    """The tensors in a tree that may be hidden states."""
+    """The floating-point tensors in a tree, which may be hidden states."""
     leaves = pytree.tree_leaves(values)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.is_floating_point()]
 
 
 def locate_difference(run: Run, lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]) -> str:
-    """A sentence on where outputs begin to differ, the same on every rank. Every rank calls this."""
+    """Describe where outputs begin to differ, with the same text on every rank. Every rank calls this."""
     first, size, words = NOWHERE, 0.0, ""
     try:
         if group is not None:
@@ -120,7 +120,7 @@ _OUT = ". check=False trains it all the same"
 
 
 def _compare(run: Run, lengths: tuple[int, ...], group: Group, recompute: tuple[bool, ...]) -> tuple[int, float, str]:
-    """Number of the first module whose output differs, by how much, and words for it."""
+    """Return the number of the first module whose output differs, by how much, and a description of it."""
     alone = []
     with torch.no_grad():
         for sequence in range(len(lengths)):
@@ -150,12 +150,12 @@ def _compare(run: Run, lengths: tuple[int, ...], group: Group, recompute: tuple[
     return NOWHERE, 0.0, ""
 
 
-def _difference(output: Tensor, whole: Tensor, axis: int, places: Tensor) -> float:
-    """Of this rank's slots from the same slots of the stock model, over the largest number in those; 0 if not alike."""
-    if output.dim() != whole.dim() or output.shape[axis] != len(places):
+def _difference(output: Tensor, expected: Tensor, axis: int, places: Tensor) -> float:
+    """The largest difference of this rank's slots from the stock model's, relative to those; 0 if shapes differ."""
+    if output.dim() != expected.dim() or output.shape[axis] != len(places):
         return 0.0
-    inside = places < whole.shape[axis]
-    mine, theirs = output.movedim(axis, 0)[inside], whole.movedim(axis, 0)[places[inside]]
+    inside = places < expected.shape[axis]
+    mine, theirs = output.movedim(axis, 0)[inside], expected.movedim(axis, 0)[places[inside]]
     if mine.shape != theirs.shape or not len(mine):
         return 0.0
     size = float((mine - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
@@ -163,7 +163,7 @@ def _difference(output: Tensor, whole: Tensor, axis: int, places: Tensor) -> flo
 
 
 def _laid_end_to_end(outputs: list[Tensor | None], lengths: tuple[int, ...]) -> tuple[Tensor, int] | None:
-    """Outputs of the sequences as a pack has them, and the axis of their slots; None if there is no such axis."""
+    """Concatenate outputs of sequences as a pack has them; returns the axis of slots too, None if there is none."""
     tensors = [output for output in outputs if output is not None]
     if len(tensors) != len(lengths) or len({tensor.dim() for tensor in tensors}) != 1:
         return None
@@ -173,7 +173,7 @@ def _laid_end_to_end(outputs: list[Tensor | None], lengths: tuple[int, ...]) -> 
 
 
 def _described(run: Run, name: str, calls: list[str]) -> str:
-    """A module by the layer it is in, its own name and the functions in which its slots may meet."""
+    """Describe a module by its layer, its name and the functions in which its slots may mix."""
     structure, module = run.wrapped_model.structure, run.model.get_submodule(name)
     prefix, kind = f"{structure.layers_name}.", type(module).__name__
     made = [call for call in _MIXING if call in calls]

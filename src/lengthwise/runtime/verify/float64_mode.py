@@ -1,4 +1,4 @@
-"""Torch without noise, in float64: the mode in which a prepared model is compared with itself as its user calls it.
+"""A torch function mode without noise, in float64, in which a prepared model is compared with its stock forward.
 
 Dropout becomes the identity on both sides, whatever function draws it, so that training mode can be compared.
 Transformers computes norms, rotations and softmax in float32 even where the weights are float64; a difference of 1e-16
@@ -26,14 +26,14 @@ _IDENTITIES = (
     torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
 )  # fmt: skip
 _DROPOUT_OF_MULTI_HEAD = 10
-"""The position of ``dropout_p`` among the arguments of ``F.multi_head_attention_forward``."""
+"""Position of ``dropout_p`` among the arguments of ``F.multi_head_attention_forward``."""
 
 
 class NoiseFreeMode(TorchFunctionMode):
-    """While it is entered, noise is the identity and, with ``double``, nothing is cast to float32."""
+    """A mode in which noise is the identity and, with ``double``, casts to float32 go to float64."""
 
     def __init__(self, *, double: bool, scalar: float = ALMOST_ONE) -> None:
-        """``scalar``: what a draw of a single uniform number gives, such as the one that layer drop compares."""
+        """``scalar``: the result of drawing a single uniform number, such as the one that layer drop compares."""
         super().__init__()
         self._double, self._scalar = double, scalar
         self._answers: dict[Any, Callable[..., Any]] = {
@@ -83,7 +83,7 @@ def _multi_head_without_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def noise_free(run: Run, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """The model in training mode without noise, on copies of its tensors in ``dtype``; afterwards as it was."""
+    """Put the model in training mode without noise, on copies of its tensors in ``dtype``; restore it afterwards."""
     model, default = run.model, torch.get_default_dtype()
     is_wrapped = isinstance(run.state, Fsdp2State)
     constants = [] if is_wrapped else list(run.wrapped_model.structure.constants())

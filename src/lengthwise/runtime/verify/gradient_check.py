@@ -1,4 +1,4 @@
-"""Before training: whether packs, shards and recompute teach a model what it learns as its user calls it.
+"""Check before training that packs, shards and recompute give the loss and gradients of the stock model.
 
 The model is called as its user calls it, with one sequence at a time and without positions, in training mode with noise
 switched off, and compared with what training will compute: packs of several sequences, shared by the real ranks in
@@ -41,7 +41,7 @@ _log = logging.getLogger("lengthwise")
 LENGTHS = (11, 7, 2)
 """Slots of the sequences of the short pack: ragged, one of them with fewer slots than many degrees."""
 LONG = 2048
-"""Slots up to which gradients of a long sequence are compared."""
+"""Most slots of a long sequence whose gradients are compared."""
 WORK = {"cpu": 5e9, "cuda": 5e12}
 """Parameters times slots up to which a long sequence is compared by gradients: seconds on either device."""
 SEEN_FORWARD = 1 << 15
@@ -53,7 +53,7 @@ RECOMPUTE = ("none", "all", "alternate")
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """What rounding explains: a gradient may differ by ``relative`` of its norm, or of ``floor`` of the norm of all.
+    """Differences that rounding explains: ``relative`` of a gradient's norm, or of ``floor`` of the norm of all.
 
     The floor is for parameters whose true gradient is zero, such as the bias of keys under a softmax.
     """
@@ -71,15 +71,15 @@ TOLERANCES = {
 }
 
 
-def _tolerance(dtype: torch.dtype | None, own: torch.dtype) -> Tolerance:
+def _tolerance(dtype: torch.dtype | None, own_dtype: torch.dtype) -> Tolerance:
     if dtype is None:
-        dtype = None if own is torch.float64 else own
+        dtype = None if own_dtype is torch.float64 else own_dtype
     return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSetting:
-    """One way in which a plan may compute a pack."""
+    """One way in which a plan may compute a pack: lengths, degree and recompute."""
 
     lengths: tuple[int, ...]
     degree: int
@@ -102,7 +102,7 @@ def check_exact(
     recompute: Sequence[str] = RECOMPUTE,
     longest: int | None = None,
 ) -> None:
-    """Compare what packs teach with what the model learns from each sequence alone, called as its user calls it.
+    """Compare loss and gradients of packs with those of the stock model, called on each sequence alone.
 
     Every rank calls this and gets the same verdict.
 
@@ -136,13 +136,13 @@ def check_exact(
 def settings_of(
     run: Run, *, degrees: Sequence[int], recompute: Sequence[str], longest: int | None
 ) -> list[ComputeSetting]:
-    """Every setting that is compared, short packs first."""
-    most = max(degrees)
-    lengths = LENGTHS if most <= sum(LENGTHS) else (*LENGTHS, most)
+    """List the settings that are compared, short packs first."""
+    max_degree = max(degrees)
+    lengths = LENGTHS if max_degree <= sum(LENGTHS) else (*LENGTHS, max_degree)
     settings = [
         ComputeSetting(lengths=lengths, degree=degree, recompute=name)
         for degree in degrees
-        for name in (recompute if degree in (1, most) else recompute[-1:])  # between: layers of both kinds
+        for name in (recompute if degree in (1, max_degree) else recompute[-1:])  # between: layers of both kinds
     ]
     if run.wrapped_model.rules.scalars:
         settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
@@ -152,14 +152,14 @@ def settings_of(
     if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
         settings += [
             ComputeSetting(lengths=kinds, degree=degree, recompute=recompute[-1], kinds=True)
-            for degree in sorted({1, most})
+            for degree in sorted({1, max_degree})
             if sum(kinds) >= degree
         ]
     if longest <= max(LENGTHS):
         return settings
     long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
     settings += [
-        ComputeSetting(lengths=(long, 5), degree=degree, recompute=recompute[-1]) for degree in sorted({1, most})
+        ComputeSetting(lengths=(long, 5), degree=degree, recompute=recompute[-1]) for degree in sorted({1, max_degree})
     ]
     beyond = {min(longest, limit + limit // 8 + 1) for limit in length_limits(run.model) if long <= limit < longest}
     for length in sorted(beyond):
@@ -169,16 +169,19 @@ def settings_of(
                 "beyond a length that its config names; the corpus has up to %s", f"{SEEN_FORWARD:,}", f"{longest:,}",
             )  # fmt: skip
             break
-        settings.append(ComputeSetting(lengths=(length, 5), degree=most, recompute="none", gradients=False))
+        settings.append(ComputeSetting(lengths=(length, 5), degree=max_degree, recompute="none", gradients=False))
     return settings
 
 
-def _lengths_of_kinds(run: Run, longest: int, most: int) -> tuple[int, ...]:
-    """Slots of ragged sequences in which all kinds of slots of the corpus come, as far as they can be computed."""
+def _lengths_of_kinds(run: Run, longest: int, max_slots: int) -> tuple[int, ...]:
+    """Lengths of ragged sequences that hold all kinds of slots of the corpus, as far as they can be computed."""
     num_kinds = len(run.collator.kinds.get("tokens", ()))
     if run.wrapped_model.by_sequence is not None or num_kinds < 2:
         return ()
-    left, limit = max(2 * sum(LENGTHS), min(2 * num_kinds, max(most, 2 * sum(LENGTHS)))), max(longest, max(LENGTHS))
+    left, limit = (
+        max(2 * sum(LENGTHS), min(2 * num_kinds, max(max_slots, 2 * sum(LENGTHS)))),
+        max(longest, max(LENGTHS)),
+    )
     lengths = []
     while left > 0:
         lengths.append(min(limit, max(2, left - left // 2)))
@@ -190,7 +193,7 @@ _LIMITS = ("position", "window", "chunk", "block", "local", "span", "max_length"
 
 
 def length_limits(model: nn.Module) -> list[int]:
-    """Numbers in a model's config at which it may begin to compute otherwise, such as the size of a window."""
+    """Lengths in a model's config beyond which it may compute differently, such as the size of a window."""
     config = getattr(model, "config", None)
     to_dict = getattr(config, "to_dict", None)
     values: dict[str, Any] = to_dict() if callable(to_dict) else {}
@@ -207,13 +210,13 @@ def _limits_in(values: dict[str, Any]) -> Iterator[int]:
 
 def _dtypes(run: Run) -> list[torch.dtype | None]:
     """Dtypes to compare in, the most precise first; None: the model's own."""
-    own = run.state.compute_dtype
+    own_dtype = run.state.compute_dtype
     if isinstance(run.state, Fsdp2State):
         return [None]
     numbers = sum(tensor.numel() for tensor in run.wrapped_model.structure.constants())
     free = torch.cuda.mem_get_info(run.world.device)[0] if run.world.device.type == "cuda" else 0
     dtypes: list[torch.dtype | None] = [None]
-    if own in (torch.float16, torch.bfloat16) and (numbers <= FEW_NUMBERS or numbers * 16 < free):
+    if own_dtype in (torch.float16, torch.bfloat16) and (numbers <= FEW_NUMBERS or numbers * 16 < free):
         dtypes.insert(0, torch.float32)
     if numbers <= FEW_NUMBERS or numbers * 32 < free:
         dtypes.insert(0, torch.float64)
@@ -235,17 +238,17 @@ def _compare(run: Run, settings: list[ComputeSetting], tolerance: Tolerance) -> 
             shape = (setting.lengths, setting.degree, setting.kinds)
             if setting.degree > 1 and shape not in dry:
                 dry.add(shape)
-                _check_alike(run, setting, group)
+                _check_same_exchanges(run, setting, group)
             packed = on_every_rank(run, partial(_packed_undrawn, run, setting, group), what)
             _verdict(run, setting, packed, alone[key], tolerance)
             on_every_rank(run, partial(_check_buffers, run, before))
 
 
 def _packed_undrawn(run: Run, setting: ComputeSetting, group: Any) -> GradientResult | None:
-    """What a pack teaches, if nothing in the forward draws random numbers that are not answered.
+    """Gradients of a pack, after a check that the forward draws no random numbers outside of our control.
 
     Raises:
-        InputError: something did.
+        InputError: it draws some.
     """
     states = random_states(run.world.device)
     packed, _ = _packed(run, setting, group)
@@ -279,7 +282,7 @@ def _decided_at_random(run: Run) -> CheckError:
 
 
 def _flags(run: Run, recompute: str) -> tuple[bool, ...]:
-    """Which layers recompute."""
+    """One flag per layer for a recompute setting: whether the layer is recomputed."""
     num_layers = run.wrapped_model.structure.num_layers
     return {
         "none": (),
@@ -288,8 +291,8 @@ def _flags(run: Run, recompute: str) -> tuple[bool, ...]:
     }[recompute]
 
 
-def _check_alike(run: Run, setting: ComputeSetting, group: Any) -> None:
-    """Compute a setting as if nobody answered, so that an error on one rank leaves no other rank waiting.
+def _check_same_exchanges(run: Run, setting: ComputeSetting, group: Any) -> None:
+    """Compute a setting on a loopback group first, so that an error on one rank leaves no other rank waiting.
 
     Raises:
         CheckError: ranks would exchange different numbers of messages, and wait for each other for ever.
@@ -307,7 +310,7 @@ def _check_alike(run: Run, setting: ComputeSetting, group: Any) -> None:
 
 
 def _check_buffers(run: Run, before: dict[str, Tensor]) -> None:
-    """Raise ``CheckError`` if forwards have changed what the model keeps in buffers."""
+    """Raise ``CheckError`` if forwards have changed buffers of the model."""
     changed = changed_buffers(run.model, before)
     if not changed:
         return
@@ -323,7 +326,7 @@ def _check_buffers(run: Run, before: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Worst:
-    """The largest difference, over the limit for it."""
+    """The largest difference, relative to its limit."""
 
     ratio: float
     relative: float
@@ -333,7 +336,7 @@ class _Worst:
 def _verdict(
     run: Run, setting: ComputeSetting, packed: GradientResult | None, alone: GradientResult, tolerance: Tolerance
 ) -> None:
-    """Raise the same ``CheckError`` on every rank if any of them has learned something else from the pack."""
+    """Raise the same ``CheckError`` on every rank if loss or gradients of the pack differ on any of them."""
     worst = _Worst(ratio=0.0, relative=0.0, name="") if packed is None else _worst(run, packed, alone, tolerance)
     ratios = gather_rows(torch.tensor([worst.ratio], dtype=torch.float64, device=run.world.device)).flatten()
     if bool((ratios <= 1.0).all()):
@@ -354,7 +357,7 @@ def _verdict(
 def _worst(run: Run, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
     off = abs(packed.loss - alone.loss)
     relative = off / max(abs(alone.loss), 1e-6)
-    found = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]
+    candidates = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]
     if packed.gradients:
         rows = [
             torch.stack([(got.double() - expected.double()).norm(), expected.double().norm()])
@@ -363,11 +366,11 @@ def _worst(run: Run, packed: GradientResult, alone: GradientResult, tolerance: T
         errors, norms = torch.stack(rows).T.cpu()
         limits = tolerance.relative * norms.clamp(min=tolerance.floor * float(norms.norm()))
         ratios = (errors / limits.clamp(min=1e-300)).nan_to_num(torch.inf)
-        at = int(ratios.argmax())
-        name = f"the gradient of {parameter_names(run)[at]}"
-        relative = float(errors[at] / norms[at]) if norms[at] else float(errors[at])
-        found.append(_Worst(ratio=float(ratios[at]), relative=relative, name=name))
-    return max(found, key=lambda one: one.ratio)
+        worst = int(ratios.argmax())
+        name = f"the gradient of {parameter_names(run)[worst]}"
+        relative = float(errors[worst] / norms[worst]) if norms[worst] else float(errors[worst])
+        candidates.append(_Worst(ratio=float(ratios[worst]), relative=relative, name=name))
+    return max(candidates, key=lambda candidate: candidate.ratio)
 
 
 def _ratio(value: float, limit: float) -> float:

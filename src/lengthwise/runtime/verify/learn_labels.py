@@ -1,4 +1,4 @@
-"""Learn from calls of a transformers model how it makes its loss of labels."""
+"""Find out from calls of a transformers model how its loss uses labels."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ SAME = 1e-4
 
 
 def learn_labels(run: Run, tokens: Tensor) -> LabelConvention:
-    """Ask the stock model, with one sequence of ``tokens`` [L] and labels of different kinds.
+    """Determine a model's label convention from calls with one sequence of ``tokens`` [L] and different labels.
 
     A model that fails, or whose loss is none of these, is taken for the usual kind; the check before training decides.
     """

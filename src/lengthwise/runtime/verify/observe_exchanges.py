@@ -1,4 +1,4 @@
-"""Watch a forward and its backward on one rank, to know which exchanges they issue where ranks share a sequence."""
+"""Observe a forward and backward on one rank to learn which exchanges they issue where ranks share a sequence."""
 
 from lengthwise.core.batch import Pack
 from lengthwise.runtime.loop.run import Run
@@ -8,16 +8,16 @@ from lengthwise.runtime.wrap.loss_backward import LossTerm, backward
 
 
 def observe_script(run: Run, num_slots: int) -> ExchangeScript:
-    """The script of the run's model, from sequence 0 of ``num_slots`` on this rank alone; leaves no gradient."""
+    """Record the exchange script of the run's model on a sequence of ``num_slots``, by this rank alone."""
     num_layers = run.wrapped_model.structure.num_layers
-    calls, kept = _watched(run, num_slots, ())
-    _, recomputed = _watched(run, num_slots, (True,) * num_layers)
+    calls, without_recompute = _watched(run, num_slots, ())
+    _, with_recompute = _watched(run, num_slots, (True,) * num_layers)
     run.discard()
-    return ExchangeScript(calls=calls, kept=kept, recomputed=recomputed)
+    return ExchangeScript(calls=calls, without_recompute=without_recompute, with_recompute=with_recompute)
 
 
 def _watched(run: Run, num_slots: int, recompute: tuple[bool, ...]) -> tuple[Calls, tuple[Event, ...]]:
-    """The attention calls of a forward by number, and the events of its backward."""
+    """Return the attention calls of a forward by number, and the events of its backward."""
     pack = Pack(ids=(0,), lengths=(num_slots * run.collator.slot_tokens,))
     events: list[Event] = []
     shard = PackShard(

@@ -1,4 +1,4 @@
-"""Let a model compute on copies of its tensors, and give it back exactly as it was.
+"""Run a model on copies of its tensors and restore it exactly.
 
 A check must leave nothing behind: no gradient, no statistics that a forward in training mode updated, no table that a
 module cached in another dtype, no training flag.
@@ -19,13 +19,13 @@ _KEPT = ("_parameters", "_buffers", "_modules")
 def scratch_state(
     model: nn.Module, constants: list[Tensor], *, dtype: torch.dtype | None, attributes: bool = True
 ) -> Iterator[None]:
-    """Inside, ``constants`` have copies of their values, floating ones in ``dtype``; None: of buffers, as they are.
+    """Within, ``constants`` are copies of their values, floating ones in ``dtype``; None: only buffers, in their dtype.
 
     Tensors keep their identity. Afterwards values, gradients, training flags and, where modules are no wrappers with
     machinery of their own, attributes are the objects they were.
     """
     training = [(module, module.training) for module in model.modules()]
-    kept = [(module, _attributes_of(module)) for module in model.modules() if attributes]
+    attributes_of_modules = [(module, _attributes_of(module)) for module in model.modules() if attributes]
     trained = {id(parameter) for parameter in model.parameters()}
     swapped: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for tensor in {id(tensor): tensor for tensor in constants}.values():
@@ -44,19 +44,19 @@ def scratch_state(
             tensor.grad = None
             tensor.data = data
             tensor.grad = gradient
-        for module, values in kept:
+        for module, values in attributes_of_modules:
             _restore(module, values)
         for module, is_training in training:
             module.training = is_training
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is no subclass, such as a DTensor, whose data cannot be exchanged."""
+    """Whether a tensor is no subclass, such as a DTensor, whose data cannot be exchanged."""
     return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Attributes of a module; of the dictionaries and lists among them their contents too."""
+    """The attributes of a module, with copies of the dictionaries and lists among them."""
     return {
         name: (value, value.copy() if type(value) in (dict, list) or name in _KEPT else None)
         for name, value in vars(module).items()
@@ -82,7 +82,7 @@ def changed_buffers(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers that belong to the model's state, such as running statistics, and not of mere tables."""
+    """Copies of the persistent buffers of a model, such as running statistics."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer.detach().clone()
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""One sequence through a model as its user calls it, and several in one pack as training computes them.
+"""Run one sequence through the stock model, and several in one pack as training computes them.
 
 Both sides of the comparison in :mod:`lengthwise.runtime.verify.gradient_check`: losses weighted by their targets,
 and the gradient of every trained parameter.
@@ -27,7 +27,7 @@ from lengthwise.runtime.wrap.sequence_by_sequence import seed_for_sequence
 
 @dataclass(frozen=True, kw_only=True)
 class GradientResult:
-    """What some sequences teach: their losses, each weighted by its targets, summed; and the gradient of that sum."""
+    """The losses of some sequences, each weighted by its targets, summed; and the gradient of that sum."""
 
     loss: float
     gradients: list[Tensor]
@@ -40,7 +40,7 @@ def parameter_names(run: Run) -> list[str]:
 
 
 def shard_for(run: Run, pack: Pack, group: Group, **options: Any) -> PackShard:
-    """This rank's slots of a pack, computed without noise by the ranks of ``group``."""
+    """The shard with this rank's slots of a pack, computed without noise by the ranks of ``group``."""
     return PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
         device=run.world.device, has_noise=False, **options,
@@ -48,13 +48,13 @@ def shard_for(run: Run, pack: Pack, group: Group, **options: Any) -> PackShard:
 
 
 def pack_of(run: Run, lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> Pack:
-    """Sequences of made-up ``lengths`` in slots; all of them, or those numbered ``sequences``."""
+    """A pack of synthetic sequences of ``lengths`` in slots; all of them, or those numbered ``sequences``."""
     sequences = tuple(range(len(lengths))) if sequences is None else sequences
     return Pack(ids=sequences, lengths=tuple(lengths[number] * run.collator.slot_tokens for number in sequences))
 
 
 def stock_output(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
-    """What the model returns for one sequence alone, called as before it was prepared."""
+    """Call the stock model on one sequence alone; returns its output and the micro-batch."""
     pack = pack_of(run, lengths, (sequence,))
     shard = shard_for(run, pack, run.alone)
     micro_batch = run.make(shard, pack)
@@ -78,7 +78,7 @@ def stock_loss(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Tenso
 
 
 def gradients_alone(run: Run, lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
-    """What sequences of ``lengths`` slots teach the stock model, called with each of them in turn."""
+    """Loss and gradients of the stock model, called on each sequence of ``lengths`` slots in turn."""
     total, summed = 0.0, None
     for sequence in range(len(lengths)):
         loss, num_targets = stock_loss(run, lengths, sequence)
@@ -104,9 +104,9 @@ def gradients_in_pack(
     scalar: float = ALMOST_ONE,
     gradients: bool = True,
 ) -> tuple[GradientResult | None, int]:
-    """What one pack of the sequences teaches, shared by the ranks of ``group``, and the exchanges this rank made.
+    """Loss and gradients of one pack that the ranks of ``group`` share, and the number of exchanges of this rank.
 
-    Nothing on ranks outside of any group.
+    (None, 0) on ranks outside of any group.
     """
     is_sharded, degree = isinstance(run.state, Fsdp2State), 1
     result, num_made, total = [], 0, torch.zeros(1, dtype=torch.float64, device=run.world.device)
@@ -136,7 +136,7 @@ def gradients_in_pack(
 
 
 def _gradients(run: Run, loss: Tensor, num_targets: int, shard: PackShard | None = None) -> list[Tensor]:
-    """Of the mean loss times its number of targets, for every trained parameter.
+    """Gradients of the mean loss times its number of targets, for every trained parameter.
 
     A rank without targets takes part in the backward of its ``shard`` with zeros.
     """
@@ -145,9 +145,10 @@ def _gradients(run: Run, loss: Tensor, num_targets: int, shard: PackShard | None
         backward(terms, None if terms else shard)
         return []
     parameters = list(run.wrapped_model.structure.parameters.values())
-    found = gradients(parameters, terms, None if terms else shard)
+    computed = gradients(parameters, terms, None if terms else shard)
     return [
-        torch.zeros_like(parameter) if gradient is None else gradient for parameter, gradient in zip(parameters, found)
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(parameters, computed)
     ]
 
 
@@ -170,9 +171,11 @@ def _sum_over(group: Group, gradients: list[Tensor]) -> None:
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
-    """Of all generators that a forward may draw from without being seen to; equal if none drew."""
+    """States of all random generators that a forward may draw from unnoticed; equal if none drew."""
     drawn = np.random.get_state(legacy=False)
-    keys = {name: each.tobytes() if isinstance(each, np.ndarray) else each for name, each in drawn.pop("state").items()}
+    keys = {
+        name: value.tobytes() if isinstance(value, np.ndarray) else value for name, value in drawn.pop("state").items()
+    }
     states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate(), keys, drawn]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).numpy().tobytes())

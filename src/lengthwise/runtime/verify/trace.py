@@ -1,4 +1,4 @@
-"""What a model is asked before the run: which calls are about slots, and whether packs change what it learns."""
+"""Trace a model once before the run to find its attention, position and RNG calls, and its exchange script."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from lengthwise.runtime.verify.observe_exchanges import observe_script
 
 
 def trace_model(run: Run) -> None:
-    """Let the model compute two sequences, each on this rank alone, and learn its calls.
+    """Trace the model on two sequences, each on this rank alone, and derive the rules for its calls.
 
     Raises:
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.

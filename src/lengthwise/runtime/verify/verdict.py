@@ -1,4 +1,4 @@
-"""One verdict on all ranks: what fails on any of them is raised on each, as the same sentence."""
+"""Run checks on all ranks with one verdict: an error on any of them is raised on each with the same message."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ class NotInThisDtype(Exception):  # noqa: N818 - an outcome, not a fault
 
 
 def on_every_rank(run: Run, compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
-    """What ``compute`` returns, once all ranks have computed it; if one failed, all raise the same error.
+    """Return what ``compute`` returns, once all ranks have computed it; if one failed, all raise the same error.
 
     Args:
         run: whose ranks call this.
@@ -46,13 +46,19 @@ def on_every_rank(run: Run, compute: Callable[[], T], what: str = "", *, is_stoc
     kind, message = broadcast_json(run.world, failure, source=first)
     if kind == "dtype":
         raise NotInThisDtype(CheckError(message))
-    raise next(one for one in (InputError, InfeasibleError, CheckError) if one.__name__ == kind)(message)
+    raise next(
+        error_class for error_class in (InputError, InfeasibleError, CheckError) if error_class.__name__ == kind
+    )(message)
 
 
 def _described(run: Run, error: Exception, what: str, is_stock: bool) -> tuple[str, str]:
-    """The kind of a failure, and the sentence about it."""
+    """Return the error class of a failure by name, and its message."""
     if isinstance(error, LengthwiseError):
-        kinds = [one.__name__ for one in (InputError, InfeasibleError, CheckError) if isinstance(error, one)]
+        kinds = [
+            error_class.__name__
+            for error_class in (InputError, InfeasibleError, CheckError)
+            if isinstance(error, error_class)
+        ]
         return (kinds[0] if kinds else "CheckError"), str(error)
     name = type(run.model).__name__
     if isinstance(error, IndexError) and is_stock:

@@ -50,8 +50,8 @@ class AttentionCalls:
             getattr(self._calls, name).append(call)
             return None
         assert self._rules is not None, "there are calls to note, or rules to follow"
-        known = getattr(self._rules, name)
-        return known[number] if number < len(known) else CallRule(dim=None)
+        rules = getattr(self._rules, name)
+        return rules[number] if number < len(rules) else CallRule(dim=None)
 
     def _check_scale(self, number: int, rule: CallRule, scale: float | None) -> None:
         if not same_scale(scale, rule.scale):

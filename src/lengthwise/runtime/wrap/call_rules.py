@@ -86,22 +86,24 @@ def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int])
     Raises:
         InputError: the forwards do not make the same calls, or one cannot be told to be sharded or not.
     """
-    found = {}
+    rules = {}
     for name in ("attention", "positions", "noise"):
-        ones, others = getattr(first, name), getattr(second, name)
-        if len(ones) != len(others):
+        first_calls, others = getattr(first, name), getattr(second, name)
+        if len(first_calls) != len(others):
             raise InputError(
-                f"the model makes {len(ones)} calls of {name} for {lengths[0]} slots and {len(others)} for {lengths[1]}"
-                "; a forward must not depend on the length of its sequences"
+                f"the model makes {len(first_calls)} calls of {name} for {lengths[0]} slots and {len(others)} "
+                f"for {lengths[1]}; a forward must not depend on the length of its sequences"
             )
-        found[name] = tuple(_rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(ones, others)))
+        rules[name] = tuple(
+            _rule(name, number, a, b, lengths) for number, (a, b) in enumerate(zip(first_calls, others))
+        )
     products = first.products if any(product.is_scores for product in first.products) else []
     if products and first.products != second.products:
         raise InputError(
             f"the model computes an attention by hand for {lengths[0]} slots in another way than for {lengths[1]}; a "
             "forward must not depend on the length of its sequences"
         )
-    return CallRules(**found, scalars=max(first.scalars, second.scalars), products=tuple(products))
+    return CallRules(**rules, scalars=max(first.scalars, second.scalars), products=tuple(products))
 
 
 def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengths: tuple[int, int]) -> CallRule:
@@ -115,8 +117,8 @@ def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengt
             f"{lengths[1]} of them instead of {lengths[0]}), so how to shard it is not known"
         )
     if first.note != second.note:
-        one, other = (call.note or "unmasked" for call in (first, second))
-        raise InputError(f"{where} is {one} for {lengths[0]} slots, {other} for {lengths[1]}")
+        first_note, second_note = (call.note or "unmasked" for call in (first, second))
+        raise InputError(f"{where} is {first_note} for {lengths[0]} slots, {second_note} for {lengths[1]}")
     if not same_scale(first.scale, second.scale):
         raise InputError(
             f"{where} scales its logits by {first.scale} for {lengths[0]} slots and by {second.scale} for "
@@ -128,6 +130,6 @@ def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengt
     )  # fmt: skip
 
 
-def same_scale(one: float | None, other: float | None) -> bool:
+def same_scale(first: float | None, second: float | None) -> bool:
     """Whether two calls multiply their logits by the same."""
-    return one == other or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-5))
+    return first == second or (first is not None and second is not None and math.isclose(first, second, rel_tol=1e-5))

@@ -155,10 +155,10 @@ class MaskTables:
         short = min(t, table.length)
         if not _equal(values[:, :short, :short], table.corner(short, values)):
             positions, sequences = shard.positions[:t], _numbers(shard)[:t]
-            whole = table.corner(table.length, values)
-            right = whole[:, positions][:, :, positions]
-            together = (sequences[:, None] == sequences).expand_as(values)
-            if not _equal(values[together], right.expand_as(values)[together]):
+            full_mask = table.corner(table.length, values)
+            expected = full_mask[:, positions][:, :, positions]
+            same_sequence = (sequences[:, None] == sequences).expand_as(values)
+            if not _equal(values[same_sequence], expected.expand_as(values)[same_sequence]):
                 raise InputError(
                     f"attention call {number} of {self._model} was given another mask for a pack than follows from "
                     "the positions in its sequences: it depends on tokens, or on the length, which cannot be honoured "
@@ -182,9 +182,9 @@ def _relative(values: Tensor) -> Tensor:
     """Biases less that of each slot with itself, which weights do not follow from."""
     if values.dtype == torch.bool:
         return values
-    own = values.diagonal(dim1=-2, dim2=-1)
-    is_seen = bool((own > torch.finfo(values.dtype).min / 2).all())
-    return values - own[..., None] if is_seen and bool(own.any()) else values
+    diagonal = values.diagonal(dim1=-2, dim2=-1)
+    is_seen = bool((diagonal > torch.finfo(values.dtype).min / 2).all())
+    return values - diagonal[..., None] if is_seen and bool(diagonal.any()) else values
 
 
 def _reach(seen: Tensor) -> tuple[int, int]:
@@ -203,11 +203,11 @@ def _added(seen: Tensor, like: Tensor) -> Tensor:
     return torch.zeros(seen.shape, dtype=like.dtype, device=seen.device).masked_fill(~seen, -torch.inf)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(first: Tensor, second: Tensor) -> bool:
     """Whether two masks are the same; what hides, hides by whatever large negative number."""
-    if one.dtype == torch.bool and other.dtype == torch.bool:
-        return bool((one == other).all())
-    like = one if one.dtype != torch.bool else other
-    one, other = (x if x.dtype != torch.bool else _added(x, like) for x in (one, other))
+    if first.dtype == torch.bool and second.dtype == torch.bool:
+        return bool((first == second).all())
+    like = first if first.dtype != torch.bool else second
+    first, second = (x if x.dtype != torch.bool else _added(x, like) for x in (first, second))
     limit = torch.finfo(like.dtype).min / 2
-    return bool(((one == other) | ((one <= limit) & (other <= limit))).all())
+    return bool(((first == second) | ((first <= limit) & (second <= limit))).all())

@@ -59,21 +59,21 @@ class ExchangeScript:
     """The attention calls of one forward, by number, and what happens to them in the backward, in order."""
 
     calls: Calls
-    kept: tuple[Event, ...] = ()
+    without_recompute: tuple[Event, ...] = ()
     """Of the backward, where no layer is recomputed."""
-    recomputed: tuple[Event, ...] = ()
+    with_recompute: tuple[Event, ...] = ()
     """Of the backward, where all layers are."""
 
     @classmethod
     def complete(cls, calls: Sequence[AttentionExchange | SlotGather]) -> "ExchangeScript":
         """The script of a model in which gradients flow through every attention."""
         numbered: Calls = dict(enumerate(calls))
-        kept, again = list[Event](), list[Event]()
+        without_recompute, with_recompute = list[Event](), list[Event]()
         for layer, group in _by_layer([("backward", number) for number in reversed(numbered)], numbered):
             if layer is not None:
-                again += [("forward", number) for _, number in reversed(group)]
-            kept, again = kept + group, again + group
-        return cls(calls=numbered, kept=tuple(kept), recomputed=tuple(again))
+                with_recompute += [("forward", number) for _, number in reversed(group)]
+            without_recompute, with_recompute = without_recompute + group, with_recompute + group
+        return cls(calls=numbered, without_recompute=tuple(without_recompute), with_recompute=tuple(with_recompute))
 
     def forward(self) -> Iterator[Event]:
         """Events of the forward."""
@@ -81,9 +81,9 @@ class ExchangeScript:
 
     def backward(self, is_recomputed: Callable[[int], bool]) -> Iterator[Event]:
         """Events of the backward where some layers are recomputed."""
-        kept = dict(_by_layer(self.kept, self.calls))
-        for layer, events in _by_layer(self.recomputed, self.calls):
-            yield from events if layer is not None and is_recomputed(layer) else kept.get(layer, [])
+        by_layer = dict(_by_layer(self.without_recompute, self.calls))
+        for layer, events in _by_layer(self.with_recompute, self.calls):
+            yield from events if layer is not None and is_recomputed(layer) else by_layer.get(layer, [])
 
 
 def _by_layer(events: Sequence[Event], calls: Calls) -> list[tuple[int | None, list[Event]]]:

@@ -69,14 +69,14 @@ def read_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """What a call of one of the known functions asks for."""
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    arguments = bound.arguments
     values: dict[str, Any] = {
-        name: next((given[each] for each in names if each in given), None) for name, names in _NAMES.items()
+        name: next((arguments[alias] for alias in names if alias in arguments), None) for name, names in _NAMES.items()
     }
     before, after = values["window"] or (-1, -1)
     causal = bool(values["causal"]) or after == 0
     window = (before if before >= 0 else _OPEN, 0 if causal else after if after >= 0 else _OPEN)
-    refused = [words for name, words in _REFUSED.items() if _is_set(given.get(name))]
+    refused = [words for name, words in _REFUSED.items() if _is_set(arguments.get(name))]
     return FlashKernel(
         query=values["query"],
         key=values["key"],
@@ -107,14 +107,14 @@ class ImportedKernels:
     """Known functions in the namespaces that a model's code calls them from."""
 
     def __init__(self, model: nn.Module) -> None:
-        known: dict[int, Any] = {}
+        kernels: dict[int, Any] = {}
         for home, names in HOMES.items():
             module = sys.modules.get(home)
-            known |= {id(each): each for name in names if (each := getattr(module, name, None)) is not None}
+            kernels |= {id(kernel): kernel for name in names if (kernel := getattr(module, name, None)) is not None}
         written_in = {type(module).__module__ for module in model.modules()}
         spaces = [sys.modules[name] for name in sorted({*written_in, *HOMES}) if name in sys.modules]
         self._found: list[tuple[ModuleType, str, Callable[..., Any]]] = [
-            (space, name, value) for space in spaces for name, value in vars(space).items() if id(value) in known
+            (space, name, value) for space in spaces for name, value in vars(space).items() if id(value) in kernels
         ]
         self._is_answering = False
 

@@ -150,13 +150,13 @@ class AttentionSwitch:
             )
         self._with = [module for module in model.modules() if hasattr(module, "config")]
         self._shared = [module.config for module in self._with]
-        own = copy.deepcopy(self._shared)  # in one go: what is one object stays one
-        for module, config in zip(self._with, own):
+        copies = copy.deepcopy(self._shared)  # in one go: what is one object stays one
+        for module, config in zip(self._with, copies):
             module.config = config
-        used = list({id(config): config for config in own if hasattr(config, _CHOICE)}.values())
+        used = list({id(config): config for config in copies if hasattr(config, _CHOICE)}.values())
         of_models = {id(module.config) for module in self._with if hasattr(module, "set_attn_implementation")}
         self._copies = [config for config in used if id(config) not in of_models]  # of rotary embeddings, say
-        self._configs = used + [each for config in used for each in _sub_configs(config)]
+        self._configs = used + [sub_config for config in used for sub_config in _sub_configs(config)]
         self._before = [getattr(config, _CHOICE) for config in self._configs]
 
     def on(self) -> None:
@@ -193,5 +193,5 @@ _CHOICE = "_attn_implementation_internal"
 def _sub_configs(config: Any) -> list[Any]:
     """Those of parts of the model, at any depth, that no module has as its own yet."""
     parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
-    found = [part for part in parts if part is not None]
-    return found + [each for part in found for each in _sub_configs(part)]
+    present = [part for part in parts if part is not None]
+    return present + [sub_config for part in present for sub_config in _sub_configs(part)]

@@ -99,10 +99,10 @@ class HookedLayers:
         """Raise ``InputError`` if a layer was computed without a call of attention that is known."""
         silent = [number for number, attends in self._attends.items() if not attends]
         if silent:
-            told = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
+            numbers = ", ".join(map(str, silent[:5])) + (" ..." if len(silent) > 5 else "")
             raise InputError(
-                f"layers {told} of {model} ({type(self._modules[silent[0]]).__name__}) make no call of attention that "
-                "is known, so tokens of different ranks would never meet in them; attend with "
+                f"layers {numbers} of {model} ({type(self._modules[silent[0]]).__name__}) make no call of attention "
+                "that is known, so tokens of different ranks would never meet in them; attend with "
                 "torch.nn.functional.scaled_dot_product_attention, nn.MultiheadAttention, varlen_attn or flash_attn, "
                 "not by hand, and do it inside of the layer's forward"
             )
@@ -134,18 +134,18 @@ def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     if number is None or leaves[number].requires_grad or not torch.is_grad_enabled():
         return args, kwargs
     leaves[number] = leaves[number].detach().requires_grad_()
-    made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, form)
-    return made
+    changed: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, form)
+    return changed
 
 
 def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a layer that changes nothing returns, in the form of what one before it returned."""
-    given = args[0] if args else kwargs.get("hidden_states")
-    if given is None:
-        given = next(each for each in kwargs.values() if isinstance(each, Tensor))
+    hidden_states = args[0] if args else kwargs.get("hidden_states")
+    if hidden_states is None:
+        hidden_states = next(value for value in kwargs.values() if isinstance(value, Tensor))
     if isinstance(last, Tensor):
-        return given
-    return (given, *last[1:]) if isinstance(last, tuple) else last
+        return hidden_states
+    return (hidden_states, *last[1:]) if isinstance(last, tuple) else last
 
 
 @contextmanager

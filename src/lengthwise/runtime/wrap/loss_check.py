@@ -56,17 +56,17 @@ class LossCheck:
         """
         signature = signature_of(loss)
         noted = [forward.noted for forward in micro_batch.shard.passes if forward.noted is not None]
-        if signature in self._known or any(each.is_loss(loss) for each in noted):
+        if signature in self._known or any(note.is_loss(loss) for note in noted):
             return
-        values = [each.value for each in noted if each.value is not None]
+        values = [note.value for note in noted if note.value is not None]
         with torch.no_grad():
-            values += [wrapped_model.loss_of(each.output, micro_batch) for each in noted if each.output is not None]
+            values += [wrapped_model.loss_of(note.output, micro_batch) for note in noted if note.output is not None]
         if not values and wrapped_model.has_own_loss and not self.needs_output:
             self.needs_output = True  # the next micro-batch's is looked at
             return
         limit = LOW_PRECISION if micro_batch.shard.dtype is not None else TOLERANCE.get(loss.dtype, LOW_PRECISION)
-        mine = float(loss.detach())
-        if any(abs(mine - float(value)) <= limit * max(1e-12, abs(float(value))) for value in values):
+        actual = float(loss.detach())
+        if any(abs(actual - float(value)) <= limit * max(1e-12, abs(float(value))) for value in values):
             self._known.add(signature)
             self.needs_output = False
             return
@@ -74,7 +74,7 @@ class LossCheck:
             return  # a mean over nothing; or the update says what is wrong
         checked = ", ".join(f"{float(value):.6g}" for value in values) or "none"
         raise CheckError(
-            f"step.backward got a loss of {mine:.6g}, and the one that was checked before the run "
+            f"step.backward got a loss of {actual:.6g}, and the one that was checked before the run "
             f"(the model's own, or that of loss=) is {checked}; so its weight in the step is not known. Hand that loss "
             "over as it is, not divided or summed; give further terms as step.backward(loss, side=micro_batch.mean("
             "values, over='tokens')); or say what another loss is a mean over, on this rank: "

@@ -74,8 +74,13 @@ class ManualAttention:
             InputError: they do not become scaled products and a bias.
         """
         heads = torch.broadcast_shapes(self.query.shape[:-2], self.key.shape[:-2])
-        one, dtypes = (1,) * len(heads), (torch.float64, self.query.dtype)
-        for leading, dtype in ((one, dtypes[0]), (heads, dtypes[0]), (one, dtypes[1]), (heads, dtypes[1])):
+        without_heads, dtypes = (1,) * len(heads), (torch.float64, self.query.dtype)
+        for leading, dtype in (
+            (without_heads, dtypes[0]),
+            (heads, dtypes[0]),
+            (without_heads, dtypes[1]),
+            (heads, dtypes[1]),
+        ):
             zeros = torch.zeros(*leading, self.query.shape[-2], self.key.shape[-2], dtype=dtype)
             try:
                 return self._scale_and_bias(zeros.to(self.query.device))

@@ -63,8 +63,8 @@ class MissingTensor:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         """Any function of torch."""
-        given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        return max(given, key=lambda each: each.parts)
+        missing = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return max(missing, key=lambda tensor: tensor.parts)
 
 
 def _arithmetic(self: MissingTensor, *others: Any) -> MissingTensor:

@@ -66,8 +66,8 @@ class _Lookups(TorchFunctionMode):
         kwargs = kwargs or {}
         table, index = None, None
         if func in (F.embedding, torch.embedding):
-            given = [*args, *(kwargs[name] for name in ("input", "weight", "indices") if name in kwargs)][:2]
-            index, table = given if func is F.embedding else reversed(given)
+            operands = [*args, *(kwargs[name] for name in ("input", "weight", "indices") if name in kwargs)][:2]
+            index, table = operands if func is F.embedding else reversed(operands)
         elif func in (Tensor.index_select, torch.index_select, Tensor.__getitem__, Tensor.gather, torch.gather):
             table, index = args[0], args[-1] if func is not Tensor.__getitem__ else args[1]
         if id(table) in self._tables and not isinstance(index, tuple):
@@ -113,15 +113,15 @@ class StockPositions:
         stock = self._lookups(tokens)
         if stock is None:
             return None  # it cannot be called with tokens alone
-        given = self._lookups(tokens, counted)
-        if given is not None and _agree(stock, given):
+        explicit = self._lookups(tokens, counted)
+        if explicit is not None and _agree(stock, explicit):
             return None
-        for number, (lookup, ours) in enumerate(zip(stock, given or ())):
-            if lookup.where != ours.where or lookup.values.shape != ours.values.shape:
+        for number, (lookup, explicit_lookup) in enumerate(zip(stock, explicit or ())):
+            if lookup.where != explicit_lookup.where or lookup.values.shape != explicit_lookup.values.shape:
                 break
-            if lookup.values.numel() != len(tokens) or torch.equal(lookup.values, ours.values):
+            if lookup.values.numel() != len(tokens) or torch.equal(lookup.values, explicit_lookup.values):
                 continue
-            rule = _Rule(number=number, offset=int(ours.values.flatten()[0]))  # of position 0
+            rule = _Rule(number=number, offset=int(explicit_lookup.values.flatten()[0]))  # of position 0
             again = self._lookups(tokens, lookup.values.flatten() - rule.offset)
             if again is not None and _agree(stock, again):
                 return rule
@@ -183,8 +183,8 @@ def _takes_positions(module: nn.Module) -> bool:
 
 def _agree(first: list[_Lookup], second: list[_Lookup]) -> bool:
     return len(first) == len(second) and all(
-        one.where == other.where and torch.equal(one.values.flatten(), other.values.flatten())
-        for one, other in zip(first, second)
+        lookup.where == second_lookup.where and torch.equal(lookup.values.flatten(), second_lookup.values.flatten())
+        for lookup, second_lookup in zip(first, second)
     )
 
 
@@ -194,8 +194,8 @@ def _probe(model: nn.Module, tokens: Tensor) -> Tensor:
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     num_rows = getattr(embedding, "num_embeddings", 0)
     named = [getattr(config, name, None) for name in dir(config) if name.endswith("_token_id")]
-    ids = [each for value in named for each in (value if isinstance(value, list) else [value])]
-    special = sorted({each for each in ids if isinstance(each, int) and 0 <= each < num_rows})
+    ids = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    special = sorted({token for token in ids if isinstance(token, int) and 0 <= token < num_rows})
     longest = getattr(config, "max_position_embeddings", None)
     length = min(_PROBE_LENGTH, longest // 2 if isinstance(longest, int) and longest > 3 else _PROBE_LENGTH)
     some = tokens[: max(1, length - len(special))]

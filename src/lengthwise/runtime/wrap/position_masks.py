@@ -55,10 +55,10 @@ def make_mask(
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("attention_mask hides tokens; a pack has no padding to hide: leave attention_mask out")
     device = torch.device(device)
-    known = _known(mask_function)
-    if known is None:
+    causal_and_windows = _known(mask_function)
+    if causal_and_windows is None:
         return SymbolicMask.of(False, None, device, mask_function)
-    causal, windows = known
+    causal, windows = causal_and_windows
     window = None
     if windows:
         window = min(before for before, _ in windows), 0 if causal else min(after for _, after in windows)
@@ -88,8 +88,8 @@ def _known(function: Any) -> tuple[bool, list[tuple[int, int]]] | None:
         parts = [_known(part) for part in bound["mask_functions"]]
         if any(part is None for part in parts):
             return None
-        known = [part for part in parts if part is not None]
-        return any(causal for causal, _ in known), [window for _, windows in known for window in windows]
+        known_parts = [part for part in parts if part is not None]
+        return any(causal for causal, _ in known_parts), [window for _, windows in known_parts for window in windows]
     return None
 
 
@@ -112,7 +112,7 @@ def sequence_mask(function: MaskFunction, shard: PackShard) -> SequenceMask:
 
     def mask(number: int, heads: range, queries: range, keys: range) -> Tensor:
         zero = torch.zeros((), dtype=torch.long, device=shard.device)
-        q_index, k_index = (torch.arange(each.start, each.stop, device=shard.device) for each in (queries, keys))
+        q_index, k_index = (torch.arange(span.start, span.stop, device=shard.device) for span in (queries, keys))
         sees = of_sequence(number)
         for axes in ((None, None, None, 0), (None, None, 0, None)):
             sees = torch.vmap(sees, in_dims=axes)

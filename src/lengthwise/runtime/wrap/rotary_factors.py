@@ -92,7 +92,7 @@ class _Rotary:
         key = tuple(sorted((name, str(value)) for name, value in others.items()))
         if key not in self._axes:
             first, second = (self._of_length(length, bound.arguments) for length in _PROBES)
-            self._axes[key] = [_axis(one, other) for one, other in zip(first, second)]
+            self._axes[key] = [_axis(shorter, longer) for shorter, longer in zip(first, second)]
         axes = self._axes[key]
         by_length: dict[int, list[Tensor]] = {}
         parts = []
@@ -107,20 +107,20 @@ class _Rotary:
     def _of_length(self, length: int, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
         """What the module returns for a whole sequence of this length, alone."""
         self._restore()
-        given, position_ids = dict(arguments), arguments[_POSITIONS]
+        changed, position_ids = dict(arguments), arguments[_POSITIONS]
         num_slots = position_ids.shape[-1]
-        whole = torch.arange(length, device=position_ids.device, dtype=position_ids.dtype)
-        given[_POSITIONS] = whole.expand(*position_ids.shape[:-1], length)
-        x = given.get("x")
+        positions = torch.arange(length, device=position_ids.device, dtype=position_ids.dtype)
+        changed[_POSITIONS] = positions.expand(*position_ids.shape[:-1], length)
+        x = changed.get("x")
         if isinstance(x, Tensor):  # it is asked for its dtype and device, sometimes for its shape
             axes = [axis for axis in (1, x.dim() - 2) if 0 < axis < x.dim() and x.shape[axis] == num_slots]
             if axes:
-                given["x"] = (
+                changed["x"] = (
                     x.detach()
                     .narrow(axes[0], 0, 1)
                     .expand(*(length if axis == axes[0] else size for axis, size in enumerate(x.shape)))
                 )
-        out = self._forward(**given)
+        out = self._forward(**changed)
         self._is_tuple = not isinstance(out, Tensor)
         return tuple(out) if self._is_tuple else (out,)
 
@@ -147,11 +147,11 @@ def _own_parts(shard: PackShard) -> list[tuple[int, Tensor]]:
     return [(lengths[number], positions) for number, positions in zip(numbered.tolist(), parts)]
 
 
-def _axis(one: Tensor, other: Tensor) -> int:
-    changed = [axis for axis, sizes in enumerate(zip(one.shape, other.shape)) if sizes == _PROBES]
+def _axis(shorter: Tensor, longer: Tensor) -> int:
+    changed = [axis for axis, sizes in enumerate(zip(shorter.shape, longer.shape)) if sizes == _PROBES]
     if len(changed) != 1:
         raise InputError(
-            f"a rotary embedding returns {tuple(one.shape)} for {_PROBES[0]} slots and {tuple(other.shape)} for "
+            f"a rotary embedding returns {tuple(shorter.shape)} for {_PROBES[0]} slots and {tuple(longer.shape)} for "
             f"{_PROBES[1]}, so where its slots lie is not known"
         )
     return changed[0]

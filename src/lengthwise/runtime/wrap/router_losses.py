@@ -56,14 +56,14 @@ def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kw
     if not isinstance(gate_logits, tuple) or any(len(logits) != shard.num_slots for logits in gate_logits):
         return function(gate_logits, *args, **kwargs)
     widths = [logits.shape[1] for logits in gate_logits]
-    whole = gather_slots(torch.cat(gate_logits, dim=1), shard)
+    logits_TW = gather_slots(torch.cat(gate_logits, dim=1), shard)
     losses, weights = [], []
     for (start, end), num_targets in zip(pairwise(shard.cu_seqlens), shard.num_targets()):
         if num_targets:
-            losses.append(function(whole[start:end].split(widths, dim=1), *args, **kwargs))
+            losses.append(function(logits_TW[start:end].split(widths, dim=1), *args, **kwargs))
             weights.append(num_targets)
     if not losses:
-        return whole.sum() * 0.0
+        return logits_TW.sum() * 0.0
     total = sum(weights)
     return torch.stack([loss * (weight / total) for loss, weight in zip(losses, weights)]).sum()
 
@@ -71,10 +71,10 @@ def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kw
 def gather_slots(x_t: Tensor, shard: PackShard) -> Tensor:
     """``[T, W]`` of the whole pack from every rank's ``[t, W]``; gradients of all ranks are summed. One exchange."""
     shard.attended.append(SlotGather(width=x_t.shape[1], dtype=x_t.dtype, layer=shard.layer))
-    whole: Tensor = x_t * 1.0 if shard.group.size == 1 else _GatherSlots.apply(x_t, shard)
-    shard.note_exchange(whole, GATHERS + len(shard.gathers))
-    shard.gathers.append(whole)
-    return whole
+    x_T: Tensor = x_t * 1.0 if shard.group.size == 1 else _GatherSlots.apply(x_t, shard)
+    shard.note_exchange(x_T, GATHERS + len(shard.gathers))
+    shard.gathers.append(x_T)
+    return x_T
 
 
 class _GatherSlots(torch.autograd.Function):
@@ -83,9 +83,9 @@ class _GatherSlots(torch.autograd.Function):
         ctx.shard, ctx.width = shard, x_t.shape[1]
         send, receive = gather_sizes(shard.stage.shards.sizes, shard.group.rank, ctx.width)
         out = shard.group.all_to_all(x_t.flatten().repeat(shard.group.size), send, receive)
-        whole = out.new_empty(sum(shard.stage.shards.sizes), ctx.width)
-        whole[_places(shard)] = out.view(-1, ctx.width)
-        return whole
+        x_T = out.new_empty(sum(shard.stage.shards.sizes), ctx.width)
+        x_T[_places(shard)] = out.view(-1, ctx.width)
+        return x_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

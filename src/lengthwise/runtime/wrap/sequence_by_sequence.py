@@ -75,7 +75,7 @@ class SequenceBySequence:
 
     def __call__(self, shard: PackShard, args: Any, kwargs: Any) -> Any:
         """What the forward returns for the whole micro-batch."""
-        given, shard.preserves_rng = _leaves((args, kwargs)), True
+        arguments, shard.preserves_rng = _leaves((args, kwargs)), True
         outputs, spans, counts = [], [], []
         padded = (*shard.ids, *[-1] * (len(shard.cu_seqlens) - 1 - len(shard.ids)))
         for sequence, span, num_targets in zip(padded, pairwise(shard.cu_seqlens), shard.num_targets()):
@@ -90,13 +90,13 @@ class SequenceBySequence:
         if not outputs:
             raise InputError(f"a micro-batch of {self._name} has no sequence")
         if len(outputs) == 1 and shard.num_slots == spans[0][1] - spans[0][0]:
-            self._seen = [*self._seen[-1:], (_shapes(given), _shapes(_leaves(outputs[0])))]
+            self._seen = [*self._seen[-1:], (_shapes(arguments), _shapes(_leaves(outputs[0])))]
             return outputs[0]
         return self._combined(outputs, spans, counts, shard.num_slots)
 
-    def _cut(self, given: Any, start: int, end: int, num_slots: int) -> Any:
+    def _cut(self, arguments: Any, start: int, end: int, num_slots: int) -> Any:
         """The part of the arguments that belongs to the slots from ``start`` to ``end``."""
-        leaves, form = pytree.tree_flatten_with_path(given)
+        leaves, form = pytree.tree_flatten_with_path(arguments)
         cut = []
         for path, leaf in leaves:
             name = pytree.keystr(path)

@@ -167,7 +167,7 @@ class _Sequence:
     def _sees(self, queries: range, keys: range, heads: range, device: torch.device) -> Tensor:
         if self.kind.mask is not None:
             return self.kind.mask(self.number, heads, queries, keys)
-        positions = (torch.arange(each.start, each.stop, device=device) for each in (queries, keys))
+        positions = (torch.arange(span.start, span.stop, device=device) for span in (queries, keys))
         distance = next(positions)[:, None] - next(positions)
         before, after = self.window or (distance.numel(), distance.numel())
         return (distance <= before) & (distance >= (0 if self.kind.causal else -after))

@@ -32,17 +32,17 @@ class ModelStructure:
 
     def hugging_face_models(self) -> list[nn.Module]:
         """The model itself, or the outermost parts of it, whose attention goes through that registry."""
-        found: dict[str, nn.Module] = {}
+        models: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
-            inside = any(name.startswith(f"{outer}.") or not outer for outer in found)
+            inside = any(name.startswith(f"{outer}.") or not outer for outer in models)
             if not inside and hasattr(module, "set_attn_implementation") and hasattr(module, "config"):
-                found[name] = module
-        return list(found.values())
+                models[name] = module
+        return list(models.values())
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Those that are trained, each once."""
-        return {name: each for name, each in self.model.named_parameters() if each.requires_grad}
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -51,14 +51,14 @@ class ModelStructure:
         Raises:
             InputError: they are not of one dtype, or there are none.
         """
-        found = {parameter.dtype: name for name, parameter in self.parameters.items()}
-        if len(found) != 1:
-            told = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+        names = {parameter.dtype: name for name, parameter in self.parameters.items()}
+        if len(names) != 1:
+            listed = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
             raise InputError(
-                f"{type(self.model).__name__} needs trained parameters of one dtype; {told or 'it trains none'}. Cast "
-                "it with model.to(dtype), or keep it in float32 and compute under torch.autocast"
+                f"{type(self.model).__name__} needs trained parameters of one dtype; {listed or 'it trains none'}. "
+                "Cast it with model.to(dtype), or keep it in float32 and compute under torch.autocast"
             )
-        return next(iter(found))
+        return next(iter(names))
 
     def table(self) -> ParameterTable:
         """Trained parameters by unit: what stands before the layers, each layer, what comes after them."""
@@ -87,18 +87,22 @@ def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class:
     Raises:
         InputError: there is none, or several are as long.
     """
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)}
+    lists = {
+        name: modules for name, modules in model.named_modules() if isinstance(modules, nn.ModuleList) and len(modules)
+    }
     if layers is not None:
         if layers not in lists:
-            told = ", ".join(lists) or "none"
-            raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {told}")
+            listed = ", ".join(lists) or "none"
+            raise InputError(f"{type(model).__name__} has no ModuleList {layers!r}; it has: {listed}")
         return ModelStructure(model=model, layers_name=layers, layers=lists[layers])
     repeated = {
-        name: each for name, each in lists.items() if of_any_class or len({type(module) for module in each}) == 1
+        name: modules
+        for name, modules in lists.items()
+        if of_any_class or len({type(module) for module in modules}) == 1
     }
     outer = {
-        name: each
-        for name, each in repeated.items()
+        name: modules
+        for name, modules in repeated.items()
         if not any(name.startswith(f"{other}.") for other in repeated if other != name)
     }
     if not outer:
@@ -106,13 +110,13 @@ def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class:
             f"{type(model).__name__} has no nn.ModuleList of equal modules, so its layers are not known; put them into "
             "one, or name it: prepare(..., layers='transformer.blocks')"
         )
-    outer = {name: each for name, each in outer.items() if next(each[0].children(), None) is not None} or outer
-    longest = max(len(each) for each in outer.values())
-    found = _nearest_to_tokens(model, [name for name, each in outer.items() if len(each) == longest])
-    if len(found) > 1 and not of_any_class:
-        told = " and ".join(found)
-        raise InputError(f"{told} have {longest} layers each; say which: prepare(..., layers={found[0]!r})")
-    return ModelStructure(model=model, layers_name=found[-1], layers=outer[found[-1]])
+    outer = {name: modules for name, modules in outer.items() if next(modules[0].children(), None) is not None} or outer
+    longest = max(len(modules) for modules in outer.values())
+    longest_names = _nearest_to_tokens(model, [name for name, modules in outer.items() if len(modules) == longest])
+    if len(longest_names) > 1 and not of_any_class:
+        listed = " and ".join(longest_names)
+        raise InputError(f"{listed} have {longest} layers each; say which: prepare(..., layers={longest_names[0]!r})")
+    return ModelStructure(model=model, layers_name=longest_names[-1], layers=outer[longest_names[-1]])
 
 
 def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
@@ -131,6 +135,6 @@ def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
     return [name for name in names if depths[name] == min(depths.values())]
 
 
-def _num_shared(one: list[str], other: list[str]) -> int:
+def _num_shared(first: list[str], second: list[str]) -> int:
     """Parts of two paths before they differ."""
-    return next((depth for depth, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return next((depth for depth, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

@@ -61,7 +61,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
     ) -> None:
         AttentionCalls.__init__(self, calls, rules, masks)
         TorchFunctionMode.__init__(self)
-        self._tables = {id(each): each for each in constants}
+        self._tables = {id(constant): constant for constant in constants}
         self._imported = imported
         self._answers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
@@ -104,10 +104,10 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         if self._rules is None or self.shard is None:
             return
         for name in ("attention", "positions", "noise"):
-            made, known = getattr(self.shard.counts, name), len(getattr(self._rules, name))
-            if made != known:
+            made, expected = getattr(self.shard.counts, name), len(getattr(self._rules, name))
+            if made != expected:
                 raise CheckError(
-                    f"the forward made {made} calls of {name}, where it made {known} when it was prepared; what it "
+                    f"the forward made {made} calls of {name}, where it made {expected} when it was prepared; what it "
                     "computes must not depend on the data or on the mode it is in"
                 )
 
@@ -271,7 +271,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         if id(table) not in self._tables:
             return func(table, index)
         parts = index if isinstance(index, tuple) else (index,)
-        cuts = [at for at, part in enumerate(parts) if _is_start(part)]
+        cuts = [axis_number for axis_number, part in enumerate(parts) if _is_start(part)]
         if len(cuts) != 1 or any(isinstance(part, Tensor | list | bool) for part in parts):
             return func(table, index)
         rule = self._rule("positions", ForwardCall(kind="table", shape=(parts[cuts[0]].stop,), layer=self.layer))
@@ -284,7 +284,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
                 f"a sequence has {self.shard.longest:,} slots, the model's table of positions "
                 f"{tuple(table.shape)} is for {table.shape[axis]:,}; set max_length={table.shape[axis]}"
             )
-        rest = tuple(slice(None) if at == cut else part for at, part in enumerate(parts))
+        rest = tuple(slice(None) if axis_number == cut else part for axis_number, part in enumerate(parts))
         return func(table.index_select(axis, self.shard.positions), rest)
 
 

@@ -87,8 +87,8 @@ class WrappedModel:
         self.rules = CallRules()
         for part in (model, *self.structure.hugging_face_models()):
             names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # as transformers calls it
-            found = [disable for name in names if (disable := getattr(part, name, None)) is not None]
-            for disable in found[:1]:
+            switches_off = [disable for name in names if (disable := getattr(part, name, None)) is not None]
+            for disable in switches_off[:1]:
                 disable()  # what is recomputed is planned
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
@@ -210,25 +210,25 @@ class WrappedModel:
         tokens, targets, positions = (x[None] for x in (micro_batch.tokens, micro_batch.targets, micro_batch.positions))
         if self.structure.is_hugging_face:
             targets = micro_batch.labels[None]
-            found: dict[str, Any] = {"input_ids": tokens, "labels": targets}
+            inputs: dict[str, Any] = {"input_ids": tokens, "labels": targets}
             if self._positions is not None and self._positions.is_argument:
-                found["position_ids"] = self._positions.of(micro_batch)[None]
+                inputs["position_ids"] = self._positions.of(micro_batch)[None]
             if self.objective == NEXT_TOKEN or "use_cache" in signature(self._forward).parameters:
-                found["use_cache"] = False
+                inputs["use_cache"] = False
             if self.objective == NEXT_TOKEN and self.labels.shifts and self.labels.takes_shifted:
-                found["shift_labels"] = targets  # by itself it would shift across the ends of shards
-            return found | self._passed(micro_batch)
-        known = signature(self._forward).parameters
-        found = {}
+                inputs["shift_labels"] = targets  # by itself it would shift across the ends of shards
+            return inputs | self._passed(micro_batch)
+        parameters = signature(self._forward).parameters
+        inputs = {}
         for names, value in ((TOKENS, tokens), (TARGETS, targets), (POSITIONS, positions)):
-            if (name := next((name for name in names if name in known), None)) is not None:
-                found[name] = value
-        if not any(name in found for name in TOKENS):
+            if (name := next((name for name in names if name in parameters), None)) is not None:
+                inputs[name] = value
+        if not any(name in inputs for name in TOKENS):
             raise InputError(
-                f"the forward of {type(self.model).__name__} takes {', '.join(known)}; say which is what: "
+                f"the forward of {type(self.model).__name__} takes {', '.join(parameters)}; say which is what: "
                 "prepare(..., inputs=lambda micro_batch: {'tokens': micro_batch.tokens[None], ...})"
             )
-        return found | self._passed(micro_batch)
+        return inputs | self._passed(micro_batch)
 
     def _passed(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
         """Further columns of the items, which the forward takes by their names."""
@@ -278,12 +278,12 @@ class WrappedModel:
     def _loss_in(self, output: Any) -> Tensor | None:
         """The loss in what the forward returned, if it is known which it is."""
         parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
-        found = getattr(output, "loss", None)
-        if any(isinstance(part, MissingTensor) for part in (found, *parts)):
+        loss = getattr(output, "loss", None)
+        if any(isinstance(part, MissingTensor) for part in (loss, *parts)):
             return cast(Tensor, MissingTensor())  # stands for one; Step.backward does not look at it
         scalars = [part for part in parts if isinstance(part, Tensor) and part.dim() == 0]
-        if isinstance(found, Tensor):
-            return found
+        if isinstance(loss, Tensor):
+            return loss
         return scalars[0] if len(scalars) == 1 else None
 
     def _forward_micro_batch(self, *args: Any, **kwargs: Any) -> Any:

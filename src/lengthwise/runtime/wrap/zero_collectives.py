@@ -49,9 +49,9 @@ def attention_exchanges(
     keys = [-(-end // group_size) - start // group_size if end > start else 0 for start, end in pairwise(bounds)]
     widths = [(q + 2 * k) * call.head_size for q, k in zip(queries, keys)]
     mine, size = sizes[rank], call.head_size
-    there = ([mine * width for width in widths], [each * widths[rank] for each in sizes])
-    back = ([each * queries[rank] * size for each in sizes], [mine * q * size for q in queries])
-    return there, back
+    to_heads = ([mine * width for width in widths], [size_of_rank * widths[rank] for size_of_rank in sizes])
+    to_slots = ([size_of_rank * queries[rank] * size for size_of_rank in sizes], [mine * q * size for q in queries])
+    return to_heads, to_slots
 
 
 def finish_forward(shard: PackShard, forward: ForwardPass) -> None:
@@ -69,7 +69,7 @@ def finish_backward(shard: PackShard) -> None:
     for forward in reversed(shard.passes):
         events = list(forward.script.backward(shard.is_recomputed))
         _send(shard, forward.script, events, done)
-        done = max(0, done - sum(1 if isinstance(forward.script.calls[at], SlotGather) else 2 for _, at in events))
+        done = max(0, done - sum(1 if isinstance(forward.script.calls[call], SlotGather) else 2 for _, call in events))
     shard.is_finished = True
 
 
@@ -105,5 +105,11 @@ def _sent(
     """The exchanges of a call, and what is exchanged."""
     if isinstance(call, Summed):
         return sum_exchanges(call, shard.group.size)
-    dtype, there = shard.dtype or call.dtype, attention_exchanges(call, shard.stage.shards.sizes, shard.group.rank)
-    return [(each, dtype) for each in (there if is_forward else [(back, send) for send, back in reversed(there)])]
+    dtype, forward_sizes = (
+        shard.dtype or call.dtype,
+        attention_exchanges(call, shard.stage.shards.sizes, shard.group.rank),
+    )
+    return [
+        (sizes, dtype)
+        for sizes in (forward_sizes if is_forward else [(back, send) for send, back in reversed(forward_sizes)])
+    ]
