@@ -1,4 +1,4 @@
-"""Calls of attention in a forward, noted or answered: what they have in common, and attention by hand.
+"""Record or answer the attention calls of a forward, among them attention written out with matmul and softmax.
 
 See :class:`~lengthwise.runtime.wrap.torch_function_mode.InterceptCalls`, which meets them.
 """
@@ -27,11 +27,11 @@ BY_HAND_CHECKS = 3
 
 
 class AllAttendedError(Exception):
-    """A forward that is to stop after its last call of attention has got there."""
+    """Stops a traced forward after its last attention call."""
 
 
 class AttentionCalls:
-    """Notes calls in ``calls`` or answers them by ``rules``; with both, notes the masks of one whole sequence."""
+    """Records calls in ``calls`` or answers them by ``rules``; with both, records the masks of one whole sequence."""
 
     def __init__(self, calls: ForwardCalls | None, rules: CallRules | None, masks: MaskTables | None) -> None:
         self._calls, self._rules, self._masks = calls, rules, masks
@@ -39,10 +39,10 @@ class AttentionCalls:
         self._num_checked: Counter[int] = Counter()
         self.shard: PackShard | None = None
         self.layer: int | None = None
-        """That is computed at the moment."""
+        """The layer that is being computed."""
 
     def _rule(self, name: str, call: ForwardCall) -> CallRule | None:
-        """Note the call, or say what it is."""
+        """Record the call and return None, or return the rule for it."""
         assert self.shard is not None, "a micro-batch is computed"
         number = getattr(self.shard.counts, name)
         setattr(self.shard.counts, name, number + 1)
@@ -61,7 +61,7 @@ class AttentionCalls:
             )
 
     def _product(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """The product of queries and keys in an attention by hand is left for later."""
+        """Defer the product of queries and keys of a manual attention; compute any other product."""
         factors = [*args, *(kwargs[name] for name in ("mat2", "other", "batch1", "batch2") if name in kwargs)]
         first, second = factors[-2:] if len(factors) > 1 else (None, None)
         is_product = isinstance(first, Tensor) and isinstance(second, Tensor) and min(first.dim(), second.dim()) > 2
@@ -124,14 +124,14 @@ class AttentionCalls:
         return out.movedim(0, -2).reshape(shape)
 
     def _is_dry(self, query: Tensor) -> bool:
-        """Whether the masks of a whole sequence are noted, and this call is about its slots."""
+        """Whether masks of a whole sequence are being recorded, and this call attends over its slots."""
         if self._calls is None or self._rules is None or self.shard is None:
             return False
         number = self.shard.counts.attention - 1
         return number < len(self._rules.attention) and self._rules.attention[number].is_over_slots
 
     def _note_mask(self, query: Tensor, shape: tuple[int, ...], mask: Tensor | None) -> Tensor:
-        """Zeros of this shape, which masks do not follow from."""
+        """Record the mask of a call, and return zeros of ``shape`` as its output."""
         assert self.shard is not None and self._rules is not None and self._masks is not None
         number = self.shard.counts.attention - 1
         if self._rules.attention[number].note == "masked" and mask is not None:
@@ -142,5 +142,5 @@ class AttentionCalls:
 
 
 def slots_first(x: Tensor) -> Tensor:
-    """[t, rows * heads, H] of [..., heads, t, H]."""
+    """Move slots to the front: [..., heads, t, H] to [t, rows * heads, H]."""
     return x.movedim(-2, 0).flatten(1, -2) if x.dim() > 2 else x[:, None]

@@ -1,4 +1,4 @@
-"""What a model's forward asks for, call by call, learned once from two forwards of different length.
+"""Rules for each attention, position and RNG call of a forward, learned from two forwards of different length.
 
 A shape alone does not say which axis holds the slots: a pack may have as many of them as the model has heads. So the
 model computes two sequences of different length on one device; where a size followed the length, slots lie.
@@ -14,7 +14,7 @@ from lengthwise.core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardCall:
-    """One call in one forward, as it was seen."""
+    """One recorded call of a forward."""
 
     kind: str
     shape: tuple[int, ...]
@@ -22,14 +22,14 @@ class ForwardCall:
     """What else must be known of it: how it masks, why it cannot be sharded."""
     layer: int | None = None
     mask: Tensor | None = field(default=None, repr=False)
-    """That it was given."""
+    """The mask that it was given."""
     scale: float | None = None
-    """Of its logits."""
+    """The scale of its logits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A product of two tensors, which may be that of an attention by hand."""
+    """A product of two tensors, which may be part of an attention written out by hand."""
 
     is_scores: bool
     """Whether it is one of queries and keys: every slot with every other."""
@@ -38,7 +38,7 @@ class Product:
 
 @dataclass
 class ForwardCalls:
-    """Calls of one forward by what they are."""
+    """The recorded calls of one forward, by kind."""
 
     attention: list[ForwardCall] = field(default_factory=list)
     positions: list[ForwardCall] = field(default_factory=list)
@@ -50,13 +50,13 @@ class ForwardCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRule:
-    """What a call is."""
+    """What a call of the forward computes, and which axis holds its slots."""
 
     dim: int | None
     """Where its slots lie; None: the call has nothing to do with them."""
     note: str = ""
     shape: tuple[int, ...] = ()
-    """In the first of the two forwards."""
+    """The shape in the first of the two forwards."""
     layer: int | None = None
     kind: str = ""
     scale: float | None = None
@@ -69,7 +69,7 @@ class CallRule:
 
 @dataclass(frozen=True, kw_only=True)
 class CallRules:
-    """What each call of a forward is, in order."""
+    """The rules for all calls of a forward, by kind and in order."""
 
     attention: tuple[CallRule, ...] = ()
     positions: tuple[CallRule, ...] = ()
@@ -77,11 +77,11 @@ class CallRules:
     scalars: int = 0
     """Draws of a single uniform number."""
     products: tuple[Product, ...] = ()
-    """None where there is no attention by hand."""
+    """Empty where there is no attention by hand."""
 
 
 def compare(first: ForwardCalls, second: ForwardCalls, lengths: tuple[int, int]) -> CallRules:
-    """The rules behind two forwards of sequences of ``lengths`` slots.
+    """Derive the rules of a forward from its calls for two sequences of ``lengths`` slots.
 
     Raises:
         InputError: the forwards do not make the same calls, or one cannot be told to be sharded or not.
@@ -131,5 +131,5 @@ def _rule(name: str, number: int, first: ForwardCall, second: ForwardCall, lengt
 
 
 def same_scale(first: float | None, second: float | None) -> bool:
-    """Whether two calls multiply their logits by the same."""
+    """Whether two calls scale their logits equally."""
     return first == second or (first is not None and second is not None and math.isclose(first, second, rel_tol=1e-5))

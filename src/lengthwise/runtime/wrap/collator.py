@@ -13,7 +13,7 @@ from lengthwise.runtime.wrap.unit_members import Units
 
 
 class SequenceSource(Protocol):
-    """Where sequences come from."""
+    """A source of sequences by number, such as a corpus."""
 
     def tokens(self, sequence: int, /) -> np.ndarray:
         """``[length]`` token ids, or ``[slots, ...]`` of anything."""
@@ -22,7 +22,7 @@ class SequenceSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackCollator:
-    """How a pack becomes tensors."""
+    """Turns a pack of sequences into the tensors of a micro-batch, with labels, masking and further columns."""
 
     source: SequenceSource
     objective: str
@@ -47,7 +47,7 @@ class PackCollator:
     """Of which sequences those consist that are planned; None: of one each."""
 
     def computed(self, pack: Pack) -> Pack:
-        """A pack as it was planned, of the sequences that are computed."""
+        """The pack of the sequences that are computed, from a planned pack of units."""
         return pack if self.units is None else self.units.members(pack)
 
     @property
@@ -56,13 +56,13 @@ class PackCollator:
         return self.objective == EVERY_TOKEN and self.labels is None
 
     def cu_seqlens(self, pack: Pack) -> tuple[int, ...]:
-        """Boundaries in slots. Padding is a sequence of its own: models may look both ways."""
+        """Sequence boundaries of a pack in slots. Padding is a sequence of its own: models may attend both ways."""
         ends = {start + length for start, length in zip(pack.cu_seqlens, pack.lengths)}
         return tuple(bound // self.slot_tokens for bound in sorted({*pack.cu_seqlens, *ends}))
 
 
 def pad_to_degree(pack: Pack, degree: int, collator: PackCollator) -> Pack:
-    """The pack, padded where it has fewer slots than ranks: models fail on a rank without any.
+    """Pad a pack that has fewer slots than ranks share it: models fail on a rank without any.
 
     Raises:
         InputError: it has padding, and its model learns from every token.

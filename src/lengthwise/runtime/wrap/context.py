@@ -1,4 +1,4 @@
-"""The micro-batch that this rank computes at the moment: what attention, positions and noise have to know of it.
+"""The active micro-batch of this rank, as attention, positions and RNG need it.
 
 A model that is not ours is called by code that is not ours, so what it needs beyond its arguments lies here. There is
 one at a time in a process. *Slots* are what a pack is made of along the axis that is sharded: tokens, or the frames of
@@ -31,41 +31,41 @@ ALMOST_ONE = 1.0 - 2.0**-24
 
 @dataclass
 class CallCounts:
-    """Calls since the forward began, by what they are; a recomputed layer counts again from where it began."""
+    """Numbers of calls since the forward began, by kind; a recomputed layer counts again from where it began."""
 
     attention: int = 0
     registered: int = 0
-    """Of attention through the registry of transformers."""
+    """Attention calls through the registry of transformers."""
     positions: int = 0
     noise: int = 0
     products: int = 0
-    """Of two tensors, such as that of queries and keys."""
+    """Products of two tensors, such as that of queries and keys."""
     layers: int = 0
-    """Of layers that a model asks to recompute by itself."""
+    """Layers that a model asks to recompute by itself."""
 
     @property
     def all_attention(self) -> int:
-        """Calls of attention of whatever kind."""
+        """The number of attention calls of whatever kind."""
         return self.attention + self.registered
 
     def copy(self) -> "CallCounts":
-        """As it is now."""
+        """Return a copy of the present counts."""
         return replace(self)
 
 
 @dataclass(kw_only=True)
 class ForwardPass:
-    """One forward of a prepared model in a micro-batch."""
+    """The record of one forward of a prepared model in a micro-batch."""
 
     script: ExchangeScript
     begun: int
-    """Exchanges of the group when it began."""
+    """The group's number of exchanges when the forward began."""
     ended: int | None = None
-    """The same when it ended; None: it has not, or by an error."""
+    """The group's number of exchanges when the forward ended; None: it has not, or by an error."""
     noted: NotedLoss | None = None
-    """The loss that it stands for; None of a frozen model."""
+    """The loss that the forward stands for; None for a frozen model."""
     roots: tuple[tuple[GradientEdge, Tensor], ...] = ()
-    """Its outputs, where a backward without a loss begins, and zeros of their shapes."""
+    """The outputs at which a backward without a loss begins, and zeros of their shapes."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,7 +75,7 @@ class PackShard:
     step: int
     seed: int
     ids: tuple[int, ...]
-    """Of the sequences; padding after them is of nobody."""
+    """Ids of the sequences; padding after them has none."""
     cu_seqlens: tuple[int, ...]
     """Offsets of the sequence boundaries in slots."""
     group: Group
@@ -84,9 +84,9 @@ class PackShard:
     """One flag per layer, or none for no layer."""
     counts: CallCounts = field(default_factory=CallCounts)
     dtype: torch.dtype | None = None
-    """That of autocast, in the forward; None: it is off."""
+    """The dtype of autocast in the forward; None: it is off."""
     layer: int | None = None
-    """That is computed at the moment; None: what is before, between or after them."""
+    """The layer that is being computed; None before, between and after layers."""
     attended: list[AttentionExchange | SlotGather] = field(default_factory=list)
     """Each attention over slots so far, and what else ranks exchanged."""
     targets_of: Callable[[], tuple[int, ...]] | None = None
@@ -94,13 +94,13 @@ class PackShard:
     events: list[Event] | None = None
     """Each half of an attention as it comes, where that is to be known."""
     script: ExchangeScript | None = None
-    """That forwards follow, where it is not the one of the whole model."""
+    """The script that forwards follow, where it is not the one of the whole model."""
     passes: list[ForwardPass] = field(default_factory=list)
     """Forwards of prepared models so far."""
     backward_begun: int | None = None
     """Exchanges of the group when the backward began."""
     read_digest: int = 0
-    """Of what was read of the sequences that ranks share."""
+    """A digest of what was read of the sequences that ranks share."""
     is_finished: bool = False
     """Nobody of the group waits for anything any more."""
     has_noise: bool = True
@@ -117,7 +117,7 @@ class PackShard:
     """Makes a micro-batch of the sequence with this number in the pack, all of it on this rank."""
 
     def alone_with(self, ids: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> "PackShard":
-        """Sequences of this micro-batch that this rank has whole, computed apart from it."""
+        """A shard of sequences of this micro-batch that this rank computes alone."""
         return PackShard(
             step=self.step, seed=self.seed, ids=ids, cu_seqlens=cu_seqlens, group=Group(rank=0), device=self.device,
             dtype=self.dtype, has_noise=self.has_noise, scalar=self.scalar,
@@ -125,7 +125,7 @@ class PackShard:
 
     @cached_property
     def stage(self) -> StageView:
-        """Who of the group holds which slots."""
+        """Which rank of the group holds which slots."""
         return StageView(
             view=in_order(self.cu_seqlens, causal=False),
             shards=shard_tokens(self.cu_seqlens, degree=self.group.size, causal=False),
@@ -136,17 +136,17 @@ class PackShard:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """[t] where in the pack this rank's slots are."""
+        """[t] places in the pack of this rank's slots."""
         return self.stage.shards.places[self.group.rank]
 
     @property
     def num_slots(self) -> int:
-        """t."""
+        """The number t of slots on this rank."""
         return len(self.places)
 
     @cached_property
     def positions(self) -> Tensor:
-        """[t] how many slots of its sequence are before each slot of this rank."""
+        """[t] position in its sequence of each slot of this rank."""
         return torch.from_numpy(self.stage.view.offsets[self.places]).to(self.device)
 
     @property
@@ -156,12 +156,12 @@ class PackShard:
 
     @property
     def lengths(self) -> list[int]:
-        """Slots of each sequence that is one: not of padding."""
+        """The number of slots of each sequence, without padding."""
         return [end - start for start, end in pairwise(self.cu_seqlens)][: len(self.ids)]
 
     @cached_property
     def longest(self) -> int:
-        """Slots of the longest sequence."""
+        """The number of slots of the longest sequence."""
         return max(end - start for start, end in pairwise(self.cu_seqlens))
 
     @cached_property
@@ -172,11 +172,11 @@ class PackShard:
         return torch.from_numpy(of_slot[self.places]).to(self.device)
 
     def note_attention(self, out: Tensor) -> None:
-        """An attention over slots gave ``out``: note it, and its backward when that comes, where it is to be known."""
+        """Record an attention over slots with output ``out`` among the events, and later its backward."""
         self.note_exchange(out, self.counts.all_attention - 1)
 
     def note_exchange(self, out: Tensor, number: int) -> None:
-        """The same of any exchange of slots, by its number in the forward."""
+        """Record exchange ``number`` of slots with output ``out`` among the events, and later its backward."""
         events = self.events
         if events is not None:
             events.append(("forward", number))
@@ -184,14 +184,14 @@ class PackShard:
                 out.register_hook(lambda gradient: events.append(("backward", number)))
 
     def num_targets(self) -> tuple[int, ...]:
-        """Of each stretch between :attr:`cu_seqlens`; padding has none."""
+        """The number of targets between each two :attr:`cu_seqlens`; padding has none."""
         assert self.targets_of is not None, "a micro-batch was made of it"
         counts = iter(self.targets_of())
         padded = (*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids)))
         return tuple(next(counts) if sequence >= 0 else 0 for sequence in padded)
 
     def is_recomputed(self, layer: int) -> bool:
-        """Whether a layer keeps its input alone."""
+        """Whether a layer saves only its input and is computed again in the backward."""
         return bool(self.recompute) and self.recompute[layer]
 
 
@@ -199,7 +199,7 @@ _shards: list[PackShard] = []
 
 
 def current() -> PackShard:
-    """The micro-batch of the moment.
+    """Return the active micro-batch.
 
     Raises:
         InputError: there is none.
@@ -213,13 +213,13 @@ def current() -> PackShard:
 
 
 def is_active() -> bool:
-    """Whether there is one."""
+    """Whether a micro-batch is active."""
     return bool(_shards)
 
 
 @contextmanager
 def active(shard: PackShard) -> Iterator[PackShard]:
-    """``shard`` is the micro-batch of the moment."""
+    """Within, ``shard`` is the active micro-batch."""
     _shards.append(shard)
     try:
         yield shard

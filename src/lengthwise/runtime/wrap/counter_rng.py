@@ -1,4 +1,4 @@
-"""Random numbers of a token, not of a rank: functions of seed, step, call, sequence and position alone.
+"""Counter-based RNG keyed by (seed, step, call, sequence, position), so that draws do not depend on sharding.
 
 Whoever computes a token, at whatever degree, in whatever pack and however often, draws the same for it. (The published
 code of data-centric parallel draws from each rank's own generator, so that the ranks of a group may train on different
@@ -19,7 +19,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
 _SLOTS, _WEIGHTS, _SEQUENCES = range(3)
-"""What numbers are drawn for: slots, weights of attention, whole sequences."""
+"""Domains of the key: slots, attention weights, whole sequences."""
 ONE_NUMBER: tuple[tuple[Any, ...], ...] = (([],), ((),), (1,), ([1],), ((1,),))
 """Arguments of ``torch.rand`` that ask for a single number, as layer drop does."""
 CHUNK = 1 << 22
@@ -27,13 +27,13 @@ CHUNK = 1 << 22
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same bits."""
+    """Convert an unsigned 64-bit word to the int64 with the same bits."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical shift to the right of int64."""
+    """Shift int64 to the right logically."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
@@ -81,7 +81,7 @@ def _chunks(shard: PackShard, call: int, num_numbers: int) -> Iterator[Tensor]:
 def _draw(
     x: Tensor, dim: int, call: int, shard: PackShard, make: Callable[[Tensor], Tensor], *, words: int = 1
 ) -> Tensor:
-    """What ``make`` makes of ``words`` words for each number of ``x``, whose slots lie along ``dim``."""
+    """Apply ``make`` to ``words`` random words for each number of ``x``, whose slots lie along ``dim``."""
     moved = x.movedim(dim, 0)
     made = [make(bits) for bits in _chunks(shard, call, words * (moved[0].numel() if len(moved) else 0))]
     flat = torch.cat(made) if made else torch.empty(0, device=x.device)
@@ -89,7 +89,7 @@ def _draw(
 
 
 def keep_like(x: Tensor, dim: int, p: float, call: int, shard: PackShard) -> Tensor:
-    """Which numbers of ``x``, whose slots lie along ``dim``, dropout of probability ``p`` leaves: booleans."""
+    """Booleans like ``x``, whose slots lie along ``dim``: the numbers that dropout of probability ``p`` keeps."""
     return _draw(x, dim, call, shard, lambda bits: exceeds(bits, p))
 
 
@@ -110,14 +110,14 @@ def uniform_like(x: Tensor, dim: int, call: int, shard: PackShard) -> Tensor:
 
 
 def _below_one(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype, where those nearest to 1 would become 1."""
+    """Cast numbers in [0, 1) to ``dtype`` without rounding any up to 1."""
     return numbers.to(dtype).clamp_(max=1.0 - torch.finfo(dtype).eps / 2)
 
 
 def attention_keep(
     shard: PackShard, sequence: int, call: int, first_head: int, p: float, num_heads: int, queries: range, keys: range
 ) -> Tensor:
-    """[num_heads, queries, keys] booleans: the weights of attention that dropout of probability ``p`` leaves."""
+    """[num_heads, queries, keys] booleans: the attention weights that dropout of probability ``p`` keeps."""
 
     def along(numbers: range) -> Tensor:
         return torch.arange(numbers.start, numbers.stop, device=shard.device)
@@ -128,18 +128,18 @@ def attention_keep(
 
 
 def normal_slots(shard: PackShard, shape: tuple[int, ...], call: int) -> Tensor:
-    """``[t, *shape]`` standard normal numbers of every slot; apart from the draws within the model's forward."""
+    """``[t, *shape]`` standard normal numbers for each slot, independent of the draws within the model's forward."""
     return normal_like(torch.empty(shard.num_slots, *shape, device=shard.device), 0, -1 - call, shard)
 
 
 def uniform_sequences(shard: PackShard, call: int) -> Tensor:
-    """[t] a number in [0, 1) of the sequence of every slot."""
+    """[t] a uniform number in [0, 1) for the sequence of each slot."""
     bits = mix(shard.sequences ^ _key(shard, _SEQUENCES, call))
     return _below_one(uniform(bits), torch.float32)
 
 
 def one_number(value: float, size: Any, *, generator: Any = None, **options: Any) -> Tensor:
-    """What ``torch.rand(size)`` would return if it drew ``value``, without drawing."""
+    """Return what ``torch.rand(size)`` would if it drew ``value``, without drawing."""
     return torch.full(size if isinstance(size, Sequence) else (size,), value, **options)
 
 

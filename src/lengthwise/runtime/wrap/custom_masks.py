@@ -1,4 +1,4 @@
-"""Masks that a custom model gives to torch's attention: functions of the positions in a sequence, kept as tables.
+"""Attention masks of custom models, learned as tables over the positions in a sequence.
 
 What such a model makes for a pack, or for a rank's part of it, is not what it makes for a sequence: its windows,
 strides and biases follow the indices of what it is given. So the model computes one whole sequence alone, without
@@ -17,16 +17,16 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import PackShard
 
 MOST_NUMBERS = 1 << 28
-"""In a table that is neither causal nor open."""
+"""Most numbers in a table that is neither causal nor open."""
 _ANY = 1 << 62
-"""A side that is open."""
+"""The size of a window side that is open."""
 FINENESS = 1.25
 """A length is known where the mask of one at most this many times shorter was seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """The mask of the longest sequence that was seen."""
+    """The mask of an attention call for the longest sequence seen so far."""
 
     length: int
     before: int = 0
@@ -36,14 +36,14 @@ class _Table:
     """[1 or heads, length, length]: booleans, or what is added to the logits."""
 
     def corner(self, length: int, like: Tensor) -> Tensor:
-        """[1 or heads, length, length] of a shorter sequence."""
+        """The mask of a shorter sequence, [1 or heads, length, length]."""
         if self.values is not None:
             return self.values[:, :length, :length]
         return _band(length, self.before, self.after, like.device)
 
 
 class MaskTables:
-    """The masks of a model's calls of attention, by their numbers in its forward."""
+    """The masks of a model's attention calls, by their numbers in its forward."""
 
     def __init__(self, model: str) -> None:
         """``model``: its name, for messages."""
@@ -56,7 +56,7 @@ class MaskTables:
         return any(tables for tables, _ in self._by_dtype.values())
 
     def use(self, dtype: torch.dtype | None) -> None:
-        """From now on the model computes in ``dtype``, which biases may follow."""
+        """Switch to the tables for a model that computes in ``dtype``, on which biases may depend."""
         self._tables, self._lengths = self._by_dtype.setdefault(dtype, ({}, set()))
 
     def is_known(self, length: int) -> bool:
@@ -65,7 +65,7 @@ class MaskTables:
         return length <= longest and any(length / FINENESS <= seen <= length * FINENESS for seen in self._lengths)
 
     def note(self, number: int, mask: Tensor, query_shape: tuple[int, ...]) -> None:
-        """The mask of a call for one whole sequence.
+        """Record the mask of a call for one whole sequence.
 
         Raises:
             InputError: it is no function of the positions, or too large to keep.
@@ -86,7 +86,7 @@ class MaskTables:
             self._tables[number] = new
 
     def _plain(self, number: int, mask: Tensor, query_shape: tuple[int, ...]) -> Tensor:
-        """[1 or heads, L, L]"""
+        """Reduce a mask to [1 or heads, L, L]."""
         if mask.requires_grad:
             raise InputError(
                 f"attention call {number} of {self._model} adds a bias that is trained, which cannot be honoured on "
@@ -122,7 +122,7 @@ class MaskTables:
         return _Table(length=length, values=(seen if is_binary else values).clone())
 
     def kind(self, number: int, mask: Tensor | None, shard: PackShard) -> dict[str, Any]:
-        """What the sequences of a pack see in call ``number``, as options of :class:`Kind`.
+        """The mask of call ``number`` for the sequences of a pack, as options of :class:`AttentionRequest`.
 
         Raises:
             InputError: what it was given for this rank's slots does not follow from the positions.
@@ -145,7 +145,7 @@ class MaskTables:
         self._check(number, mask, _Table(length=shard.longest, before=_ANY, after=0 if causal else _ANY), shard)
 
     def _check(self, number: int, mask: Tensor, table: _Table, shard: PackShard) -> None:
-        """The mask is that of the indices, or that of the positions in sequences: as far as the model's table goes."""
+        """Check that a mask given for a pack follows from indices or from positions, as far as the table goes."""
         checked, of_shard, of_table = self._checked
         if checked is mask and of_shard is shard and of_table == id(table):
             return
@@ -173,13 +173,13 @@ def _part(values: Tensor, number: int, heads: range, queries: range, keys: range
 
 
 def _numbers(shard: PackShard) -> Tensor:
-    """[t] which sequence of the pack each slot of this rank is in; padding as well."""
+    """[t] the number in the pack of the sequence, or padding, that each slot of this rank is in."""
     ends = torch.tensor(shard.cu_seqlens[1:])
     return torch.bucketize(torch.from_numpy(shard.places), ends, right=True).to(shard.device)
 
 
 def _relative(values: Tensor) -> Tensor:
-    """Biases less that of each slot with itself, which weights do not follow from."""
+    """Subtract from biases that of each slot with itself, on which attention weights do not depend."""
     if values.dtype == torch.bool:
         return values
     diagonal = values.diagonal(dim1=-2, dim2=-1)
@@ -193,7 +193,7 @@ def _reach(seen: Tensor) -> tuple[int, int]:
 
 
 def _band(length: int, before: int, after: int, device: torch.device) -> Tensor:
-    """[1, length, length]"""
+    """The mask of a causal or windowed attention, [1, length, length]."""
     positions = torch.arange(length, device=device)
     distance = positions[:, None] - positions
     return ((distance <= before) & (distance >= -after))[None]
@@ -204,7 +204,7 @@ def _added(seen: Tensor, like: Tensor) -> Tensor:
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two masks are the same; what hides, hides by whatever large negative number."""
+    """Whether two masks are equal; any large negative number hides."""
     if first.dtype == torch.bool and second.dtype == torch.bool:
         return bool((first == second).all())
     like = first if first.dtype != torch.bool else second

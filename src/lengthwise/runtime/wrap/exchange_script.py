@@ -1,4 +1,4 @@
-"""Which exchanges a forward of a prepared model and its backward issue, as they were seen to.
+"""The script of the collectives that a prepared model's forward and backward issue, as they were observed.
 
 Every attention over slots trades tokens for heads and back: two exchanges in its forward. Its backward issues two more,
 but only where gradients flow through it: not below the first trained parameter, nor where adapters sit behind the
@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 Event = tuple[Literal["forward", "backward"], int]
-"""An attention by its number, and which half of it."""
+"""Forward or backward of an attention, and its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Summed:
 
 
 Calls = dict[int, AttentionExchange | SlotGather | Summed]
-"""What ranks exchange in a forward, by number."""
+"""Exchanges of a forward, by number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +60,9 @@ class ExchangeScript:
 
     calls: Calls
     without_recompute: tuple[Event, ...] = ()
-    """Of the backward, where no layer is recomputed."""
+    """Events of the backward if no layer is recomputed."""
     with_recompute: tuple[Event, ...] = ()
-    """Of the backward, where all layers are."""
+    """Events of the backward if all layers are recomputed."""
 
     @classmethod
     def complete(cls, calls: Sequence[AttentionExchange | SlotGather]) -> "ExchangeScript":
@@ -87,5 +87,5 @@ class ExchangeScript:
 
 
 def _by_layer(events: Sequence[Event], calls: Calls) -> list[tuple[int | None, list[Event]]]:
-    """Neighbours of one layer together."""
+    """Group consecutive events by layer."""
     return [(layer, list(group)) for layer, group in groupby(events, lambda event: calls[event[1]].layer)]

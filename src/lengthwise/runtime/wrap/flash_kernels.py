@@ -1,4 +1,4 @@
-"""Flash attention that a model calls by its kernel, not through torch: met where the model's code imported it.
+"""Intercept flash-attention kernels that a model calls directly, where its code imported them.
 
 These are ordinary functions, which torch does not let be overridden. So while the model's forward runs, their names in
 the modules where its classes are written stand for ours.
@@ -45,7 +45,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class FlashKernel:
-    """One call of such a function: queries, keys, values ``[t, heads, H]`` or ``[rows, t, heads, H]``."""
+    """A call of a flash-attention kernel: queries, keys, values ``[t, heads, H]`` or ``[rows, t, heads, H]``."""
 
     query: Tensor
     key: Tensor
@@ -57,16 +57,16 @@ class FlashKernel:
     refused: str
     """Why it cannot be sharded; nothing if it can."""
     ends: Tensor | None = field(repr=False)
-    """Where it says sequences end."""
+    """The ends of sequences that the call gives."""
 
     @property
     def slot_dim(self) -> int:
-        """Where slots lie."""
+        """The axis of slots."""
         return self.query.dim() - 3
 
 
 def read_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlashKernel:
-    """What a call of one of the known functions asks for."""
+    """Parse the arguments of a call of one of the known kernels."""
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     arguments = bound.arguments
@@ -91,12 +91,12 @@ def read_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _is_set(option: Any) -> bool:
-    """Whether an option is other than left out or off."""
+    """Whether an option is given and not off."""
     return isinstance(option, Tensor) or (option is not None and option != 0)
 
 
 def ends_note(kernel: FlashKernel) -> str:
-    """Why the ends of its sequences cannot be replaced by those of the pack, of a call with one sequence."""
+    """Explain why a call's sequence ends cannot be replaced by those of the pack; an empty string if they can."""
     num_slots = kernel.query.shape[kernel.slot_dim]
     if kernel.ends is None or kernel.ends.tolist() == [0, num_slots]:
         return ""
@@ -104,7 +104,7 @@ def ends_note(kernel: FlashKernel) -> str:
 
 
 class ImportedKernels:
-    """Known functions in the namespaces that a model's code calls them from."""
+    """The known kernels, in the namespaces that a model's code calls them from."""
 
     def __init__(self, model: nn.Module) -> None:
         kernels: dict[int, Any] = {}
@@ -120,7 +120,7 @@ class ImportedKernels:
 
     @contextmanager
     def answered(self, answer: Callable[..., Any]) -> Iterator[None]:
-        """Calls go to ``answer(function, *args, **kwargs)``; those that it makes itself do not."""
+        """Within, kernel calls go to ``answer(function, *args, **kwargs)``; those that it makes itself do not."""
         with ExitStack() as stack:
             for space, name, function in self._found:
                 setattr(space, name, self._answering(function, answer))

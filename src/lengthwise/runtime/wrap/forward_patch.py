@@ -1,4 +1,4 @@
-"""The forward of a module while it is prepared: replaced in the module, and as it was before in its copies."""
+"""Replace the forward of a module while it is prepared; copies of the module keep the original."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Memo = dict[int, Any]
 
 
 class PreparedForward:
-    """Called in place of a module's forward until :meth:`release`.
+    """A callable in place of a module's forward, until :meth:`release`.
 
     A deep copy or a pickle of the module has the forward that the module had before, so that averages of weights and
     reference models compute as plain models do.
@@ -30,18 +30,18 @@ class PreparedForward:
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the run computes it."""
+        """Call the replacement."""
         return self._answer(*args, **kwargs)
 
     def release(self) -> None:
-        """The module as it was."""
+        """Restore the module's own forward."""
         if self._was_own:
             self._module.forward = self.original
         else:
             vars(self._module).pop("forward", None)
 
     def __deepcopy__(self, memo: Memo) -> Forward:
-        """The original of the copy."""
+        """Copy the original forward."""
         if self._on_copy is not None:
             self._on_copy(memo)
         return copy.deepcopy(self.original, memo)

@@ -1,4 +1,4 @@
-"""Models of transformers: attention through its registry, arguments by its names.
+"""Sharded attention for transformers models, through its attention registry.
 
 What a layer may see is said by the mask that the model asks transformers for, not by the arguments of its attention:
 some models give their sliding window to the mask alone. A registered attention has masks of its own kind, so ours are
@@ -40,7 +40,7 @@ def attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for every layer: queries [1, heads, t, H]; returns [1, t, heads, H].
+    """The attention function that transformers calls for every layer: queries [1, heads, t, H] to [1, t, heads, H].
 
     Raises:
         InputError: it asks for what is not known to be right on shards of packs.
@@ -77,7 +77,7 @@ def attention(
 
 
 def _hides_nothing(mask: Tensor) -> bool:
-    """Whether every query sees each of this rank's keys: all ranks say so of their own."""
+    """Whether a mask hides none of this rank's keys from any query."""
     return mask.shape[-2] == 1 and bool((mask if mask.dtype == torch.bool else mask == 0).all())
 
 
@@ -88,7 +88,7 @@ REGISTERED = 1 << 20
 def _seen(
     module: nn.Module, mask: SymbolicMask | None, is_causal: bool | None, sliding_window: int | None
 ) -> tuple[bool, tuple[int, int] | None]:
-    """Whether later slots are hidden, and how many before and after its own each slot sees."""
+    """Return whether attention is causal, and how many slots before and after its own each slot sees."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if mask is None:
         return causal, _window(sliding_window, causal=causal)
@@ -111,14 +111,14 @@ def _told(causal: bool, window: tuple[int, int] | None) -> str:
 
 
 def _window(size: int | None, *, causal: bool) -> tuple[int, int] | None:
-    """Slots before and after its own that each sees: the size counts the slot itself, to either side."""
+    """Slots before and after its own that each slot sees; ``size`` counts the slot itself, to either side."""
     if size is None:
         return None
     return (size - 1, 0) if causal else (size - 1, size - 1)
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Register the attention and its masks with transformers."""
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
@@ -127,7 +127,7 @@ def register() -> None:
 
 
 class AttentionSwitch:
-    """Turns a model's attention to ours and back. Its configs become its own: others may share them."""
+    """Switches a model to the sharded attention and back. Configs are copied, since other models may share them."""
 
     def __init__(self, model: nn.Module) -> None:
         """The model keeps its attention until :meth:`on`.
@@ -160,7 +160,7 @@ class AttentionSwitch:
         self._before = [getattr(config, _CHOICE) for config in self._configs]
 
     def on(self) -> None:
-        """Ours, in the parts that take it from the registry; that of others is met where it calls torch."""
+        """Switch the sharded attention on, in the parts of the model that take it from the registry."""
         log = logging.getLogger("transformers.modeling_utils")
         before, log.disabled = log.disabled, True  # it warns of those others
         try:
@@ -171,17 +171,17 @@ class AttentionSwitch:
             setattr(config, _CHOICE, NAME)
 
     def off(self) -> None:
-        """As it was, even where nothing was chosen."""
+        """Restore the attention implementation that was configured, even if none was."""
         for config, before in zip(self._configs, self._before):
             setattr(config, _CHOICE, before)
 
     def turn_off_copies(self, memo: dict[int, Any]) -> None:
-        """Attention of a deep copy of the model is as it was; ``memo`` is that of the copy."""
+        """Restore the attention of a deep copy of the model; ``memo`` is that of the copy."""
         for config, before in zip(self._configs, self._before):
             setattr(copy.deepcopy(config, memo), _CHOICE, before)
 
     def release(self) -> None:
-        """The model with the configs it came with."""
+        """Give the model its original configs back."""
         self.off()
         for module, config in zip(self._with, self._shared):
             module.config = config
@@ -191,7 +191,7 @@ _CHOICE = "_attn_implementation_internal"
 
 
 def _sub_configs(config: Any) -> list[Any]:
-    """Those of parts of the model, at any depth, that no module has as its own yet."""
+    """The configs nested in a config, at any depth."""
     parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
     present = [part for part in parts if part is not None]
     return present + [sub_config for part in present for sub_config in _sub_configs(part)]

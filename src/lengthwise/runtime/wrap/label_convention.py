@@ -1,4 +1,4 @@
-"""How a model of transformers makes its loss of labels, learned from calls of it as its user makes them.
+"""The convention by which a transformers model computes its loss from labels, learned from calls of it.
 
 Most classes for causal language models predict label i + 1 from token i, so their users give each token its own label.
 Some, such as BartForCausalLM, predict label i from token i: their users shift labels themselves. Of the first, many
@@ -17,7 +17,7 @@ from lengthwise.runtime.models.targets import IGNORE
 
 @dataclass(frozen=True)
 class LabelConvention:
-    """What a model does with labels."""
+    """Whether a model shifts labels itself, and whether it takes shifted ones."""
 
     shifts: bool = True
     """Whether the token before it predicts a label."""

@@ -1,4 +1,4 @@
-"""Layers of somebody else's model under our hand: recomputed when the micro-batch says so, watched, or left out."""
+"""Hooks on the layers of a third-party model: recompute, watch or skip them as the micro-batch says."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,11 +19,11 @@ Forward = Callable[..., Any]
 
 
 class LayerReachedError(Exception):
-    """A forward that is to stop before its first layer has got there."""
+    """Stops a traced forward before its first layer."""
 
 
 class LayerWatch:
-    """Told of every layer that is computed. Does nothing itself."""
+    """An observer of every layer that is computed; this base class only computes them."""
 
     def computes(self, layer: int, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute the layer, and return what it returns."""
@@ -31,17 +31,17 @@ class LayerWatch:
 
 
 class HookedLayers:
-    """The layers of a model, whose forwards go through here until :meth:`release`."""
+    """Replaces the forwards of a model's layers, until :meth:`release`."""
 
     def __init__(self, layers: nn.ModuleList, *, context: Callable[[], Any] | None = None) -> None:
         """``context``: contexts of a selective recompute, as :func:`torch.utils.checkpoint.checkpoint` takes them."""
         self.intercept: InterceptCalls | None = None
-        """That is in force while the model's forward runs."""
+        """The function mode that is active while the model's forward runs."""
         self.mode: AbstractContextManager[Any] | None = None
-        """In which the model computes at the moment, for layers that are computed again."""
+        """The mode in which the model computes, which recomputed layers enter again."""
         self.watch = LayerWatch()
         self.num_kept: int | None = None
-        """Layers that are computed; the others pass on what they get. None: all."""
+        """Number of layers that are computed; the others return their input. None: all."""
         self._is_halted = False
         self.context = context
         self._modules = list(layers)
@@ -53,13 +53,13 @@ class HookedLayers:
             self._prepared.append(PreparedForward(layer, partial(self._forward, number)))
 
     def release(self) -> None:
-        """The layers as they were."""
+        """Restore the layers' own forwards."""
         for prepared in self._prepared:
             prepared.release()
 
     @contextmanager
     def halted(self) -> Iterator[None]:
-        """A forward raises :class:`LayerReachedError` when it comes to a layer."""
+        """Within, a forward raises :class:`LayerReachedError` when it comes to a layer."""
         self._is_halted = True
         try:
             yield
@@ -92,7 +92,7 @@ class HookedLayers:
 
     @property
     def last_output(self) -> Any:
-        """What the layer that was computed last returned."""
+        """The output of the layer that was computed last."""
         return self._last
 
     def check_attends(self, model: str) -> None:
@@ -108,7 +108,7 @@ class HookedLayers:
             )
 
     def _recomputed(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        """Keep the arguments alone."""
+        """Compute a layer under activation checkpointing, which saves only its arguments."""
         mode = self.mode
         intercept, forward, shard = self.intercept, self._forwards[number], shards.current()
 
@@ -122,7 +122,7 @@ class HookedLayers:
 
 
 def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments whose hidden states need a gradient.
+    """Make the hidden states among a layer's arguments require a gradient.
 
     Where some layers stand for all, they are to have a backward, though they themselves or what is before them may be
     frozen: layers above have one.
@@ -139,7 +139,7 @@ def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 
 def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a layer that changes nothing returns, in the form of what one before it returned."""
+    """The output of a skipped layer: its input, in the form of the output of a layer before it."""
     hidden_states = args[0] if args else kwargs.get("hidden_states")
     if hidden_states is None:
         hidden_states = next(value for value in kwargs.values() if isinstance(value, Tensor))
@@ -150,7 +150,7 @@ def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextmanager
 def intercepting(intercept: InterceptCalls | None) -> Iterator[None]:
-    """Calls are met; of models whose forward asks for nothing, there is nothing to meet."""
+    """Within, calls are intercepted, if the model's forward makes any."""
     if intercept is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The backward of what a user's loop calls a loss: where it begins, and with which weights."""
+"""Start the backward of weighted losses, and of forwards without a loss, so that their collectives are issued."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from lengthwise.runtime.wrap.context import PackShard
 
 Roots = tuple[tuple[GradientEdge, Tensor], ...]
-"""Where a backward may begin, and zeros of the shapes of what was computed there."""
+"""Graph edges at which a backward may begin, and zero gradients for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class LossTerm:
 
 
 def roots_of(output: Any, last_layer: Any) -> Roots:
-    """Where the backward of a forward begins that has no loss: at its outputs, or at those of its last layer.
+    """Where the backward of a forward without a loss begins: at its outputs, or at those of its last layer.
 
     A single number among the outputs is a loss, which may be 0 / 0 where this rank's tokens have no target; its
     gradient would be that too, whatever it is multiplied with.
@@ -53,7 +53,7 @@ def backward(terms: Sequence[LossTerm], shard: PackShard | None = None) -> None:
 def gradients(
     parameters: Sequence[Tensor], terms: Sequence[LossTerm], shard: PackShard | None = None
 ) -> list[Tensor | None]:
-    """The gradients that :func:`backward` would add to ``parameters``; None where nothing depends on one."""
+    """Compute the gradients that :func:`backward` would add to ``parameters``; None where no term depends on one."""
     begins, weights = _begins(terms, shard)
     if not begins:
         return [None] * len(parameters)
@@ -61,7 +61,7 @@ def gradients(
 
 
 def _begins(terms: Sequence[LossTerm], shard: PackShard | None) -> tuple[list[Any], list[Tensor]]:
-    """Where a backward begins, and with which weights."""
+    """The tensors or edges at which a backward begins, and their weights."""
     begins: list[Any] = [term.value for term in terms if term.value.requires_grad]
     weights = [torch.full_like(term.value, term.weight) for term in terms if term.value.requires_grad]
     for forward in shard.passes if shard is not None else ():

@@ -1,4 +1,4 @@
-"""Whether what a loop hands to ``step.backward`` is a loss that the step can weigh.
+"""Check that what a loop hands to ``step.backward`` is a loss that the step can weight.
 
 A micro-batch's loss gets the weight of its targets in the step, so it must be a mean over them. The loss that was
 checked before the run is: the model's own, or that of ``loss=``. So a loss is compared with that one; once it was
@@ -18,7 +18,7 @@ from lengthwise.runtime.wrap.oom_recovery import MissingTensor
 
 MeanOver = Literal["targets", "tokens", "units", "step"]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
-"""Relative difference of two computations of one loss; of other dtypes, and under autocast:"""
+"""Relative difference of two computations of one loss; ``LOW_PRECISION`` for other dtypes and under autocast."""
 LOW_PRECISION = 2e-2
 DEPTH = 6
 """Operations of a loss, from the last one back, by which it is known."""
@@ -27,7 +27,7 @@ Signature = tuple[str, ...]
 
 
 class NotedLoss:
-    """The loss that a forward of a prepared model stands for."""
+    """The loss of a forward of a prepared model, or the output to compute it from."""
 
     def __init__(self, loss: Tensor | None, output: Any) -> None:
         """``loss``: that the forward returned; ``output``: that one is to be made of, if it was kept."""
@@ -41,7 +41,7 @@ class NotedLoss:
 
 
 class LossCheck:
-    """What a run knows of its loop's losses."""
+    """Recognizes the losses of a run's loop, by value or by the operations that made them."""
 
     def __init__(self) -> None:
         self._known: set[Signature] = set()
@@ -49,7 +49,7 @@ class LossCheck:
         """Whether forwards have to keep what a loss is made of: it costs memory, and is given up when it was seen."""
 
     def check(self, loss: Any, wrapped_model: Any, micro_batch: Any) -> None:
-        """Compare with the loss that was checked before the run.
+        """Compare a loss with the one that was checked before the run.
 
         Raises:
             CheckError: it is another one.

@@ -1,4 +1,4 @@
-"""Terms of a loss that are means over the whole step, of which each rank and micro-batch computes a share."""
+"""Shares of loss terms that are means over the whole step, for each rank and micro-batch."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,11 +20,11 @@ Over = Literal["targets", "tokens", "sequences", "units"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossTotals:
-    """What means over a step divide by."""
+    """Totals of a step by which means over it divide."""
 
     targets: int
     slots: int
-    """Of all sequences, without padding: tokens, or frames where sequences are videos."""
+    """Slots of all sequences, without padding: tokens, or frames where sequences are videos."""
     sequences: int
     units: int
     """Sequences, or groups of sequences that share a micro-batch."""
@@ -33,7 +33,7 @@ class LossTotals:
 
     @classmethod
     def of(cls, plan: StepPlan, collator: PackCollator, *, targets: int | None) -> "LossTotals":
-        """Those of a step; ``targets``: as they were counted, None: as lengths say."""
+        """Compute the totals of a planned step; ``targets``: their counted number, None: as lengths say."""
         planned = [planned.pack for pipeline in plan.pipelines for planned in pipeline.micro_batches]
         packs, is_exact = [collator.computed(pack) for pack in planned], collator.labels is None
         if targets is None and collator.units is not None and is_exact:  # members have other targets than their sum
@@ -93,7 +93,7 @@ class StepShare(Protocol):
 
 
 def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
-    """What this rank's slots add to the mean of ``values`` over the whole step.
+    """This rank's share of the mean of ``values`` over the whole step.
 
     Raises:
         InputError: there is not one value for each slot, or the number of targets is not known yet.
@@ -127,7 +127,7 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
 
 
 def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
-    """What this rank adds to a mean over the units of the step: the p ranks of a group have the same values."""
+    """This rank's share of a mean over the units of the step: the p ranks of a group have the same values."""
     if values.shape != (num_units := len(micro_batch.units),):
         raise InputError(
             f"a mean over units needs one value for each of the {num_units} units of this micro-batch, [{num_units}]; "
@@ -137,6 +137,6 @@ def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
 
 
 def lengths_of_slots(cu_seqlens: tuple[int, ...], places: np.ndarray) -> np.ndarray:
-    """[t] slots of the sequence that each place of a pack is in."""
+    """[t] the length in slots of the sequence that each place of a pack is in."""
     lengths = np.array([end - start for start, end in pairwise(cu_seqlens)])
     return np.asarray(lengths[np.searchsorted(cu_seqlens, places, side="right") - 1])

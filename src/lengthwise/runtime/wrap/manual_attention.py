@@ -1,4 +1,4 @@
-"""Attention that a model computes by hand: the product of queries and keys, a mask, a softmax, the product with values.
+"""Attention that a model writes out by hand: matmul of queries and keys, mask, softmax, matmul with values.
 
 On a shard that product would be of this rank's slots alone, in a pack of all sequences with each other. So it is not
 computed: it is a tensor without numbers, which notes what is done to it. Where that amounts to a scale and a bias by
@@ -29,14 +29,14 @@ _SHORT = 256
 
 @dataclass(frozen=True)
 class LogitsOperation:
-    """One function of the logits and of other things."""
+    """A recorded function of the logits and of other arguments."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def of(self, logits: Any) -> Any:
-        """Applied to logits."""
+        """Apply the operation to logits."""
         args, kwargs = _replaced((self.args, self.kwargs), lambda value: logits if value is _HERE else value)
         return self.function(*args, **kwargs)
 
@@ -46,7 +46,7 @@ _HERE = object()
 
 @dataclass(frozen=True, kw_only=True)
 class ManualAttention:
-    """What a model does between the product of queries and keys and that with values."""
+    """The recorded operations of a manual attention between its two products."""
 
     query: Tensor
     key: Tensor
@@ -54,21 +54,21 @@ class ManualAttention:
     is_weights: bool = False
     dropout: float = 0.0
     is_beyond: bool = False
-    """There are more slots than a table has that was applied: the steps cannot be computed."""
+    """Whether there are more slots than a table has that was applied, so that the steps cannot be computed."""
 
     def logits(self, product: Tensor) -> Tensor:
-        """What becomes of the product before its softmax."""
+        """Apply all recorded operations to the product of queries and keys."""
         for step in self.steps:
             product = step.of(product)
         return product
 
     def of(self, value: Tensor) -> Tensor:
-        """The attention, as the model would compute it; nothing is dropped."""
+        """Compute the attention as the model would, without dropout."""
         weights = self.logits(self.query @ self.key.transpose(-2, -1)).softmax(-1)
         return weights.reshape(*value.shape[:-2], *weights.shape[-2:]).to(value.dtype) @ value
 
     def scale_and_bias(self) -> tuple[float, Tensor]:
-        """The number that logits are multiplied by, and what is then added: [heads or 1, t, t], -inf where hidden.
+        """Reduce the operations to a scale of the logits and a bias [heads or 1, t, t], -inf where hidden.
 
         Raises:
             InputError: they do not become scaled products and a bias.
@@ -112,7 +112,7 @@ class ManualAttention:
 
 
 class Scores(Tensor):
-    """Logits, later weights, of an attention by hand: a shape and what was done, no numbers."""
+    """Symbolic logits, later weights, of a manual attention: a shape and recorded operations, no numbers."""
 
     attended: ManualAttention
     form: Tensor
@@ -127,12 +127,12 @@ class Scores(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        """Numbers of it are asked for where calls are not met."""
+        """Refuse operations that are not recorded."""
         raise InputError(f"a model that attends by hand takes its logits to {func}, which cannot be honoured on packs")
 
 
 def begin_scores(query: Tensor, key: Tensor) -> Scores:
-    """The product of queries [..., t, H] and keys [..., H, t]."""
+    """Begin symbolic scores: the product of queries [..., t, H] and keys [..., H, t]."""
     form = torch.empty(query.shape, dtype=query.dtype, device="meta") @ torch.empty(
         key.shape, dtype=key.dtype, device="meta"
     )
@@ -142,7 +142,7 @@ def begin_scores(query: Tensor, key: Tensor) -> Scores:
 def begin_scores_with_bias(
     input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
 ) -> Scores:
-    """The product, scaled, with a bias: as ``torch.baddbmm`` has it, whose names these are."""
+    """Begin symbolic scores scaled and with a bias, with the arguments of ``torch.baddbmm``."""
     scores, bias = begin_scores(batch1, batch2), input
     scores = record_operation(torch.mul, (scores, alpha), {}) if alpha != 1.0 else scores
     return record_operation(torch.add, (scores, bias * beta), {}) if beta else scores
@@ -161,7 +161,7 @@ def find_scores(args: Any) -> Scores | None:
 def record_operation(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool = False
 ) -> Any:
-    """What a function of scores returns: scores again, or an answer about their shape.
+    """Record a function of scores; returns scores again, or an answer about their shape.
 
     Args:
         is_known: what follows from positions was learned from whole sequences. A pack may be longer than any of them,
@@ -209,13 +209,13 @@ def record_operation(
 
 
 def _is_cut(scores: Scores, others: tuple[Any, ...]) -> bool:
-    """Whether one of the other arguments is a table that ends before the scores do."""
+    """Whether another argument is a table that is shorter than the scores."""
     tables = [other for other in others if isinstance(other, Tensor) and other is not scores and other.dim() > 1]
     return any(1 < size < of for table in tables for size, of in zip(table.shape[-2:], scores.shape[-2:], strict=True))
 
 
 def _keeps_numbers(function: Callable[..., Any], args: Any, kwargs: Any, scores: Scores) -> bool:
-    """Whether it changes no more than dtype and shape: what may be done to weights."""
+    """Whether a function changes only dtype and shape, which is all that may be done to weights."""
     if scores.numel() > _TRIED:
         return True  # it was tried when the model was learned
     numbers = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)).to(scores.device, scores.dtype)
@@ -226,7 +226,7 @@ def _keeps_numbers(function: Callable[..., Any], args: Any, kwargs: Any, scores:
 
 
 def _form(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The shape and dtype of what a function returns."""
+    """A meta tensor with the shape and dtype of what a function returns."""
 
     def on_meta(value: Any) -> Any:
         if isinstance(value, Scores):
@@ -255,7 +255,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with everything in its tuples, lists and dictionaries changed."""
+    """Apply ``change`` to every leaf of nested tuples, lists and dictionaries."""
     if type(value) in (tuple, list):
         return type(value)(_replaced(part, change) for part in value)
     if type(value) is dict:

@@ -1,8 +1,8 @@
-"""When a micro-batch does not fit after all: what a user's loop is given instead of what was not computed.
+"""OOM recovery: placeholders for tensors that a forward could not compute for lack of memory.
 
-The rank stands in for itself (:mod:`stand_in`), all ranks leave the step together at its update, and its batch is
-planned again. What the model's forward would have returned is a :class:`MissingTensor`, with which a user's loop
-goes on unharmed.
+The rank sends zeros for its remaining collectives (:mod:`~lengthwise.runtime.wrap.zero_collectives`), all ranks leave
+the step together at its update, and its batch is planned again. What the model's forward would have returned is a
+:class:`MissingTensor`, with which a user's loop goes on unharmed.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ _OF_CPU = ("can't allocate memory", "not enough memory", "DefaultCPUAllocator")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device had no memory left."""
+    """Whether an error means that the device ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_CPU)
 
 
 class MissingTensor:
-    """Stands for a tensor that was not computed: whatever is done with it gives another."""
+    """A placeholder for a tensor that was not computed; every operation on it returns another placeholder."""
 
     def __init__(self, parts: int = 0) -> None:
         """``parts``: what it is unpacked into, such as the members of a unit; 0: that is not known."""
@@ -41,7 +41,7 @@ class MissingTensor:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> "MissingTensor":
-        """As a method of a tensor."""
+        """Return a placeholder for the result of a tensor's method."""
         return self
 
     def __getitem__(self, index: Any) -> "MissingTensor":
@@ -57,12 +57,12 @@ class MissingTensor:
         return "not computed for lack of memory"
 
     def item(self) -> float:
-        """Not a number."""
+        """Return NaN."""
         return float("nan")
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """Any function of torch."""
+        """Return a placeholder for the result of any torch function."""
         missing = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         return max(missing, key=lambda tensor: tensor.parts)
 
@@ -79,18 +79,18 @@ for _name in ("neg", "pos", "abs"):
 
 
 class OutputStructure:
-    """The form of what a forward returns, as it was last seen."""
+    """The tree structure of a forward's output, as it was first seen."""
 
     def __init__(self) -> None:
         self._form: pytree.TreeSpec | None = None
 
     def note(self, output: Any) -> None:
-        """A forward returned this."""
+        """Store the structure of a forward's output."""
         if self._form is None:
             self._form = pytree.tree_flatten(output)[1]
 
     def not_computed(self) -> Any:
-        """The same with nothing in it.
+        """Build an output of the stored structure, of placeholders.
 
         Raises:
             LengthwiseError: no forward was seen yet.
@@ -101,5 +101,5 @@ class OutputStructure:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes attention in at the moment; None: it is off."""
+    """The dtype of autocast on ``device``; None if it is off."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
