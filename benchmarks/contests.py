@@ -1,12 +1,12 @@
 """Policies against each other by name: what ``lengthwise compare`` runs, for the tables."""
 
-from lengthwise.cli.commands.compare import TOKENS_PER_DEVICE
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import model_preset
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.report.pages.compare_results import ClusterResult
 from lengthwise.session.compare_policies import PolicyComparison
+from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
 from lengthwise.session.planning_args import make_cluster, open_source
 
 SEED = 0

@@ -16,7 +16,7 @@ from statistics import median
 
 from measure import prepare, run_policy, save
 
-from lengthwise.cli.commands.demo import NUM_RANKS, POLICIES
+from lengthwise.session.demo_settings import NUM_RANKS, POLICIES
 
 BATCH_SIZE = 4
 

@@ -8,10 +8,11 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lengthwise.cli.commands import index, profile, train
-from lengthwise.cli.commands.demo import NUM_RANKS, demo_config, demo_share
+from lengthwise.cli.commands import index, profile
+from lengthwise.cli.train_config import launch
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.report.run_summary import RunSummary, summarise
+from lengthwise.session.demo_settings import NUM_RANKS, demo_config, demo_share
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,7 +40,7 @@ def run_policy(work: Path, policy: str, number: int) -> RunSummary:
     """Train the configuration of ``work`` under ``policy`` on real ranks; what an earlier benchmark left is removed."""
     folder = RunFolder(work / f"{policy}-{number}")
     shutil.rmtree(folder.path, ignore_errors=True)
-    train.launch(folder, [str(work / "config.yaml"), f"plan.policy={policy}"], nproc=NUM_RANKS)
+    launch(folder, [str(work / "config.yaml"), f"plan.policy={policy}"], nproc=NUM_RANKS)
     return summarise(folder)
 
 

@@ -28,6 +28,7 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "lengthwise.session.prepare",
     "lengthwise.cli.commands.train",
+    "lengthwise.cli.train_config",
     "lengthwise.cli.worker",
     "lengthwise.plan.policies",
     "lengthwise.runtime.models.hf_folder",

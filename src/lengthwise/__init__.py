@@ -1,17 +1,26 @@
-"""Train Transformers on sequences of any length at the speed the lengths allow."""
+"""Train Transformers on sequences of any length at the speed the lengths allow.
+
+Public are the names in ``__all__``, and what they take and give: the nouns of ``lengthwise.core``, and the results they
+are documented to return. Everything else is private by convention, and may change in any version.
+"""
 
 from typing import TYPE_CHECKING, Any
 
+import lengthwise.plan  # noqa: F401 - the package sets this name when it is imported first; the function replaces it
 from lengthwise.core.version import __version__
+from lengthwise.session.plan_lengths import plan
 
 if TYPE_CHECKING:
+    from lengthwise.cli.train_config import train
     from lengthwise.integrations.dataloader import BatchSampler
     from lengthwise.integrations.hf_trainer import Trainer, TrainerCallback
     from lengthwise.integrations.padding import pad
     from lengthwise.runtime.compile.padded_model import compile
     from lengthwise.runtime.train.scaled_lr import ScaledLR
     from lengthwise.runtime.wrap.recompute_layers import recompute
+    from lengthwise.session.compare_lengths import compare
     from lengthwise.session.prepare import prepare
+    from lengthwise.session.simulate_plans import simulate
 
 __all__ = [
     "BatchSampler",
@@ -19,13 +28,20 @@ __all__ = [
     "Trainer",
     "TrainerCallback",
     "__version__",
+    "compare",
     "compile",
     "pad",
+    "plan",
     "prepare",
     "recompute",
+    "simulate",
+    "train",
 ]
 
 _HOMES = {
+    "compare": "lengthwise.session.compare_lengths",
+    "simulate": "lengthwise.session.simulate_plans",
+    "train": "lengthwise.cli.train_config",
     "prepare": "lengthwise.session.prepare",
     "BatchSampler": "lengthwise.integrations.dataloader",
     "pad": "lengthwise.integrations.padding",
@@ -35,7 +51,7 @@ _HOMES = {
     "Trainer": "lengthwise.integrations.hf_trainer",
     "TrainerCallback": "lengthwise.integrations.hf_trainer",
 }
-"""Modules of what is imported when it is first asked for: planning needs no torch."""
+"""Modules of names that are imported when they are first used: planning needs no torch."""
 
 
 def __getattr__(name: str) -> Any:

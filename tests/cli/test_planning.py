@@ -86,7 +86,7 @@ def test_plans_drawn_at_random_are_those_that_training_draws(cli, lengths):
 @pytest.mark.parametrize("options", [("plan", "--out"), ("simulate", "--html"), ("simulate", "--trace")], ids=" ".join)
 def test_where_to_write_is_checked_before_the_work(cli, lengths, tmp_path, options, monkeypatch):
     verb, option = options
-    monkeypatch.setattr("lengthwise.cli.commands.plan.make_planner", None)  # would fail if it were called
+    monkeypatch.setattr("lengthwise.session.plan_steps.make_planner", None)  # would fail if it were called
     for place, words in ((tmp_path, "is a folder"), (tmp_path / "nowhere" / "x", "there is no folder")):
         code, _, err = cli(verb, *arguments(lengths), option, place)
         assert code == 2 and words in err

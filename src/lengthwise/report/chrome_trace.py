@@ -10,6 +10,8 @@ from lengthwise.core.timeline import Timeline
 from lengthwise.report.whole_file import write_whole
 
 Event = dict[str, Any]
+MOST_SPANS = 300_000
+"""Measured spans in a trace; more make a file that viewers choke on."""
 
 
 def chrome_trace(

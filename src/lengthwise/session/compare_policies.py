@@ -22,7 +22,7 @@ from lengthwise.plan.policies import prepare
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, first_batches, make_problem, sample_lengths
 from lengthwise.report.pages.compare_results import ClusterResult, ComparedStep, PolicyResult
-from lengthwise.session.planning_args import check_longest
+from lengthwise.session.planning_args import COMMAND_LINE, Spelling, check_longest
 from lengthwise.sim.engine import simulate
 from lengthwise.sim.step_summary import SimulatedStep, summary
 
@@ -49,6 +49,8 @@ class PolicyComparison:
     lengths: LengthIndex
     num_steps: int
     seed: int
+    spelling: Spelling = COMMAND_LINE
+    """How errors name settings."""
 
     def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
         """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
@@ -62,7 +64,7 @@ class PolicyComparison:
                 pool=self.pool,
                 samples=sample_lengths(self.lengths, tokens_per_step=tokens_per_step, seed=self.seed),
             )
-            check_longest(problem, self.lengths)
+            check_longest(problem, self.lengths, self.spelling)
         except InfeasibleError as error:
             problem, refused = None, str(error)
         return ComparedCluster(cluster=cluster, tokens_per_step=tokens_per_step, problem=problem, refused=refused)
@@ -81,6 +83,10 @@ class PolicyComparison:
         with searching(large, spaces, workers=workers):
             yield
 
+    def batches(self, entry: "ComparedCluster") -> list[GlobalBatch]:
+        """The global batches that every policy plans on a cluster."""
+        return first_batches(self.lengths, steps=self.num_steps, tokens_per_step=entry.tokens_per_step, seed=self.seed)
+
     def run(self, entry: "ComparedCluster", *, with_steps: bool, on_step: OnStep) -> ClusterResult:
         """Every policy on a cluster; one that cannot hold some sequence says why, and the others go on.
 
@@ -89,7 +95,7 @@ class PolicyComparison:
             with_steps: also keep one typical step of every policy, for the page.
             on_step: hears of progress.
         """
-        drawn = first_batches(self.lengths, steps=self.num_steps, tokens_per_step=entry.tokens_per_step, seed=self.seed)
+        drawn = self.batches(entry)
         results, planners, batches = [], {}, list[PricedBatch]()
         if entry.problem is None:
             results = [PolicyResult(policy=name, refused=entry.refused) for name in self.policies]
@@ -98,13 +104,13 @@ class PolicyComparison:
             for name in self.policies:
                 planners[name] = Planner(policy=name, problem=entry.problem)
                 results.append(play(planners[name], batches, on_step=on_step))
-        found = ClusterResult(
+        cluster_result = ClusterResult(
             num_devices=entry.cluster.num_devices,
             cluster=entry.name,
             tokens_per_step=round(sum(batch.num_tokens for batch in drawn) / len(drawn)),
             policies=tuple(results),
         )
-        return _with_steps(found, planners, batches) if with_steps else found
+        return _with_steps(cluster_result, planners, batches) if with_steps else cluster_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +153,8 @@ def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -
     except InfeasibleError as error:
         on_step(name, len(batches) - len(played))
         return PolicyResult(policy=name, refused=str(error))
-    found = _result(name, [each.batch for each in batches], played)
-    return replace(found, preparing_s=preparing_s, planning_s=min(times_s[:TIMED]))
+    result = _result(name, [priced.batch for priced in batches], played)
+    return replace(result, preparing_s=preparing_s, planning_s=min(times_s[:TIMED]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +169,10 @@ class _Played:
 
     @classmethod
     def of(cls, plan: StepPlan, problem: PlanningProblem) -> "_Played":
-        found = summary(plan)
+        step = summary(plan)
         return cls(
-            summary=found,
-            device_s=found.step_time_s * plan.num_devices,
+            summary=step,
+            device_s=step.step_time_s * plan.num_devices,
             padding_s=fsum(_padding_s(problem, p, m) for p in plan.pipelines for m in p.micro_batches),
             num_computed_tokens=plan.num_computed_tokens,
             gap=plan.gap,
@@ -191,13 +197,13 @@ def _padding_s(problem: PlanningProblem, pipeline: Pipeline, micro_batch: Planne
 def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Played]) -> PolicyResult:
     """Figures over all steps, shares weighted by time."""
     num_tokens = sum(batch.num_tokens for batch in batches)
-    time_s = fsum(one.summary.step_time_s for one in played)
-    device_s = fsum(one.device_s for one in played)
+    time_s = fsum(step.summary.step_time_s for step in played)
+    device_s = fsum(step.device_s for step in played)
     spent_s = {
-        name: fsum(getattr(one.summary.losses, name) * one.device_s for one in played)
+        name: fsum(getattr(step.summary.losses, name) * step.device_s for step in played)
         for name in ("compute", "communicate", "bubble", "imbalance", "switch", "update")
     }
-    padding_s = min(spent_s["compute"], fsum(one.padding_s for one in played))
+    padding_s = min(spent_s["compute"], fsum(step.padding_s for step in played))
     spent_s |= {"compute": spent_s["compute"] - padding_s, "padding": padding_s}
     return PolicyResult(
         policy=policy,
@@ -205,11 +211,11 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
         step_time_s=time_s / len(played),
         idle=(spent_s["bubble"] + spent_s["imbalance"]) / device_s,
         bubble=spent_s["bubble"] / device_s,
-        padding=1.0 - num_tokens / sum(one.num_computed_tokens for one in played),
-        gap=median(one.gap for one in played),
-        peak_bytes=max(one.summary.peak_bytes for one in played),
+        padding=1.0 - num_tokens / sum(step.num_computed_tokens for step in played),
+        gap=median(step.gap for step in played),
+        peak_bytes=max(step.summary.peak_bytes for step in played),
         spent_s=spent_s,
-        times_s=tuple(one.summary.step_time_s for one in played),
+        times_s=tuple(step.summary.step_time_s for step in played),
     )
 
 
@@ -219,7 +225,7 @@ def _with_steps(cluster: ClusterResult, planners: dict[str, Planner], batches: S
         return cluster
     times_s = cluster.ranked[0].times_s
     typical = min(range(len(times_s)), key=lambda k: abs(times_s[k] - median(times_s)))
-    plans = {one.policy: planners[one.policy].plan(batches[typical]) for one in cluster.ranked}
+    plans = {result.policy: planners[result.policy].plan(batches[typical]) for result in cluster.ranked}
     return replace(
         cluster, steps={name: ComparedStep(plan=plan, timeline=simulate(plan)) for name, plan in plans.items()}
     )

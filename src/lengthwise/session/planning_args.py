@@ -1,7 +1,9 @@
-"""What if: lengths, a model and a cluster named on the command line, and the planning problem they make."""
+"""Lengths, models, clusters, policies and methods by name, checked, for commands and functions alike."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -9,7 +11,16 @@ from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.read_file import brief
-from lengthwise.core.specs import DEVICES, ClusterSpec, cluster_preset, nearest, whole_number
+from lengthwise.core.specs import (
+    DEVICES,
+    MODELS,
+    ClusterSpec,
+    ModelSpec,
+    cluster_preset,
+    model_preset,
+    nearest,
+    whole_number,
+)
 from lengthwise.data.synthetic import NAMES, synthetic_lengths
 from lengthwise.index.source_file import SourceFile
 from lengthwise.index.store import open_index
@@ -17,30 +28,67 @@ from lengthwise.index.work_units import open_lengths
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.search_space import DEFAULT_METHODS
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 SYNTHETIC_SEQUENCES = 100_000
+METHODS = tuple(str(method) for method in Method if method is not Method.DENSE)
+"""Names of the methods that share a layer among devices."""
 MAX_SIZES = 16
 """Sizes of a cluster that one table compares."""
+MOST_DEVICES = 1024
+"""All ten policies plan a step of so many devices in a quarter of a minute of processor time; of more, in minutes."""
 
 
-def check_longest(problem: PlanningProblem, lengths: LengthIndex) -> None:
-    """Raise ``InfeasibleError`` if the longest sequence fits under no scheme, in the words of the command line."""
+@dataclass(frozen=True, kw_only=True)
+class Spelling:
+    """How errors name settings to whoever gave them: as options of a command, or as arguments of a function."""
+
+    is_option: bool
+    remedies: str
+    """What helps sequences that are too long; ``{limit}`` stands for the longest that fits."""
+
+    def __call__(self, setting: str) -> str:
+        """The setting ``max_length`` as it is given."""
+        return f"--{setting.replace('_', '-')}" if self.is_option else setting
+
+
+COMMAND_LINE = Spelling(
+    is_option=True,
+    remedies="Give --max-length {limit} or less, more or larger devices, or allow more schemes with --max-degree, "
+    "--max-stages, --methods and --recompute auto.",
+)
+PYTHON = Spelling(
+    is_option=False,
+    remedies="Give max_length={limit} or less, a cluster with more or larger devices, or allow more schemes with "
+    "max_degree, max_stages, methods and recompute='auto'.",
+)
+
+
+def check_longest(problem: PlanningProblem, lengths: LengthIndex, spelling: Spelling) -> None:
+    """Raise ``InfeasibleError`` if the longest sequence fits under no scheme."""
     kind = problem.leanest
     if lengths.max_length <= kind.max_tokens:
         return
     where = int(np.argmax(lengths.lengths))
     raise InfeasibleError(
         f"sequence {where} ({lengths.max_length:,} tokens) {problem.needs(kind, lengths.max_length)} "
-        f"Give --max-length {kind.max_tokens} or less, more or larger devices, or allow more schemes with "
-        "--max-degree, --max-stages, --methods and --recompute auto."
+        + spelling.remedies.format(limit=kind.max_tokens)
     )
 
 
-def open_source(source: str, *, seed: int) -> LengthIndex:
+def open_source(source: str, *, seed: int, spelling: Spelling = COMMAND_LINE) -> LengthIndex:
     """The lengths in a .npy file (memory-mapped), of an index, or drawn from a distribution with a name.
+
+    Args:
+        source: the file, the folder or the name.
+        seed: of the lengths that are drawn.
+        spelling: how errors name the setting.
 
     Raises:
         InputError: ``source`` is none of them; the message suggests the nearest name.
     """
+    setting = spelling("lengths")
     if source in NAMES:
         return LengthIndex(lengths=synthetic_lengths(source, SYNTHETIC_SEQUENCES, seed))
     path = Path(source)
@@ -48,22 +96,58 @@ def open_source(source: str, *, seed: int) -> LengthIndex:
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:  # such as a name that is too long, or holds a NUL byte
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"--lengths {brief(source)[1:-1]}: {reason}") from None
-    if is_folder and source:
-        try:
+        raise InputError(f"{setting} {brief(source)[1:-1]}: {reason}") from None
+    try:
+        if is_folder and source:
             return open_index(path).lengths
-        except InputError as error:
-            raise InputError(f"--lengths {source}: {error}") from None
-    if is_file:
-        file = SourceFile(path=source, name=source, size=path.stat().st_size, mtime_ns=0)
-        try:
+        if is_file:
+            file = SourceFile(path=source, name=source, size=path.stat().st_size, mtime_ns=0)
             return LengthIndex(lengths=open_lengths(file))
-        except InputError as error:
-            raise InputError(f"--lengths {source}: {error}") from None
+    except InputError as error:
+        raise InputError(f"{setting} {source}: {error}") from None
     raise InputError(
-        f"--lengths {brief(source)[1:-1]}: no .npy file, no index folder and no synthetic distribution of that name; "
+        f"{setting} {brief(source)[1:-1]}: no .npy file, no index folder and no synthetic distribution of that name; "
         f"{nearest(source, NAMES)}"
     )
+
+
+def find_lengths(
+    lengths: "str | Path | LengthIndex | ArrayLike", *, seed: int, spelling: Spelling = PYTHON
+) -> LengthIndex:
+    """Lengths as an array, as an index in memory, or by the name that ``open_source`` takes.
+
+    Raises:
+        InputError: they are none of these, or no lengths.
+    """
+    if isinstance(lengths, LengthIndex):
+        return lengths
+    if isinstance(lengths, str | Path):
+        return open_source(str(lengths), seed=seed, spelling=spelling)
+    return LengthIndex(lengths=np.asarray(lengths))
+
+
+def find_model(model: str | Path | ModelSpec) -> ModelSpec:
+    """The sizes of a model by the name of its preset or its Hugging Face folder, or as they are.
+
+    Raises:
+        InputError: there is no such preset and no such folder, or the folder's config.json is of no known model.
+    """
+    if isinstance(model, ModelSpec):
+        return model
+    if str(model) not in MODELS and Path(model).is_dir():
+        from lengthwise.models.hf_config import read_spec
+
+        return read_spec(Path(model))
+    return model_preset(str(model))
+
+
+def find_cluster(cluster: str | ClusterSpec) -> ClusterSpec:
+    """The cluster of a name such as ``8x8xH100-80GB``, or as it is.
+
+    Raises:
+        InputError: there is no such device, or the name has another form.
+    """
+    return cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster)
 
 
 def make_cluster(device: str, num_devices: int, *, devices_per_node: int, memory_gib: float | None) -> ClusterSpec:
@@ -98,6 +182,16 @@ def parse_counts(words: str, option: str) -> list[int]:
     return list(dict.fromkeys(count for count in counts if count))
 
 
+def check_compared(counts: Sequence[int], device: str) -> None:
+    """Raise ``InputError`` if comparing policies on so many devices would take too long."""
+    if max(counts) > MOST_DEVICES:
+        raise InputError(
+            f"--gpus {max(counts)}: at most {MOST_DEVICES:,} devices are compared, for the time that all policies plan "
+            "them grows faster than their number; for more, plan and simulate one policy (lengthwise simulate CONFIG "
+            f"plan.policy=NAME cluster.name=NxMx{device})"
+        )
+
+
 def parse_names(words: str | None, known: Sequence[str], option: str) -> list[str]:
     """Names from ``a,b``, each once, checked; all that are known where none is given.
 
@@ -106,14 +200,26 @@ def parse_names(words: str | None, known: Sequence[str], option: str) -> list[st
     """
     if words is None:
         return list(known)
-    names = list(dict.fromkeys(part.strip() for part in words.split(",")))
+    return check_names(split_names(words), known, option)
+
+
+def split_names(words: str) -> list[str]:
+    """The names in ``a,b``."""
+    return [part.strip() for part in words.split(",")]
+
+
+def check_names(names: Sequence[str], known: Sequence[str], setting: str) -> list[str]:
+    """The names, each once.
+
+    Raises:
+        InputError: a name is not known; the message says of which ``setting``, and suggests the nearest.
+    """
     for name in names:
         if name not in known:
-            raise InputError(f"{option} {brief(words)[1:-1]}: no {brief(name)}; {nearest(name, known)}")
-    return names
+            raise InputError(f"{setting} {brief(','.join(names))[1:-1]}: no {brief(name)}; {nearest(name, known)}")
+    return list(dict.fromkeys(names))
 
 
 def parse_methods(words: str | None) -> tuple[Method, ...]:
     """Methods from ``ulysses,ring``; ``DEFAULT_METHODS`` where none is given. Dense is always there, at degree 1."""
-    known = [str(method) for method in Method if method is not Method.DENSE]
-    return DEFAULT_METHODS if words is None else tuple(map(Method, parse_names(words, known, "--methods")))
+    return DEFAULT_METHODS if words is None else tuple(map(Method, parse_names(words, METHODS, "--methods")))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.timeline import Timeline
 from lengthwise.sim.pipeline import PipelineRun
 from lengthwise.sim.sim_options import SimOptions
 from lengthwise.sim.simulate_step import StepRun, run_step
@@ -24,6 +25,8 @@ class SimulatedStep:
     """Of the rank that holds most."""
     busy_s: np.ndarray
     """[num_ranks] seconds in which a rank does not wait: computing, communicating, updating."""
+    timeline: Timeline | None = None
+    """Which rank does what when, where it was asked for."""
 
     @property
     def idle(self) -> float:

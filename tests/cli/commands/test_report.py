@@ -57,7 +57,7 @@ def test_several_runs_share_one_page_and_one_trace(lengthwise, tmp_path):
 
 
 def test_long_runs_keep_the_last_steps_in_the_trace(lengthwise, tmp_path, monkeypatch):
-    monkeypatch.setattr("lengthwise.cli.commands.report.MOST_SPANS", 100)
+    monkeypatch.setattr("lengthwise.session.run_report.MOST_SPANS", 100)
     folder = make_run(tmp_path / "run", num_steps=20)
     assert lengthwise("report", folder.path)[0] == 0
     events = json.loads(gzip.decompress(folder.trace.read_bytes()))["traceEvents"]

@@ -90,7 +90,7 @@ def test_a_trace_has_every_pass_and_switch_and_no_overlaps(cli, staged, tmp_path
 
 
 def test_a_trace_holds_as_many_steps_as_viewers_bear(cli, staged, tmp_path, monkeypatch):
-    monkeypatch.setattr("lengthwise.cli.commands.simulate.MOST_SPANS", 10)
+    monkeypatch.setattr("lengthwise.session.simulate_plans.MOST_SPANS", 10)
     code, _, err = cli("simulate", staged, "--trace", tmp_path / "trace.json.gz")
     events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
     assert (code, {e["args"]["step"] for e in events if e["ph"] == "X"}) == (0, {0})

@@ -2,20 +2,20 @@
 
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lengthwise.cli.commands import index, profile, report, train
-from lengthwise.config.run_config import Config, check
+from lengthwise.cli.commands import index, profile
+from lengthwise.cli.train_config import launch
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.session.console import emit_json, stderr, stdout
+from lengthwise.session.demo_settings import NUM_RANKS, POLICIES, demo_config, demo_share
+from lengthwise.session.run_report import write_report
 
 if TYPE_CHECKING:
     from lengthwise.report.run_summary import RunSummary
 
-POLICIES = ("padded", "static", "auto")
-NUM_RANKS = 2
 TRACE = "trace.json.gz"
 
 
@@ -39,34 +39,15 @@ def run(
     for policy in POLICIES:
         log.print(f"3/4 train {steps} steps, policy {policy}")
         folder = RunFolder(runs / policy)
-        train.launch(folder, [str(runs / "demo.yaml"), f"plan.policy={policy}", f"name={policy}"], nproc=NUM_RANKS)
+        launch(folder, [str(runs / "demo.yaml"), f"plan.policy={policy}", f"name={policy}"], nproc=NUM_RANKS)
         folders.append(folder.path)
     log.print("4/4 report")
     page = runs / "report.html"
-    summaries = report.write(folders, page, page.with_name(TRACE))
+    summaries = write_report(folders, page, page.with_name(TRACE))
     if as_json:
         emit_json({"runs": [summary.to_json() for summary in summaries], "report": str(page)})
     else:
         _print(summaries, page)
-
-
-def demo_config(corpus: Path, measured: Path, steps: int) -> Config:
-    """What the demo trains: sequences to 4,096 tokens, longer ones split, 16,384 tokens a step."""
-    tree: dict[str, Any] = {
-        "name": "demo",
-        "data": {"index": str(corpus), "max_length": 4096, "over_length": "split", "tokens_per_step": 16_384},
-        "model": {"preset": "llama-tiny"},
-        "plan": {"profile": str(measured), "batch_size": 4},
-        "optim": {"lr": 2e-3, "warmup_steps": 2},
-        "train": {"steps": steps},
-    }
-    return check(tree)
-
-
-def demo_share(config: Config) -> int:
-    """Tokens of one rank's share of a step: the largest micro-batch worth measuring."""
-    assert config.data.tokens_per_step is not None
-    return config.data.tokens_per_step // NUM_RANKS
 
 
 def _print(summaries: list["RunSummary"], page: Path) -> None:

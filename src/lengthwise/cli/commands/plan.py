@@ -1,27 +1,16 @@
 """`lengthwise plan`: the plans of the first steps of a run, without running it; needs no torch."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from lengthwise.cli.launch import split_arguments
-from lengthwise.config.run_config import MAX_STEPS, Config, load
-from lengthwise.core.step_plan import StepPlan
-from lengthwise.data.corpus import open_corpus
-from lengthwise.session.console import emit_json, progress, stderr, stdout
-from lengthwise.session.planning import (
-    make_cost,
-    make_planner,
-    make_sampler,
-    resolve_cluster,
-    resolve_model,
-    with_draws,
-)
-
-DEFAULT_STEPS = 10
+from lengthwise.cli.tables.plan_table import print_plans
+from lengthwise.config.run_config import MAX_STEPS, load
+from lengthwise.session.console import emit_json
+from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
 
 
 def run(
@@ -44,46 +33,4 @@ def run(
     if as_json:
         emit_json({"plans": [plan.to_json() for plan in plans], "out": str(out) if out else None})
     else:
-        _print(plans)
-
-
-def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
-    """Plans of the run's first ``steps`` steps.
-
-    Raises:
-        InfeasibleError: before the first plan, if some sequence of the corpus fits nowhere.
-    """
-    corpus = open_corpus(config.data)
-    spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
-    cost = make_cost(config, spec, cluster)
-    planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus))
-    if cluster.num_devices > 1 and max(config.plan.degree or 1, config.plan.max_degree, config.plan.max_stages) == 1:
-        stages = min(8, cluster.num_devices)
-        stderr().print(
-            "every pipeline is one device, as plan.max_degree and plan.max_stages are 1; for any degree and up to "
-            f"{stages} stages set plan.max_degree={cluster.num_devices} plan.max_stages={stages}"
-            + (" and plan.profile= (empty), for a profile is of one device" if config.plan.profile else ""),
-            soft_wrap=True,
-        )
-    sampler = make_sampler(config, corpus)
-    with progress() as bar:
-        for _ in bar.track(range(steps), description="plan"):
-            yield planner(next(sampler))
-
-
-def _print(plans: list[StepPlan]) -> None:
-    from rich.table import Table
-
-    from lengthwise.report.units import seconds, share
-
-    shown = Table(title=f"policy {plans[0].policy} on {plans[0].num_devices} devices", box=None, pad_edge=False)
-    for heading in ("step", "seqs", "tokens", "longest", "packs", "padding", "predicted", "bound", "gap"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    for plan in plans:
-        packs = [m.pack for pipeline in plan.pipelines for m in pipeline.micro_batches]
-        lengths = [length for pack in packs for length in pack.lengths]
-        shown.add_row(
-            str(plan.step), f"{len(lengths):,}", f"{sum(lengths):,}", f"{max(lengths):,}", f"{len(packs):,}",
-            share(plan.padding_fraction), seconds(plan.time_s), seconds(plan.lower_bound_s), f"{plan.gap:.2%}",
-        )  # fmt: skip
-    stdout().print(shown)
+        print_plans(plans)

@@ -130,7 +130,7 @@ class ClusterResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Everything the page shows."""
+    """What every policy would make of the same sequences on one or several clusters."""
 
     model: str
     device: str
@@ -141,6 +141,14 @@ class Comparison:
     """Terms and descriptions of what was asked."""
     clusters: tuple[ClusterResult, ...]
     length_bins: tuple[LengthBin, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dtype, seed, and what the length limit did, for ``to_json``."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: a document a cluster, and that of a single cluster at the top as well."""
+        documents = [result.to_json() for result in self.clusters]
+        asked = {"model": self.model, "lengths": self.source, "num_steps": self.num_steps}
+        return {**(documents[0] if len(documents) == 1 else {}), "clusters": documents, **asked, **self.settings}
 
 
 def headline(cluster: ClusterResult) -> str:

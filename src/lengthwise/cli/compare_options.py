@@ -1,0 +1,41 @@
+"""Options of `lengthwise compare`."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lengthwise.cli.shared_options import MAX_SEED, MAX_TOKENS
+from lengthwise.plan.space.search_space import RecomputeMode
+
+
+class OverLength(StrEnum):
+    """Choices of --over-length."""
+
+    DROP = "drop"
+    TRUNCATE = "truncate"
+    SPLIT = "split"
+    ERROR = "error"
+
+
+Lengths = Annotated[
+    str, typer.Option(metavar="FILE.npy|INDEX|NAME", help="Lengths in tokens; NAME: such as commoncrawl.")
+]
+Gpus = Annotated[str, typer.Option(metavar="N[,N...]", help="Devices; several sizes show how policies scale.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_TOKENS, metavar="TOKENS", help="Longest sequence trained; default: no limit."),
+]
+OverLengthOption = Annotated[OverLength, typer.Option(help="What becomes of sequences over it.")]
+TokensPerStep = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=MAX_TOKENS, metavar="TOKENS", help="Of a global batch; default: 3125 a device, or the longest."
+    ),
+]
+Steps = Annotated[int, typer.Option(min=1, max=10_000, help="Global batches that every policy plans.")]
+Policies = Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")]
+Recompute = Annotated[RecomputeMode, typer.Option(help="Layers that schemes recompute.")]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the order of the sequences.")]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a page with charts.")]

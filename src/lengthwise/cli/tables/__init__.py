@@ -1,0 +1,1 @@
+"""What commands print for people: tables and lines from results of the session."""

@@ -1,0 +1,32 @@
+"""What `lengthwise simulate` prints: figures over all steps."""
+
+from typing import Any
+
+from lengthwise.core.specs import GIB
+from lengthwise.session.console import stdout
+
+
+def print_simulation(document: dict[str, Any]) -> None:
+    """Print the figures of the simulated steps."""
+    from rich.table import Table
+
+    from lengthwise.report.units import count, memory, seconds, share
+
+    shown = Table(box=None, pad_edge=False, show_header=False)
+    shown.add_column()
+    shown.add_column(justify="right", min_width=12)
+    for words, value in (
+        ("tokens/s", count(document["tokens_per_s"])),
+        ("step time, mean", seconds(document["step_time_s"])),
+        ("idle", share(document["idle"])),
+        ("  bubbles within pipelines", share(document["bubble"])),
+        ("  imbalance between pipelines", share(document["imbalance"])),
+        ("padding", share(document["padding"])),
+        ("gap to the bound, median", f"{document['gap_median']:.2%}"),
+        ("peak memory per device", memory(document["peak_gib"] * GIB)),
+    ):
+        shown.add_row(words, value)
+    console = stdout()
+    num_steps, policy, num_devices = (document[name] for name in ("num_steps", "policy", "num_devices"))
+    console.print(f"{num_steps:,} steps of policy {policy} on {num_devices:,} devices, simulated", soft_wrap=True)
+    console.print(shown)

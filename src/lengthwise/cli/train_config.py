@@ -1,0 +1,190 @@
+"""`lengthwise.train`: train what a configuration says, as ranks of this machine or as one rank under torchrun."""
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from datetime import datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lengthwise.cli.claim import check_unused, claimed, claimed_with_free_name
+from lengthwise.cli.ending import ask_to_stop, error_of, way_on
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, is_rank, torchrun
+from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
+from lengthwise.config.run_config import Config, load
+from lengthwise.core.errors import INTERRUPTED, InputError, Preempted
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.runtime.state.checkpoint_files import latest
+from lengthwise.session.console import stderr
+
+
+def train(
+    config: Config | str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int = 1,
+    resume: str | Path | None = None,
+    fall_back: bool = False,
+    max_restarts: int = 0,
+    quiet: bool = False,
+) -> Path:
+    """Train as `lengthwise train` does: start ranks on this machine and wait for them; under torchrun, be one rank.
+
+        run_folder = lengthwise.train("run.yaml", ["train.steps=100", "plan.policy=auto"], nproc=2)
+
+    Ranks print their progress, and the first Ctrl-C or SIGTERM makes them save and end. Under torchrun a rank that
+    fails ends its process with the exit code of the command, as the other ranks may wait for it.
+
+    Args:
+        config: a YAML file, or a checked `Config`; by default, the default settings.
+        overrides: settings that replace those of `config`, such as "train.steps=100".
+        nproc: ranks on this machine; of no meaning under torchrun.
+        resume: the folder of a run that goes on from its latest checkpoint; then there is no `config`.
+        fall_back: where the latest checkpoint is damaged, go on from the one before it.
+        max_restarts: how many times all ranks are started again after one has died.
+        quiet: print warnings, errors and the last line alone.
+
+    Returns:
+        The folder of the run: its settings, metrics, plans and checkpoints.
+
+    Raises:
+        InputError: a setting is wrong or contradicts the data, or another run uses the folder.
+        LengthwiseError: with the message and exit code of the rank that failed; `Preempted` if SIGTERM stopped it.
+        KeyboardInterrupt: Ctrl-C stopped it.
+    """
+    resumed = None if resume is None else Path(resume)
+    with ExitStack() as stack:
+        path: Path | None
+        if isinstance(config, Config):
+            path = Path(stack.enter_context(TemporaryDirectory(prefix="lengthwise-"))) / "config.yaml"
+            config.save(path)
+        else:
+            path = None if config is None else Path(config)
+        if resumed is not None:
+            if path is not None:
+                raise InputError(
+                    f"--resume goes on with {resumed}/config.yaml; give overrides, not another config ({path})"
+                )
+            RunFolder(resumed).check()
+        resolved = load(path if resumed is None else resumed / "config.yaml", list(overrides))
+        if is_rank():
+            return _train_as_rank(resolved, resumed, fall_back=fall_back, quiet=quiet)
+        check_nproc(nproc)
+        folder = _folder_of(resolved, resumed, fall_back=fall_back)
+        _check(resolved, nproc=nproc, is_resumed=resumed is not None)
+        arguments = ["--resume", str(resumed)] if resumed else [str(path)] if path else []
+        arguments += [*overrides, *(["--fall-back"] if fall_back else []), *(["--quiet"] if quiet else [])]
+        claim = claimed_with_free_name(_by_time(resolved)) if folder is None else claimed(folder, is_new=not resumed)
+        run_folder = stack.enter_context(claim)
+        launch(run_folder, arguments, nproc=nproc, max_restarts=max_restarts)
+    return run_folder.path
+
+
+def _folder_of(config: Config, resume: Path | None, *, fall_back: bool) -> RunFolder | None:
+    """The folder that the run is to have, checked; None: a new one, named by the time."""
+    if resume is None:
+        if not config.run_folder:
+            return None
+        folder = RunFolder(Path(config.run_folder))
+        folder.check_new()
+        return folder
+    folder = RunFolder(resume)
+    check_unused(folder)
+    folder.check_records()
+    if not fall_back:
+        latest(folder.checkpoints)
+    return folder
+
+
+def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
+    """Refuse here, before ranks are started and a folder is made, what can be without them."""
+    from lengthwise.cli.plan_checks import check_plans_of_run
+    from lengthwise.cli.verify import verify_corpus
+    from lengthwise.data.corpus import open_corpus
+    from lengthwise.session.planning import check_num_ranks, make_sampler, open_plans, open_profile, resolve_model
+
+    corpus = open_corpus(config.data)
+    corpus.check_tokens()
+    make_sampler(config, corpus)
+    resolve_model(config, corpus)
+    check_num_ranks(config, nproc)
+    if config.plan.profile:
+        open_profile(config)
+    verify_corpus(config, corpus)
+    if config.plan.file:
+        plans = open_plans(config, show_progress=True)
+        if not is_resumed:
+            check_plans_of_run(config, plans, corpus)
+
+
+def _train_as_rank(config: Config, resume: Path | None, *, fall_back: bool, quiet: bool) -> Path:
+    from lengthwise.cli.restart import earlier_end
+
+    named = os.environ.get(RUN_FOLDER_VARIABLE) or str(resume or config.run_folder)
+    if not named:
+        raise InputError("under torchrun set run_folder=DIR, so that all ranks write to the same place")
+    folder = RunFolder(Path(named))
+    if (exit_code := earlier_end(folder)) is not None:
+        sys.exit(exit_code)  # what failed for good is not tried again
+    from lengthwise.cli.verify import verify_as_rank
+    from lengthwise.cli.worker import run_worker
+
+    verify_as_rank(config)
+    run_worker(config, folder, resume=resume is not None, fall_back=fall_back, quiet=quiet)
+    return folder.path
+
+
+def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts: int = 0) -> None:
+    """Train into ``folder`` with ``nproc`` ranks, started again up to ``max_restarts`` times after one has died.
+
+    Raises:
+        LengthwiseError: with the message and exit code of the rank that failed; 75 if SIGTERM stopped it and it saved.
+        KeyboardInterrupt: SIGINT stopped it.
+    """
+    log = stderr()
+    folder.path.mkdir(parents=True, exist_ok=True)
+    for stale in (folder.path / "status.json", folder.stop):
+        stale.unlink(missing_ok=True)
+    if "--quiet" not in arguments:
+        log.print(f"run folder: {folder.path}", soft_wrap=True)
+
+    def on_stop() -> None:
+        log.print(ask_to_stop(folder), soft_wrap=True)
+
+    try:
+        variables = {RUN_FOLDER_VARIABLE: str(folder.path)}
+        ended = torchrun(
+            ["train", *arguments], nproc=nproc, variables=variables, on_stop=on_stop, max_restarts=max_restarts
+        )
+    except KeyboardInterrupt:
+        _note_interrupted(folder)
+        raise
+    finally:
+        with suppress(OSError):
+            folder.stop.unlink(missing_ok=True)
+    status = read_status(folder)
+    if ended and status.get("state") == "done":
+        log.print(f"done; next: lengthwise report {folder.path}", soft_wrap=True)
+        return
+    if ended.was_asked and not status:
+        raise Preempted("asked to stop before the ranks had started; start it again")
+    raise error_of(folder, ended.killed)
+
+
+def _note_interrupted(folder: RunFolder) -> None:
+    """Say in status.json and on stderr how a run ended that Ctrl-C stopped: saved, or killed by the second one."""
+    status = read_status(folder)
+    if status.get("exit_code") == Preempted.exit_code:
+        state, words = PREEMPTED, status.get("error", "")
+    elif status.get("state") in OVER:
+        return
+    else:
+        state, words = CRASHED, f"ended at once by a second Ctrl-C, without saving. {way_on(folder)}"
+    with suppress(OSError):
+        write_status(folder, state, exit_code=INTERRUPTED, error=words)
+    stderr().print(words, markup=False, soft_wrap=True)
+
+
+def _by_time(config: Config) -> Path:
+    return Path(config.output) / config.name / datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -1,0 +1,185 @@
+"""`lengthwise.compare`: every policy on the same global batches of some lengths; needs no torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
+
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
+from lengthwise.data.length_stats import histogram
+from lengthwise.data.max_length import LengthLedger
+from lengthwise.plan.policies import POLICIES
+from lengthwise.report.charts.histogram import LengthBin
+from lengthwise.report.pages.compare_results import ClusterResult, Comparison
+from lengthwise.report.units import compact
+from lengthwise.session.compare_policies import PolicyComparison
+from lengthwise.session.plan_lengths import DEFAULT_STEPS, PlanningOptions, comparison_of, step_budget
+from lengthwise.session.planning_args import MOST_DEVICES, PYTHON, find_cluster
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+OnClusterStep = Callable[[ClusterSpec, str, int], None]
+"""Hears which policy plans on which cluster, and how many more steps it is done with."""
+_BIN_EDGES = tuple(1 << power for power in range(7, 21))
+
+
+def compare(
+    lengths: "str | Path | LengthIndex | ArrayLike",
+    *,
+    model: str | Path | ModelSpec,
+    cluster: str | ClusterSpec | Sequence[str | ClusterSpec],
+    policies: Sequence[str] | None = None,
+    steps: int = DEFAULT_STEPS,
+    tokens_per_step: int | None = None,
+    **options: Unpack[PlanningOptions],
+) -> Comparison:
+    """Plan and simulate the same global batches under every scheduling policy.
+
+    Costs come from the data sheet of the device: nothing is measured, and no GPU is needed.
+
+        comparison = lengthwise.compare("commoncrawl", model="llama-7b", cluster="8xH100-80GB", steps=2)
+        for result in comparison.clusters[0].ranked:
+            print(result.policy, round(result.tokens_per_s), f"{result.idle:.1%} idle")
+
+    Args:
+        lengths: tokens of each sequence, as an array; a .npy file of them; an index folder; or the name of a
+            distribution, such as "commoncrawl".
+        model: the name of a preset, a Hugging Face folder, or a `ModelSpec`.
+        cluster: nodes x devices x device, such as "8x8xH100-80GB", or a `ClusterSpec`; several, to see how policies
+            scale.
+        policies: which policies; by default all.
+        steps: global batches that every policy plans.
+        tokens_per_step: most tokens of a global batch; by default 3,125 a device, or the longest sequence.
+        max_length: the longest sequence that is trained; by default there is no limit.
+        over_length: what becomes of sequences over `max_length`: "split" (the default), "truncate", "drop", "error".
+        max_degree: most devices that share a layer; by default any number.
+        max_stages: most pipeline stages; by default 8.
+        methods: how devices share a layer; by default "ulysses", "ring" and "megatron_ts".
+        recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
+        dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
+        seed: decides the order of the sequences; 0 by default.
+
+    Returns:
+        A `Comparison`. Its `clusters` hold one result a cluster, whose `ranked` has one result a policy, the fastest
+        first, with tokens_per_s, step_time_s, idle, bubble, padding, gap and peak_bytes; `to_json()` gives plain
+        values.
+
+    Raises:
+        InputError: a name is not known, or a value is out of its range; the message says what is.
+        InfeasibleError: no policy can run on any of the clusters.
+    """
+    contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **options)
+    named = [cluster] if isinstance(cluster, str | ClusterSpec) else list(cluster)
+    clusters = [find_cluster(name) for name in named]
+    if not clusters:
+        raise InputError("cluster is an empty list; name at least one, such as '8x8xH100-80GB'")
+    if (num_devices := max(spec.num_devices for spec in clusters)) > MOST_DEVICES:
+        raise InputError(
+            f"cluster has {num_devices:,} devices, and at most {MOST_DEVICES:,} are compared; for more, call "
+            "lengthwise.plan with one policy"
+        )
+    results = compare_clusters(contest, clusters, tokens_per_step=tokens_per_step)
+    source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
+    return comparison_page(contest, clusters, results, source=source, ledger=ledger)
+
+
+def compare_clusters(
+    contest: PolicyComparison,
+    clusters: Sequence[ClusterSpec],
+    *,
+    tokens_per_step: int | None,
+    with_steps: bool = False,
+    on_step: OnClusterStep | None = None,
+) -> list[ClusterResult]:
+    """Results by cluster.
+
+    Args:
+        contest: what is compared.
+        clusters: where.
+        tokens_per_step: most tokens of a global batch; None: by the number of devices.
+        with_steps: also keep a typical step of every policy, of the first cluster alone, for the page.
+        on_step: hears which policy plans on which cluster, and how many more steps it is done with.
+
+    Raises:
+        InfeasibleError: no policy can run on any of them.
+    """
+    results: list[ClusterResult] = []
+    entries = [contest.enter(spec, tokens_per_step=step_budget(contest, spec, tokens_per_step)) for spec in clusters]
+    with contest.ahead(entries):
+        for entry in entries:
+            hear = partial(on_step or _ignore, entry.cluster)
+            is_first = not any(result.ranked for result in results)
+            results.append(contest.run(entry, with_steps=with_steps and is_first, on_step=hear))
+    if not any(result.ranked for result in results):
+        raise InfeasibleError(results[-1].policies[0].refused)
+    return results
+
+
+def comparison_page(
+    contest: PolicyComparison,
+    clusters: Sequence[ClusterSpec],
+    results: Sequence[ClusterResult],
+    *,
+    source: str,
+    ledger: LengthLedger,
+) -> Comparison:
+    """The results with what was asked, as the page shows them and ``to_json`` gives them."""
+    return Comparison(
+        model=contest.model.name,
+        device=clusters[0].device.name,
+        source=source,
+        num_steps=contest.num_steps,
+        facts=tuple(_facts(contest, clusters, source, ledger)),
+        clusters=tuple(results),
+        length_bins=tuple(
+            LengthBin(low=bin.low, high=bin.high, num_sequences=bin.num_sequences, num_tokens=bin.num_tokens)
+            for bin in histogram(contest.lengths.lengths, edges=_BIN_EDGES)
+        ),
+        settings={"dtype": contest.dtype, "seed": contest.seed, "ledger": ledger.to_json()},
+    )
+
+
+def write_page(comparison: Comparison, path: Path) -> None:
+    """Write the page with charts, whole or not at all."""
+    from lengthwise.report.pages.compare_page import render_comparison
+    from lengthwise.report.whole_file import write_whole
+
+    write_whole({path: render_comparison(comparison).encode()})
+
+
+def ledger_words(ledger: LengthLedger) -> str:
+    """What became of sequences over the limit, in words."""
+    if not (ledger.dropped or ledger.truncated or ledger.split):
+        return "every token of every sequence is kept"
+    return {
+        "drop": f"{ledger.dropped:,} sequences ({ledger.tokens_dropped:,} tokens) over {ledger.max_length:,} left out",
+        "truncate": f"{ledger.truncated:,} sequences cut at {ledger.max_length:,}, losing {ledger.tokens_cut:,} tokens",
+        "split": f"{ledger.split:,} sequences over {ledger.max_length:,} split into {ledger.pieces:,} pieces",
+    }.get(ledger.rule, "")
+
+
+def _facts(
+    contest: PolicyComparison, clusters: Sequence[ClusterSpec], source: str, ledger: LengthLedger
+) -> Iterator[tuple[str, str]]:
+    """What was asked, in words."""
+    lengths, pool, device = contest.lengths, contest.pool, clusters[0].device
+    limits = [
+        f"{name} at most {limit}"
+        for name, limit in (("degree", pool.max_degree), ("stages", pool.max_stages))
+        if limit is not None
+    ]
+    yield "Model", f"{contest.model.name}, {compact(contest.model.num_params)} parameters, {contest.dtype}"
+    yield "Clusters", f"{', '.join(cluster.name for cluster in clusters)}, {device.memory_bytes / GIB:g} GiB a device"
+    yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
+    yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
+    yield "Schemes", ", ".join([*map(str, pool.methods), f"recompute {pool.recompute}", *limits])
+    yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
+    for name in contest.policies:
+        yield name, POLICIES[name]
+
+
+def _ignore(cluster: ClusterSpec, policy: str, num_done: int) -> None:
+    """Where nobody watches the progress."""

@@ -1,0 +1,165 @@
+"""`lengthwise.plan`: plans of steps from lengths, a model and a cluster, without a configuration; needs no torch.
+
+The package imports this file, so it imports nothing heavy before the function is called.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from lengthwise.core.lengths import LengthIndex
+    from lengthwise.core.specs import ClusterSpec, ModelSpec
+    from lengthwise.core.step_plan import StepPlan
+    from lengthwise.data.max_length import LengthLedger
+    from lengthwise.session.compare_policies import PolicyComparison
+    from lengthwise.session.planning_args import Spelling
+
+DEFAULT_STEPS = 8
+TOKENS_PER_DEVICE = 200_000 / 64
+"""Tokens of a global batch by default: Hydraulis' 200K on 64 devices, 3.2M on 1024."""
+
+
+class PlanningOptions(TypedDict, total=False):
+    """Keyword arguments that `lengthwise.plan` and `lengthwise.compare` share; each may be left out."""
+
+    max_length: int | None
+    over_length: Literal["error", "drop", "truncate", "split"]
+    max_degree: int | None
+    max_stages: int | None
+    methods: Sequence[str] | None
+    recompute: Literal["auto", "none", "all"]
+    dtype: Literal["bfloat16", "float32"]
+    seed: int
+
+
+def plan(
+    lengths: "str | Path | LengthIndex | ArrayLike",
+    *,
+    model: "str | Path | ModelSpec",
+    cluster: "str | ClusterSpec",
+    policy: str = "auto",
+    steps: int = DEFAULT_STEPS,
+    tokens_per_step: int | None = None,
+    **options: Unpack[PlanningOptions],
+) -> "list[StepPlan]":
+    """Plan the first steps of training on sequences of these lengths.
+
+    Each plan says which ranks compute which sequences in which micro-batches, under which parallel configuration, how
+    long that takes, and a time that no plan can beat. Costs come from the data sheet of the device: nothing is
+    measured, and no GPU is needed.
+
+        plans = lengthwise.plan([700, 90, 4000, 350], model="llama-7b", cluster="1x8xH100-80GB", steps=1)
+        print(plans[0].time_s, plans[0].gap)
+
+    Args:
+        lengths: tokens of each sequence, as an array; a .npy file of them; an index folder; or the name of a
+            distribution, such as "commoncrawl".
+        model: the name of a preset, a Hugging Face folder, or a `ModelSpec`.
+        cluster: nodes x devices x device, such as "8x8xH100-80GB", or a `ClusterSpec`.
+        policy: the scheduling policy; "auto" is the fastest that the search finds.
+        steps: global batches that are planned.
+        tokens_per_step: most tokens of a global batch; by default 3,125 a device, or the longest sequence.
+        max_length: the longest sequence that is trained; by default there is no limit.
+        over_length: what becomes of sequences over `max_length`: "split" (the default), "truncate", "drop", "error".
+        max_degree: most devices that share a layer; by default any number.
+        max_stages: most pipeline stages; by default 8.
+        methods: how devices share a layer; by default "ulysses", "ring" and "megatron_ts".
+        recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
+        dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
+        seed: decides the order of the sequences; 0 by default.
+
+    Returns:
+        One plan a step, in order.
+
+    Raises:
+        InputError: a name is not known, or a value is out of its range; the message says what is.
+        InfeasibleError: the model's state or the longest sequence fits on the cluster under no parallel configuration.
+    """
+    from lengthwise.core.errors import InfeasibleError
+    from lengthwise.plan.planner import Planner
+    from lengthwise.plan.policies import POLICIES
+    from lengthwise.session.planning_args import PYTHON, check_names, find_cluster
+
+    check_names([policy], list(POLICIES), "policy")
+    comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)
+    devices = find_cluster(cluster)
+    entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
+    if entry.problem is None:
+        raise InfeasibleError(entry.refused)
+    planner = Planner(policy=policy, problem=entry.problem)
+    return [planner(batch) for batch in comparison.batches(entry)]
+
+
+def comparison_of(
+    lengths: "str | Path | LengthIndex | ArrayLike",
+    *,
+    model: "str | Path | ModelSpec",
+    policies: Sequence[str] | None,
+    steps: int,
+    spelling: "Spelling",
+    **options: Unpack[PlanningOptions],
+) -> "tuple[PolicyComparison, LengthLedger]":
+    """What is planned on any cluster, and what ``max_length`` did to the sequences.
+
+    Raises:
+        InputError: a name is not known, or a value is out of its range.
+    """
+    from lengthwise.core.pipeline_config import Method
+    from lengthwise.data.max_length import apply_max_length
+    from lengthwise.plan.policies import POLICIES
+    from lengthwise.plan.space.search_space import DEFAULT_METHODS, RecomputeMode, SearchSpace
+    from lengthwise.session.compare_policies import PolicyComparison
+    from lengthwise.session.planning_args import METHODS, check_names, find_lengths, find_model
+
+    _check(options, steps)
+    names = check_names(list(POLICIES) if policies is None else policies, list(POLICIES), spelling("policies"))
+    spec, methods, seed = find_model(model), options.get("methods"), options.get("seed", 0)
+    space = SearchSpace(
+        max_degree=options.get("max_degree"),
+        max_stages=options.get("max_stages"),
+        methods=DEFAULT_METHODS
+        if methods is None
+        else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
+        recompute=RecomputeMode(options.get("recompute", "auto")),
+        head_layers=spec.head_layers,
+    )
+    view = apply_max_length(
+        find_lengths(lengths, seed=seed, spelling=spelling),
+        max_length=options.get("max_length"),
+        rule=options.get("over_length", "split"),
+    )
+    comparison = PolicyComparison(
+        model=spec,
+        dtype=options.get("dtype", "bfloat16"),
+        pool=space,
+        policies=tuple(names),
+        lengths=view.lengths,
+        num_steps=steps,
+        seed=seed,
+        spelling=spelling,
+    )
+    return comparison, view.ledger
+
+
+def _check(options: PlanningOptions, steps: int) -> None:
+    """Raise for arguments that are not those of ``PlanningOptions``, and for words that none of them may be."""
+    from lengthwise.core.errors import InputError
+
+    kinds = get_type_hints(PlanningOptions)
+    if unknown := sorted(options.keys() - kinds.keys()):
+        raise TypeError(
+            f"no argument {', '.join(unknown)}; besides those of the signature there are {', '.join(kinds)}"
+        )
+    if steps < 1:
+        raise InputError(f"steps={steps}: at least 1 step is planned")
+    for name, value in options.items():
+        if get_origin(kinds[name]) is Literal and value not in (words := get_args(kinds[name])):
+            raise InputError(f"{name}={value!r} is not one of {', '.join(words)}")
+
+
+def step_budget(comparison: "PolicyComparison", cluster: "ClusterSpec", tokens_per_step: int | None) -> int:
+    """Tokens of a global batch: as asked, or so many a device, but at least the longest sequence."""
+    return tokens_per_step or max(round(TOKENS_PER_DEVICE * cluster.num_devices), comparison.lengths.max_length)

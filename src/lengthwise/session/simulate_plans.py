@@ -1,0 +1,131 @@
+"""`lengthwise.simulate`: plans in virtual time, and their figures over all steps; needs no torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from math import fsum
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.read_file import brief
+from lengthwise.core.run_folder import read_jsonl
+from lengthwise.core.specs import GIB, whole_number
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.timeline import Timeline
+from lengthwise.report.chrome_trace import MOST_SPANS
+from lengthwise.sim.engine import simulate as simulate_step
+from lengthwise.sim.sim_options import SimOptions
+from lengthwise.sim.step_summary import SimulatedStep, summary
+
+
+def simulate(
+    plans: Sequence[StepPlan] | str | Path,
+    *,
+    jitter: float = 0.0,
+    stragglers: Mapping[int, float] | None = None,
+    seed: int = 0,
+    timelines: bool = False,
+) -> list[SimulatedStep]:
+    """Execute plans in virtual time.
+
+        steps = lengthwise.simulate(plans, stragglers={3: 1.5}, timelines=True)
+        print(steps[0].step_time_s, steps[0].idle, steps[0].timeline.spans[0])
+
+    Args:
+        plans: what `lengthwise.plan` returned, or a file of plans: plans.jsonl of a run or of `lengthwise plan --out`.
+        jitter: sigma of a lognormal factor of mean 1 on the time of every micro-batch, such as 0.1.
+        stragglers: rank -> how many times slower it computes, at least 1.
+        seed: decides the jitter.
+        timelines: also make the timeline of each step: which rank does what when, and its memory.
+
+    Returns:
+        One `SimulatedStep` a plan: step_time_s, peak_bytes, busy_s of each rank, idle and bubble as shares of the
+        device time, all parts of it in `losses`, and `timeline` where asked for.
+
+    Raises:
+        InputError: there is no plan, a value is out of its range, or a straggler is not a rank of the plans.
+    """
+    options = SimOptions(jitter=jitter, stragglers=dict(stragglers or {}), seed=seed)
+    if isinstance(plans, str | Path):
+        plans = read_plans(Path(plans))
+    if not timelines:
+        return [summary(plan, options) for plan in plans]
+    return [replace(summary(plan, options), timeline=simulate_step(plan, options)) for plan in plans]
+
+
+def read_plans(path: Path, *, steps: int | None = None) -> list[StepPlan]:
+    """The first ``steps`` plans of a file, a JSON object a line; None: all.
+
+    Raises:
+        InputError: there are none, or one is damaged.
+    """
+    plans = [_plan(row, path) for row in islice(read_jsonl(path), steps)]
+    if not plans:
+        raise InputError(f"no plans in {path}; make some with: lengthwise plan --out {path}")
+    return plans
+
+
+def ends_within_line(path: Path) -> bool:
+    """Whether a process that wrote the file was killed within its last line, which ``read_plans`` leaves out."""
+    return not path.read_bytes().endswith(b"\n")
+
+
+def parse_straggler(text: str) -> tuple[int, float]:
+    """The rank and its factor in ``RANK:FACTOR``.
+
+    Raises:
+        InputError: the text has another form.
+    """
+    words, _, factor = text.partition(":")
+    rank = whole_number(words)
+    try:
+        if rank is None:
+            raise ValueError
+        return rank, float(factor)
+    except ValueError:
+        raise InputError(
+            f"--straggler {brief(text)[1:-1]} is not RANK:FACTOR, such as 3:1.5 for rank 3 half as fast again"
+        ) from None
+
+
+def figures(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep]) -> dict[str, Any]:
+    """Throughput and losses over the simulated steps; tokens are those trained, padding left out."""
+    tokens = [plan.num_computed_tokens * (1 - plan.padding_fraction) for plan in plans]
+    total_s = fsum(step.step_time_s for step in steps)
+
+    def share(name: str) -> float:
+        return fsum(getattr(step.losses, name) * step.step_time_s for step in steps) / total_s
+
+    parts = ("compute", "communicate", "bubble", "imbalance", "switch", "update")
+    return {
+        "policy": plans[0].policy,
+        "num_steps": len(plans),
+        "num_devices": plans[0].num_devices,
+        "tokens_per_s": sum(tokens) / total_s,
+        "step_time_s": mean(step.step_time_s for step in steps),
+        "idle": share("idle"),
+        **{name: share(name) for name in parts},
+        "padding": 1 - sum(tokens) / sum(plan.num_computed_tokens for plan in plans),
+        "gap_median": median(plan.gap for plan in plans),
+        "peak_gib": max(step.peak_bytes for step in steps) / GIB,
+    }
+
+
+def first_timelines(plans: Sequence[StepPlan], options: SimOptions) -> Iterator[Timeline]:
+    """Timelines of the first steps, at least one, as many as viewers of traces bear."""
+    num_spans = 0
+    for plan in plans:
+        timeline = simulate_step(plan, options)
+        num_spans += len(timeline.spans)
+        if num_spans > MOST_SPANS and plan is not plans[0]:
+            return
+        yield timeline
+
+
+def _plan(row: dict[str, Any], path: Path) -> StepPlan:
+    try:
+        return StepPlan.from_json(row)
+    except LengthwiseError as error:
+        raise type(error)(f"{path}, step {brief(row.get('step'))}: {error}") from None

@@ -1,0 +1,82 @@
+"""The page of a simulation: figures over all steps, and the timelines that say most."""
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+from lengthwise.core.specs import GIB
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.report.pages.run_text import KeyFigure
+from lengthwise.report.pages.simulation_page import ShownStep, SimulationPage, render_simulation
+from lengthwise.report.units import count, memory, seconds, share
+from lengthwise.sim.engine import simulate
+from lengthwise.sim.sim_options import SimOptions
+from lengthwise.sim.step_summary import SimulatedStep
+
+
+def simulation_html(
+    plans: Sequence[StepPlan], steps: Sequence[SimulatedStep], options: SimOptions, document: dict[str, Any]
+) -> str:
+    """The page: figures over all steps, timeline and memory of a typical step and of the one that idles longest."""
+    return render_simulation(
+        SimulationPage(
+            title=f"Policy {document['policy']} on {document['num_devices']:,} devices",
+            headline=" · ".join(_conditions(document["num_steps"], options)),
+            tiles=(
+                KeyFigure("tokens per second", count(document["tokens_per_s"]), "padding not counted"),
+                KeyFigure("step time", seconds(document["step_time_s"]), "mean over steps"),
+                KeyFigure("idle", share(document["idle"]), "of the device time"),
+                KeyFigure("padding", share(document["padding"]), "of the computed tokens"),
+                KeyFigure(
+                    "gap to the bound", share(document["gap_median"]), "median over plans, above the proven bound"
+                ),
+                KeyFigure("peak memory", memory(document["peak_gib"] * GIB), "of the device that holds most"),
+            ),
+            shares=_parts(document),
+            shown=tuple(_shown(plans, steps, options)),
+            columns=("step", "time", "planned", "bound", "idle", "bubble", "imbalance", "padding", "peak"),
+            rows=tuple(_row(plan, step) for plan, step in zip(plans, steps)),
+        )
+    )
+
+
+def _shown(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep], options: SimOptions) -> Iterator[ShownStep]:
+    """The steps that are drawn, each with the reason."""
+    middle_s = median(step.step_time_s for step in steps)
+    typical = min(range(len(steps)), key=lambda k: abs(steps[k].step_time_s - middle_s))
+    worst = max(range(len(steps)), key=lambda k: steps[k].idle * steps[k].step_time_s)
+    chosen = [(typical, "A typical step", "its time is the closest to the median")]
+    if worst != typical:
+        chosen.append((worst, "The worst step", "it idles longest"))
+    for k, title, reason in chosen:
+        lost = f"{share(steps[k].bubble)} are bubbles and {share(steps[k].losses.imbalance)} imbalance"
+        caption = f"Step {plans[k].step:,}: {reason}. Of its device time, {lost}."
+        yield ShownStep(title=title, caption=caption, timeline=simulate(plans[k], options))
+
+
+def _parts(document: dict[str, Any]) -> tuple[tuple[str, str, float], ...]:
+    """What device time goes to, in colours of the timelines."""
+    return (
+        ("compute", "k-compute", document["compute"]),
+        ("communicate", "k-communicate", document["communicate"]),
+        ("switch strategies", "s1", document["switch"]),
+        ("bubbles within pipelines", "s5", document["bubble"]),
+        ("imbalance between pipelines", "k-wait", document["imbalance"]),
+        ("update weights", "k-update", document["update"]),
+    )
+
+
+def _conditions(num_steps: int, options: SimOptions) -> list[str]:
+    parts = ["1 step" if num_steps == 1 else f"{num_steps:,} steps"]
+    if options.jitter:
+        parts.append(f"jitter {options.jitter:g}")
+    parts += [f"rank {rank} slower by {factor:g}x" for rank, factor in options.stragglers.items()]
+    return parts
+
+
+def _row(plan: StepPlan, step: SimulatedStep) -> tuple[str, ...]:
+    return (
+        f"{step.step:,}", seconds(step.step_time_s), seconds(plan.time_s), seconds(plan.lower_bound_s),
+        share(step.idle), share(step.bubble), share(step.losses.imbalance), share(plan.padding_fraction),
+        memory(step.peak_bytes),
+    )  # fmt: skip

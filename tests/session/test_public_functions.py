@@ -1,0 +1,117 @@
+"""`lengthwise.plan`, `compare` and `simulate`: what the commands do, without a command line, a file or torch."""
+
+import inspect
+import json
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+import lengthwise
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.session.plan_lengths import PlanningOptions
+
+CLUSTER = {"model": "llama-tiny", "cluster": "4xH100-80GB", "tokens_per_step": 30_000, "max_stages": 1}
+
+
+@pytest.fixture(scope="module")
+def lengths():
+    return np.random.default_rng(0).lognormal(6.0, 1.2, 2000).astype(np.int32) + 2
+
+
+def test_the_function_keeps_its_name_when_the_package_of_the_planner_is_imported():
+    import lengthwise.plan.planner
+
+    assert inspect.isfunction(lengthwise.plan)
+
+
+def test_plans_compute_every_sequence_of_the_step_once(lengths):
+    plans = lengthwise.plan(lengths, steps=3, policy="packed", **CLUSTER)
+    assert [plan.step for plan in plans] == [0, 1, 2]
+    for plan in plans:
+        ids = [id for p in plan.pipelines for m in p.micro_batches for id in m.pack.ids]
+        assert len(ids) == len(set(ids)) and plan.policy == "packed" and plan.num_devices == 4
+
+
+def test_names_and_values_give_the_same_plans(lengths, tmp_path):
+    np.save(tmp_path / "lengths.npy", lengths)
+    named = lengthwise.plan(tmp_path / "lengths.npy", steps=1, **CLUSTER)
+    values = {**CLUSTER, "model": model_preset("llama-tiny"), "cluster": cluster_preset("4xH100-80GB")}
+    assert [plan.to_json() for plan in named] == [
+        plan.to_json() for plan in lengthwise.plan(lengths, steps=1, **values)
+    ]
+
+
+def test_compare_gives_what_the_command_prints(lengths, tmp_path, cli):
+    path = tmp_path / "lengths.npy"
+    np.save(path, lengths)
+    comparison = lengthwise.compare(path, policies=["static", "packed"], steps=2, **CLUSTER)
+    options = ["--model", "llama-tiny", "--device", "H100-80GB", "--gpus", 4, "--tokens-per-step", 30_000]
+    options += ["--max-stages", 1, "--steps", 2, "--policies", "static,packed", "--json"]
+    code, out, err = cli("compare", "--lengths", path, *options)
+    assert code == 0, err
+
+    def timeless(document):
+        names = ("planning_s", "preparing_s")  # these are of a clock
+        rows = [{name: value for name, value in row.items() if name not in names} for row in document["policies"]]
+        return {**document, "policies": rows, "clusters": None}
+
+    assert timeless(json.loads(json.dumps(comparison.to_json()))) == timeless(json.loads(out))
+
+
+def test_simulated_speed_is_that_of_the_comparison(lengths):
+    steps = lengthwise.simulate(lengthwise.plan(lengths, policy="static", steps=2, **CLUSTER), timelines=True)
+    result = lengthwise.compare(lengths, policies=["static"], steps=2, **CLUSTER).clusters[0].ranked[0]
+    assert [step.step_time_s for step in steps] == pytest.approx(result.times_s)
+    assert [step.timeline.step_time_s for step in steps] == pytest.approx(result.times_s)
+
+
+def test_a_straggler_is_slower_and_no_timeline_is_made_unasked(lengths):
+    plans = lengthwise.plan(lengths, steps=1, policy="static", **CLUSTER)
+    (exact,), (slow,) = lengthwise.simulate(plans), lengthwise.simulate(plans, stragglers={0: 3.0})
+    assert slow.step_time_s > exact.step_time_s and exact.timeline is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"policy": "autp"}, "policy autp: no 'autp'; did you mean auto"),
+        ({"methods": ["ulyses"]}, "methods ulyses: no 'ulyses'; did you mean ulysses"),
+        ({"recompute": "some"}, "recompute='some' is not one of auto, none, all"),
+        ({"steps": 0}, "steps=0: at least 1"),
+        ({"model": "llama-7"}, "no model preset 'llama-7'"),
+        ({"cluster": "8xH100"}, "no device 'H100'"),
+    ],
+)
+def test_errors_name_arguments_and_not_options(lengths, options, message):
+    with pytest.raises(InputError, match=message):
+        lengthwise.plan(lengths, **{**CLUSTER, **options})
+
+
+def test_a_sequence_that_fits_nowhere_is_refused_in_words_of_python():
+    with pytest.raises(InfeasibleError, match=r"Give max_length=[0-9]+ or less") as error:
+        lengthwise.plan([1 << 36], **CLUSTER)
+    assert "--" not in str(error.value)
+
+
+def test_an_unknown_argument_is_a_mistake_of_the_call(lengths):
+    with pytest.raises(TypeError, match=r"no argument max_len; .* max_length"):
+        lengthwise.plan(lengths, max_len=5, **CLUSTER)
+
+
+@pytest.mark.parametrize("function", [lengthwise.plan, lengthwise.compare], ids=lambda function: function.__name__)
+def test_every_option_is_documented(function):
+    documented = function.__doc__.split("Args:")[1]
+    assert not [name for name in PlanningOptions.__annotations__ if f"\n        {name}: " not in documented]
+
+
+@pytest.mark.parametrize("name", ["plan", "compare", "simulate"])
+def test_examples_of_docstrings_run_without_torch(name, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    lines = getattr(lengthwise, name).__doc__.split("Args:")[0].splitlines()
+    example = textwrap.dedent("\n".join(line for line in lines if line.startswith("        ")))
+    plans = lengthwise.plan([90, 70, 400] * 9, model="llama-tiny", cluster="4xH100-80GB", steps=1, policy="static")
+    exec(example, {"lengthwise": lengthwise, "plans": plans})
+    assert capsys.readouterr().out
