@@ -154,5 +154,5 @@ def intercepting(intercept: InterceptCalls | None) -> Iterator[None]:
     if intercept is None:
         yield
         return
-    with intercept.met():
+    with intercept.intercepting():
         yield

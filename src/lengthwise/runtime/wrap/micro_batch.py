@@ -21,7 +21,7 @@ from lengthwise.runtime.wrap.sequence_sums import num_sequences, sums_by_sequenc
 
 
 class MicroBatch:
-    """One micro-batch on this rank. t slots of this rank, T of the pack."""
+    """A micro-batch on this rank: model inputs, labels and means. t slots of this rank, T of the pack."""
 
     def __init__(
         self,
@@ -37,24 +37,24 @@ class MicroBatch:
             targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // collator.slot_tokens,
             sequences=len(pack.ids), units=max(1, len(pack.ids) // self._num_members),
         )  # fmt: skip
-        """What means over the step divide by; of a micro-batch of no step, its own."""
+        """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
         self.means: set[Over] = set()
-        """What :meth:`mean` was asked for."""
+        """The kinds of means that :meth:`mean` computed."""
         shard.alone = self._alone
         shard.targets_of = lambda: self.targets_by_sequence
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        """Arguments of the model's forward."""
+        """The arguments of the model's forward."""
         return self._make_inputs(self)
 
     def whole(self) -> "MicroBatch":
-        """The same pack with all of its slots on this rank."""
+        """Return a micro-batch of the same pack with all of its slots on this rank."""
         alone = self.shard.alone_with(self.shard.ids, self.shard.cu_seqlens)
         return MicroBatch(alone, self.pack, self._collator, make_inputs=self._make_inputs)
 
     def _alone(self, number: int) -> "MicroBatch":
-        """The sequence with this number in the pack, with all of its slots on this rank."""
+        """Return a micro-batch of the sequence with this number in the pack, with all of its slots on this rank."""
         pack = Pack(ids=(self.pack.ids[number],), lengths=(self.pack.lengths[number],))
         shard = self.shard.alone_with(pack.ids, self._collator.cu_seqlens(pack))
         return MicroBatch(shard, pack, self._collator, make_inputs=self._make_inputs)
@@ -66,21 +66,21 @@ class MicroBatch:
 
     @property
     def degree(self) -> int:
-        """How many they are."""
+        """The number of ranks that share this micro-batch."""
         return self.shard.group.size
 
     @property
     def positions(self) -> Tensor:
-        """[t] int64: where in its sequence each slot of this rank is."""
+        """[t] int64: the position in its sequence of each slot of this rank."""
         return self.shard.positions
 
     @cached_property
     def sequences(self) -> list[np.ndarray]:
-        """The sequences of the whole pack as the corpus has them."""
+        """The sequences of the whole pack, as the corpus has them."""
         return [self._collator.source.tokens(sequence) for sequence in self.pack.ids]
 
     def own(self, whole: Tensor | np.ndarray) -> Tensor:
-        """This rank's slots of what is laid out for the whole pack, ``[T, ...]``, on its device: ``[t, ...]``.
+        """Select this rank's slots ``[t, ...]``, on its device, of a tensor ``[T, ...]`` for the whole pack.
 
         Without padding, such as the sequences end to end, where the pack has some: that is added, as zeros.
         """
@@ -95,7 +95,7 @@ class MicroBatch:
 
     @cached_property
     def _laid_out(self) -> tuple[Tensor, Tensor]:
-        """Tokens and targets [T] of the whole pack."""
+        """The tokens and targets [T] of the whole pack."""
         collator, pack = self._collator, self.pack
         fed = feed(collator.source, pack, torch.device("cpu"))
         tokens_T, targets_T = fed.tokens_T, fed.targets_T
@@ -112,7 +112,7 @@ class MicroBatch:
 
     @property
     def targets_by_sequence(self) -> tuple[int, ...]:
-        """Targets of each sequence of the pack, of all ranks that share it."""
+        """The number of targets of each sequence of the pack, over all ranks that share it."""
         pack = self.pack
         if self._collator.has_all_targets:
             return pack.lengths
@@ -121,7 +121,7 @@ class MicroBatch:
         return tuple(int((targets_T[start : start + length] != IGNORE).sum()) for start, length in spans)
 
     def _from_labels(self, targets_T: Tensor, labels: Callable[[int], np.ndarray]) -> Tensor:
-        """The labels of the corpus: of the next token where that is predicted, else each token's own."""
+        """Targets [T] from labels of the corpus: the next token's where that is predicted, else each token's own."""
         shift = int(self._collator.objective == NEXT_TOKEN and self._collator.shifts_labels)
         targets_T = torch.full_like(targets_T, IGNORE)
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
@@ -131,7 +131,7 @@ class MicroBatch:
 
     @cached_property
     def unshifted_labels(self) -> Tensor:
-        """[t] int64: the label of each token itself, as models take it that shift labels in their own loss."""
+        """[t] int64: each token's own label, for models that shift labels in their own loss."""
         labels_T = np.full(self.pack.num_tokens, IGNORE, dtype=np.int64)
         labels_of = self._collator.labels or self._collator.source.tokens
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
@@ -141,7 +141,7 @@ class MicroBatch:
 
     @cached_property
     def passed(self) -> dict[str, Tensor]:
-        """By name, further columns of the items: one value for each slot of this rank, [t, ...]."""
+        """Further columns of the items by name, with one value for each slot of this rank: [t, ...]."""
         pack, columns = self.pack, {}
         for name, values_of in self._collator.passed.items():
             values = [np.asarray(values_of(sequence)) for sequence in pack.ids]
@@ -152,7 +152,7 @@ class MicroBatch:
         return columns
 
     def mean(self, values: Tensor, *, over: Over) -> Tensor:
-        """What this rank adds to a mean over the whole step, of one value for each of its slots, [t] or [1, t].
+        """This rank's share of a mean over the whole step, of one value for each of its slots, [t] or [1, t].
 
         ``over``: "targets", those that have a target; "tokens", all; "sequences", the mean over sequences of the mean
         of each; "units", of one value for each of the u units of this micro-batch instead, [u], made of
@@ -209,7 +209,7 @@ class MicroBatch:
 
     @property
     def slot_tokens(self) -> int:
-        """Tokens of a slot."""
+        """The number of tokens in a slot."""
         return self._collator.slot_tokens
 
     @property
@@ -229,12 +229,12 @@ class MicroBatch:
 
     @property
     def labels(self) -> Tensor:
-        """[t] int64: the same with -100 where nothing, as models of transformers take it."""
+        """[t] int64: what each token is to predict, -100 where nothing, as transformers models take it."""
         return self._fed[1]
 
     @cached_property
     def num_targets(self) -> int:
-        """Tokens of this rank that have a loss."""
+        """The number of this rank's tokens that have a loss."""
         if self._collator.has_all_targets:
             return int((self.shard.sequences >= 0).sum()) * self._collator.slot_tokens
         return int((self._fed[1] != IGNORE).sum())

@@ -57,7 +57,7 @@ class MissingTensor:
         return "not computed for lack of memory"
 
     def item(self) -> float:
-        """Return NaN."""
+        """Return NaN in place of the number."""
         return float("nan")
 
     @classmethod

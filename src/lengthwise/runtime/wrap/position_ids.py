@@ -1,4 +1,4 @@
-"""Position ids as a transformers model derives them from a whole sequence, when its user gives none.
+"""Derive the position ids that a transformers model computes from a whole sequence when it is given none.
 
 Most models count from 0. RoBERTa and its relatives count from the padding token's id + 1 and leave padding tokens out;
 others may start anew at a separator. So the model's own forward is asked: it runs on a whole sequence up to its first
@@ -28,7 +28,7 @@ _PROBE_LENGTH = 48
 
 @dataclass(frozen=True, kw_only=True)
 class _Lookup:
-    """Positions that the forward used: rows of a table, or the argument of a module."""
+    """Positions that a forward used: rows of a table, or the argument of a module."""
 
     where: str
     values: Tensor = field(repr=False)
@@ -36,18 +36,18 @@ class _Lookup:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """The position ids to give are the values of lookup ``number`` of the stock forward, less ``offset``."""
+    """A rule for position ids: the values of lookup ``number`` of the stock forward, less ``offset``."""
 
     number: int
     offset: int
 
 
 class _PositionFoundError(Exception):
-    """The stock forward has looked up the positions that were asked for."""
+    """Stops a stock forward after the lookup that is asked for."""
 
 
 class _Lookups(TorchFunctionMode):
-    """Notes which rows of the model's tables are read by integer tensors."""
+    """Records which rows of the model's tables are read by integer tensors."""
 
     def __init__(self, tables: dict[int, str], until: int | None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Lookups(TorchFunctionMode):
         self._tables, self._until = tables, until
 
     def note(self, where: str, values: Any) -> None:
-        """Stops the forward after the lookup that is asked for."""
+        """Record a lookup; stop the forward after the one that is asked for."""
         if not isinstance(values, Tensor) or values.is_floating_point() or values.dtype == torch.bool:
             return
         self.noted.append(_Lookup(where=where, values=values.detach().clone()))
@@ -76,10 +76,10 @@ class _Lookups(TorchFunctionMode):
 
 
 class StockPositions:
-    """Gives a prepared transformers model the position ids that it would derive by itself."""
+    """Computes the position ids that a prepared transformers model would derive by itself."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], layers: HookedLayers) -> None:
-        """``forward``: the model's own."""
+        """``forward``: the model's own forward."""
         self._model, self._forward, self._layers = model, forward, layers
         parameters = signature(forward).parameters
         self.is_argument = _NAME in parameters or any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
@@ -88,7 +88,7 @@ class StockPositions:
         self._is_learned = False
 
     def of(self, micro_batch: MicroBatch) -> Tensor:
-        """[t] position ids of this rank's slots.
+        """The position ids [t] of this rank's slots.
 
         Raises:
             InputError: they cannot be derived.
@@ -106,7 +106,7 @@ class StockPositions:
         return whole_T[torch.from_numpy(shard.places).to(whole_T.device)]
 
     def _learn(self, tokens: Tensor) -> _Rule | None:
-        """How the positions of a whole sequence come about; None: they count from 0."""
+        """Find the rule for the positions of a whole sequence; None: they count from 0."""
         if not self.is_argument:
             return None
         counted = torch.arange(len(tokens), device=tokens.device)
@@ -132,7 +132,7 @@ class StockPositions:
         )
 
     def _derived(self, tokens: Tensor, rule: _Rule) -> Tensor:
-        """[L] of one whole sequence."""
+        """The position ids [L] of one whole sequence."""
         lookups = self._lookups(tokens, until=rule.number)
         assert lookups is not None and len(lookups) > rule.number, "the forward looks up the same tables as before"
         return lookups[rule.number].values.flatten() - rule.offset
@@ -141,7 +141,7 @@ class StockPositions:
     def _lookups(
         self, tokens: Tensor, position_ids: Tensor | None = None, *, until: int | None = None
     ) -> list[_Lookup] | None:
-        """Lookups of the model's own forward before its first layer; None: it fails."""
+        """Record the lookups of the model's own forward before its first layer; None if it fails."""
         tables = {id(table): name for name, table in [*self._model.named_parameters(), *self._model.named_buffers()]}
         lookups = _Lookups(tables, until)
         options: dict[str, Any] = {"input_ids": tokens[None]}
@@ -161,7 +161,7 @@ class StockPositions:
 
     @contextmanager
     def _arguments_noted(self, lookups: _Lookups) -> Iterator[None]:
-        """Position ids that modules without parameters are given, such as rotary embeddings, are noted too."""
+        """Within, record position ids given to modules without parameters, such as rotary embeddings."""
 
         def note(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             bound = signature(module.forward).bind(*args, **kwargs)
@@ -189,7 +189,7 @@ def _agree(first: list[_Lookup], second: list[_Lookup]) -> bool:
 
 
 def _probe(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Tokens of the corpus, and between them every token that the model's config gives a meaning, such as padding."""
+    """A probe sequence: tokens of the corpus, and between them every special token of the config, such as padding."""
     config = getattr(model, "config", None)
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     num_rows = getattr(embedding, "num_embeddings", 0)

@@ -1,4 +1,4 @@
-"""Masks that models of transformers ask for, evaluated for the positions of each sequence.
+"""Mask functions of transformers models, evaluated for the positions of each sequence.
 
 A model says what its layers may see by a function of the positions of a query and a key, from which transformers makes
 a mask of all pairs. Here it stays a function: of the positions in the sequence, some queries at a time. Causal and open
@@ -26,7 +26,7 @@ _OPEN = 1 << 62
 
 
 class SymbolicMask(Tensor):
-    """A mask without numbers: which slots of its own sequence each slot sees. One element, for who asks its shape."""
+    """A symbolic attention mask: which slots of its own sequence each slot sees. One element, for its shape."""
 
     causal: bool
     window: tuple[int, int] | None
@@ -36,14 +36,14 @@ class SymbolicMask(Tensor):
     def of(
         causal: bool, window: tuple[int, int] | None, device: torch.device, function: MaskFunction | None = None
     ) -> "SymbolicMask":
-        """The mask; where there is a ``function``, it alone says what is seen."""
+        """Make a mask; if there is a ``function``, it alone says what is seen."""
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device).as_subclass(SymbolicMask)
         seen.causal, seen.window, seen.function = causal, window, function
         return seen
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """What is computed from it is another mask: a tensor like any other, which is refused."""
+        """Compute on the mask as on a plain tensor, which is then refused as a mask."""
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -51,7 +51,7 @@ class SymbolicMask(Tensor):
 def make_mask(
     *, mask_function: MaskFunction, attention_mask: Tensor | None = None, device: Any = "cpu", **options: Any
 ) -> SymbolicMask:
-    """What transformers calls instead of making a mask."""
+    """Make a symbolic mask; transformers calls this instead of making a mask of all pairs."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("attention_mask hides tokens; a pack has no padding to hide: leave attention_mask out")
     device = torch.device(device)
@@ -71,7 +71,7 @@ def _name(function: Any) -> str:
 
 
 def _known(function: Any) -> tuple[bool, list[tuple[int, int]]] | None:
-    """Whether a mask function is causal, and its windows; None: it is something else."""
+    """Parse a mask function into causal or not, and its windows; None if it is none of the known ones."""
     name = _name(function)
     if name == "causal_mask_function":
         return True, []
@@ -94,7 +94,7 @@ def _known(function: Any) -> tuple[bool, list[tuple[int, int]]] | None:
 
 
 def sequence_mask(function: MaskFunction, shard: PackShard) -> SequenceMask:
-    """The same by sequences of a pack.
+    """Evaluate a mask function for the sequences of a pack, each by its own positions.
 
     Raises:
         InputError: the function reads values of slots, some of which other ranks have.
@@ -123,14 +123,14 @@ def sequence_mask(function: MaskFunction, shard: PackShard) -> SequenceMask:
 
 
 def _indexing_allowed() -> Any:
-    """Within ``vmap``, tensors may be indexed by its indices, as transformers allows it."""
+    """A mode in which tensors may be indexed by the indices of ``vmap``, as transformers allows it."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     return TransformGetItemToIndex()
 
 
 def _within(function: Any, values_within: Callable[[str, Tensor], Tensor]) -> Any:
-    """A mask function of one sequence: tensors that it holds are cut, what it knows of packs is left out."""
+    """Restrict a mask function to one sequence: cut the tensors that it closes over, drop what it knows of packs."""
     name = _name(function)
     if name == "packed_sequence_mask_function":
         return _sees_all
@@ -153,7 +153,7 @@ def _within(function: Any, values_within: Callable[[str, Tensor], Tensor]) -> An
 
 
 def _held(name: str, value: Any, values_within: Callable[[str, Tensor], Tensor]) -> Any:
-    """What a mask function holds, for one sequence."""
+    """Restrict a value that a mask function closes over to one sequence."""
     if isinstance(value, Tensor):
         return values_within(name, value)
     if isinstance(value, tuple | list):
@@ -163,7 +163,7 @@ def _held(name: str, value: Any, values_within: Callable[[str, Tensor], Tensor])
 
 
 def _values_within(start: int, end: int, num_slots: int, is_shared: bool, name: str, values: Tensor) -> Tensor:
-    """Of a tensor [rows, slots] those of one sequence; others are left as they are."""
+    """Cut a tensor [rows, slots] to the slots of one sequence; others are left as they are."""
     if values.numel() == 1 or values.shape[-1] != num_slots:
         return values
     if is_shared or values.dim() == 1:

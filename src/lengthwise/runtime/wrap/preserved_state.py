@@ -1,4 +1,4 @@
-"""Preparing computes with the model; afterwards its buffers and all random numbers are what they were."""
+"""Preserve a model's buffers and all random states while it is prepared."""
 
 import random
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from torch import nn
 
 @contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Put back, whatever happens inside: values of buffers, and states of the generators of torch, NumPy and Python."""
+    """Restore buffers, and the random states of torch, NumPy and Python, whatever happens within."""
     is_model = isinstance(model, nn.Module)  # whatever else was given is refused inside
     buffers = {name: buffer.detach().clone() for name, buffer in (model.named_buffers() if is_model else ())}
     python, numpy, on_host = random.getstate(), np.random.get_state(), torch.get_rng_state()

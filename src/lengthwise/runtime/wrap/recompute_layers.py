@@ -1,4 +1,4 @@
-"""Compute again in the backward instead of keeping: what a recomputed layer keeps, and how its user may say so."""
+"""Activation checkpointing of layers, full or selective, and ``recompute`` for models that call layers themselves."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +24,11 @@ _ATTENTION = (
 )  # fmt: skip
 _MATMULS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::linear", "aten::matmul")
 KINDS = {"attention": _ATTENTION, "matmuls": _MATMULS, "attention and matmuls": _ATTENTION + _MATMULS}
-"""What a selective recompute keeps the outputs of."""
+"""Operators whose outputs a selective recompute saves, by the name of the choice."""
 
 
 def selective_contexts(keep: str = "attention") -> Callable[[], Any]:
-    """A ``context`` for recomputed layers: outputs of ``keep`` are kept, everything else is computed again.
+    """Make a ``context`` for recomputed layers that saves the outputs of ``keep`` and computes everything else again.
 
     ``attention`` keeps the outputs of attention kernels, the dearest thing to compute again in a long sequence and one
     of the smallest to keep; ``matmuls`` those of matrix products; ``attention and matmuls`` both.
@@ -63,7 +63,7 @@ def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_prepared(layer: Any) -> bool:
-    """Whether its forward decides by itself."""
+    """Whether a layer's forward was replaced and decides about recompute by itself."""
     return getattr(getattr(layer, "__dict__", {}).get("forward"), "is_prepared", False)
 
 
@@ -75,7 +75,7 @@ def checkpoint_layer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """``first`` of the arguments, which alone are kept; ``second`` of them in the backward.
+    """Compute ``first`` under activation checkpointing; the backward calls ``second`` with the same arguments.
 
     The second runs whole, so that every rank issues the same collectives, and counts calls from where the first did.
     """

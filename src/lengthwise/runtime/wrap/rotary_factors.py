@@ -1,4 +1,4 @@
-"""Rotary factors that depend on how long a sequence is: computed for each sequence of a pack as if it were alone.
+"""Rotary factors that depend on the sequence length, computed for each sequence of a pack as if it were alone.
 
 Dynamic NTK and longrope scale their frequencies by the longest position that they are given, and keep them for the next
 call. In a pack that would be the longest sequence of all, on a rank that holds a part of a sequence the last of its own
@@ -26,14 +26,14 @@ _PROBES = (5, 8)
 
 
 class LengthwiseRotary:
-    """The modules of a model whose factors depend on the length, under our hand until :meth:`release`."""
+    """Replaces the forwards of rotary modules whose factors depend on the length, until :meth:`release`."""
 
     def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool]) -> None:
         """``is_plain``: whether the model computes as it did before it was prepared."""
         self._modules = [_Rotary(module, is_plain) for module in model.modules() if _depends_on_length(module)]
 
     def release(self) -> None:
-        """The modules as they were."""
+        """Restore the modules."""
         for module in self._modules:
             module.release()
 
@@ -47,7 +47,7 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 class _Rotary:
-    """One module, its forward, and the state in which it came."""
+    """One rotary module, its own forward, and its original state."""
 
     def __init__(self, module: nn.Module, is_plain: Callable[[], bool]) -> None:
         self._module, self._forward, self._is_plain = module, module.forward, is_plain
@@ -58,12 +58,12 @@ class _Rotary:
         self._prepared = PreparedForward(module, self._of_pack)
 
     def release(self) -> None:
-        """The module as it was."""
+        """Restore the module's forward and state."""
         self._prepared.release()
         self._restore()
 
     def _restore(self) -> None:
-        """Nothing that an earlier call left is there any more."""
+        """Restore the module's original state, without what an earlier call left."""
         module = self._module
         for name, buffer in module._buffers.items():
             if buffer is not None and name in self._buffers:
@@ -105,7 +105,7 @@ class _Rotary:
         return joined if self._is_tuple else joined[0]
 
     def _of_length(self, length: int, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What the module returns for a whole sequence of this length, alone."""
+        """The module's outputs for a single whole sequence of this length."""
         self._restore()
         changed, position_ids = dict(arguments), arguments[_POSITIONS]
         num_slots = position_ids.shape[-1]
@@ -126,7 +126,7 @@ class _Rotary:
 
 
 def _to_original(module: nn.Module) -> None:
-    """Undo what longer sequences before the model was prepared have left, where the module remembers its beginning."""
+    """Undo what longer sequences left before the model was prepared, where the module stores its original state."""
     prefixes = [""] + [f"{kind}_" for kind in module.rope_type] if isinstance(module.rope_type, dict) else [""]
     for prefix in prefixes:
         original = getattr(module, f"{prefix}original_inv_freq", None)
@@ -137,7 +137,7 @@ def _to_original(module: nn.Module) -> None:
 
 
 def _own_parts(shard: PackShard) -> list[tuple[int, Tensor]]:
-    """For each sequence of which this rank has slots, in their order: its length, and the positions of these slots."""
+    """The length of each sequence of which this rank has slots, in order, and the positions of these slots."""
     places = torch.from_numpy(shard.places)
     starts = torch.tensor(shard.cu_seqlens)
     numbers = torch.bucketize(places, starts, right=True) - 1

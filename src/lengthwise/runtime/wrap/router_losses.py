@@ -1,4 +1,4 @@
-"""Load balancing losses of mixtures of experts, which are functions of all tokens of a sequence.
+"""Router load-balancing losses of mixture-of-experts models, computed for each sequence of a pack.
 
 The stock model, called with one sequence, balances its experts over that sequence. So a pack balances them sequence by
 sequence, and each sequence weighs as much as it has targets:
@@ -26,13 +26,13 @@ from lengthwise.runtime.wrap.exchange_script import SlotGather
 from lengthwise.runtime.wrap.zero_collectives import gather_sizes
 
 GATHERS = 1 << 22
-"""Added to the numbers of gathers, beside those of calls of attention."""
+"""Offset of the numbers of gathers, to tell them from attention calls."""
 FUNCTION = "load_balancing_loss_func"
 """What transformers calls the function; every model has it beside its classes."""
 
 
 class BalancingLosses:
-    """The functions that balance the experts of a model, in the namespaces that its code calls them from."""
+    """The load-balancing functions of a model, in the namespaces that its code calls them from."""
 
     def __init__(self, model: nn.Module) -> None:
         names = sorted({type(module).__module__ for module in model.modules()})
@@ -43,7 +43,7 @@ class BalancingLosses:
 
     @contextmanager
     def by_sequence(self, shard: PackShard) -> Iterator[None]:
-        """Inside, they are computed for each sequence of the pack."""
+        """Within, the load-balancing losses are computed for each sequence of the pack."""
         with ExitStack() as stack:
             for space, function in self._places:
                 setattr(space, FUNCTION, partial(_balance, function, shard))
@@ -52,7 +52,7 @@ class BalancingLosses:
 
 
 def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """The mean over the sequences, weighted by their targets."""
+    """The mean of a load-balancing loss over the sequences, weighted by their targets."""
     if not isinstance(gate_logits, tuple) or any(len(logits) != shard.num_slots for logits in gate_logits):
         return function(gate_logits, *args, **kwargs)
     widths = [logits.shape[1] for logits in gate_logits]
@@ -69,7 +69,7 @@ def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kw
 
 
 def gather_slots(x_t: Tensor, shard: PackShard) -> Tensor:
-    """``[T, W]`` of the whole pack from every rank's ``[t, W]``; gradients of all ranks are summed. One exchange."""
+    """All-gather ``[T, W]`` of the whole pack from every rank's ``[t, W]``; gradients are summed. One exchange."""
     shard.attended.append(SlotGather(width=x_t.shape[1], dtype=x_t.dtype, layer=shard.layer))
     x_T: Tensor = x_t * 1.0 if shard.group.size == 1 else _GatherSlots.apply(x_t, shard)
     shard.note_exchange(x_T, GATHERS + len(shard.gathers))
@@ -96,5 +96,5 @@ class _GatherSlots(torch.autograd.Function):
 
 
 def _places(shard: PackShard) -> Tensor:
-    """[T] where in the pack the slots of the first rank, the second, and so on are."""
+    """[T] the places in the pack of the slots of the first rank, the second, and so on."""
     return torch.cat([torch.from_numpy(places) for places in shard.stage.shards.places]).to(shard.device)

@@ -22,11 +22,11 @@ from lengthwise.runtime.wrap.context import CallCounts, PackShard
 from lengthwise.runtime.wrap.counter_rng import mix_word
 
 Shapes = dict[str, tuple[int, ...]]
-"""Of the tensors in a tree, by their path."""
+"""Shapes of the tensors in a tree, by their path."""
 
 
 class NotCombined:
-    """Stands for an output of several sequences that cannot be put together; refuses to be used."""
+    """A placeholder for outputs of several sequences that cannot be combined; every use raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -54,12 +54,12 @@ class NotCombined:
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        """No function of torch takes it."""
+        """Refuse every torch function."""
         raise next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, cls))._refuse()
 
 
 class SequenceBySequence:
-    """The forward of a model over the sequences of a micro-batch, one after the other."""
+    """Calls a model's forward on the sequences of a micro-batch, one after the other."""
 
     def __init__(self, forward: Callable[..., Any], model_name: str) -> None:
         self._forward, self._name = forward, model_name
@@ -68,13 +68,13 @@ class SequenceBySequence:
         self._seen: list[tuple[Shapes, Shapes]] = []
 
     def learn(self, lengths: tuple[int, int]) -> None:
-        """Learn from the last two micro-batches, of one sequence each, which axes of inputs and outputs are slots."""
+        """Derive the slot axes of inputs and outputs from the last two micro-batches, of one sequence each."""
         (inputs, outputs), (other_inputs, other_outputs) = self._seen[-2:]
         self._input_axes = _axes(inputs, other_inputs, lengths)
         self._output_axes = _axes(outputs, other_outputs, lengths)
 
     def __call__(self, shard: PackShard, args: Any, kwargs: Any) -> Any:
-        """What the forward returns for the whole micro-batch."""
+        """Compute the forward's output for the whole micro-batch."""
         arguments, shard.preserves_rng = _leaves((args, kwargs)), True
         outputs, spans, counts = [], [], []
         padded = (*shard.ids, *[-1] * (len(shard.cu_seqlens) - 1 - len(shard.ids)))
@@ -95,7 +95,7 @@ class SequenceBySequence:
         return self._combined(outputs, spans, counts, shard.num_slots)
 
     def _cut(self, arguments: Any, start: int, end: int, num_slots: int) -> Any:
-        """The part of the arguments that belongs to the slots from ``start`` to ``end``."""
+        """Cut the arguments to the slots from ``start`` to ``end``."""
         leaves, form = pytree.tree_flatten_with_path(arguments)
         cut = []
         for path, leaf in leaves:
@@ -139,14 +139,14 @@ class SequenceBySequence:
 
 
 def _weighted_mean(values: list[Tensor], counts: list[int]) -> Tensor:
-    """Of losses by the number of their targets; without any target, which a mean over them would not survive."""
+    """The mean of losses weighted by their targets; if there is no target at all, the first loss."""
     total = sum(counts)
     terms = [value * (count / total) for value, count in zip(values, counts) if count]
     return torch.stack(terms).sum() if terms else values[0]
 
 
 def _end_to_end(values: list[Tensor], spans: Sequence[tuple[int, int]], axis: int, num_slots: int) -> Tensor:
-    """Slots of the sequences where the pack has them; zeros where it has padding."""
+    """Concatenate the slots of sequences as the pack has them, with zeros for padding."""
     parts, place = [], 0
     for value, (start, end) in zip(values, spans):
         if start > place:
@@ -171,7 +171,7 @@ def _shapes(leaves: list[tuple[str, Any]]) -> "Shapes":
 
 
 def _axes(first: "Shapes", second: "Shapes", lengths: tuple[int, int]) -> dict[str, int | None]:
-    """By name, the axis that grew as the lengths did."""
+    """The axis of each tensor that grew as the lengths did, by name."""
     axes: dict[str, int | None] = {}
     for name in first.keys() & second.keys():
         sizes = list(zip(first[name], second[name]))
@@ -180,14 +180,14 @@ def _axes(first: "Shapes", second: "Shapes", lengths: tuple[int, int]) -> dict[s
 
 
 def _axis_of(tensor: Tensor, num_slots: int) -> int | None:
-    """The axis of slots of a tensor that was not there when axes were learned."""
+    """Guess the slot axis of a tensor that was absent when axes were learned."""
     axes = [axis for axis, size in enumerate(tensor.shape) if size == num_slots]
     return next((axis for axis in axes if axis or num_slots > 1 or tensor.dim() == 1), None)
 
 
 @contextmanager
 def seed_for_sequence(shard: PackShard, sequence: int) -> Iterator[None]:
-    """All generators of random numbers begin anew for a sequence in its step, and go on as before afterwards."""
+    """Within, seed all random generators for a sequence in its step; restore them afterwards."""
     seed = mix_word(mix_word(mix_word(shard.seed) ^ shard.step) ^ sequence)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [shard.device] if shard.device.type == "cuda" else []

@@ -1,4 +1,4 @@
-"""One label for each sequence: carried at one of its slots, as labels of tokens are, and given to the model alone."""
+"""Labels of whole sequences, each stored at one slot of its sequence and given to the model alone."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,7 +10,7 @@ from lengthwise.runtime.models.targets import IGNORE
 
 
 def with_label_of_sequence(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a model that classifies sequences, called with labels [1, L] of which one is not ignored."""
+    """Wrap the forward of a sequence classifier to take labels [1, L], of which one is not ignored."""
 
     @wraps(forward)
     def call(*args: Any, labels: Any = None, **kwargs: Any) -> Any:

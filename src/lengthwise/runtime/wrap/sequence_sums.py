@@ -1,4 +1,4 @@
-"""Sums of values of slots over each sequence of a micro-batch, whose slots several ranks may hold.
+"""Sums of slot values over each sequence of a micro-batch, whose slots several ranks may share.
 
 Every rank of the group gets the same sums, and so makes the same loss of them. A rank's loss counts for 1 / p of it
 (:mod:`weighing`), so the gradient of a sum on one rank stands for p of them, and nothing is sent in the backward. What
@@ -22,7 +22,7 @@ from lengthwise.runtime.wrap.zero_collectives import SAID, finish_forward, sum_e
 
 
 def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tensor:
-    """``[s, ...]`` the sum over each sequence of ``values`` [t, ...] or [1, t, ...]; on every rank of the group.
+    """Sum ``values`` [t, ...] or [1, t, ...] over each sequence: ``[s, ...]``, equal on every rank of the group.
 
     Two exchanges: of shapes, and of the sums. Without values, for lack of memory, what is returned stands for the sums
     of ``num_members`` sequences a unit.
@@ -73,7 +73,7 @@ def _all_have(shard: PackShard, sums: Tensor) -> bool:
 
 
 def sequence_numbers(shard: PackShard) -> np.ndarray:
-    """[T] which sequence of the micro-batch each slot of the pack is in, from 0; -1 for padding."""
+    """[T] the number in the micro-batch of each slot's sequence, from 0; -1 for padding."""
     padded = np.full(len(shard.cu_seqlens) - 1, -1)
     padded[: len(shard.ids)] = shard.ids
     numbers = np.where(padded >= 0, np.cumsum(padded >= 0) - 1, -1)
@@ -81,12 +81,12 @@ def sequence_numbers(shard: PackShard) -> np.ndarray:
 
 
 def num_sequences(shard: PackShard) -> int:
-    """s."""
+    """The number s of sequences in the micro-batch."""
     return sum(sequence >= 0 for sequence in shard.ids)
 
 
 def _by_slot(values: Any, num_slots: int) -> Tensor:
-    """[t, ...] of this rank's slots."""
+    """Bring values of this rank's slots to the shape [t, ...]."""
     if not isinstance(values, Tensor):
         raise InputError(f"per_sequence takes a tensor with one value for each slot; got {type(values).__name__}")
     if values.dim() and len(values) == num_slots:

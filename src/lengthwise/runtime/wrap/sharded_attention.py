@@ -39,11 +39,11 @@ SequenceMask = Callable[[int, range, range, range], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionRequest:
-    """What a call of attention asks for."""
+    """The options of an attention call: mask, window, scale, dropout, softcap, sinks."""
 
     causal: bool
     scale: float | None = None
-    """Of the logits; None: 1 / sqrt(H)."""
+    """The scale of the logits; None: 1 / sqrt(H)."""
     window: tuple[int, int] | None = None
     """How many slots before and after its own each slot sees; None: all of its sequence."""
     dropout: float = 0.0
@@ -64,7 +64,7 @@ class AttentionRequest:
 
 
 def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionRequest, shard: PackShard) -> Tensor:
-    """Attention of this rank's slots over their whole sequences: ``[t, N, H]``, H that of the values.
+    """Attend from this rank's slots over their whole sequences: ``[t, N, H]``, with the values' H.
 
     Raises:
         InputError: keys are not those of the same slots.
@@ -125,14 +125,14 @@ class _Sequence:
     """Attention of some heads within one sequence, some queries at a time, with all that they may see."""
 
     number: int
-    """In the pack."""
+    """The number of the sequence in the pack."""
     kind: AttentionRequest
     window: tuple[int, int] | None
     keep: Keep | None
     first_head: int
 
     def attend(self, q_LnH: Tensor, k_LnH: Tensor, v_LnH: Tensor) -> Tensor:
-        """[L, n, H]"""
+        """Attend within the sequence: outputs [L, n, H]."""
         length, num_heads = q_LnH.shape[:2]
         chunk = QUERY_CHUNK
         if self.keep is not None:
@@ -153,7 +153,7 @@ class _Sequence:
         return torch.cat(outs)
 
     def _keys(self, queries: range, heads: range, length: int, device: torch.device) -> range:
-        """All that any of the queries sees, without a gap."""
+        """The contiguous range of keys that covers all that the queries see."""
         if self.kind.mask is None:
             before, after = self.window or (length, length)
             after = 0 if self.kind.causal else after
@@ -173,7 +173,7 @@ class _Sequence:
         return (distance <= before) & (distance >= (0 if self.kind.causal else -after))
 
     def _attend_some(self, queries: range, keys: range, heads: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[n, queries, H] of queries, keys and values [n, ..., H]."""
+        """Attend from some queries over some keys and values [n, ..., H]: outputs [n, queries, H]."""
         kind, sees = self.kind, self._sees(queries, keys, heads, q.device)
         if self.keep is None and kind.softcap is None and kind.sinks is None:
             mask = sees if sees.dtype == torch.bool else sees.to(q.dtype)

@@ -1,4 +1,4 @@
-"""What is where in a model that is not ours: its layers, and which parameters come before, in and after them."""
+"""Locate the layer stack of an ``nn.Module`` and group its parameters by layer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from lengthwise.runtime.state.table import ParameterTable
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelStructure:
-    """A model as this package sees it."""
+    """A model with its list of layers."""
 
     model: nn.Module
     layers_name: str
-    """Where the list of layers is in the model."""
+    """The path of the list of layers in the model."""
     layers: nn.ModuleList
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """The number of layers."""
         return len(self.layers)
 
     @cached_property
@@ -31,7 +31,7 @@ class ModelStructure:
         return hasattr(self.model, "set_attn_implementation") and hasattr(self.model, "config")
 
     def hugging_face_models(self) -> list[nn.Module]:
-        """The model itself, or the outermost parts of it, whose attention goes through that registry."""
+        """The outermost modules whose attention goes through the registry of transformers; maybe the model itself."""
         models: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
             inside = any(name.startswith(f"{outer}.") or not outer for outer in models)
@@ -41,12 +41,12 @@ class ModelStructure:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those that are trained, each once."""
+        """The trained parameters by name, each once."""
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of all trained parameters.
+        """The dtype of all trained parameters.
 
         Raises:
             InputError: they are not of one dtype, or there are none.
@@ -61,7 +61,7 @@ class ModelStructure:
         return next(iter(names))
 
     def table(self) -> ParameterTable:
-        """Trained parameters by unit: what stands before the layers, each layer, what comes after them."""
+        """Group trained parameters into units: before the layers, each layer, after them."""
         prefix = f"{self.layers_name}."
         units, seen = {}, False
         for name in self.parameters:
@@ -80,7 +80,7 @@ class ModelStructure:
 
 
 def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class: bool = False) -> ModelStructure:
-    """The model with its layers: the longest ``ModuleList`` of modules of one class, or the one called ``layers``.
+    """Find a model's layers: the longest ``ModuleList`` of modules of one class, or the one named ``layers``.
 
     ``of_any_class``: modules of a list may be of several classes, and of lists that are as long the last is taken.
 
@@ -120,7 +120,7 @@ def find_structure(model: nn.Module, *, layers: str | None = None, of_any_class:
 
 
 def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
-    """Of lists of layers those in the part of a model that has its token embedding: others are of image towers, say."""
+    """Keep the layer lists that are nearest to the token embedding; others belong to image towers, say."""
     embed = getattr(model, "get_input_embeddings", None)
     try:
         embedding = None if embed is None else embed()
@@ -136,5 +136,5 @@ def _nearest_to_tokens(model: nn.Module, names: list[str]) -> list[str]:
 
 
 def _num_shared(first: list[str], second: list[str]) -> int:
-    """Parts of two paths before they differ."""
+    """The number of leading parts that two paths share."""
     return next((depth for depth, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

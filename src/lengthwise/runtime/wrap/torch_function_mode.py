@@ -1,4 +1,4 @@
-"""What somebody else's forward asks of torch that must be answered for the pack, not for this rank's slots alone.
+"""A torch function mode that answers attention, position and RNG calls of a forward for the pack, not for the shard.
 
 Attention, positions (``torch.arange`` over the slots, the first rows of a table) and noise. Everything else in a
 Transformer acts on each token by itself. The model's code is untouched: calls are met where torch lets them be
@@ -41,11 +41,11 @@ _OTHER_NOISE = (
     F.gumbel_softmax, F.rrelu,
 )  # fmt: skip
 LOCAL = 1 << 21
-"""Added to the numbers of calls of attention within a slot, when they draw."""
+"""Offset of the numbers of attention calls within slots, for their random draws."""
 
 
 class InterceptCalls(AttentionCalls, TorchFunctionMode):
-    """While it is entered, calls are noted in ``calls`` or, where there are ``rules``, answered by them.
+    """Records a forward's calls in ``calls`` or, if there are ``rules``, answers them by those.
 
     With ``calls``, ``rules`` and ``masks``, the masks of one whole sequence are noted, and nothing attends.
     """
@@ -86,12 +86,12 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
 
     @property
     def _draws(self) -> bool:
-        """Whether noise is drawn, and not the identity."""
+        """Whether noise is drawn, rather than the identity."""
         return self.shard is None or self.shard.has_noise
 
     @contextmanager
-    def met(self) -> Iterator[None]:
-        """Calls are met, those of imported kernels as well."""
+    def intercepting(self) -> Iterator[None]:
+        """Within, calls are intercepted, those of imported kernels too."""
         with self:
             if self._imported is None:
                 yield
@@ -100,7 +100,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
                     yield
 
     def check_complete(self) -> None:
-        """Raise ``CheckError`` unless the forward made as many calls as it was seen to make."""
+        """Raise ``CheckError`` unless the forward made as many calls as when it was prepared."""
         if self._rules is None or self.shard is None:
             return
         for name in ("attention", "positions", "noise"):
@@ -112,7 +112,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
                 )
 
     def skip(self, layer: int) -> None:
-        """A layer is left out: calls after it keep the numbers that they have when it is computed."""
+        """Count the calls of a skipped layer, so that later calls keep their numbers."""
         if self._rules is None or self.shard is None:
             return
         for name in ("attention", "positions", "noise"):
@@ -168,7 +168,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         return out.unflatten(1, (-1, num_heads)).permute(1, 2, 0, 3).reshape(*query.shape[:-1], value.shape[-1])
 
     def _kernel(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Flash attention by a kernel's own function."""
+        """Answer a call of a flash-attention kernel."""
         call = kernels.read_call(func, args, kwargs)
         query, note = call.query, call.refused
         if self._calls is not None:
@@ -192,7 +192,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         return out_tNH.reshape(shape).movedim(0, call.slot_dim)
 
     def _multi_head_attention(self, func: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        """That of ``nn.MultiheadAttention``; without its weights, which nobody has on shards."""
+        """Answer ``nn.MultiheadAttention``, without attention weights, which no shard has."""
         kwargs["need_weights"] = False
         with _patched(F, "scaled_dot_product_attention", self._attention):
             return func(*args, **kwargs)[0], None
@@ -267,7 +267,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         return self.shard.positions.to(kwargs.get("device"), kwargs.get("dtype") or torch.int64)
 
     def _item(self, func: Any, table: Tensor, index: Any) -> Tensor:
-        """The first rows of a table that the model keeps are those of the positions."""
+        """Answer indexing of the first rows of a position table by the rows of this rank's positions."""
         if id(table) not in self._tables:
             return func(table, index)
         parts = index if isinstance(index, tuple) else (index,)
@@ -289,7 +289,7 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
 
 
 def _is_called_in(module: str) -> bool:
-    """Whether the call of torch that is met was written there."""
+    """Whether the intercepted torch call was made in ``module``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.overrides"):
         frame = frame.f_back
@@ -297,16 +297,16 @@ def _is_called_in(module: str) -> bool:
 
 
 _SWITCHED = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
-"""Those whose third argument says whether they draw."""
+"""Functions whose third argument says whether they draw."""
 
 
 def _is_start(part: Any) -> bool:
-    """Whether it is ``[:n]``."""
+    """Whether a part of an index is ``[:n]``."""
     return isinstance(part, slice) and part.start in (None, 0) and isinstance(part.stop, int) and part.step in (None, 1)
 
 
 def _axis(table: Tensor, parts: tuple[Any, ...], cut: int) -> int:
-    """Of the table, that the part of an index numbered ``cut`` cuts."""
+    """The axis of the table that part ``cut`` of an index slices."""
     before, after = parts[:cut], parts[cut:]
     if any(part is Ellipsis for part in before):
         return table.dim() - sum(part is not None for part in after)
@@ -315,7 +315,7 @@ def _axis(table: Tensor, parts: tuple[Any, ...], cut: int) -> int:
 
 @contextmanager
 def _patched(module: Any, name: str, answer: Callable[..., Any]) -> Iterator[None]:
-    """Calls of ``module.name`` go to ``answer``; those that it makes itself do not."""
+    """Within, calls of ``module.name`` go to ``answer``; those that it makes itself do not."""
     original = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Sequences that share a micro-batch: planned as one, computed as several.
+"""Units: groups of sequences that share a micro-batch, planned as one sequence and computed as several.
 
 To sampler and planner a unit is one sequence, as long as all of its members. In a forward each member is a sequence of
 its own: positions from 0, attention within it, no label across its border. M members of every unit.
@@ -16,12 +16,12 @@ class Units:
     """The members of every unit: those of unit u are the sequences u M to (u + 1) M - 1."""
 
     num_members: int
-    """M."""
+    """The number M of sequences in a unit."""
     lengths: np.ndarray
     """[units M] tokens of every member."""
 
     def name(self, sequence: int) -> str:
-        """What an error calls a sequence."""
+        """The name of a sequence in error messages."""
         unit, member = divmod(sequence, self.num_members)
         return f"member {member} of item {unit}"
 

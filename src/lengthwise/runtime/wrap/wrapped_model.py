@@ -1,4 +1,4 @@
-"""A model under our hand: its forward, its layers and its attention, until it is given back as it was."""
+"""Wrap a third-party model so that its forward computes shards of packs, until it is released."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -43,7 +43,7 @@ MakeInputs = Callable[[MicroBatch], dict[str, Any]]
 
 
 class WrappedModel:
-    """A model that computes micro-batches where :func:`~lengthwise.runtime.wrap.context.active` says which."""
+    """A model whose forward computes the active micro-batch (:func:`~lengthwise.runtime.wrap.context.active`)."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class WrappedModel:
         self._is_frozen, self.keeps_output = is_frozen, False
         self._loss, self._inputs = loss, inputs
         self.labels = LabelConvention()
-        """What the model does with labels, where it is of transformers."""
+        """The label convention of a transformers model."""
         self._plain = 0
         self._outputs = OutputStructure()
         self.script = ExchangeScript(calls={})
-        """Exchanges of a forward and its backward; known when it was watched."""
+        """Exchanges of a forward and its backward, once they were observed."""
         self._forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._prepared: PreparedForward | None = None
         self._constants = list(self.structure.constants())
@@ -101,22 +101,22 @@ class WrappedModel:
         self._prepared = PreparedForward(model, self._forward_micro_batch, on_copy=self._copied)
 
     def _copied(self, memo: Memo) -> None:
-        """The model is copied: the copy's attention is as it was before."""
+        """Restore the attention of a copy of the model."""
         for switch in self._switches:
             switch.turn_off_copies(memo)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it computes as it did before it was prepared at the moment."""
+        """Whether the model currently computes as it did before it was prepared."""
         return self._plain > 0
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether its user said how to make the loss."""
+        """Whether the user gave a function that makes the loss."""
         return self._loss is not None
 
     def release(self) -> None:
-        """The model as it was."""
+        """Restore the model's own forward, layers and attention."""
         if self._prepared is not None:
             self._prepared.release()
         self.layers.release()
@@ -127,7 +127,7 @@ class WrappedModel:
 
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
-        """The model computes as it did before it was prepared: for evaluation and generation."""
+        """Within, the model computes as before it was prepared, as for evaluation and generation."""
         self._plain += 1
         for switch in self._switches:
             switch.off()
@@ -139,7 +139,7 @@ class WrappedModel:
                 switch.on()
 
     def learn(self, forwards: list[Callable[[], Any]], lengths: tuple[int, int]) -> None:
-        """Learn which calls are about slots from two forwards of one sequence each; of ``lengths`` slots.
+        """Learn the rules of the forward's calls from two forwards of one sequence each, of ``lengths`` slots.
 
         Raises:
             InputError: it attends in a way that cannot be sharded.
@@ -174,7 +174,7 @@ class WrappedModel:
         return InterceptCalls(self._constants, imported=self._imported, calls=calls, rules=rules, masks=self._masks)
 
     def _learn_masks(self, shard: shards.PackShard) -> None:
-        """See the masks of sequences as long as those of this micro-batch: the model computes some of them alone."""
+        """Record masks for the lengths of this micro-batch, by computing some of its sequences alone."""
         make_alone = shard.alone
         if not self._masks or make_alone is None:
             return
@@ -198,7 +198,7 @@ class WrappedModel:
                 self.layers.intercept = before
 
     def inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Arguments of the forward."""
+        """The arguments of the forward for a micro-batch."""
         if self._inputs is not None:
             return self._inputs(micro_batch)
         if self.by_sequence is None:
@@ -231,21 +231,21 @@ class WrappedModel:
         return inputs | self._passed(micro_batch)
 
     def _passed(self, micro_batch: MicroBatch) -> dict[str, Tensor]:
-        """Further columns of the items, which the forward takes by their names."""
+        """Further columns of the items, as keyword arguments of the forward."""
         return {name: values[None] for name, values in micro_batch.passed.items()}
 
     @property
     def uses_labels(self) -> bool:
-        """Whether the model of transformers makes its loss itself, of labels that it is given by their name."""
+        """Whether this is a transformers model that computes its own loss from ``labels``."""
         return self.structure.is_hugging_face and self._inputs is None and self._loss is None
 
     @property
     def _takes_cache(self) -> bool:
-        """Whether the forward can be told to keep no keys and values for generation."""
+        """Whether the forward takes ``use_cache``."""
         return self.structure.is_hugging_face and "use_cache" in signature(self._forward).parameters
 
     def stock_inputs_of(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """What the model's user gives it for one sequence alone: tokens and labels, positions only if it needs them."""
+        """The arguments of a stock call on one sequence: tokens and labels, positions only if it needs them."""
         if self._inputs is not None:
             return self._inputs(micro_batch)
         inputs = self._inputs_of_pack(micro_batch)
@@ -265,7 +265,7 @@ class WrappedModel:
         return stock
 
     def loss_of(self, output: Any, micro_batch: MicroBatch) -> Tensor:
-        """The loss in what the forward returned."""
+        """Return the loss from the output of the forward."""
         if self._loss is not None:
             return self._loss(output, micro_batch)
         if (loss := self._loss_in(output)) is not None:
@@ -276,7 +276,7 @@ class WrappedModel:
         )
 
     def _loss_in(self, output: Any) -> Tensor | None:
-        """The loss in what the forward returned, if it is known which it is."""
+        """Find the loss in the output of the forward; None if it is ambiguous."""
         parts = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
         loss = getattr(output, "loss", None)
         if any(isinstance(part, MissingTensor) for part in (loss, *parts)):

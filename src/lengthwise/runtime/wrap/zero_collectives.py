@@ -1,4 +1,4 @@
-"""A rank that cannot go on with a micro-batch stands in for itself: it sends zeros for what its group still waits for.
+"""Issue a rank's remaining collectives with zeros when it cannot go on with a micro-batch, so that no peer hangs.
 
 A rank that ran out of memory, or whose loop left a step by an error or a ``break``, may not just stop: the others of
 its group wait for it in the exchanges of attention. Which exchanges are left is known (:mod:`script`). So it sends
@@ -16,11 +16,11 @@ from lengthwise.runtime.wrap.context import ForwardPass, PackShard
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather, Summed
 
 Exchanged = tuple[list[int], list[int]]
-"""Numbers that a rank sends to each of its group, and receives from each."""
+"""Split sizes of an all-to-all: numbers sent to each rank, and received from each."""
 
 
 def gather_sizes(sizes: tuple[int, ...], rank: int, width: int) -> Exchanged:
-    """Of ``width`` numbers of every slot, which all ranks get. The backward goes the other way."""
+    """Split sizes of a gather of ``width`` numbers of every slot by all ranks; swapped in the backward."""
     return [sizes[rank] * width] * len(sizes), [size * width for size in sizes]
 
 
@@ -29,7 +29,7 @@ SAID = 8
 
 
 def sum_exchanges(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]]:
-    """What each of ``size`` ranks says of its sums to all, then the sums, if they are waited for."""
+    """Split sizes and dtypes of a sum over ``size`` ranks: of the shapes, then of the sums if others wait for them."""
     numbers = [(SAID, torch.int64), (call.count, call.dtype)]
     return [(([number] * size, [number] * size), dtype) for number, dtype in numbers if number]
 
@@ -37,7 +37,7 @@ def sum_exchanges(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]
 def attention_exchanges(
     call: AttentionExchange | SlotGather, sizes: tuple[int, ...], rank: int
 ) -> tuple[Exchanged, ...]:
-    """Of queries, keys and values; of outputs. Backwards go the other way.
+    """Split sizes of an attention's exchanges: of queries, keys and values, then of outputs; swapped in the backward.
 
     As :func:`~lengthwise.runtime.parallel.head_exchange.ulysses_attention` issues them for slots of ``sizes``.
     """
@@ -62,7 +62,7 @@ def finish_forward(shard: PackShard, forward: ForwardPass) -> None:
 
 
 def finish_backward(shard: PackShard) -> None:
-    """The same of the backward of all forwards of a micro-batch, the last one first."""
+    """Send zeros for the backward exchanges of all forwards of a micro-batch, the last one first."""
     if shard.backward_begun is None:
         shard.backward_begun = shard.num_exchanges
     done = shard.num_exchanges - shard.backward_begun
@@ -74,7 +74,7 @@ def finish_backward(shard: PackShard) -> None:
 
 
 def finish_micro_batch(shard: PackShard, scripts: Iterable[ExchangeScript]) -> None:
-    """The same of all that is left of a micro-batch in which models with these scripts are called, in order."""
+    """Send zeros for all that is left of a micro-batch in which models with these scripts are called, in order."""
     if shard.is_finished:
         return
     for forward in shard.passes:
@@ -87,7 +87,7 @@ def finish_micro_batch(shard: PackShard, scripts: Iterable[ExchangeScript]) -> N
 
 
 def _send(shard: PackShard, script: ExchangeScript, events: Iterable[Event], num_done: int) -> None:
-    """Zeros for all exchanges of ``events`` but the first ``num_done``."""
+    """Send zeros for all exchanges of ``events`` but the first ``num_done``."""
     if shard.group.size == 1:
         return
     number = 0
@@ -102,7 +102,7 @@ def _send(shard: PackShard, script: ExchangeScript, events: Iterable[Event], num
 def _sent(
     shard: PackShard, call: AttentionExchange | SlotGather | Summed, is_forward: bool
 ) -> Iterable[tuple[Exchanged, torch.dtype]]:
-    """The exchanges of a call, and what is exchanged."""
+    """The split sizes and dtypes of a call's exchanges, forward or backward."""
     if isinstance(call, Summed):
         return sum_exchanges(call, shard.group.size)
     dtype, forward_sizes = (
