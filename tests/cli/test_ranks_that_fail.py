@@ -1,5 +1,7 @@
 """Ranks under torchrun that differ, hang, die or leave: the run ends in bounded time, and one message says why."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,16 @@ def test_ranks_with_other_settings_are_refused_before_they_train(end, tmp_path):
         '"adafactor" on rank 1; train.steps is 5 on rank 0, 6 on rank 1. Start all ranks with the same'
     )
     assert status == ("failed", 2) and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_an_error_that_all_ranks_meet_is_one_sentence_which_torchrun_repeats_as_the_cause(tmp_path):
+    missing = tmp_path / "missing"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
+    command = [*torchrun, "-m", "lengthwise", "train", f"data.index={missing}", f"run_folder={tmp_path / 'run'}"]
+    printed = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120).stderr
+    sentence = f"no index at {missing}; make one with: lengthwise index SRC --out {missing}"
+    assert printed.count(f"error: {sentence}\n") == 1 and "stopped by SIGTERM" not in printed
+    assert f"traceback : {sentence}" in printed.partition("Root Cause")[2]
 
 
 @pytest.mark.deep

@@ -17,6 +17,8 @@ from lengthwise.report.charts.svg import WIDTH
 
 NASTY = '<b>"a" & b</b>'
 MOST_BYTES = 6_000
+MOST_BYTES_OF_LINES = 14_000
+"""Sixty positions say the values of two series to who points at them."""
 STYLE = LineStyle(x_title="step", y_title="loss")
 
 
@@ -45,8 +47,45 @@ def test_every_chart_is_well_formed_small_labelled_and_has_its_numbers(name, cha
     root = ElementTree.fromstring(chart.svg)
     assert root.attrib["role"] == "img" and root.attrib["aria-label"] == NASTY and root.find("title").text == NASTY
     assert chart.rows and all(len(row) == len(chart.columns) for row in chart.rows)
-    assert len(chart.svg) < MOST_BYTES
+    assert len(chart.svg) < (MOST_BYTES_OF_LINES if name == "lines" else MOST_BYTES)
     assert "://" not in chart.svg and "nan" not in chart.svg.lower() and "inf" not in chart.svg
+
+
+def titles(chart):
+    return [title.text for title in ElementTree.fromstring(chart.svg).iter("title")]
+
+
+def test_pointing_at_a_line_says_the_values_of_all_series_there_and_areas_fill_the_chart():
+    values = {"a": 1.0, "b": 2.5}
+    series = [
+        Series(name=name, points=((0.0, low), (5.0, math.nan), (10.0, low + 1), (12.0, math.inf)))
+        for name, low in values.items()
+    ]
+    chart = line_chart(series, label="x", style=STYLE)
+    assert titles(chart)[-3:] == ["step 0: a 1.000, b 2.500", "step 5: a NaN, b NaN", "step 10: a 2.000, b 3.500"]
+    areas = [tuple(map(float, area)) for area in re.findall(r'd="M([\d.]+) 0h([\d.]+)v', chart.svg)]
+    assert areas[0][0] == 0 and sum(areas[-1]) == WIDTH
+    assert all(sum(left) == right[0] for left, right in pairwise(areas))
+
+
+def test_bars_dots_and_rows_of_ranks_say_their_values():
+    assert "a: 3.000" in titles(bar_chart([("a", 3.0)], label="x", quantity="q"))
+    assert "step 7: predicted 1.00\u00a0s, measured 2.00\u00a0s" in titles(scatter_chart([(7, 1.0, 2.0)], label="x"))
+    assert "rank 0, compute: 300\u00a0ms" in titles(gantt_chart(timeline(1, 4), None, label="x"))
+
+
+def test_a_timeline_says_its_length_and_where_its_labels_are_so_that_a_script_can_zoom():
+    root = ElementTree.fromstring(gantt_chart(timeline(2, 10), None, label="x").svg)
+    assert float(root.attrib["data-end"]) == pytest.approx(1.0)
+    labels = [text for text in root.iter("text") if "data-at" in text.attrib]
+    assert labels and all(text.attrib["x"] == f"{float(text.attrib['data-at']) * 100:g}%" for text in labels)
+
+
+def test_parts_of_a_bar_never_reach_beyond_its_right_edge():
+    for parts in range(2, 40):
+        chart = share_bar([(str(k), "s0", 1.0 + k / 7) for k in range(parts)], label="x")
+        rects = [rect.attrib for rect in ElementTree.fromstring(chart.svg).iter("rect")]
+        assert all(float(r["x"].rstrip("%")) + float(r["width"].rstrip("%")) <= 100 + 1e-9 for r in rects)
 
 
 def test_share_bar_pieces_fill_the_bar():
@@ -80,7 +119,7 @@ def test_a_chart_of_nothing_is_none():
 def test_values_that_are_not_finite_leave_a_gap():
     points = ((0.0, 1.0), (1.0, math.nan), (2.0, math.inf), (3.0, 2.0), (4.0, 1.5))
     shape = ElementTree.fromstring(line_chart([Series(name="x", points=points)], label="x", style=STYLE).svg)
-    (line,) = list(shape.iter("path"))
+    (line,) = [path for path in shape.iter("path") if path.attrib["class"].startswith("line")]
     assert line.attrib["d"].count("M") == 2 and line.attrib["d"].count("L") == 1
 
 

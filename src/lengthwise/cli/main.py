@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
@@ -13,6 +14,7 @@ import typer.core
 import typer.main
 
 from lengthwise.cli.failures import CommandFailed, explain
+from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
 from lengthwise.cli.signals import stoppable_start
 from lengthwise.core.errors import Preempted
 from lengthwise.session.console import emit_json, prepare_streams, print_error
@@ -80,11 +82,17 @@ def main() -> None:
         with stoppable_start() if sys.argv[1:2] == ["train"] else nullcontext():
             app()
     except Preempted as stopped:  # before the verb was called
-        print_error(str(stopped))
+        if is_first():  # torchrun stops all ranks when one fails, and that one has said why
+            print_error(str(stopped))
         sys.exit(stopped.exit_code)
     except CommandFailed as failed:
         if "--json" in sys.argv:
             emit_json({"error": failed.message, "exit_code": failed.exit_code})
+        if failed.exit_code == Preempted.exit_code and not is_first():
+            sys.exit(failed.exit_code)  # torchrun stopped this rank because another failed, which says why
+        note_for_torchrun(failed.message)
+        if not is_first():
+            time.sleep(SAME_ERROR_WITHIN_S)  # torchrun ends this rank meanwhile if the first failed too
         print_error(failed.message)
         sys.exit(failed.exit_code)
     except SystemExit as leave:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
+from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
 from lengthwise.config.run_config import Config, load
 from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shown, write_text
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
@@ -30,11 +31,6 @@ OVER = (DONE, PREEMPTED, FAILED)
 PARENT_EVERY_S = 0.5
 STATUS_BYTES = 2048
 """Of status.json while a run goes on, so that its end can be written over it."""
-
-
-def is_first() -> bool:
-    """Whether this rank says how the run goes."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def num_restarts() -> int:
@@ -96,11 +92,12 @@ def read_status(folder: RunFolder) -> dict[str, Any]:
 def report_error(folder: RunFolder, error: Exception) -> bool:
     """Record why the run ends and return True, unless another rank has: errors of all ranks are told once."""
     if not is_first():
-        time.sleep(1.0)  # what all ranks meet at once, the first tells
+        time.sleep(SAME_ERROR_WITHIN_S)  # what all ranks meet at once, the first tells
     state, words = _state_after(error), reason_of(error)
     exit_code = error.exit_code if isinstance(error, LengthwiseError) else LengthwiseError.exit_code
     if read_status(folder).get("state") in ((*OVER, CRASHED) if state == CRASHED else OVER):
         return False
+    note_for_torchrun(words)
     is_read = RUN_FOLDER_VARIABLE in os.environ  # the process that started the ranks reads the file and tells
     try:
         write_status(folder, state, exit_code=exit_code, error=words)

@@ -13,13 +13,13 @@ from lengthwise.cli.advice import CheckpointAdvice, space_warning
 from lengthwise.cli.claim import RanksClaim, check_seen_by_all
 from lengthwise.cli.compiler_cache import set_aside_foreign
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
+from lengthwise.cli.rank_errors import is_first
 from lengthwise.cli.restart import (
     DONE,
     RUNNING,
     STATUS,
     ResumePoint,
     end_with_parent,
-    is_first,
     num_restarts,
     of_disk_in_words,
     reason_of,

@@ -90,7 +90,11 @@ def test_every_number_stands_on_a_page_that_needs_nothing_else():
     )
     for words in ("1,500", "1.50x", "2.0\u00a0%", "1 x &lt;4,2&gt; ulysses", "a &amp; b", "my &lt;lengths&gt;.npy"):
         assert words in page
-    assert "<script" not in page and "http" not in page and "src=" not in page
+    assert page.count("<script") == 1 and "http:" not in page and "https:" not in page and "src=" not in page
+    assert re.findall(r'<div data-policy="([^"]*)">', page) == ["auto", "static"]
+    assert re.findall(r'<tr data-policy="([^"]*)">', page) == ["auto", "static"]
+    assert page.count('download="') == len(charts(page)) + 1  # and the table of policies
+    assert "auto, compute: " in page and "auto: 1,500" in page  # who points at a bar reads its value
     assert len(charts(page)) == 5
 
 

@@ -1,11 +1,18 @@
+import base64
+import csv
+import hashlib
+import html
 import json
 import math
 import re
 from html.parser import HTMLParser
+from io import StringIO
+from urllib.parse import unquote
 
 import pytest
 
-from lengthwise.report.pages.run_figures import RunReport
+from lengthwise.report.pages.csv_link import csv_text, file_name
+from lengthwise.report.pages.run_figures import RunReport, loss_figure
 from lengthwise.report.pages.run_page import render_page
 from lengthwise.report.record import read_record
 from lengthwise.report.run_summary import summarise_record
@@ -14,6 +21,7 @@ from tests.report.fake_run import edit_row, make_run, simulate
 
 NASTY = "</title><script>alert(1)</script>"
 MOST_BYTES = 200_000
+MOST_BYTES_OF_SCRIPT = 4_000
 VOID = {"meta", "br", "rect", "line", "circle", "path"}
 LEAST_CONTRAST = 4.5
 LEAST_CONTRAST_OF_SHAPES = 3.0
@@ -47,6 +55,21 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
+LINK = re.compile(r'<a class="csv" download="([a-z0-9-]+\.csv)" href="data:text/csv;charset=utf-8,([^"]*)">CSV</a>')
+
+
+def without_links(page):
+    """The page without its downloads, its own script and the header that forbids all others."""
+    page = re.sub(r"<script>.*?</script>|<meta http-equiv[^>]*>", "", LINK.sub("", page), flags=re.DOTALL)
+    assert "href=" not in page and "<script" not in page
+    return page
+
+
+def downloads(page):
+    """The tables of a page's links, by file name."""
+    return [(name, list(csv.reader(StringIO(unquote(data))))) for name, data in LINK.findall(page)]
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     base = tmp_path_factory.mktemp("runs")
@@ -66,9 +89,45 @@ def test_page_has_the_key_figures_of_the_summary(folders):
 
 def test_page_needs_nothing_outside_itself(folders):
     page = render_page([report(folder) for folder in folders], trace="trace.json.gz")
-    assert re.findall(r"https?://|src=|href=|@import|url\(", page) == []
-    assert not Balance(page).tags & {"script", "link", "img", "iframe"}
+    assert re.findall(r"https?:|src=|@import|url\(", without_links(page)) == []
+    assert not Balance(page).tags & {"link", "img", "iframe", "noscript"}
     assert len(page) < MOST_BYTES
+
+
+def test_every_figure_has_its_numbers_as_csv(folders):
+    run = report(folders[0])
+    page = render_page([run])
+    tables = dict(downloads(page))
+    assert len(downloads(page)) == page.count('<div class="plot') + 1  # and the slowest steps
+    chart = loss_figure(run).chart
+    assert tables["loss.csv"] == [list(chart.columns), *(list(row) for row in chart.rows)]
+    assert [float(row[1]) for row in tables["loss.csv"][1:]] == pytest.approx(
+        [row["loss/avg"] for row in run.record.rows], rel=1e-3
+    )
+
+
+def test_a_cell_that_a_spreadsheet_would_compute_is_text():
+    rows = (("=1+1", "-2.0 %"), ('a,"b"\n', "+3"), ("@x", "-cmd"))
+    parsed = list(csv.reader(StringIO(csv_text(("a", "b"), rows))))
+    assert parsed == [["a", "b"], ["'=1+1", "-2.0 %"], ['a,"b"\n', "+3"], ["'@x", "'-cmd"]]
+    assert file_name("The worst step: <x>") == "the-worst-step-x.csv" and file_name("日本") == "figure.csv"
+
+
+def test_the_only_script_is_small_and_the_page_forbids_every_other(folders):
+    page = render_page([report(folder) for folder in folders])
+    (script,) = re.findall(r"<script>(.*?)</script>", page, flags=re.DOTALL)
+    assert len(script) < MOST_BYTES_OF_SCRIPT and not re.findall(r"fetch|XMLHttp|import|eval|innerHTML|http", script)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert html.unescape(re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[0]) == (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
+
+
+def test_runs_can_be_picked_and_all_are_shown_without_a_script(folders):
+    page = render_page([report(folder) for folder in folders])
+    assert re.findall(r'<section data-policy="([^"]*)">', page) == ["padded", "packed", "auto"]
+    assert " hidden" not in without_links(page).replace("[hidden]", "").replace("overflow: hidden", "")
+    assert "data-policy" not in without_links(render_page([report(folders[0])]))
 
 
 def test_every_plot_has_its_table(folders):
@@ -98,7 +157,7 @@ def test_what_users_name_is_escaped(tmp_path):
     folder = make_run(tmp_path / "a<img src=x>&b", num_steps=3, status={"state": "failed", "error": NASTY})
     folder.config.write_text(f"name: '{NASTY}'\n# {NASTY}\n")
     for page in (render_page([report(folder)]), render_page([report(folder), report(folder)], trace=NASTY)):
-        assert "<script" not in page and "<img" not in page
+        assert page.count("<script") == 1 and "<img" not in page
         assert "&lt;/title&gt;&lt;script&gt;alert(1)" in page
         Balance(page)
 

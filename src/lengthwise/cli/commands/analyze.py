@@ -153,7 +153,8 @@ def _analyze_as_rank(
     request: "AnalysisRequest", store: "TokenStore", *, device: str, restart: bool, json: bool
 ) -> None:
     """Under torchrun. Does not return after an error: peers may be in a collective this rank will never join."""
-    from lengthwise.cli.restart import end_with_parent, is_first
+    from lengthwise.cli.rank_errors import is_first
+    from lengthwise.cli.restart import end_with_parent
     from lengthwise.runtime.comm.world import stop_world
 
     end_with_parent()

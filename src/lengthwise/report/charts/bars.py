@@ -38,11 +38,12 @@ def bar_chart(
         times = ratio(amount / first) if first and amount is not None else ""
         words = f"{value(amount)}  ({times})" if times else value(amount)
         width = max(0.0, amount or 0.0) / whole if whole > 0 else 0.0
+        said = hint(f"{name}: {words}")
         parts += [
             text(shortened(name, 24), 0, k * _ROW + 14, class_="bar-name"),
             text(words, "100%", k * _ROW + 14, anchor="end", class_="bar-value"),
             element("rect", x=0, y=k * _ROW + 20, width="100%", height=_THICK, class_="track"),
-            element("rect", x=0, y=k * _ROW + 20, width=percent(width), height=_THICK, class_=f"fill s{k % 6}"),
+            element("rect", said, x=0, y=k * _ROW + 20, width=percent(width), height=_THICK, class_=f"fill s{k % 6}"),
         ]
         rows.append((name, value(amount), times) if relative else (name, value(amount)))
     columns = ("run", quantity, "of the first") if relative else ("run", quantity)

@@ -47,7 +47,7 @@ def gantt_chart(measured: Timeline | None, predicted: Timeline | None, *, label:
     empty = Axis(low=0, high=1, ticks=(), labels=())
     kinds = {span.kind for _, timeline in groups for span in timeline.spans}
     return Chart(
-        svg=plot([stretched(shapes, height), *names], x=x, y=empty, height=height, label=label),
+        svg=plot([stretched(shapes, height), *names], x=x, y=empty, height=height, label=label, end_s=end_s),
         legend=tuple((f"k-{kind}", words) for kind, words in KIND_WORDS.items() if kind in kinds),
         columns=("", "rank", *(words for kind, words in KIND_WORDS.items() if kind in kinds), "idle share"),
         rows=tuple(_numbers(groups, ranks, [kind for kind in KIND_WORDS if kind in kinds])),

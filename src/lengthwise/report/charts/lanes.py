@@ -48,7 +48,7 @@ def step_chart(plan: StepPlan, timeline: Timeline, *, end_s: float, label: str) 
     kinds = {span.kind for spans in spans_of.values() for span in spans}
     empty = Axis(low=0, high=1, ticks=(), labels=(), title="ranks")
     return Chart(
-        svg=plot([stretched(shapes, height), *names], x=x, y=empty, height=height, label=label),
+        svg=plot([stretched(shapes, height), *names], x=x, y=empty, height=height, label=label, end_s=end_s),
         legend=tuple((f"k-{kind}", words) for kind, words in KIND_WORDS.items() if kind in kinds),
         columns=("ranks", "scheme", "stage", "micro-batches", "tokens", "compute", "communicate", "idle share"),
         rows=tuple(rows),
@@ -113,13 +113,16 @@ def _spans_of(timeline: Timeline, ranks: set[int]) -> dict[int, list[Span]]:
 def _row(spans: Sequence[Span], end_s: float, *, top: float, words: str) -> list[str]:
     """One path a kind."""
     outlines: dict[SpanKind, list[str]] = {}
+    times_s = dict.fromkeys(SpanKind, 0.0)
+    for span in spans:
+        times_s[span.kind] += span.duration_s
     class_ = "span dense" if len(spans) > _DENSE else "span"
     for start_s, stop_s, kind in drawn(spans, end_s):
         left, width = start_s / end_s * WIDTH, max(0.5, (stop_s - start_s) / end_s * WIDTH)
         outline = f"M{brief(left)} {brief(top)}h{brief(width)}v{_THICK}h-{brief(width)}z"
         outlines.setdefault(kind, []).append(outline)
     return [
-        path("".join(outline), f"{class_} k-{kind}", f"{words}, {KIND_WORDS[kind]}")
+        path("".join(outline), f"{class_} k-{kind}", f"{words}, {KIND_WORDS[kind]}: {seconds(times_s[kind])}")
         for kind, outline in outlines.items()
     ]
 

@@ -1,8 +1,9 @@
 """Line charts: something over steps or tokens, one line a run."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lengthwise.report.charts.svg import WIDTH, Chart, brief, path, plot, shortened, stretched, thinned_rows
 from lengthwise.report.charts.ticks import Axis, Labels, plain_labels, range_axis, value_axis
@@ -59,12 +60,17 @@ def line_chart(series: Sequence[Series], *, label: str, style: LineStyle) -> Cha
         if one.finite
     ]
     return Chart(
-        svg=plot([stretched(shapes, style.height)], x=x, y=y, height=style.height, label=label),
+        svg=plot(
+            [stretched([*shapes, *_strips(series, x, style)], style.height)], x=x, y=y, height=style.height, label=label
+        ),
         legend=tuple(
             (f"s{k % NUM_COLOURS}", shortened(one.name, 60)) for k, one in enumerate(series) if len(series) > 1
         ),
         columns=(style.x_title, *(shortened(one.name, 40) for one in series)),
-        rows=_rows(series, style),
+        rows=tuple(
+            (f"{position:,.0f}", *(style.value(values[k]) if k in values else "" for k in range(len(series))))
+            for position, values in _values(series)
+        ),
     )
 
 
@@ -94,12 +100,23 @@ def _outline(points: Sequence[Point], x: Axis, y: Axis, height: float) -> str:
     return "".join(commands)
 
 
-def _rows(series: Sequence[Series], style: LineStyle) -> tuple[tuple[str, ...], ...]:
+def _values(series: Sequence[Series]) -> tuple[tuple[float, dict[int, float]], ...]:
+    """The values of all series by position: every position of few, an even choice of many."""
     values: dict[float, dict[int, float]] = {}
     for k, one in enumerate(series):
         for x, y in one.points:
             values.setdefault(x, {})[k] = y
-    return thinned_rows([
-        (f"{x:,.0f}", *(style.value(found[k]) if k in found else "" for k in range(len(series))))
-        for x, found in sorted(values.items())
-    ])  # fmt: skip
+    return thinned_rows(sorted(values.items()))
+
+
+def _strips(series: Sequence[Series], x: Axis, style: LineStyle) -> Iterator[str]:
+    """An invisible area around each position, which says the values there to who points at it."""
+    values = [at for at in _values(series) if x.low <= at[0] <= x.high]
+    edges = [x.low, *((left + right) / 2 for (left, _), (right, _) in pairwise(values)), x.high]
+    for (position, by_series), low, high in zip(values, edges, edges[1:]):
+        left, width = x.at(low) * WIDTH, (x.at(high) - x.at(low)) * WIDTH
+        said = ", ".join(
+            f"{shortened(series[k].name, 24)} {style.value(value)}" for k, value in sorted(by_series.items())
+        )
+        shape = f"M{brief(left)} 0h{brief(width)}v{style.height}h-{brief(width)}z"
+        yield path(shape, "hit", f"{style.x_title} {position:,.0f}: {said}")

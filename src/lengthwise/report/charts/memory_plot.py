@@ -55,7 +55,7 @@ def memory_chart(timeline: Timeline, *, label: str) -> Chart | None:
         for k, group in enumerate(groups)
     ]
     return Chart(
-        svg=plot([stretched(shapes, _HEIGHT)], x=x, y=y, height=_HEIGHT, label=label),
+        svg=plot([stretched(shapes, _HEIGHT)], x=x, y=y, height=_HEIGHT, label=label, end_s=end_s),
         legend=tuple((f"s{k}", shortened(group.name, 60)) for k, group in enumerate(groups)),
         columns=("", "peak", "at", "least"),
         rows=tuple(

@@ -33,7 +33,10 @@ def scatter_chart(points: Sequence[tuple[int, float, float]], *, label: str) -> 
     x = Axis(low=ticks[0], high=ticks[-1], ticks=ticks, labels=labels, title="predicted step time")
     y = Axis(low=ticks[0], high=ticks[-1], ticks=ticks, labels=labels, title="measured step time")
     stride = -(-len(points) // _MOST_POINTS)
-    dots = [_dot(x.at(predicted), y.at(measured), f"step {step}") for step, predicted, measured in points[::stride]]
+    dots = [
+        _dot(x.at(predicted), y.at(measured), _words(step, predicted, measured))
+        for step, predicted, measured in points[::stride]
+    ]
     guides = [path(_band(x, y), "band"), path(f"M0 {_HEIGHT}L{WIDTH} 0", "diagonal")]
     return Chart(
         svg=plot([stretched(guides, _HEIGHT), *dots], x=x, y=y, height=_HEIGHT, label=label),
@@ -41,6 +44,10 @@ def scatter_chart(points: Sequence[tuple[int, float, float]], *, label: str) -> 
         columns=("step", "predicted", "measured", "error"),
         rows=thinned_rows([(f"{s:,}", seconds(p), seconds(m), share(p / m - 1, signed=True)) for s, p, m in points]),
     )
+
+
+def _words(step: int, predicted_s: float, measured_s: float) -> str:
+    return f"step {step:,}: predicted {seconds(predicted_s)}, measured {seconds(measured_s)}"
 
 
 def _dot(across: float, up: float, title: str) -> str:

@@ -7,6 +7,8 @@ from lengthwise.report.charts.svg import drawing, element, hint, percent, shorte
 
 _ROW = 44
 _THICK = 16
+_NAME = 22
+"""Characters of a name that leave room for the words at the right end on a telephone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +35,15 @@ def stacked_bars(bars: Sequence[Bar], *, label: str) -> str:
     drawn = []
     for k, bar in enumerate(bars):
         top = k * _ROW
-        drawn.append(text(shortened(bar.name, 40), 0, top + 14, class_="bar-name strong" if bar.strong else "bar-name"))
+        drawn.append(
+            text(shortened(bar.name, _NAME), 0, top + 14, class_="bar-name strong" if bar.strong else "bar-name")
+        )
         drawn.append(text(bar.words, "100%", top + 14, anchor="end", class_="bar-value"))
         drawn.append(element("rect", x=0, y=top + 20, width="100%", height=_THICK, class_="track"))
         start = 0.0
         for class_, what, amount in bar.parts:
             place = {"x": percent(start), "width": percent(amount / longest)}
-            words = hint(f"{bar.name}, {what}") if what else ""
+            words = hint(f"{bar.name}, {what}" if what else f"{bar.name}: {bar.words}")
             drawn.append(element("rect", words, y=top + 20, height=_THICK, class_=f"fill {class_}", **place))
             start += amount / longest
     return drawing(drawn, label=label, height=len(bars) * _ROW - 6)

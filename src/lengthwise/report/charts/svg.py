@@ -1,4 +1,4 @@
-"""SVG that needs no script and no scaling: percentages across, pixels down, so text keeps its size on every screen.
+"""SVG that needs neither script nor scaling: percentages across, pixels down, so text keeps its size on every screen.
 
 A chart is as wide as its column. What has a shape (paths) lives in an inner drawing 1000 units wide that stretches
 sideways only, with strokes that do not; ticks and labels are placed in per cent around it. Labels of the vertical axis
@@ -6,8 +6,10 @@ hang to the left of the drawing, in room that the page's style leaves; every sec
 of class ``alt``, which narrow screens hide. Colours are CSS classes; see report.css.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 from xml.sax.saxutils import escape, quoteattr
 
 from lengthwise.report.charts.ticks import Axis
@@ -18,6 +20,7 @@ _TOP = 28
 _BARE_TOP = 6
 _BOTTOM = 44
 _NUMBERS_SHOWN = 60
+_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +42,9 @@ def element(tag: str, content: str = "", /, **attributes: object) -> str:
     return f"{opening}>{content}</{tag}>" if content else f"{opening}/>"
 
 
-def text(words: str, x: object, y: float, *, anchor: str = "start", class_: str = "tick") -> str:
+def text(words: str, x: object, y: float, *, anchor: str = "start", class_: str = "tick", **attributes: object) -> str:
     """A line of text; escaped."""
-    return element("text", escape(words), x=x, y=brief(y), text_anchor=anchor, class_=class_)
+    return element("text", escape(words), x=x, y=brief(y), text_anchor=anchor, class_=class_, **attributes)
 
 
 def hint(words: str) -> str:
@@ -55,8 +58,8 @@ def path(shape: str, class_: str, title: str = "") -> str:
 
 
 def percent(fraction: float) -> str:
-    """A position across the chart."""
-    return f"{brief(fraction * 100, 2)}%"
+    """A position across the chart, rounded down, so that parts of a whole never reach beyond it."""
+    return f"{brief(math.floor(fraction * 10_000 + 1e-6) / 100, 2)}%"
 
 
 def brief(value: float, digits: int = 1) -> str:
@@ -72,25 +75,29 @@ def stretched(shapes: Iterable[str], height: float) -> str:
     )  # fmt: skip
 
 
-def drawing(parts: Iterable[str], *, label: str, height: float) -> str:
+def drawing(parts: Iterable[str], *, label: str, height: float, **attributes: object) -> str:
     """A whole chart that reads ``label`` aloud."""
     return element(
         "svg", hint(label) + "".join(parts), role="img", aria_label=label, class_="chart",
-        width="100%", height=brief(height),
+        width="100%", height=brief(height), **attributes,
     )  # fmt: skip
 
 
-def plot(parts: Iterable[str], *, x: Axis, y: Axis, height: float, label: str) -> str:
-    """A chart with both axes: grid and labels around ``parts``, which count pixels down from the top of the plot."""
+def plot(parts: Iterable[str], *, x: Axis, y: Axis, height: float, label: str, end_s: float | None = None) -> str:
+    """A chart with both axes: grid and labels around ``parts``, which count pixels down from the top of the plot.
+
+    With ``end_s``, the seconds that the whole width stands for, the page's script can zoom into the chart.
+    """
     top = _TOP if y.title else _BARE_TOP
-    inside = [*_grid(y, height), *parts, *_x_labels(x, height)]
+    inside = [*_grid(y, height), *parts, *_x_labels(x, height, is_zoomable=end_s is not None)]
     if y.title:
         inside.append(text(y.title, -54, -14, class_="axis-title"))
     body = element("g", "".join(inside), transform=f"translate(0 {top})")
-    return drawing([body], label=label, height=top + height + _BOTTOM)
+    attributes = {} if end_s is None else {"data_end": f"{end_s:.6g}"}
+    return drawing([body], label=label, height=top + height + _BOTTOM, **attributes)
 
 
-def thinned_rows(rows: list[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+def thinned_rows(rows: list[_Row]) -> tuple[_Row, ...]:
     """At most sixty rows, evenly taken, the last one always among them."""
     stride = -(-len(rows) // _NUMBERS_SHOWN)
     return tuple(rows[(len(rows) - 1) % stride :: stride]) if rows else ()
@@ -111,11 +118,12 @@ def _grid(y: Axis, height: float) -> list[str]:
     return parts
 
 
-def _x_labels(x: Axis, height: float) -> list[str]:
-    parts = [
-        text(label, percent(x.at(tick)), height + 18, anchor="middle", class_="tick alt" if k % 2 else "tick")
-        for k, (tick, label) in enumerate(zip(x.ticks, x.labels))
-    ]
+def _x_labels(x: Axis, height: float, *, is_zoomable: bool) -> list[str]:
+    parts = []
+    for k, (tick, label) in enumerate(zip(x.ticks, x.labels)):
+        place = {"data_at": brief(x.at(tick), 4)} if is_zoomable else {}
+        class_ = "tick alt" if k % 2 else "tick"
+        parts.append(text(label, percent(x.at(tick)), height + 18, anchor="middle", class_=class_, **place))
     if x.title:
         parts.append(text(x.title, "100%", height + 37, anchor="end", class_="axis-title"))
     return parts

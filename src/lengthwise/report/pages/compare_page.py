@@ -1,4 +1,4 @@
-"""The page of a comparison: one HTML file that needs nothing else, neither script nor network."""
+"""The page of a comparison: one HTML file that needs no network, and no script to be read."""
 
 from typing import Any
 

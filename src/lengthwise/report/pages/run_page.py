@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, neither script nor network."""
+"""The page: one HTML file that needs no network, and no script to be read."""
 
 from collections.abc import Sequence
 from typing import Any
