@@ -166,7 +166,7 @@ def memory_gib(kind: str, work: str) -> float:
     cost = run.on_finish.__self__.cost.base  # type: ignore[union-attr]
     assert isinstance(cost, DualLayerCost)
     degree, layers = run.world.size, run.wrapped_model.structure.num_layers
-    state = min(int(cost.peak_bytes(0, kind.scheme, num_devices=degree)) for kind in run.planner.problem.kinds)  # type: ignore[attr-defined]
+    state = min(int(cost.peak_bytes(0, kind.scheme, num_devices=degree)) for kind in run.planner.problem.candidates)  # type: ignore[attr-defined]
     needed = cost.predict((LENGTHS[-1],), degree, layers // 2)[1]
     run.close()
     return float(state + 1.05 * needed) / GIB

@@ -16,7 +16,7 @@ from lengthwise.cost.profiled.hydraulis_cost import PublishedCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.solve.shop import Machines, Objective
-from lengthwise.plan.space.candidate import Candidate, make_kinds
+from lengthwise.plan.space.candidate import Candidate, make_candidates
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import first_batches, sample_lengths
 
@@ -75,14 +75,18 @@ class Cell:
         """A batch of which nothing is priced yet."""
         return PricedBatch(self.problem, batch)
 
-    def kind(self, place: tuple[int, int]) -> Candidate:
+    def candidate(self, place: tuple[int, int]) -> Candidate:
         """The pipeline of a degree and a number of stages."""
-        return next(kind for kind in self.problem.kinds if (kind.scheme.degree, kind.num_stages) == place)
+        return next(
+            candidate
+            for candidate in self.problem.candidates
+            if (candidate.scheme.degree, candidate.num_stages) == place
+        )
 
     def strategy(self, words: str) -> PlacedStrategy:
         """Pipelines such as ``<16,1> + 6 x <8,1>``, those that hold the longest sequences first."""
         counts = parse_strategy(words)
-        tiles = [PipelineGroup(kind=self.kind(place), count=count) for place, count in counts]
+        tiles = [PipelineGroup(candidate=self.candidate(place), count=count) for place, count in counts]
         return PlacedStrategy(self.problem, sorted(tiles, key=lambda tile: -tile.max_length))
 
 
@@ -105,16 +109,16 @@ class Instance:
         )
 
     @property
-    def kinds(self) -> list[int]:
+    def candidates(self) -> list[int]:
         """Type of each machine."""
-        return [kind for kind, each in enumerate(self.machines) for _ in range(each.count)]
+        return [candidate for candidate, each in enumerate(self.machines) for _ in range(each.count)]
 
 
 @cache
 def _problem(cell: Cell) -> PlanningProblem:
     cluster = a800s(cell.num_devices)
     return PlanningProblem(
-        kinds=published_kinds(cell.model, cell.num_devices),
+        candidates=published_candidates(cell.model, cell.num_devices),
         num_devices=cell.num_devices,
         devices_per_node=cluster.devices_per_node,
         memory_bytes=cluster.device.memory_bytes,
@@ -139,7 +143,7 @@ def a800s(num_devices: int) -> ClusterSpec:
 
 
 @lru_cache(maxsize=16)
-def published_kinds(model: str, num_devices: int) -> tuple[Candidate, ...]:
+def published_candidates(model: str, num_devices: int) -> tuple[Candidate, ...]:
     """Every scheme that was measured and fits."""
     cost = PublishedCost(model, cluster=a800s(num_devices))
     table = TABLES[model]
@@ -152,7 +156,7 @@ def published_kinds(model: str, num_devices: int) -> tuple[Candidate, ...]:
         )
         for degree, stages in table.fits_ms
     ]
-    return make_kinds(schemes, cost, num_devices=num_devices)
+    return make_candidates(schemes, cost, num_devices=num_devices)
 
 
 def parse_strategy(words: str) -> list[tuple[tuple[int, int], int]]:
@@ -166,9 +170,11 @@ def homogeneous_strategies(cell: Cell) -> list[PlacedStrategy]:
     """Equal pipelines that tile the cluster and hold the longest sequence."""
     problem = cell.problem
     return [
-        PlacedStrategy(problem, [PipelineGroup(kind=kind, count=problem.num_devices // kind.num_devices)])
-        for kind in problem.kinds
-        if problem.num_devices % kind.num_devices == 0 and kind.max_tokens >= problem.max_length
+        PlacedStrategy(
+            problem, [PipelineGroup(candidate=candidate, count=problem.num_devices // candidate.num_devices)]
+        )
+        for candidate in problem.candidates
+        if problem.num_devices % candidate.num_devices == 0 and candidate.max_tokens >= problem.max_length
     ]
 
 
@@ -207,6 +213,6 @@ def best_homogeneous(cell: Cell, batches: Sequence[GlobalBatch]) -> PlacedStrate
 def short_name(strategy: PlacedStrategy) -> str:
     """Counts, degrees and stages."""
     return " + ".join(
-        (f"{tile.count} x " if tile.count > 1 else "") + f"<{tile.kind.scheme.degree},{tile.kind.num_stages}>"
+        (f"{tile.count} x " if tile.count > 1 else "") + f"<{tile.candidate.scheme.degree},{tile.candidate.num_stages}>"
         for tile in strategy.tiles
     )

@@ -135,7 +135,7 @@ def _compare(scenario: Scenario, workload: str, data: str, *, steps: int) -> tup
         tokens=TOKENS[workload],
     )
     batches = cell.batches(steps)
-    megatron_s = _static_s(cell.problem, _kind(cell, scenario.megatron), batches)
+    megatron_s = _static_s(cell.problem, _candidate(cell, scenario.megatron), batches)
     hotspa_s = _hotspa_s(cell, scenario.hotspa, batches)
     hydraulis_s, auto_s = (_policy_s(name, cell.problem, batches) for name in ("hydraulis", "auto"))
     known = [time for time in (megatron_s, hotspa_s) if time is not None]
@@ -150,36 +150,40 @@ def _compare(scenario: Scenario, workload: str, data: str, *, steps: int) -> tup
 def _alone_s(cell: Cell, length: int) -> float:
     """One sequence on the pipeline that computes it fastest."""
     lengths = np.array([length])
-    holding = [kind for kind in cell.problem.kinds if kind.max_tokens >= length]
-    return min(kind.num_stages * (float(kind.times_s(lengths)[0]) + kind.overhead_s) for kind in holding)
+    holding = [candidate for candidate in cell.problem.candidates if candidate.max_tokens >= length]
+    return min(
+        candidate.num_stages * (float(candidate.times_s(lengths)[0]) + candidate.overhead_s) for candidate in holding
+    )
 
 
-def _kind(cell: Cell, place: Place) -> Candidate | None:
+def _candidate(cell: Cell, place: Place) -> Candidate | None:
     try:
-        return cell.kind(STAND_IN.get(place, place))
+        return cell.candidate(STAND_IN.get(place, place))
     except StopIteration:
         return None  # does not fit any token
 
 
-def _static_s(problem: PlanningProblem, kind: Candidate | None, batches: list[GlobalBatch]) -> float | None:
+def _static_s(problem: PlanningProblem, candidate: Candidate | None, batches: list[GlobalBatch]) -> float | None:
     """None where the longest sequence does not fit."""
-    if kind is None or kind.max_tokens < max(max(batch.lengths) for batch in batches):
+    if candidate is None or candidate.max_tokens < max(max(batch.lengths) for batch in batches):
         return None
-    policy = static(problem, kind)
+    policy = static(problem, candidate)
     return fmean(_step_s(problem, policy.phases, batch) for batch in batches)
 
 
 def _hotspa_s(cell: Cell, places: tuple[Place, ...], batches: list[GlobalBatch]) -> float | None:
     """HotSPa with its ranges; how finely pipelines with stages pack is tuned."""
-    kinds = [_kind(cell, place) for place in places]
-    if any(kind is None or kind.max_tokens < edge for kind, edge in zip(kinds, EDGES)):
+    candidates = [_candidate(cell, place) for place in places]
+    if any(candidate is None or candidate.max_tokens < edge for candidate, edge in zip(candidates, EDGES)):
         return None
     times_s = []
     for rounds in (1, 2, 4, 8):
         ranges = tuple(
-            LengthRange(mode=RangeStrategy(kind=kind, rounds=rounds if kind.num_stages > 1 else 1), up_to=edge)
-            for kind, edge in zip(kinds, EDGES)
-            if kind is not None
+            LengthRange(
+                mode=RangeStrategy(candidate=candidate, rounds=rounds if candidate.num_stages > 1 else 1), up_to=edge
+            )
+            for candidate, edge in zip(candidates, EDGES)
+            if candidate is not None
         )
         policy = HotSpaPolicy(problem=cell.problem, ranges=ranges)
         times_s.append(fmean(_step_s(cell.problem, policy.phases, batch) for batch in batches))
@@ -249,9 +253,9 @@ def _closed_row(scenario: Scenario, workload: str, *, steps: int) -> tuple[str, 
 
 
 def _find(problem: PlanningProblem, place: Place, method: Method, recomputed: int) -> Candidate | None:
-    for kind in problem.kinds:
-        scheme = kind.scheme
+    for candidate in problem.candidates:
+        scheme = candidate.scheme
         shape = (scheme.degree, scheme.num_stages, scheme.num_recomputed)
         if shape == (*place, recomputed) and set(scheme.methods) <= {method, Method.DENSE}:
-            return kind
+            return candidate
     return None

@@ -88,12 +88,14 @@ def _outside(cell: Cell) -> tuple[str, ...]:
 
 def _rank_gaps(cell: Cell, batches: Sequence[GlobalBatch]) -> list[tuple[str, ...]]:
     """Slowest against fastest rank, as a share of the slowest."""
-    policy = static(cell.problem, cell.kind((16, 1)))
+    policy = static(cell.problem, cell.candidate((16, 1)))
     even, planned = [], []
     for batch in batches:
         priced = cell.priced(batch)
         (lanes,) = policy.phases(priced)
-        times_s = [pipeline_time_s(pack_times_s(priced, lane), lane.kind.num_stages, cell.objective) for lane in lanes]
+        times_s = [
+            pipeline_time_s(pack_times_s(priced, lane), lane.candidate.num_stages, cell.objective) for lane in lanes
+        ]
         even.append(1 - min(times_s) / max(times_s))
         spans = cell.strategy(HETEROGENEOUS).assign(priced)[1].spans
         planned.append(1 - min(spans) / max(spans))
@@ -165,7 +167,7 @@ def _solve_times(cell: Cell, words: str, published: tuple[float | None, ...], *,
     where = f"{cell.num_devices:,} GPUs"
     proposal, ideal, greedy, packing = published
     problem = cell.problem
-    workload, table_s = timed(make_workload, problem, list(problem.kinds), problem.samples)
+    workload, table_s = timed(make_workload, problem, list(problem.candidates), problem.samples)
     _, integer_s = timed(integer_strategies, workload)
     _, propose_s = proposals(replace(cell, objective=Objective.FLOW_SHOP))
     strategy = cell.strategy(words)

@@ -18,7 +18,7 @@ from lengthwise.core.timeline import Timeline
 from lengthwise.cost.profiled.fitted import FittedCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
-from lengthwise.plan.space.candidate import make_kinds
+from lengthwise.plan.space.candidate import make_candidates
 from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, to_plan
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import Pack
@@ -75,9 +75,10 @@ def stage_cost(table: ProfileTable) -> FittedCost:
 
 def problem_of(cost: FittedCost) -> PlanningProblem:
     """One pipeline of two stages, packs of at most ``CAPACITY`` tokens."""
-    kinds = make_kinds([SCHEME], cost, num_devices=STAGES, token_limit=CAPACITY)
+    candidates = make_candidates([SCHEME], cost, num_devices=STAGES, token_limit=CAPACITY)
     return PlanningProblem(
-        kinds=kinds, num_devices=STAGES, devices_per_node=STAGES, memory_bytes=cost.cluster.device.memory_bytes,
+        candidates=candidates, num_devices=STAGES, devices_per_node=STAGES,
+        memory_bytes=cost.cluster.device.memory_bytes,
         max_length=CAPACITY,
     )  # fmt: skip
 
@@ -85,14 +86,14 @@ def problem_of(cost: FittedCost) -> PlanningProblem:
 def balanced(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
     """Our packer: packs of equal cost, as many as end earliest."""
     priced = PricedBatch(problem, batch)
-    phase, found = PlacedStrategy(problem, [PipelineGroup(kind=problem.kinds[0], count=1)]).assign(priced)
+    phase, found = PlacedStrategy(problem, [PipelineGroup(candidate=problem.candidates[0], count=1)]).assign(priced)
     return to_plan(priced, DraftPlan(phases=(phase,), lower_bound_s=found.lower_bound), policy="balanced")
 
 
 def filled(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
     """Packs of equal length, first fit decreasing, the costliest first: what policy ``static`` runs."""
     priced = PricedBatch(problem, batch)
-    return to_plan(priced, static(problem, problem.kinds[0])(priced), policy="filled")
+    return to_plan(priced, static(problem, problem.candidates[0])(priced), policy="filled")
 
 
 def as_they_come(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
@@ -104,7 +105,7 @@ def as_they_come(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
 
 
 def _arranged(problem: PlanningProblem, batch: GlobalBatch, packs: Sequence[Pack]) -> tuple[PricedBatch, DraftPlan]:
-    lane = PipelineDraft(kind=problem.kinds[0], ranks=tuple(range(STAGES)), packs=tuple(packs))
+    lane = PipelineDraft(candidate=problem.candidates[0], ranks=tuple(range(STAGES)), packs=tuple(packs))
     return PricedBatch(problem, batch), DraftPlan(phases=((lane,),), lower_bound_s=0.0)
 
 

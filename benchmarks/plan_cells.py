@@ -11,7 +11,7 @@ from pages import Goal, Section, at_most, number
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.plan.heterogeneous.propose import Proposal, propose
-from lengthwise.plan.heterogeneous.strategy_candidates import Candidates
+from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.solve.shop import Objective, ShopSchedule
 from lengthwise.plan.space.draft_plan import Phase
@@ -72,7 +72,9 @@ def proposed(cell: Cell) -> list[PlacedStrategy]:
     """What our proposer says for the corpus, under the flow shop whatever the objective."""
     found, _ = proposals(replace(cell, objective=Objective.FLOW_SHOP))
     return [
-        PlacedStrategy(cell.problem, [PipelineGroup(kind=kind, count=count) for kind, count in each.counts])
+        PlacedStrategy(
+            cell.problem, [PipelineGroup(candidate=candidate, count=count) for candidate, count in each.counts]
+        )
         for each in found
     ]
 
@@ -80,7 +82,7 @@ def proposed(cell: Cell) -> list[PlacedStrategy]:
 @cache
 def proposals(cell: Cell) -> tuple[list[Proposal], float]:
     """Proposals for a cell and the seconds they took."""
-    return timed(propose, cell.problem, list(cell.problem.kinds), max_candidates=MOST_CANDIDATES)
+    return timed(propose, cell.problem, list(cell.problem.candidates), max_strategies=MOST_CANDIDATES)
 
 
 def measure(cell: Cell, role: str, strategy: PlacedStrategy, batches: list[GlobalBatch]) -> Row:
@@ -199,7 +201,7 @@ def choice(*, quick: bool) -> Section:
     rows, goals = [], []
     medians: dict[int, list[float]] = {64: [], 1024: []}
     for cell in all_cells(Objective.FLOW_SHOP, quick=quick):
-        candidates = Candidates(proposed(cell)[:MOST_CANDIDATES])
+        candidates = StrategyCandidates(proposed(cell)[:MOST_CANDIDATES])
         times_s, gaps, over = [], [], []
         static = best_homogeneous(cell, cell.batches(TUNING_BATCHES))
         batches = cell.batches(3 if quick else 12)
@@ -237,7 +239,7 @@ def choice(*, quick: bool) -> Section:
     )
 
 
-def _choose(cell: Cell, candidates: Candidates, batch: GlobalBatch) -> tuple[float, float]:
+def _choose(cell: Cell, candidates: StrategyCandidates, batch: GlobalBatch) -> tuple[float, float]:
     priced = cell.priced(batch)
     bounds_s = candidates.bounds_s(priced)
     return candidates.best(priced, bounds_s)[1], min(bounds_s)

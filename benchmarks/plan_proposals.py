@@ -3,7 +3,7 @@
 from statistics import fmean
 
 import numpy as np
-from cells import Cell, best_homogeneous, mean_step_s, published_kinds, short_name
+from cells import Cell, best_homogeneous, mean_step_s, published_candidates, short_name
 from clock import timed
 from pages import Goal, Section, at_most, number
 from plan_cells import MOST_CANDIDATES, all_cells, proposals, proposed
@@ -12,7 +12,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.plan.heterogeneous.propose.closed_form import relax
 from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
-from lengthwise.plan.heterogeneous.strategy_candidates import Candidates
+from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.problem import PricedBatch
@@ -33,8 +33,8 @@ def times(*, quick: bool) -> Section:
     for cell in all_cells(Objective.FLOW_SHOP, quick=quick):
         if cell.per_sequence:
             continue
-        problem, kinds = cell.problem, list(cell.problem.kinds)
-        workload, table_s = timed(make_workload, problem, kinds, problem.samples)
+        problem, candidates = cell.problem, list(cell.problem.candidates)
+        workload, table_s = timed(make_workload, problem, candidates, problem.samples)
         relax_s = min(timed(relax, workload)[1] for _ in range(REPEATS))
         limits, integer_s = timed(integer_strategies, workload)
         found, propose_s = proposals(cell)
@@ -79,7 +79,7 @@ def held_out(*, quick: bool) -> Section:
         static_s, printed_s, bubble_s, single_s = (
             mean_step_s(each, cell, batches) for each in (static, printed, bubble, single)
         )
-        step_s = fmean(_best_step_s(Candidates(ours), cell.priced(batch)) for batch in batches)
+        step_s = fmean(_best_step_s(StrategyCandidates(ours), cell.priced(batch)) for batch in batches)
         least_s = min(static_s, printed_s, bubble_s)
         above.append(single_s / least_s - 1)
         step_above.append(step_s / least_s - 1)
@@ -125,7 +125,7 @@ def _goals(above: list[float], step_above: list[float], gains: list[float]) -> t
     )
 
 
-def _best_step_s(candidates: Candidates, priced: PricedBatch) -> float:
+def _best_step_s(candidates: StrategyCandidates, priced: PricedBatch) -> float:
     return candidates.best(priced, candidates.bounds_s(priced))[1]
 
 
@@ -138,13 +138,17 @@ def _samples(cell: Cell) -> list[GlobalBatch]:
 
 
 def eq4_strategy(cell: Cell, *, bubble: bool) -> PlacedStrategy:
-    """Eq. (4) in whole pipelines for the longest length; devices it leaves over join as the largest kinds that fit."""
-    problem, kinds = cell.problem, published_kinds(cell.model, cell.num_devices)
-    workload = make_workload(problem, list(kinds), [*problem.samples, np.array([problem.max_length])])
+    """Eq. (4) in whole pipelines for the longest length; leftover devices join as the largest that fit."""
+    problem, candidates = cell.problem, published_candidates(cell.model, cell.num_devices)
+    workload = make_workload(problem, list(candidates), [*problem.samples, np.array([problem.max_length])])
     counts = integer_strategies(workload, bubble=bubble)[0].counts.copy()
     devices = workload.devices
     while left := cell.num_devices - int(counts @ devices):
         fitting = np.flatnonzero((devices <= left) & (left % devices == 0))
         counts[fitting[np.argmax(devices[fitting])]] += 1
-    tiles = [PipelineGroup(kind=kind, count=int(count)) for kind, count in zip(workload.kinds, counts) if count]
+    tiles = [
+        PipelineGroup(candidate=candidate, count=int(count))
+        for candidate, count in zip(workload.candidates, counts)
+        if count
+    ]
     return PlacedStrategy(problem, sorted(tiles, key=lambda tile: -tile.max_length))

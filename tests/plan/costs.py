@@ -6,7 +6,7 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.pipeline_config import Method
-from lengthwise.plan.space.candidate import degrees_of, make_kinds, schemes_of, stages_of
+from lengthwise.plan.space.candidate import degrees_of, make_candidates, schemes_of, stages_of
 from lengthwise.plan.space.problem import PlanningProblem
 
 
@@ -81,9 +81,9 @@ def make_problem(
         methods=options.pop("methods", (Method.ULYSSES,)),
         recomputed=recomputed,
     )
-    kinds = make_kinds(schemes, cost, num_devices=num_devices, token_limit=options.pop("token_limit", None))
+    candidates = make_candidates(schemes, cost, num_devices=num_devices, token_limit=options.pop("token_limit", None))
     return PlanningProblem(
-        kinds=kinds,
+        candidates=candidates,
         num_devices=num_devices,
         devices_per_node=devices_per_node,
         memory_bytes=cost.capacity * 2**30,

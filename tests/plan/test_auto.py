@@ -61,7 +61,10 @@ def test_auto_is_never_slower_than_any_policy(case):
 @given(problems(), st.sampled_from(["auto", "hydraulis"]))
 def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, policy):
     problem, lengths = case
-    if max(lengths) > max(k.max_tokens for k in problem.kinds if k.scheme.num_recomputed == 0) and policy != "auto":
+    if (
+        max(lengths) > max(k.max_tokens for k in problem.candidates if k.scheme.num_recomputed == 0)
+        and policy != "auto"
+    ):
         return
     batch = make_batch(lengths)
     plan = Planner(policy=policy, problem=problem)(batch)
@@ -83,7 +86,7 @@ def test_one_long_sequence_goes_first_on_all_devices_and_the_short_ones_after_it
     assert plan.gap < 0.05
 
 
-def test_a_sequence_too_long_for_the_fastest_kind_recomputes_as_few_layers_as_it_needs():
+def test_a_sequence_too_long_for_the_fastest_candidate_recomputes_as_few_layers_as_it_needs():
     problem = make_problem(
         SimpleCost(capacity=100),
         num_devices=1,

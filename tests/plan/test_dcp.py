@@ -32,8 +32,8 @@ def problem_of(*, capacity=60, switch_s=0.125, c_s=0.5, loss=0.1, samples=(), **
 
 
 def holds_the_longest(problem):
-    whole = [kind for kind in problem.kinds if kind.num_stages == 1]
-    return max(kind.max_tokens for kind in whole) >= LONGEST
+    whole = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
+    return max(candidate.max_tokens for candidate in whole) >= LONGEST
 
 
 @POLICIES
@@ -77,12 +77,16 @@ def test_intra_recomputes_the_fewest_layers_each_micro_batch_allows(lengths, num
     problem = problem_of(num_devices=num_devices, samples=[lengths])
     plan = Planner(policy="dcp-intra", problem=problem)(make_batch(lengths))
     for pipeline in plan.pipelines:
-        family = [kind for kind in problem.kinds if kind.scheme.stage_layers == pipeline.scheme.stage_layers]
-        family = [kind for kind in family if kind.scheme.degree == pipeline.scheme.degree]
+        family = [
+            candidate
+            for candidate in problem.candidates
+            if candidate.scheme.stage_layers == pipeline.scheme.stage_layers
+        ]
+        family = [candidate for candidate in family if candidate.scheme.degree == pipeline.scheme.degree]
         for micro_batch in pipeline.micro_batches:
             recompute = pipeline.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
-            fitting = [kind for kind in family if kind.max_tokens >= micro_batch.pack.num_tokens]
-            assert sum(recompute) == min(kind.scheme.num_recomputed for kind in fitting)
+            fitting = [candidate for candidate in family if candidate.max_tokens >= micro_batch.pack.num_tokens]
+            assert sum(recompute) == min(candidate.scheme.num_recomputed for candidate in fitting)
 
 
 @given(batches, st.integers(1, 7))
@@ -90,8 +94,8 @@ def test_intra_recomputes_the_fewest_layers_each_micro_batch_allows(lengths, num
 def test_inter_recomputes_everywhere_what_the_longest_sequence_of_the_run_needs(lengths, num_devices):
     problem = problem_of(num_devices=num_devices, samples=[lengths])
     plan = Planner(policy="dcp-inter", problem=problem)(make_batch(lengths))
-    single = [kind for kind in problem.kinds if kind.num_stages == 1]
-    fewest = min(kind.scheme.num_recomputed for kind in single if kind.max_tokens >= LONGEST)
+    single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
+    fewest = min(candidate.scheme.num_recomputed for candidate in single if candidate.max_tokens >= LONGEST)
     for pipeline in plan.pipelines:
         assert pipeline.scheme.num_recomputed == fewest
         assert all(micro_batch.recompute is None for micro_batch in pipeline.micro_batches)
@@ -189,7 +193,7 @@ def test_groups_tile_every_cluster_that_can_be_tiled(degrees, num_devices):
     assert any(tiling.holds(degree) for degree in degrees) == possible
     if possible:
         types = tiling.fill(num_devices, range(len(degrees))[::-1])
-        assert sum(degrees[kind] for kind in types) == num_devices
+        assert sum(degrees[candidate] for candidate in types) == num_devices
 
 
 def test_buckets_get_the_groups_that_end_together():

@@ -26,14 +26,16 @@ def skewed_problem(**options):
     return make_problem(cost, max_length=400, stages=[1], samples=[SKEWED] * 2, **options)
 
 
-def kind_of(problem, degree):
-    return next(kind for kind in problem.kinds if (kind.scheme.degree, kind.num_stages) == (degree, 1))
+def candidate_of(problem, degree):
+    return next(
+        candidate for candidate in problem.candidates if (candidate.scheme.degree, candidate.num_stages) == (degree, 1)
+    )
 
 
 def two_ranges(problem):
     ranges = (
-        LengthRange(mode=RangeStrategy(kind=kind_of(problem, 1)), up_to=100),
-        LengthRange(mode=RangeStrategy(kind=kind_of(problem, 4)), up_to=400),
+        LengthRange(mode=RangeStrategy(candidate=candidate_of(problem, 1)), up_to=100),
+        LengthRange(mode=RangeStrategy(candidate=candidate_of(problem, 4)), up_to=400),
     )
     return HotSpaPolicy(problem=problem, ranges=ranges)
 
@@ -90,10 +92,12 @@ def test_no_single_strategy_is_faster_on_the_samples(samples, num_devices, capac
     )
     batches = tuning_batches(problem)
     every = [
-        HotSpaPolicy(problem=problem, ranges=(LengthRange(mode=RangeStrategy(kind=kind, rounds=rounds), up_to=100),))
-        for kind in problem.kinds
-        if tiles(problem, kind) and kind.max_tokens >= 100
-        for rounds in (ROUNDS if kind.num_stages > 1 else (1,))
+        HotSpaPolicy(
+            problem=problem, ranges=(LengthRange(mode=RangeStrategy(candidate=candidate, rounds=rounds), up_to=100),)
+        )
+        for candidate in problem.candidates
+        if tiles(problem, candidate) and candidate.max_tokens >= 100
+        for rounds in (ROUNDS if candidate.num_stages > 1 else (1,))
     ]
     assert mean_s(prepare("hotspa", problem), batches) <= min(mean_s(policy, batches) for policy in every) * (1 + 1e-9)
 
@@ -110,19 +114,19 @@ def test_floor_and_bound_are_below_the_time(lengths):
 
 def test_a_proposed_range_never_holds_more_than_its_strategy_fits():
     problem = skewed_problem()
-    modes = [RangeStrategy(kind=kind) for kind in problem.kinds if tiles(problem, kind)]
+    modes = [RangeStrategy(candidate=candidate) for candidate in problem.candidates if tiles(problem, candidate)]
     proposals = propose_ranges(problem, modes, tuning_batches(problem))
     assert any(len(ranges) > 1 for ranges in proposals)
     for ranges in proposals:
         assert ranges[-1].up_to == 400
-        assert all(held.up_to <= held.mode.kind.max_tokens for held in ranges)
+        assert all(held.up_to <= held.mode.candidate.max_tokens for held in ranges)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_the_estimate_of_balanced_sequences_is_their_time(stages):
     problem = make_problem(degrees=[1], stages=[stages])
     priced = PricedBatch(problem, make_batch([20] * 16 + [50] * 8))
-    mode = RangeStrategy(kind=problem.kinds[0], rounds=stages)
+    mode = RangeStrategy(candidate=problem.candidates[0], rounds=stages)
     edges = np.array([0, 20, 100])
     estimated_s = estimates_s(priced, [mode], edges)[0]
     for (i, low), (j, high) in combinations(enumerate(edges.tolist()), 2):
@@ -138,25 +142,27 @@ def test_the_estimate_of_balanced_sequences_is_their_time(stages):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(2, 5), st.integers(1, 3))
-def test_the_cheapest_segmentation_is_that_of_trying_all(seed, num_kinds, num_points, most):
+def test_the_cheapest_segmentation_is_that_of_trying_all(seed, num_candidates, num_points, most):
     rng = np.random.default_rng(seed)
-    cost = rng.uniform(1, 10, (num_kinds, num_points, num_points))
-    change, weight = rng.uniform(0, 5, (num_kinds, num_kinds)), rng.uniform(0, 1, (num_points, num_points))
+    cost = rng.uniform(1, 10, (num_candidates, num_points, num_points))
+    change, weight = rng.uniform(0, 5, (num_candidates, num_candidates)), rng.uniform(0, 1, (num_points, num_points))
     np.fill_diagonal(change, np.inf)
     value, segments = best_segmentations(cost, change, weight, max_segments=most)[0]
 
-    def price(kinds, cuts):
+    def price(candidates, cuts):
         points = [0, *cuts, num_points - 1]
-        total = sum(cost[kind, a, b] for kind, a, b in zip(kinds, points, points[1:]))
-        changes = zip(kinds, kinds[1:], points[1:], points[2:])
+        total = sum(cost[candidate, a, b] for candidate, a, b in zip(candidates, points, points[1:]))
+        changes = zip(candidates, candidates[1:], points[1:], points[2:])
         return total + sum(change[k, n] * weight[a, b] for k, n, a, b in changes)
 
     every = [
-        price(kinds, cuts)
+        price(candidates, cuts)
         for count in range(1, min(most, num_points - 1) + 1)
-        for kinds in product(range(num_kinds), repeat=count)
-        if all(k != n for k, n in pairwise(kinds))
+        for candidates in product(range(num_candidates), repeat=count)
+        if all(k != n for k, n in pairwise(candidates))
         for cuts in combinations(range(1, num_points - 1), count - 1)
     ]
     assert value == pytest.approx(min(every))
-    assert price([kind for kind, _, _ in segments], [end for _, _, end in segments[:-1]]) == pytest.approx(value)
+    assert price([candidate for candidate, _, _ in segments], [end for _, _, end in segments[:-1]]) == pytest.approx(
+        value
+    )

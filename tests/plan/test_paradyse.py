@@ -70,7 +70,7 @@ def test_plans_compute_every_sequence_once_fit_and_respect_their_bound(
         capacity=capacity, num_devices=num_devices, devices_per_node=devices_per_node,
         objective=charging[0], overhead_per_sequence=charging[1],
     )  # fmt: skip
-    whole_cluster = [kind.max_tokens for kind in problem.kinds if kind.scheme.degree == num_devices]
+    whole_cluster = [candidate.max_tokens for candidate in problem.candidates if candidate.scheme.degree == num_devices]
     assume(max(whole_cluster) >= LONGEST)
     plan = Planner(policy="paradyse", problem=problem)(make_batch(lengths))
     assert plan.num_phases == 1
@@ -91,9 +91,11 @@ def test_every_pack_runs_within_the_smoothing_of_the_fastest_mix_that_holds_it(l
     policy = prepare(SCARCE)
     plan = Planner(policy="paradyse", problem=SCARCE)(make_batch(lengths))
     for micro_batch, methods, recompute in schemes_run(plan):
-        holding = [kind for kind in policy.ladder.kinds if kind.max_tokens >= micro_batch.pack.num_tokens]
-        least_s = min(kind.cost.time_s(micro_batch.pack.lengths, kind.scheme) for kind in holding)
-        assert (methods, recompute) in {(kind.scheme.methods, kind.scheme.recompute) for kind in holding}
+        holding = [
+            candidate for candidate in policy.ladder.candidates if candidate.max_tokens >= micro_batch.pack.num_tokens
+        ]
+        least_s = min(candidate.cost.time_s(micro_batch.pack.lengths, candidate.scheme) for candidate in holding)
+        assert (methods, recompute) in {(candidate.scheme.methods, candidate.scheme.recompute) for candidate in holding}
         assert micro_batch.time_s <= least_s * (1 + SMOOTHING) * (1 + ROUNDING)
 
 
@@ -109,9 +111,13 @@ def test_long_packs_run_mixed_methods_and_short_ones_the_fast_one():
 def test_mixes_are_faster_than_whole_models_of_one_method():
     problem = problem_of(num_devices=4, capacity=9, recomputed=(0,))
     plan = Planner(policy="paradyse", problem=problem)(make_batch([60]))
-    holding = [kind for kind in problem.kinds if kind.scheme.degree == 4 and kind.num_stages == 1]
-    holding = [kind for kind in holding if kind.max_tokens >= 60]
-    assert plan.pipelines[0].micro_batches[0].time_s < min(kind.cost.time_s([60], kind.scheme) for kind in holding)
+    holding = [
+        candidate for candidate in problem.candidates if candidate.scheme.degree == 4 and candidate.num_stages == 1
+    ]
+    holding = [candidate for candidate in holding if candidate.max_tokens >= 60]
+    assert plan.pipelines[0].micro_batches[0].time_s < min(
+        candidate.cost.time_s([60], candidate.scheme) for candidate in holding
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,14 +131,14 @@ def test_the_group_is_the_largest_of_a_node_that_tiles_the_cluster(num_devices, 
 
 def test_the_group_grows_beyond_a_node_where_a_node_does_not_hold_the_longest_sequence():
     problem = problem_of(num_devices=8, devices_per_node=2, capacity=9, recomputed=(0,))
-    assert prepare(problem).ladder.kinds[0].scheme.degree == 4
+    assert prepare(problem).ladder.candidates[0].scheme.degree == 4
 
 
 def test_sharded_weights_are_taken_where_the_pool_has_them():
     both = problem_of(num_devices=4, methods=(*SHARDED, Method.ULYSSES))
-    assert {kind.scheme.weights for kind in prepare(both).ladder.kinds} == {WeightPlacement.SHARDED}
+    assert {candidate.scheme.weights for candidate in prepare(both).ladder.candidates} == {WeightPlacement.SHARDED}
     whole = problem_of(num_devices=4, methods=(Method.ULYSSES, Method.RING))
-    assert {kind.scheme.weights for kind in prepare(whole).ladder.kinds} == {WeightPlacement.WHOLE}
+    assert {candidate.scheme.weights for candidate in prepare(whole).ladder.candidates} == {WeightPlacement.WHOLE}
 
 
 def test_packs_do_not_exceed_the_context_length():

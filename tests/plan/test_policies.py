@@ -29,8 +29,8 @@ def plan_of(policy, lengths, **options):
     return Planner(policy=policy, problem=make_problem(**options))(make_batch(lengths))
 
 
-def kind_of(problem, *, degree=1, stages=1):
-    return next(k for k in problem.kinds if (k.scheme.degree, k.num_stages) == (degree, stages))
+def candidate_of(problem, *, degree=1, stages=1):
+    return next(k for k in problem.candidates if (k.scheme.degree, k.num_stages) == (degree, stages))
 
 
 def dealt_by(policy, lengths):
@@ -60,7 +60,7 @@ def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(
     plan = Planner(policy=policy, problem=problem)(batch)
     plan.check_covers(batch)
     for pipeline, packs in zip(plan.pipelines, packs_of(plan)):
-        limit = problem.kinds[0].cost.max_tokens(pipeline.scheme, num_devices=num_devices)
+        limit = problem.candidates[0].cost.max_tokens(pipeline.scheme, num_devices=num_devices)
         assert all(pack.num_tokens <= limit for pack in packs)
     assert all(strategy.num_devices == num_devices for strategy in plan.strategies)
     assert 0 < plan.lower_bound_s <= plan.time_s
@@ -91,7 +91,7 @@ def test_fewer_sequences_than_pipelines_leave_pipelines_empty(policy):
 @pytest.mark.parametrize("policy", BASELINES)
 def test_what_was_tuned_can_be_named(policy):
     tuned = prepare(policy, make_problem(samples=[[100, 40, 3]]))
-    assert tuned.kind.scheme.name in tuned.name
+    assert tuned.candidate.scheme.name in tuned.name
 
 
 # What distinguishes them.
@@ -118,10 +118,10 @@ def test_padded_tunes_on_the_seconds_that_its_arrangement_takes(
 ):
     problem = make_problem(overhead_per_sequence=overhead_per_sequence, objective=objective, one_shape=one_shape)
     priced = PricedBatch(problem, make_batch(lengths))
-    for kind in problem.kinds:
-        if problem.num_devices % kind.num_devices == 0:
-            arranged = time_s(priced, padded(problem, kind, size=size)(priced))
-            assert arranged - 0.25 == pytest.approx(step_s(priced, kind, size=size), rel=1e-12)
+    for candidate in problem.candidates:
+        if problem.num_devices % candidate.num_devices == 0:
+            arranged = time_s(priced, padded(problem, candidate, size=size)(priced))
+            assert arranged - 0.25 == pytest.approx(step_s(priced, candidate, size=size), rel=1e-12)
 
 
 def test_padded_batches_are_larger_where_overheads_are():
@@ -136,20 +136,20 @@ def test_padded_batches_are_larger_where_overheads_are():
 
 def test_static_fills_packs_to_the_context_length_whatever_memory_holds():
     problem = make_problem(num_devices=2)
-    dealt = dealt_by(static(problem, kind_of(problem)), [60, 50, 40, 30, 20])
+    dealt = dealt_by(static(problem, candidate_of(problem)), [60, 50, 40, 30, 20])
     assert dealt == [[[60, 40]], [[50, 30, 20]]]
 
 
 @given(LENGTHS)
 def test_static_deals_as_many_packs_to_every_pipeline(lengths):
     problem = make_problem()
-    counts = [len(packs) for packs in dealt_by(static(problem, kind_of(problem)), lengths)]
+    counts = [len(packs) for packs in dealt_by(static(problem, candidate_of(problem)), lengths)]
     assert max(counts) - min(counts) <= 1
 
 
 def test_packed_gives_every_pipeline_a_pack_and_balances_tokens():
     problem = make_problem(num_devices=3)
-    dealt = dealt_by(packed(problem, kind_of(problem)), [30, 20, 10, 30, 20, 10, 6])
+    dealt = dealt_by(packed(problem, candidate_of(problem)), [30, 20, 10, 30, 20, 10, 6])
     tokens = [sum(map(sum, packs)) for packs in dealt]
     assert max(tokens) - min(tokens) <= 6
 
@@ -168,26 +168,26 @@ def test_a_bucket_holds_lengths_within_a_factor_of_two_in_the_samplers_order():
     problem = make_problem(num_devices=1)
     edges = bucket_edges(problem, shortest=20)
     assert edges == (100, 50, 25)
-    policy = bucket(problem, kind_of(problem), edges=edges, sizes=(1, 2, 4))
+    policy = bucket(problem, candidate_of(problem), edges=edges, sizes=(1, 2, 4))
     lengths = [25, 50, 100, 26, 51, 1, 40]
     assert dealt_by(policy, lengths) == [[[100], [51], [50, 26], [40], [25, 1]]]
 
 
 def test_micro_batches_of_all_buckets_take_as_long_where_memory_allows():
-    kind = kind_of(make_problem(SimpleCost(capacity=300)))
+    candidate = candidate_of(make_problem(SimpleCost(capacity=300)))
     edges = (100, 50, 25, 12)
-    sizes = batch_sizes(kind, edges, budget=1.0)
-    times_s = kind.times_s(np.array(edges))
+    sizes = batch_sizes(candidate, edges, budget=1.0)
+    times_s = candidate.times_s(np.array(edges))
     for edge, size, each_s in zip(edges, sizes, times_s):
         assert size * each_s <= times_s[0] * (1 + 1e-12)
         assert (size + 1) * each_s > times_s[0] or (size + 1) * edge > 300
     assert sizes[0] == 1
-    assert batch_sizes(kind, edges, budget=1e9) == (3, 6, 12, 25)  # what memory holds
+    assert batch_sizes(candidate, edges, budget=1e9) == (3, 6, 12, 25)  # what memory holds
 
 
 def test_pipelines_of_one_round_hold_different_buckets():
     problem = make_problem(num_devices=2, degrees=[1], stages=[1])
-    policy = bucket(problem, kind_of(problem), edges=(100, 50), sizes=(1, 1))
+    policy = bucket(problem, candidate_of(problem), edges=(100, 50), sizes=(1, 1))
     assert dealt_by(policy, [20, 100]) == [[[100]], [[20]]]
 
 

@@ -148,7 +148,7 @@ def test_degree_and_stages_are_limited_by_the_settings_alone(settings, expected)
     config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
     cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
     planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
-    schemes = [kind.scheme for kind in planner.problem.kinds]
+    schemes = [kind.scheme for kind in planner.problem.candidates]
     assert {(scheme.degree, scheme.num_stages) for scheme in schemes} == expected
     if expected - {(1, 1), (1, 2), (1, 4)}:
         assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
@@ -172,7 +172,7 @@ def test_compiled_runs_plan_a_few_sizes_that_divide_by_every_degree_with_methods
     config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
     cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
     planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)
-    assert {m for kind in planner.problem.kinds for m in kind.scheme.methods} == {"dense", "ulysses", "ring"}
+    assert {m for kind in planner.problem.candidates for m in kind.scheme.methods} == {"dense", "ulysses", "ring"}
     sizes = planner.problem.lattice.sizes
     assert len(sizes) <= 2 and all(size % 256 == 0 for size in sizes)
     assert set(sizes_of(config, planner)) == {size // degree for size in sizes for degree in (1, 2, 4)}

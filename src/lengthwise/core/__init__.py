@@ -1,1 +1,1 @@
-"""The nouns: frozen dataclasses and pure functions on them."""
+"""Shared value types: frozen dataclasses and pure functions on them, without torch."""

@@ -1,4 +1,4 @@
-"""What is trained on: sequence ids and their lengths, never token values."""
+"""Global batches and packs: sequence ids and their lengths, never token values."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,9 +7,9 @@ from itertools import accumulate
 from lengthwise.core.errors import InputError
 
 NEXT_TOKEN, MASKED, EVERY_TOKEN = OBJECTIVES = ("next-token", "masked", "every-token")
-"""What has a loss: every token that has one before it, chosen ones to be told from all others, or every one."""
+"""Tokens that have a loss: every token but the first, randomly masked ones, or every token."""
 MASKED_SHARE = 0.15
-"""Of the tokens of a sequence, those that are predicted with the objective ``masked`` (Devlin et al. 2019)."""
+"""Share of a sequence's tokens that are predicted with the objective ``masked`` (Devlin et al. 2019)."""
 
 
 def num_targets(lengths: tuple[int, ...], *, objective: str = NEXT_TOKEN) -> int:
@@ -60,8 +60,9 @@ class GlobalBatch:
 
 
 def filler_lengths(filler: int, longest: int) -> tuple[int, ...]:
-    """Sequences of padding, ``filler`` tokens in all, of at most ``longest`` each: any model that holds the pack's
-    longest sequence holds them, and their attention costs no more than it must.
+    """Lengths of sequences of padding: ``filler`` tokens in all, at most ``longest`` each.
+
+    Any model that holds the pack's longest sequence holds them, and their attention costs no more than it must.
     """
     num_longest, rest = divmod(filler, longest)
     return (longest,) * num_longest + ((rest,) if rest else ())

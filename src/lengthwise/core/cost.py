@@ -1,4 +1,4 @@
-"""What a cost model answers, and the measurements one can be fitted to."""
+"""The interface of cost models, and the measurements that one can be fitted to."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from lengthwise.core.typed_json import from_document
 
 PROFILE_SCHEMA_VERSION = 1
 LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9
-"""Of a measured micro-batch."""
+"""Bounds of the seconds of a measured micro-batch."""
 MOST_BYTES = 1 << 60
 
 
@@ -53,7 +53,7 @@ class CostModel(Protocol):
         ...
 
     def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """Of ``sequence_times_s``, the seconds in communication that computation does not hide; 0 where unknown."""
+        """Seconds of ``sequence_times_s`` in communication that computation does not hide; 0 where unknown."""
         ...
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:

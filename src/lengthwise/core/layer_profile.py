@@ -1,4 +1,4 @@
-"""What one layer of a model, and all of the model but its layers, were measured to take; of any model, as data.
+"""Layer profiles: measured time and memory of one layer of any model, and of the rest of the model.
 
 DCP, section 3.5: a model of two layers is run, the first warms up, the second is measured.
 """
@@ -24,7 +24,7 @@ class LayerRow:
     """One pack on ``degree`` ranks. Seconds are medians over repeats and ranks, bytes those of the fullest rank."""
 
     lengths: tuple[int, ...]
-    """Of the sequences, in tokens."""
+    """Lengths of the sequences, in tokens."""
     degree: int
     forward_s: float
     """t_f, of one layer."""
@@ -48,7 +48,7 @@ class LayerRow:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Of the pack."""
+        """Tokens of the pack."""
         return sum(self.lengths)
 
 
@@ -58,25 +58,25 @@ class LinkRow:
 
     degree: int
     latency_s: float
-    """Of a call that sends next to nothing."""
+    """Seconds of a call that sends next to nothing."""
     bytes_per_s: float
-    """That each rank sends."""
+    """Bytes per second that each rank sends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Of what a profile was taken: it holds for nothing else."""
+    """The model, device and software that a profile was taken of; it holds for no others."""
 
     model_name: str
     model_digest: str
     """Over its modules, the shapes of its parameters and its configuration."""
     device: str
     dtype: str
-    """That it computes in."""
+    """The dtype that the model computes in."""
     num_ranks: int
     """Ranks that measured at the same time, sharing memory bandwidth and links."""
     software: str
-    """Versions."""
+    """Versions of the software."""
 
     @property
     def digest(self) -> str:
@@ -84,7 +84,7 @@ class Identity:
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def differences(self, other: "Identity") -> list[str]:
-        """In words, what of ``other`` is not as it is here."""
+        """Fields in which ``other`` differs from this, in words."""
         return [
             f"{field.name.replace('_', ' ')} {getattr(other, field.name)} instead of {getattr(self, field.name)}"
             for field in fields(self)
@@ -99,9 +99,9 @@ class LayerTable:
     identity: Identity
     num_layers: int
     num_params: int
-    """That are trained."""
+    """Parameters that are trained."""
     other_bytes: int
-    """Of parameters that are not trained and of buffers."""
+    """Bytes of parameters that are not trained and of buffers."""
     longest: int
     """Tokens of the longest sequence that was asked for; measured is what fitted memory and time."""
     update_s: float
@@ -123,16 +123,16 @@ class LayerTable:
 
     @cached_property
     def degrees(self) -> tuple[int, ...]:
-        """That were measured."""
+        """Degrees that were measured."""
         return tuple(sorted({row.degree for row in self.rows}))
 
     def of_degree(self, degree: int) -> tuple[LayerRow, ...]:
-        """Its rows."""
+        """The rows measured at ``degree``."""
         return tuple(row for row in self.rows if row.degree == degree)
 
     @property
     def document(self) -> dict[str, object]:
-        """As JSON takes it."""
+        """The table as a JSON document."""
         return {"schema_version": LAYER_PROFILE_SCHEMA_VERSION, "kind": _KIND, **asdict(self)}
 
     def save(self, path: Path) -> None:

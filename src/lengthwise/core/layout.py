@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks the layout speaks of."""
+        """Ranks of the layout, those that hold nothing included."""
         return len(self.intervals)
 
     def num_held(self, rank: int) -> int:
@@ -126,7 +126,7 @@ def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
 
 
 def transfers_of(rank: int, source: Layout, target: Layout) -> tuple[Transfer, ...]:
-    """Those of :func:`transfers` that ``rank`` sends or receives, in the same order, without working out the others.
+    """The :func:`transfers` that ``rank`` sends or receives, in the same order, without working out the others.
 
     Raises:
         InputError: as :func:`transfers`.
@@ -158,7 +158,7 @@ def _check_movable(source: Layout, target: Layout) -> None:
 def _overlaps(
     wanted: Sequence[Interval], owners: Sequence[tuple[int, int, int]], starts: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """The pieces of ``held`` that lie in ``owners``, which ascend and begin at ``starts``."""
+    """The pieces of ``wanted`` that lie in ``owners``, which ascend and begin at ``starts``."""
     overlaps = []
     for start, end in wanted:
         for index in range(max(0, bisect_right(starts, start) - 1), len(owners)):

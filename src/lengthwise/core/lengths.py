@@ -1,4 +1,4 @@
-"""Sequence id -> length in tokens: all that the deciding half ever reads of a corpus."""
+"""Sequence id -> length in tokens: all of a corpus that planning reads."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from lengthwise.core.errors import InputError
 
 MOST_TOKENS = 1 << 40
-"""Of one sequence; what is above is no length."""
+"""Tokens of the longest sequence; a number above is no length."""
 MOST_TOTAL = 1 << 56
 """Tokens of a corpus."""
 

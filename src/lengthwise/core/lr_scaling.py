@@ -40,7 +40,7 @@ class LrScaling:
             raise InputError(f"learning-rate scaling: the clamp is {self.clamp}; give the least factor, then the most")
 
     def factor(self, size: float) -> float:
-        """Of a batch of ``size``.
+        """The learning-rate factor of a batch of ``size``.
 
         Raises:
             InputError: the size is not a positive number.

@@ -61,29 +61,29 @@ def check_methods(methods: tuple[Method, ...], degree: int, weights: WeightPlace
 
 @dataclass(frozen=True, kw_only=True)
 class WeightShard:
-    """The weights that one rank computes with: some layers, and of these one of some shards."""
+    """The weights that one rank computes with: a range of layers, and one of their shards."""
 
     first: int
     end: int
     """One past the last layer."""
     num_layers: int
-    """Of the whole model."""
+    """Layers of the whole model."""
     shard: int = 0
     num_shards: int = 1
 
     @property
     def has_input(self) -> bool:
-        """Whether what comes before the first layer is among it: embeddings."""
+        """Whether the shard has what comes before the first layer: embeddings."""
         return self.first == 0
 
     @property
     def has_output(self) -> bool:
-        """Whether what comes after the last layer is among it: norm and head."""
+        """Whether the shard has what comes after the last layer: norm and head."""
         return self.end == self.num_layers
 
     @property
     def is_everything(self) -> bool:
-        """Whether it is the whole model."""
+        """Whether the shard is the whole model."""
         return self.has_input and self.has_output and self.num_shards == 1
 
 
@@ -144,7 +144,7 @@ class PipelineConfig:
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.stage_layers)
 
     @property
@@ -170,7 +170,7 @@ class PipelineConfig:
         return range(ends[stage], ends[stage + 1])
 
     def holding(self, stage: int, place: int) -> "WeightShard":
-        """What the rank at ``place`` of the ``degree`` ranks of ``stage`` computes with."""
+        """The weights that the rank at ``place`` of the ``degree`` ranks of ``stage`` computes with."""
         is_split = self.weights is WeightPlacement.SHARDED and self.degree > 1
         shard, num_shards = (place, self.degree) if is_split else (0, 1)
         layers = self.layers_of_stage(stage)
@@ -258,7 +258,7 @@ class Strategy:
 
 
 def homogeneous(scheme: PipelineConfig, num_devices: int) -> Strategy:
-    """As many pipelines of one scheme as ``num_devices`` holds, on consecutive ranks."""
+    """The strategy of as many pipelines of one scheme as ``num_devices`` holds, on consecutive ranks."""
     if num_devices % scheme.num_devices:
         raise InputError(
             f"{num_devices} devices cannot be tiled by pipelines of {scheme.num_devices}; "

@@ -1,4 +1,4 @@
-"""Check every value of a plan's JSON document, so that a plan by hand is refused by field before anything executes it.
+"""Check every value of a plan's JSON document, so that a hand-written plan is refused by field before it executes.
 
 Types are exact: true is not a number, 3.0 is not an id. Bounds are far beyond any sensible plan and far below what
 would exhaust memory or turn a number into infinity.

@@ -65,7 +65,7 @@ def read_bytes(path: Path, *, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) ->
 
 
 def read_text(path: Path, *, what: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
-    """The same as UTF-8 text; a byte order mark at its beginning is left out."""
+    """The UTF-8 text of a regular file of at most ``max_bytes``, without a byte order mark."""
     content = read_bytes(path, what=what, max_bytes=max_bytes)
     try:
         return content.decode("utf-8-sig")

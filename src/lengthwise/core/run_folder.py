@@ -43,7 +43,7 @@ class RunFolder:
 
     @property
     def stop(self) -> Path:
-        """Its presence asks the run to save and end after the step in flight."""
+        """A file whose presence asks the run to save and end after the step in flight."""
         return self.path / "stop"
 
     @property

@@ -1,4 +1,4 @@
-"""The constants of the problem: a model's sizes, a device's speeds, a cluster's shape; and presets of each."""
+"""Specifications of models, devices and clusters, and presets of each."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from lengthwise.core.read_file import brief
 
 GIB = 2**30
 GPU_SHARE = 0.92
-"""Of a GPU's memory, the part that plans may fill."""
+"""Share of a GPU's memory that plans may fill."""
 MAX_DEVICES = 1 << 16
 """Devices of the largest cluster that is planned for."""
 MAX_MEMORY_GIB = float(1 << 20)
@@ -100,7 +100,7 @@ class ModelSpec:
 
     @property
     def has_all_biases(self) -> bool:
-        """Biases on every projection and norm (GPT, BERT), not on queries, keys and values at most."""
+        """Whether every projection and norm has a bias (GPT, BERT), not queries, keys and values at most."""
         return self.family in ("bert", "gpt")
 
     @property

@@ -1,4 +1,4 @@
-"""The only thing the deciding half hands to the executing half: who computes what in one step, and how."""
+"""The plan of one optimizer step: which ranks compute which sequences, and how; all that runtime and simulator get."""
 
 import hashlib
 from collections import Counter
@@ -36,7 +36,7 @@ class PlannedMicroBatch:
     recompute: tuple[bool, ...] | None = None
     """One per layer; None: those of the scheme."""
     comm_s: float = 0.0
-    """Of ``time_s``, the part in communication that computation does not hide."""
+    """Seconds of ``time_s`` in communication that computation does not hide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class StepPlan:
         return 1.0 - real / self.num_computed_tokens if self.num_computed_tokens else 0.0
 
     def pipelines_of(self, phase: int) -> tuple[Pipeline, ...]:
-        """Those that run side by side in ``phase``."""
+        """Pipelines that run side by side in ``phase``."""
         return tuple(pipeline for pipeline in self.pipelines if pipeline.phase == phase)
 
     def holdings(self, phase: int) -> tuple[WeightShard | None, ...]:

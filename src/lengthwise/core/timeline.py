@@ -1,4 +1,4 @@
-"""What happened, or what would: runtime and simulator write one type, so prediction and measurement compare."""
+"""Timelines of a step: runtime and simulator write one type, so that measurement and prediction compare."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

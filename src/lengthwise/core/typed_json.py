@@ -13,7 +13,7 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 
 def from_document(kind: type[T], document: Any, where: str = "") -> T:
-    """The dataclass ``kind`` that a JSON object holds; lists become tuples, objects the dataclasses they stand for.
+    """Build the dataclass ``kind`` from a JSON object; lists become tuples, objects the dataclasses they stand for.
 
     Raises:
         ValueError: a field is missing, unknown or of another type, or a number is not finite; the message names it.

@@ -1,1 +1,1 @@
-"""Seconds and bytes of a scheme."""
+"""Cost models: seconds and bytes of a micro-batch under a parallel configuration."""

@@ -1,4 +1,4 @@
-"""A cost model set right by what steps really took: a factor on seconds and one on bytes, per degree."""
+"""A cost model corrected online by measured steps: a factor on seconds and one on bytes, per degree."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from lengthwise.cost.separable import SeparableCost, most_tokens
 
 
 class CorrectedCost:
-    """``base`` with other factors. A :class:`~lengthwise.core.cost.CostModel`."""
+    """``base`` times factors of each degree. A :class:`~lengthwise.core.cost.CostModel`."""
 
     def __init__(
         self,
@@ -27,11 +27,11 @@ class CorrectedCost:
         self.bytes_factors = dict(bytes_factors or {})
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """Of the base, times the degree's factor."""
+        """Seconds that each sequence adds, times the degree's factor."""
         return self.base.sequence_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """Of the base, times the degree's factor."""
+        """Seconds of a micro-batch before its first token, times the degree's factor."""
         return self.base.overhead_s(scheme) * self.time_factors.get(scheme.degree, 1.0)
 
     def time_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> float:
@@ -39,19 +39,19 @@ class CorrectedCost:
         return float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
 
     def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """Of the base, times the degree's factor."""
+        """Seconds of each sequence in exposed communication, times the degree's factor."""
         return self.base.comm_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
 
     def update_s(self, strategy: Strategy) -> float:
-        """Of the base."""
+        """Seconds of a step outside its micro-batches, as the base says."""
         return self.base.update_s(strategy)
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
-        """Of the base."""
+        """Seconds to move weights between two phases, as the base says."""
         return self.base.switch_s(before, after)
 
     def util_tokens(self, scheme: PipelineConfig) -> int:
-        """Of the base."""
+        """Fewest tokens of a micro-batch that use a device well, as the base says."""
         return self.base.util_tokens(scheme)
 
     def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:

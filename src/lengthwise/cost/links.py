@@ -16,7 +16,7 @@ GB/s."""
 CALL_S = 3e-5
 """Seconds before the first byte of a collective call or hop on GPUs."""
 CPU_CALL_S = 3e-4
-"""The same for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
+"""``CALL_S`` for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

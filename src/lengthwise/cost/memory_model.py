@@ -6,11 +6,11 @@ from lengthwise.core.specs import ModelSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d")
-"""Those whose layers are one attention and one feed-forward, each behind a norm."""
+"""Families whose layers are one attention and one feed-forward, each behind a norm."""
 
 
 def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> int:
-    """Bytes per device that are there whatever is computed: weights and gradients held, the optimizer fully sharded.
+    """Bytes of the model state per device: weights and gradients held, the optimizer fully sharded.
 
     Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). Spread
     over all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the

@@ -22,7 +22,7 @@ Line = tuple[float, float]
 
 
 class SchemeCache(Generic[Made]):
-    """What ``make`` makes of a scheme, made once.
+    """A cache of what ``make`` returns for a scheme.
 
     Planners ask for the same few objects many thousands of times, and hashing a scheme touches every layer of it, so
     schemes are found by identity first.
@@ -36,7 +36,7 @@ class SchemeCache(Generic[Made]):
         self._made: dict[PipelineConfig, Made] = {}
 
     def __call__(self, scheme: PipelineConfig) -> Made:
-        """What ``make`` made of ``scheme``. What it raises is raised every time."""
+        """The cached value of ``scheme``. What ``make`` raises is raised every time."""
         cached = self._by_id.get(id(scheme))
         if cached is not None and cached[0] is scheme:  # an id is used again once its object is gone or unpickled
             return cached[1]
@@ -108,7 +108,7 @@ class SeparableCost(ABC):
         return float(self.sequence_times_s(np.asarray(lengths), scheme).sum()) + self.overhead_s(scheme)
 
     def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """Unknown: zeros."""
+        """Seconds of each sequence in exposed communication; 0, since this model does not know them."""
         return np.zeros(len(lengths))
 
     def update_s(self, strategy: Strategy) -> float:

@@ -1,4 +1,4 @@
-"""Which parameters a rank holds under a scheme, and the seconds to move them: push, update, pull, switch.
+"""Parameter memory per rank, and the seconds to reduce-scatter gradients, update, all-gather and switch weights.
 
 Master weights and optimizer state are fully sharded over all N ranks and never move. A rank that holds n numbers owns
 about n / N of those itself; the other n (N - 1) / N come from their owners when weights are pulled, and go to them when
@@ -92,7 +92,7 @@ class WeightTraffic:
 
 
 def holdings(strategy: Strategy) -> dict[int, WeightShard]:
-    """What each rank computes with."""
+    """The weights that each rank computes with."""
     return {
         rank: scheme.holding(*divmod(place, scheme.degree))
         for scheme, ranks in zip(strategy.schemes, strategy.ranks)

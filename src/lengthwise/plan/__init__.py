@@ -1,1 +1,1 @@
-"""Who computes what, and how."""
+"""Planning: which ranks compute which sequences of a step, and with which parallel configuration."""

@@ -11,12 +11,12 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
-from lengthwise.plan.heterogeneous.adaptive_pipelines import AdaptiveCandidate, flexible_kinds
+from lengthwise.plan.heterogeneous.adaptive_pipelines import AdaptiveCandidate, flexible_candidates
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
-from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, Candidates
+from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
-from lengthwise.plan.layerwise.layer_assignment import mixed_kinds
+from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
 from lengthwise.plan.policies import POLICIES, Policy
 from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.space.candidate import Candidate
@@ -43,17 +43,17 @@ class AutoPolicy:
     """The fastest plan that all moves together find."""
 
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
-        self.bound = SearchSpaceBound(problem, (*problem.kinds, *mixed_kinds(problem)))
+        self.bound = SearchSpaceBound(problem, (*problem.candidates, *mixed_candidates(problem)))
         self.others = others
-        kinds = flexible_kinds(problem)
-        proposed = proposals(problem, flexible_kinds)
-        self.candidates = Candidates([_placed(problem, proposal.counts) for proposal in proposed])
-        self.splits = SplitSearch(_fronts(problem, kinds), self.candidates, self.bound)
+        candidates = flexible_candidates(problem)
+        proposed = proposals(problem, flexible_candidates)
+        self.strategy_candidates = StrategyCandidates([_placed(problem, proposal.counts) for proposal in proposed])
+        self.splits = SplitSearch(_fronts(problem, candidates), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
         """The fastest arrangement found, with the bound of the whole pool."""
         bound_s = self.bound.step_s(priced)
-        phase, best_s = self.candidates.best(priced, self.candidates.bounds_s(priced))
+        phase, best_s = self.strategy_candidates.best(priced, self.strategy_candidates.bounds_s(priced))
         best = None if phase is None else DraftPlan(phases=(phase,))
         if best_s > bound_s * (1 + ENOUGH):
             split, split_s = self.splits.best(priced, best_s)
@@ -77,17 +77,23 @@ def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:
 
 
 def _placed(problem: PlanningProblem, counts: Sequence[tuple[Candidate, int]]) -> PlacedStrategy:
-    return PlacedStrategy(problem, [kind.tile(count) for kind, count in counts if isinstance(kind, AdaptiveCandidate)])
+    return PlacedStrategy(
+        problem, [candidate.tile(count) for candidate, count in counts if isinstance(candidate, AdaptiveCandidate)]
+    )
 
 
-def _fronts(problem: PlanningProblem, kinds: list[AdaptiveCandidate]) -> list[PlacedStrategy]:
+def _fronts(problem: PlanningProblem, candidates: list[AdaptiveCandidate]) -> list[PlacedStrategy]:
     """For each degree of one stage that tiles the cluster, the family that computes the longest sequence fastest."""
     longest = np.array([problem.max_length])
     best: dict[int, AdaptiveCandidate] = {}
-    for kind in kinds:
-        if kind.num_stages > 1 or problem.num_devices % kind.num_devices or kind.max_tokens < problem.max_length:
+    for candidate in candidates:
+        if (
+            candidate.num_stages > 1
+            or problem.num_devices % candidate.num_devices
+            or candidate.max_tokens < problem.max_length
+        ):
             continue
-        fastest = best.get(kind.num_devices)
-        if fastest is None or kind.times_s(longest)[0] < fastest.times_s(longest)[0]:
-            best[kind.num_devices] = kind
-    return [_placed(problem, ((kind, problem.num_devices // size),)) for size, kind in sorted(best.items())]
+        fastest = best.get(candidate.num_devices)
+        if fastest is None or candidate.times_s(longest)[0] < fastest.times_s(longest)[0]:
+            best[candidate.num_devices] = candidate
+    return [_placed(problem, ((candidate, problem.num_devices // size),)) for size, candidate in sorted(best.items())]

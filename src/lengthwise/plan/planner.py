@@ -30,7 +30,7 @@ class Planner:
         return self.plan(PricedBatch(self.problem, batch))
 
     def plan(self, priced: PricedBatch) -> StepPlan:
-        """The same for a batch that other policies may have planned, whose work is not done again."""
+        """The plan for a batch that other policies may have priced already; their work is not repeated."""
         self.problem.check_fits(priced.lengths, np.asarray(priced.batch.ids))
         if self.policy not in priced.arranged:
             priced.arranged[self.policy] = prepare(self.policy, self.problem)(priced)

@@ -18,17 +18,17 @@ from lengthwise.plan.space.problem import PlanningProblem
 
 
 def with_shapes(planner: Planner, max_shapes: int) -> Planner:
-    """The planner with micro-batches of at most ``most`` sizes.
+    """The planner with micro-batches of at most ``max_shapes`` sizes.
 
     Raises:
         InfeasibleError: no size that divides as it must holds the longest sequence and fits a device.
     """
     problem = planner.problem
-    multiple = MULTIPLE * lcm(*{kind.scheme.degree for kind in problem.kinds})
+    multiple = MULTIPLE * lcm(*{candidate.scheme.degree for candidate in problem.candidates})
     tops: dict[int, int] = {}
-    for kind in problem.kinds:
-        degree = kind.scheme.degree
-        tops[degree] = max(tops.get(degree, 0), kind.max_tokens // multiple * multiple)
+    for candidate in problem.candidates:
+        degree = candidate.scheme.degree
+        tops[degree] = max(tops.get(degree, 0), candidate.max_tokens // multiple * multiple)
     needed = -(-problem.max_length // multiple) * multiple
     if needed > (top := max(tops.values())):
         raise InfeasibleError(
@@ -45,15 +45,25 @@ def filled_up(problem: PlanningProblem, lattice: SizeBuckets) -> PlanningProblem
     """The problem with every micro-batch filled up to a size of ``lattice``.
 
     Raises:
-        InfeasibleError: no kind holds the smallest size.
+        InfeasibleError: no candidate holds the smallest size.
     """
-    kinds = (replace(kind, sizes=lattice.sizes) for kind in problem.kinds)
-    return replace(problem, kinds=tuple(kind for kind in kinds if kind.max_tokens), lattice=lattice, prepared={})
+    candidates = (replace(candidate, sizes=lattice.sizes) for candidate in problem.candidates)
+    return replace(
+        problem,
+        candidates=tuple(candidate for candidate in candidates if candidate.max_tokens),
+        lattice=lattice,
+        prepared={},
+    )
 
 
 def share_sizes(problem: PlanningProblem) -> tuple[int, ...]:
     """Tokens that one rank can hold of a micro-batch, the largest first: what is compiled for."""
-    shares = {size // kind.scheme.degree for kind in problem.kinds for size in kind.sizes if size <= kind.max_tokens}
+    shares = {
+        size // candidate.scheme.degree
+        for candidate in problem.candidates
+        for size in candidate.sizes
+        if size <= candidate.max_tokens
+    }
     return tuple(sorted(shares, reverse=True))
 
 

@@ -14,7 +14,7 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_kinds
+from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
 from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.heterogeneous.propose.beforehand import Space, searching
 from lengthwise.plan.planner import Planner
@@ -28,7 +28,7 @@ from lengthwise.sim.step_summary import SimulatedStep, summary
 
 WORTH_OTHER_PROCESSES = 32
 """Devices from which on searching proposals takes longer than starting a process for it."""
-SEARCHED: dict[str, Space] = {"hydraulis": published_space, "auto": flexible_kinds}
+SEARCHED: dict[str, Space] = {"hydraulis": published_space, "auto": flexible_candidates}
 """Policies that propose strategies, and what of."""
 
 TIMED = 2
@@ -189,7 +189,7 @@ def _padding_s(problem: PlanningProblem, pipeline: Pipeline, micro_batch: Planne
         methods=micro_batch.methods or scheme.methods,
         recompute=micro_batch.recompute or scheme.recompute,
     )
-    needed_s = problem.kinds[0].cost.time_s(micro_batch.pack.lengths, ran_as)
+    needed_s = problem.candidates[0].cost.time_s(micro_batch.pack.lengths, ran_as)
     computing = 1.0 - micro_batch.comm_s / micro_batch.time_s
     return max(0.0, micro_batch.time_s - needed_s) * computing * scheme.num_devices
 

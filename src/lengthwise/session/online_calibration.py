@@ -95,7 +95,7 @@ class OnlineCalibration:
         return (self.cost.base.memory_limit_bytes - state) / max(1, predicted - state)
 
     def _refine(self, number: int) -> None:
-        degrees = sorted({kind.scheme.degree for kind in self.run.planner.problem.kinds})  # type: ignore[attr-defined]
+        degrees = sorted({kind.scheme.degree for kind in self.run.planner.problem.candidates})  # type: ignore[attr-defined]
         row = [
             value
             for degree in degrees

@@ -1,1 +1,1 @@
-"""A second executor of plans, in virtual time."""
+"""The simulator: executes plans in virtual time, and checks their schedules for deadlocks."""

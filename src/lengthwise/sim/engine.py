@@ -1,4 +1,4 @@
-"""A second executor of the same plan: virtual time instead of tensors, the same Timeline out."""
+"""Simulate a step: execute its plan in virtual time and return the same Timeline as the runtime."""
 
 from collections.abc import Iterable, Iterator
 

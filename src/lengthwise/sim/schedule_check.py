@@ -1,4 +1,4 @@
-"""What every rank does in a step, in order, from the plan alone; and the proof that ranks never wait in vain.
+"""The operations of every rank in a step, derived from the plan alone, and the proof that they never deadlock.
 
 A rank pulls weights, receives, computes and sends micro-batches as its stage's schedule says, and pushes gradients. The
 runtime executes these lists and nothing else, so that what is proven of them holds of the run.
@@ -36,17 +36,17 @@ class Operation:
 
     kind: OperationKind
     ranks: tuple[int, ...]
-    """Of a message the sender and the receiver, of all else those that do it together, ascending."""
+    """The sender and the receiver of a message; else the ranks that take part, ascending."""
     what: str
-    """All that decides which collectives it is made of; equal on all ranks that take part."""
+    """Everything that decides which collectives the operation runs; equal on all ranks that take part."""
     pipeline: int = -1
     """Position in the plan; -1: of all."""
     micro_batch: int = -1
     """Position in the pipeline."""
     is_backward: bool = False
-    """Of a message: whether it is a gradient."""
+    """Whether a message is a gradient."""
     num_tokens: int = 0
-    """Of a message."""
+    """Tokens of a message."""
 
     def __str__(self) -> str:
         if self.kind in MESSAGES:
@@ -103,7 +103,7 @@ def _moving(kind: OperationKind, name: str, everyone: tuple[int, ...]) -> Operat
 def _of_pipeline(
     position: int, pipeline: Pipeline, schedule: PipelineSchedule
 ) -> Iterator[tuple[int, list[Operation]]]:
-    """Of every rank of a pipeline."""
+    """The operations of every rank of a pipeline."""
     num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
     for stage in range(num_stages):
         order = issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule)

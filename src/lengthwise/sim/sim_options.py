@@ -1,4 +1,4 @@
-"""What a simulation adds to a plan: noise, slow ranks, transfers between stages, an update that hides."""
+"""Options of a simulation: jitter, stragglers, transfer time between stages, overlap of the update."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class SimOptions:
     stragglers: Mapping[int, float] = field(default_factory=dict)
     """Rank -> how many times slower it computes, at least 1; its whole stage waits for it."""
     seed: int = 0
-    """Of the jitter. Equal seed, step and plan give equal times."""
+    """Seed of the jitter. Equal seed, step and plan give equal times."""
     transfer_s: float = 0.0
     """Seconds from the end of a forward or backward until the neighbouring stage has its result."""
     overlap: float = 0.0

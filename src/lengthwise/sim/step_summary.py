@@ -1,4 +1,4 @@
-"""The figures of a simulated step without its timeline: for thousands of steps."""
+"""Simulate thousands of steps: the figures of each without its timeline."""
 
 from dataclasses import dataclass
 
@@ -16,13 +16,13 @@ _EXACT = SimOptions()
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedStep:
-    """What a simulated step comes to. Equal, up to rounding, to the figures of its :class:`Timeline`."""
+    """The figures of a simulated step. Equal, up to rounding, to the figures of its :class:`Timeline`."""
 
     step: int
     step_time_s: float
     losses: Losses
     peak_bytes: int
-    """Of the rank that holds most."""
+    """Peak bytes of the rank that holds most."""
     busy_s: np.ndarray
     """[num_ranks] seconds in which a rank does not wait: computing, communicating, updating."""
     timeline: Timeline | None = None
@@ -40,7 +40,7 @@ class SimulatedStep:
 
 
 def summary(plan: StepPlan, options: SimOptions = _EXACT) -> SimulatedStep:
-    """Execute a plan as :func:`lengthwise.sim.engine.simulate` does, and say only what it comes to.
+    """Execute a plan as :func:`lengthwise.sim.engine.simulate` does, and return its figures alone.
 
     Raises:
         InputError: a straggler is not a rank of the plan.

@@ -1,4 +1,4 @@
-"""Where the device time of a simulated step goes that does not compute."""
+"""Break down the device time of a simulated step: compute, communication, bubbles, imbalance, update."""
 
 from dataclasses import dataclass
 from math import fsum
@@ -14,7 +14,7 @@ class Losses:
 
     compute: float
     communicate: float
-    """In micro-batches, not hidden by computation."""
+    """Communication in micro-batches, not hidden by computation."""
     bubble: float
     """Waiting for other stages of the same pipeline, from the start of its phase until its last stage is done."""
     imbalance: float
@@ -23,7 +23,7 @@ class Losses:
     """Moving weights and gradients between phases."""
     update: float
     padding: float
-    """Of the computed tokens, not of the time."""
+    """Share of the computed tokens, not of the time."""
 
     @property
     def idle(self) -> float:

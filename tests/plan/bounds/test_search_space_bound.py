@@ -20,7 +20,7 @@ class StagedUpdate(SimpleCost):
 
 @st.composite
 def arrangements(draw):
-    """A random valid arrangement: up to three phases, random kinds tiling the devices, random packs that fit."""
+    """A random valid arrangement: up to three phases, random candidates tiling the devices, random packs that fit."""
     num_devices = draw(st.integers(1, 6))
     cost = draw(st.sampled_from([SimpleCost, StagedUpdate]))(
         c_s=draw(st.floats(0, 5)), a_s=draw(st.floats(0, 1e-2)), loss=draw(st.floats(0, 1)), capacity=50
@@ -34,24 +34,24 @@ def arrangements(draw):
     for phase in phases:
         used = 0
         while used < num_devices:
-            fitting = [kind for kind in problem.kinds if kind.num_devices <= num_devices - used]
-            kind = draw(st.sampled_from(fitting))
-            phase.append((kind, tuple(range(used, used + kind.num_devices)), []))
-            used += kind.num_devices
+            fitting = [candidate for candidate in problem.candidates if candidate.num_devices <= num_devices - used]
+            candidate = draw(st.sampled_from(fitting))
+            phase.append((candidate, tuple(range(used, used + candidate.num_devices)), []))
+            used += candidate.num_devices
     everywhere = [lane for phase in phases for lane in phase]
     for position, length in enumerate(lengths):
         able = [lane for lane in everywhere if lane[0].max_tokens >= length]
         if not able:
             lengths[position] = 1
             able = everywhere
-        kind, _, packs = draw(st.sampled_from(able))
-        open_packs = [p for p in packs if sum(lengths[i] for i in p) + lengths[position] <= kind.max_tokens]
+        candidate, _, packs = draw(st.sampled_from(able))
+        open_packs = [p for p in packs if sum(lengths[i] for i in p) + lengths[position] <= candidate.max_tokens]
         if open_packs and draw(st.booleans()):
             draw(st.sampled_from(open_packs)).append(position)
         else:
             packs.append([position])
     made = tuple(
-        tuple(PipelineDraft(kind=k, ranks=r, packs=tuple(map(tuple, packs))) for k, r, packs in phase)
+        tuple(PipelineDraft(candidate=k, ranks=r, packs=tuple(map(tuple, packs))) for k, r, packs in phase)
         for phase in phases
     )
     return PricedBatch(problem, make_batch(lengths)), DraftPlan(phases=made)
@@ -59,10 +59,10 @@ def arrangements(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(arrangements())
-def test_no_arrangement_of_the_pools_kinds_beats_the_bound(case):
+def test_no_arrangement_of_the_pools_candidates_beats_the_bound(case):
     priced, arrangement = case
     problem = priced.problem
-    bound = SearchSpaceBound(problem, problem.kinds)
+    bound = SearchSpaceBound(problem, problem.candidates)
     times_s = step_times_s(priced, arrangement)
     assert bound.of(priced.lengths) <= bound(priced) <= times_s[0] * (1 + 1e-9)
     assert bound.step_s(priced) <= sum(times_s) * (1 + 1e-9)
@@ -71,9 +71,9 @@ def test_no_arrangement_of_the_pools_kinds_beats_the_bound(case):
 def test_the_bound_is_tight_where_one_device_fills_its_packs():
     problem = make_problem(SimpleCost(capacity=100), num_devices=1)
     priced = PricedBatch(problem, make_batch([50, 50, 60, 40]))
-    kind = problem.kinds[0]
-    arrangement = DraftPlan(phases=((PipelineDraft(kind=kind, ranks=(0,), packs=((0, 1), (2, 3))),),))
-    bound = SearchSpaceBound(problem, problem.kinds)
+    candidate = problem.candidates[0]
+    arrangement = DraftPlan(phases=((PipelineDraft(candidate=candidate, ranks=(0,), packs=((0, 1), (2, 3))),),))
+    bound = SearchSpaceBound(problem, problem.candidates)
     np.testing.assert_allclose(bound(priced), step_times_s(priced, arrangement)[0], rtol=TOLERANCE)
 
 
@@ -83,9 +83,9 @@ def test_the_bound_is_tight_where_one_pipeline_computes_a_pack_after_the_other(s
     problem = make_problem(SimpleCost(capacity=60, c_s=0.0), num_devices=stages, degrees=[1], stages=[stages])
     priced = PricedBatch(problem, make_batch(lengths))
     packs = tuple((number,) for number in range(len(lengths)))
-    lane = PipelineDraft(kind=problem.kinds[0], ranks=tuple(range(stages)), packs=packs)
+    lane = PipelineDraft(candidate=problem.candidates[0], ranks=tuple(range(stages)), packs=packs)
     step_s, _, update_s = step_times_s(priced, DraftPlan(phases=((lane,),)))
-    bound = SearchSpaceBound(problem, problem.kinds)
+    bound = SearchSpaceBound(problem, problem.candidates)
     np.testing.assert_allclose(bound(priced), step_s, rtol=TOLERANCE)
     np.testing.assert_allclose(bound.step_s(priced), step_s + update_s, rtol=TOLERANCE)
     if len(set(lengths)) == 1:
@@ -94,7 +94,7 @@ def test_the_bound_is_tight_where_one_pipeline_computes_a_pack_after_the_other(s
 
 def test_a_scheme_that_does_not_hold_a_sequence_is_no_part_of_its_bound():
     problem = make_problem(SimpleCost(capacity=100), num_devices=2, stages=[1], max_length=150)
-    small, large = sorted(problem.kinds, key=lambda kind: kind.num_devices)[:2]
+    small, large = sorted(problem.candidates, key=lambda candidate: candidate.num_devices)[:2]
     priced = PricedBatch(problem, make_batch([150]))
     assert small.max_tokens < 150 <= large.max_tokens
     bound = SearchSpaceBound(problem, [small, large])

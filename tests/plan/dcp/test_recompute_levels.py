@@ -20,30 +20,32 @@ def recompute_family(**costs):
 
 @given(st.integers(1, 1600))
 @settings(deadline=None)
-def test_the_fastest_fitting_kind_recomputes_the_fewest_layers_that_fit(num_tokens):
-    _, kinds = recompute_family()
-    fewest = min(kind.scheme.num_recomputed for kind in kinds if kind.max_tokens >= num_tokens)
-    assert fastest_fitting(kinds, num_tokens).scheme.num_recomputed == fewest
+def test_the_fastest_fitting_candidate_recomputes_the_fewest_layers_that_fit(num_tokens):
+    _, candidates = recompute_family()
+    fewest = min(candidate.scheme.num_recomputed for candidate in candidates if candidate.max_tokens >= num_tokens)
+    assert fastest_fitting(candidates, num_tokens).scheme.num_recomputed == fewest
 
 
 def test_many_token_counts_at_once_get_what_each_gets_alone():
-    _, kinds = recompute_family()
-    ladder, tokens = RecomputeLadder(kinds), np.arange(1, 1601, 7)
+    _, candidates = recompute_family()
+    ladder, tokens = RecomputeLadder(candidates), np.arange(1, 1601, 7)
     assert ladder.is_chain
-    alone = [fastest_fitting(kinds, int(each)) for each in tokens]
-    assert [ladder.kinds[at] for at in ladder.indices(tokens)] == alone
+    alone = [fastest_fitting(candidates, int(each)) for each in tokens]
+    assert [ladder.candidates[at] for at in ladder.indices(tokens)] == alone
 
 
 def test_more_tokens_than_the_leanest_holds_are_refused_with_both_numbers():
-    _, kinds = recompute_family()
+    _, candidates = recompute_family()
     with pytest.raises(InfeasibleError, match=r"1,601 tokens .* holds 1,600"):
-        fastest_fitting(kinds, 1601)
+        fastest_fitting(candidates, 1601)
 
 
-def test_kinds_that_are_slower_and_hold_less_are_left_out():
+def test_candidates_that_are_slower_and_hold_less_are_left_out():
     cost = SimpleCost(method_factors={Method.RING: 2.0})
     problem = make_problem(cost, num_devices=2, degrees=[2], stages=[1], methods=(Method.ULYSSES, Method.RING))
-    assert [kind.scheme.methods[0] for kind in RecomputeLadder(problem.kinds).kinds] == [Method.ULYSSES]
+    assert [candidate.scheme.methods[0] for candidate in RecomputeLadder(problem.candidates).candidates] == [
+        Method.ULYSSES
+    ]
 
 
 class TwoMethods(SimpleCost):
@@ -59,7 +61,7 @@ class TwoMethods(SimpleCost):
 
 @given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=5), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=50)
-def test_every_pack_runs_as_the_fastest_kind_that_holds_it(packs):
+def test_every_pack_runs_as_the_fastest_candidate_that_holds_it(packs):
     problem = make_problem(
         TwoMethods(capacity=100), num_devices=2, degrees=[2], stages=[1], recomputed=(0, 2, 4),
         methods=(Method.ULYSSES, Method.RING),
@@ -67,9 +69,9 @@ def test_every_pack_runs_as_the_fastest_kind_that_holds_it(packs):
     priced = PricedBatch(problem, make_batch([length for pack in packs for length in pack]))
     places = iter(range(len(priced.lengths)))
     positions = [[next(places) for _ in pack] for pack in packs]
-    for run, pack in zip(RecomputeLadder(problem.kinds).runs(priced, positions), packs):
-        held = [kind for kind in problem.kinds if kind.max_tokens >= sum(pack)]
-        least = min(kind.cost.time_s(pack, kind.scheme) for kind in held)
+    for run, pack in zip(RecomputeLadder(problem.candidates).runs(priced, positions), packs):
+        held = [candidate for candidate in problem.candidates if candidate.max_tokens >= sum(pack)]
+        least = min(candidate.cost.time_s(pack, candidate.scheme) for candidate in held)
         assert run in held
         assert run.cost.time_s(pack, run.scheme) == pytest.approx(least)
 
@@ -78,24 +80,26 @@ def test_every_pack_runs_as_the_fastest_kind_that_holds_it(packs):
 @settings(deadline=None, max_examples=30)
 def test_a_setting_has_the_greatest_throughput_of_all_batch_sizes_degrees_and_recomputed_layers(length, most):
     problem, _ = recompute_family()
-    setting = fastest_setting(length, problem.kinds, max_batch_size=most)
+    setting = fastest_setting(length, problem.candidates, max_batch_size=most)
     throughputs = [
-        size * length / (kind.num_devices * kind.cost.time_s([length] * size, kind.scheme))
-        for kind in problem.kinds
-        for size in range(1, min(kind.max_tokens // length, most or kind.max_tokens) + 1)
+        size * length / (candidate.num_devices * candidate.cost.time_s([length] * size, candidate.scheme))
+        for candidate in problem.candidates
+        for size in range(1, min(candidate.max_tokens // length, most or candidate.max_tokens) + 1)
     ]
     assert length / setting.device_s == pytest.approx(max(throughputs))
-    assert setting.batch_size * length <= setting.kind.max_tokens
-    of_degree = [kind for kind in problem.kinds if kind.num_devices == setting.kind.num_devices]
-    assert setting.kind is fastest_fitting(of_degree, setting.batch_size * length)
+    assert setting.batch_size * length <= setting.candidate.max_tokens
+    of_degree = [
+        candidate for candidate in problem.candidates if candidate.num_devices == setting.candidate.num_devices
+    ]
+    assert setting.candidate is fastest_fitting(of_degree, setting.batch_size * length)
 
 
-def test_no_setting_holds_a_sequence_longer_than_every_kind():
+def test_no_setting_holds_a_sequence_longer_than_every_candidate():
     problem, _ = recompute_family()
-    assert fastest_setting(1601, problem.kinds) is None
+    assert fastest_setting(1601, problem.candidates) is None
 
 
 def test_short_sequences_take_one_device_and_no_recompute_where_both_fit():
     problem, _ = recompute_family(c_s=0.01)
-    setting = fastest_setting(10, problem.kinds)
-    assert (setting.kind.num_devices, setting.kind.scheme.num_recomputed) == (1, 0)
+    setting = fastest_setting(10, problem.candidates)
+    assert (setting.candidate.num_devices, setting.candidate.scheme.num_recomputed) == (1, 0)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
-from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, best_counts, mixed_kinds, options_of, smooth
+from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, best_counts, mixed_candidates, options_of, smooth
 from tests.plan.costs import SimpleCost, make_problem
 
 SHARDED = (Method.MEGATRON_TS, Method.MEGATRON_CZ, Method.ULYSSES_Z, Method.METP)
@@ -63,7 +63,7 @@ DEEP = family(num_layers=24, recomputed=(0, 24))
 
 @cache
 def deep_pool():
-    return [*DEEP.kinds, *mixed_kinds(DEEP)]
+    return [*DEEP.candidates, *mixed_candidates(DEEP)]
 
 
 def compositions(total, parts):
@@ -113,7 +113,7 @@ def test_many_layers_and_options_are_exact_too():
 @settings(deadline=None, max_examples=40)
 def test_a_pack_gets_the_fastest_of_all_mixes_that_hold_it(num_tokens):
     problem = family(methods=SHARDED[:1] + SHARDED[2:])
-    assigner = LayerAssigner(problem.kinds)
+    assigner = LayerAssigner(problem.candidates)
     found = assigner.assign(num_tokens)
     mixes = [assigner.mix(counts) for counts in compositions(NUM_LAYERS, len(assigner.options))]
     holding = [mix for mix in mixes if mix.max_tokens >= num_tokens]
@@ -127,23 +127,23 @@ def test_a_pack_gets_the_fastest_of_all_mixes_that_hold_it(num_tokens):
 def test_costs_that_do_not_add_up_over_layers_still_get_a_mix_that_fits_and_beats_every_option(num_tokens):
     factors = dict(zip(SHARDED, (1.0, 1.1, 1.25, 1.9)))
     problem = family(SimpleCost(capacity=400, method_factors=factors))
-    assigner = LayerAssigner(problem.kinds)
+    assigner = LayerAssigner(problem.candidates)
     found = assigner.assign(num_tokens)
-    holding = [kind for kind in problem.kinds if kind.max_tokens >= num_tokens]
+    holding = [candidate for candidate in problem.candidates if candidate.max_tokens >= num_tokens]
     assert found.max_tokens >= num_tokens
     assert found.cost.time_s([num_tokens], found.scheme) <= min(
-        kind.cost.time_s([num_tokens], kind.scheme) for kind in holding
+        candidate.cost.time_s([num_tokens], candidate.scheme) for candidate in holding
     ) * (1 + ROUNDING)
 
 
 def test_more_tokens_than_the_leanest_option_holds_are_refused_with_both_numbers():
     with pytest.raises(InfeasibleError, match=r"1,251 tokens .* holds 1,250"):
-        LayerAssigner(family().kinds).assign(1251)
+        LayerAssigner(family().candidates).assign(1251)
 
 
 def test_methods_change_as_seldom_along_the_layers_as_they_can():
     problem = family()
-    for mix in mixed_kinds(problem):
+    for mix in mixed_candidates(problem):
         layers = list(zip(mix.scheme.methods, mix.scheme.recompute))
         assert len(list(groupby(layers))) == len(set(layers))
         assert len(list(groupby(mix.scheme.methods))) == len(set(mix.scheme.methods))
@@ -151,36 +151,40 @@ def test_methods_change_as_seldom_along_the_layers_as_they_can():
 
 def test_mixes_leave_out_what_the_pool_has_and_stay_in_its_families():
     problem = family(recomputed=(0, 2, NUM_LAYERS))
-    mixes = mixed_kinds(problem)
-    known = {(kind.scheme.methods, kind.scheme.num_recomputed) for kind in problem.kinds}
+    mixes = mixed_candidates(problem)
+    known = {(candidate.scheme.methods, candidate.scheme.num_recomputed) for candidate in problem.candidates}
     assert mixes
     assert {mix.family for mix in mixes} <= set(problem.families)
     assert not {(mix.scheme.methods, mix.scheme.num_recomputed) for mix in mixes} & known
 
 
 def test_a_family_of_one_option_has_no_mixes():
-    assert mixed_kinds(family(recomputed=(0,), methods=SHARDED[:1])) == ()
+    assert mixed_candidates(family(recomputed=(0,), methods=SHARDED[:1])) == ()
 
 
 @given(st.integers(1, 2500))
 @settings(deadline=None, max_examples=25)
 def test_mixes_of_a_few_token_counts_serve_all_token_counts_nearly_as_well(num_tokens):
     pool = deep_pool()
-    assume(num_tokens <= max(kind.max_tokens for kind in pool))
-    best_s = LayerAssigner(DEEP.kinds).assign(num_tokens)
+    assume(num_tokens <= max(candidate.max_tokens for candidate in pool))
+    best_s = LayerAssigner(DEEP.candidates).assign(num_tokens)
     best_s = best_s.cost.time_s([num_tokens], best_s.scheme)
-    least_s = min(kind.cost.time_s([num_tokens], kind.scheme) for kind in pool if kind.max_tokens >= num_tokens)
+    least_s = min(
+        candidate.cost.time_s([num_tokens], candidate.scheme)
+        for candidate in pool
+        if candidate.max_tokens >= num_tokens
+    )
     assert best_s * (1 - ROUNDING) <= least_s <= 1.15 * best_s
 
 
 def test_a_users_token_limit_holds_for_mixes():
     problem = family(token_limit=300)
-    assert all(mix.max_tokens <= 300 for mix in mixed_kinds(problem))
+    assert all(mix.max_tokens <= 300 for mix in mixed_candidates(problem))
 
 
 def test_options_run_all_layers_alike():
     problem = family(recomputed=(0, 2, NUM_LAYERS))
-    assert len(options_of(problem.kinds)) == 2 * len(SHARDED)
+    assert len(options_of(problem.candidates)) == 2 * len(SHARDED)
 
 
 def test_a_choice_stays_while_it_is_hardly_slower_and_fits():

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_kinds
+from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
 from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
@@ -26,17 +26,17 @@ def planned_s(problem, strategy, steps):
 
 
 def homogeneous_strategies(problem):
-    for kind in problem.kinds:
-        if problem.num_devices % kind.num_devices == 0 and kind.max_tokens >= problem.max_length:
-            yield ((kind, problem.num_devices // kind.num_devices),)
+    for candidate in problem.candidates:
+        if problem.num_devices % candidate.num_devices == 0 and candidate.max_tokens >= problem.max_length:
+            yield ((candidate, problem.num_devices // candidate.num_devices),)
 
 
 def published_strategies(problem, samples):
-    workload = make_workload(problem, problem.kinds, samples)
+    workload = make_workload(problem, problem.candidates, samples)
     tiler = Tiler(workload, problem.devices_per_node)
     for bubble in (False, True):
         found = integer_strategies(workload, bubble=bubble)[0]
-        yield strategy_of(workload.kinds, tiler.fill(found.counts.tolist()))
+        yield strategy_of(workload.candidates, tiler.fill(found.counts.tolist()))
 
 
 @given(problems(max_devices=12))
@@ -53,7 +53,9 @@ def test_every_proposal_tiles_the_cluster_and_can_be_placed(problem):
 @given(problems(max_devices=12))
 @settings(max_examples=25, deadline=None)
 def test_some_proposal_holds_the_longest_sequence(problem):
-    assert any(kind.max_tokens >= problem.max_length for proposal in propose(problem) for kind, _ in proposal.counts)
+    assert any(
+        candidate.max_tokens >= problem.max_length for proposal in propose(problem) for candidate, _ in proposal.counts
+    )
 
 
 @given(problems(max_devices=8, max_steps=7))
@@ -104,36 +106,36 @@ def test_proposals_are_the_same_again_and_come_fastest_first():
 
 def test_one_device_has_one_pipeline():
     problem = make_problem(num_devices=1, samples=[[10, 100], [50]])
-    assert [proposal.counts for proposal in propose(problem)] == [((problem.kinds[0], 1),)]
+    assert [proposal.counts for proposal in propose(problem)] == [((problem.candidates[0], 1),)]
 
 
 def test_fewer_sequences_than_devices_get_larger_pipelines():
     cost = SimpleCost(a_s=1e-4, c_s=0.0, loss=0.1)
     problem = make_problem(cost, num_devices=8, samples=[[100]] * 9, stages=(1,))
     best = propose(problem)[0]
-    assert [(kind.scheme.degree, count) for kind, count in best.counts] == [(8, 1)]
+    assert [(candidate.scheme.degree, count) for candidate, count in best.counts] == [(8, 1)]
 
 
-def test_the_longest_sequence_fits_one_kind_only_and_that_is_there():
+def test_the_longest_sequence_fits_one_candidate_only_and_that_is_there():
     samples = [np.array([20] * 100)] * 11 + [np.array([20] * 100 + [790])]
     cost = SimpleCost(capacity=100, loss=0.3)
     problem = make_problem(cost, num_devices=16, max_length=800, samples=samples, stages=(1,))
     proposals = propose(problem)
-    assert any(kind.scheme.degree == 8 for proposal in proposals for kind, _ in proposal.counts)
-    assert any(all(kind.scheme.degree < 8 for kind, _ in proposal.counts) for proposal in proposals)
+    assert any(candidate.scheme.degree == 8 for proposal in proposals for candidate, _ in proposal.counts)
+    assert any(all(candidate.scheme.degree < 8 for candidate, _ in proposal.counts) for proposal in proposals)
 
 
 def test_no_samples_is_a_corpus_made_up_of_the_longest_length():
     problem = make_problem(SimpleCost(capacity=60), num_devices=4, max_length=200)
-    assert any(kind.max_tokens >= 200 for proposal in propose(problem) for kind, _ in proposal.counts)
+    assert any(candidate.max_tokens >= 200 for proposal in propose(problem) for candidate, _ in proposal.counts)
 
 
-def test_lengths_that_no_kind_holds_do_not_hinder_proposals():
+def test_lengths_that_no_candidate_holds_do_not_hinder_proposals():
     problem = make_problem(SimpleCost(capacity=30), num_devices=2, max_length=5000, samples=[[10, 5000]])
     assert propose(problem)
 
 
-def test_kinds_that_cannot_tile_the_cluster_are_refused():
+def test_candidates_that_cannot_tile_the_cluster_are_refused():
     problem = make_problem(num_devices=6, degrees=(4,), stages=(1,), samples=[[10]])
     with pytest.raises(InfeasibleError, match="4 devices tiles 6 devices and holds a sequence of 100 tokens"):
         propose(problem)
@@ -144,7 +146,7 @@ def test_flexible_pipelines_are_proposed_as_they_will_be_planned():
     problem = make_problem(
         SimpleCost(capacity=100), num_devices=4, max_length=350, recomputed=(0, 2, 4), samples=samples, stages=(1,)
     )
-    best = propose(problem, flexible_kinds(problem))[0]
+    best = propose(problem, flexible_candidates(problem))[0]
     assert best.mean_s == pytest.approx(planned_s(problem, best.counts, samples[:4]).mean())
     assert best.mean_s <= propose(problem)[0].mean_s * (1 + 1e-9)
 
@@ -152,7 +154,7 @@ def test_flexible_pipelines_are_proposed_as_they_will_be_planned():
 def test_candidates_are_limited():
     samples = lognormal_samples(steps=12, sequences=30, most=200)
     problem = make_problem(SimpleCost(capacity=100), num_devices=8, max_length=200, samples=samples)
-    assert len(propose(problem, max_candidates=3)) <= 3
+    assert len(propose(problem, max_strategies=3)) <= 3
 
 
 def test_nodes_that_no_tiling_fills_whole_are_crossed():
@@ -168,7 +170,7 @@ def test_a_workload_has_a_class_for_every_length_where_there_are_few():
     assert workload.counts.tolist() == [[2, 0, 1], [0, 1, 0]]
 
 
-def test_classes_of_many_lengths_are_not_cut_by_what_a_kind_holds():
+def test_classes_of_many_lengths_are_not_cut_by_what_a_candidate_holds():
     samples = [np.arange(1, 400)]
     problem = make_problem(SimpleCost(capacity=97), num_devices=4, samples=samples, stages=(1,))
     workload = workload_of(problem)

@@ -19,7 +19,7 @@ def problems(draw, *, max_devices=8, max_steps=10, max_sequences=12, **fixed):
     )
     options = {"devices_per_node": draw(st.sampled_from([1, 2, 4, 8])), **fixed}
     empty = make_problem(cost, num_devices=num_devices, **options)
-    longest = max(kind.max_tokens for kind in empty.kinds)
+    longest = max(candidate.max_tokens for candidate in empty.candidates)
     lengths = st.lists(st.integers(1, min(longest, 400)), min_size=1, max_size=max_sequences)
     samples = draw(st.lists(lengths, min_size=1, max_size=max_steps))
     most = max(max(sample) for sample in samples)
@@ -27,12 +27,12 @@ def problems(draw, *, max_devices=8, max_steps=10, max_sequences=12, **fixed):
 
 
 def workload_of(problem) -> Workload:
-    """The workload of all samples under all kinds."""
-    return make_workload(problem, problem.kinds, problem.samples)
+    """The workload of all samples under all candidates."""
+    return make_workload(problem, problem.candidates, problem.samples)
 
 
 def counts_of(workload, **pipelines) -> np.ndarray:
     """Numbers of pipelines from names such as ``d2s1`` (degree 2, one stage)."""
-    names = [f"d{kind.scheme.degree}s{kind.num_stages}" for kind in workload.kinds]
+    names = [f"d{candidate.scheme.degree}s{candidate.num_stages}" for candidate in workload.candidates]
     assert set(pipelines) <= set(names)
     return np.array([pipelines.get(name, 0) for name in names])

@@ -14,14 +14,14 @@ from tests.plan.costs import SimpleCost
 
 
 @cache
-def kind(degree, stages=1):
+def candidate(degree, stages=1):
     method = Method.DENSE if degree == 1 else Method.ULYSSES
     scheme = uniform_scheme(32, degree=degree, stages=stages, method=method)
     return Candidate(scheme=scheme, cost=SimpleCost(), num_cluster_devices=64)
 
 
 def counts_of(shapes):
-    return [(kind(*shape), count) for shape, count in Counter(shapes).items()]
+    return [(candidate(*shape), count) for shape, count in Counter(shapes).items()]
 
 
 def stages_of(placed):
@@ -142,11 +142,11 @@ def test_a_group_of_one_and_a_half_nodes_leaves_half_a_node_for_another():
 
 
 def test_one_device_is_one_pipeline():
-    assert place([(kind(1), 1)], 1, 8) == [(kind(1), (0,))]
+    assert place([(candidate(1), 1)], 1, 8) == [(candidate(1), (0,))]
 
 
 def test_a_thousand_single_device_nodes_are_filled_without_recursion():
-    placed = place([(kind(2), 512)], 1024, 1)
+    placed = place([(candidate(2), 512)], 1024, 1)
     assert sorted(rank for _, ranks in placed for rank in ranks) == list(range(1024))
 
 

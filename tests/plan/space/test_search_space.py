@@ -34,7 +34,7 @@ def test_the_pool_keeps_its_limits_and_what_fits():
         max_length=1000,
         pool=SearchSpace(max_degree=4, max_stages=2, methods=(Method.RING,), recompute=RecomputeMode.NONE),
     )
-    schemes = [kind.scheme for kind in problem.kinds]
+    schemes = [candidate.scheme for candidate in problem.candidates]
     assert {(s.degree, s.num_stages) for s in schemes} == {(d, p) for d in (1, 2, 4) for p in (1, 2)}
     assert {s.methods[0] for s in schemes} == {Method.DENSE, Method.RING}
     assert {s.num_recomputed for s in schemes} == {0}

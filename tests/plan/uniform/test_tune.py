@@ -25,19 +25,22 @@ def mean_s(policy, batches):
     return np.mean([time_s(batch, DraftPlan(phases=policy.phases(batch))) for batch in batches])
 
 
-def all_padded(problem, kind, batches):
-    return [padded(problem, kind, size=2**power) for power in range(10) if 2**power * 100 <= kind.max_tokens]
+def all_padded(problem, candidate, batches):
+    return [padded(problem, candidate, size=2**power) for power in range(10) if 2**power * 100 <= candidate.max_tokens]
 
 
-def all_buckets(problem, kind, batches):
+def all_buckets(problem, candidate, batches):
     edges = bucket_edges(problem, shortest=min(int(batch.lengths.min()) for batch in batches))
-    return [bucket(problem, kind, edges=edges, sizes=batch_sizes(kind, edges, budget=budget)) for budget in BUDGETS]
+    return [
+        bucket(problem, candidate, edges=edges, sizes=batch_sizes(candidate, edges, budget=budget))
+        for budget in BUDGETS
+    ]
 
 
 WAYS = {
     "padded": all_padded,
-    "static": lambda problem, kind, batches: [static(problem, kind)],
-    "packed": lambda problem, kind, batches: [packed(problem, kind, rounds=rounds) for rounds in ROUNDS],
+    "static": lambda problem, candidate, batches: [static(problem, candidate)],
+    "packed": lambda problem, candidate, batches: [packed(problem, candidate, rounds=rounds) for rounds in ROUNDS],
     "bucket": all_buckets,
 }
 
@@ -55,8 +58,10 @@ def test_no_set_up_of_the_policy_is_faster_on_the_samples(name, samples, num_dev
     cost = SimpleCost(capacity=capacity, loss=loss, c_s=overhead_s)
     problem = make_problem(cost, num_devices=num_devices, samples=samples, recomputed=(0, 4))
     batches = tuning_batches(problem)
-    tiling = [kind for kind in problem.kinds if tiles(problem, kind) and kind.max_tokens >= 100]
-    every = [policy for kind in tiling for policy in WAYS[name](problem, kind, batches)]
+    tiling = [
+        candidate for candidate in problem.candidates if tiles(problem, candidate) and candidate.max_tokens >= 100
+    ]
+    every = [policy for candidate in tiling for policy in WAYS[name](problem, candidate, batches)]
     tuned_s = mean_s(prepare(name, problem), batches)
     assert tuned_s <= min(mean_s(policy, batches) for policy in every) * NEGLIGIBLE
 
@@ -66,9 +71,9 @@ def test_no_set_up_of_the_policy_is_faster_on_the_samples(name, samples, num_dev
 def test_floors_are_below_times(samples, capacity):
     problem = make_problem(SimpleCost(capacity=capacity), samples=samples, recomputed=(0, 4))
     for batch in tuning_batches(problem):
-        for kind in problem.kinds:
-            if tiles(problem, kind) and kind.max_tokens >= 100:
-                policy = static(problem, kind)
+        for candidate in problem.candidates:
+            if tiles(problem, candidate) and candidate.max_tokens >= 100:
+                policy = static(problem, candidate)
                 took_s = time_s(batch, DraftPlan(phases=policy.phases(batch)))
                 assert policy.floor_s(batch) <= took_s * NEGLIGIBLE
 
@@ -77,16 +82,16 @@ def test_a_trial_ends_when_floors_show_that_it_cannot_win(monkeypatch):
     problem = make_problem(SimpleCost(capacity=400), samples=[[50] * 8] * 8, recomputed=(0, 4))
     tried = []
     monkeypatch.setattr(tune, "time_s", lambda batch, arrangement: tried.append(1) or time_s(batch, arrangement))
-    kinds = [kind for kind in problem.kinds if tiles(problem, kind)]
-    fastest([static(problem, kind) for kind in kinds], tuning_batches(problem))
-    assert len(tried) < len(kinds) * 8
+    candidates = [candidate for candidate in problem.candidates if tiles(problem, candidate)]
+    fastest([static(problem, candidate) for candidate in candidates], tuning_batches(problem))
+    assert len(tried) < len(candidates) * 8
 
 
 @pytest.mark.parametrize("name", [*WAYS, "hotspa"])
 def test_a_faster_method_is_chosen(name):
     cost = SimpleCost(capacity=30, method_factors={Method.RING: 0.5})
     tuned = prepare(name, make_problem(cost, methods=(Method.ULYSSES, Method.RING), samples=[[100, 50, 20]]))
-    assert set(tuned.kind.scheme.methods) == {Method.RING}
+    assert set(tuned.candidate.scheme.methods) == {Method.RING}
 
 
 @pytest.mark.parametrize("name", [*WAYS, "hotspa"])
@@ -94,7 +99,7 @@ def test_without_samples_every_octave_of_the_longest_length_is_prepared_for(name
     problem = make_problem(SimpleCost(capacity=300))
     (batch,) = tuning_batches(problem)
     assert sorted(set(batch.lengths.tolist())) == [3, 6, 12, 25, 50, 100]
-    assert prepare(name, problem).kind.max_tokens >= 100
+    assert prepare(name, problem).candidate.max_tokens >= 100
 
 
 def test_many_or_large_samples_are_thinned_at_even_distances():

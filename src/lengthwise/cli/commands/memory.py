@@ -36,9 +36,9 @@ SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class FittingPipeline:
-    """One sequence alone on one pipeline of a kind that holds it."""
+    """One sequence alone on one pipeline of a candidate that holds it."""
 
-    kind: Candidate
+    candidate: Candidate
     device_s: float
     """Seconds of work, over all devices of the pipeline."""
     time_s: float
@@ -70,19 +70,19 @@ def run(
     cost = AnalyticCost(model=spec, cluster=cluster, dtype=dtype.value)
     layers = spec.num_layers
     levels = tuple(dict.fromkeys((0, layers // 2, layers)))
-    kinds = list(_known(pool.schemes(layers, cluster, recomputed=levels), cost, cluster))
-    _check_any_fits(kinds, spec, cluster)
+    candidates = list(_known(pool.schemes(layers, cluster, recomputed=levels), cost, cluster))
+    _check_any_fits(candidates, spec, cluster)
     every = _known(pool.schemes(layers, cluster), cost, cluster) if length else ()
     fits = sorted(
-        (_fit(kind, length) for kind in every if length and kind.max_tokens >= length),
-        key=lambda fit: (fit.device_s, fit.kind.num_devices),
+        (_fit(candidate, length) for candidate in every if length and candidate.max_tokens >= length),
+        key=lambda fit: (fit.device_s, fit.candidate.num_devices),
     )
     if length and not fits:
-        _refuse(kinds, length, cluster)
+        _refuse(candidates, length, cluster)
     if json:
-        emit_json(_document(spec, cluster, kinds, fits, length))
+        emit_json(_document(spec, cluster, candidates, fits, length))
     else:
-        _print(spec, cluster, kinds)
+        _print(spec, cluster, candidates)
         if length:
             _print_fits(fits, length)
 
@@ -90,19 +90,19 @@ def run(
 def _known(schemes: Sequence[PipelineConfig], cost: AnalyticCost, cluster: ClusterSpec) -> Iterator[Candidate]:
     """Kinds of the schemes that ``cost`` has a price for and the cluster has the devices for, fitting or not."""
     for scheme in schemes:
-        kind = Candidate(scheme=scheme, cost=cost, num_cluster_devices=cluster.num_devices)
+        candidate = Candidate(scheme=scheme, cost=cost, num_cluster_devices=cluster.num_devices)
         try:
-            if scheme.num_devices <= cluster.num_devices and kind.max_tokens >= 0:
-                yield kind
+            if scheme.num_devices <= cluster.num_devices and candidate.max_tokens >= 0:
+                yield candidate
         except InputError:
             continue  # such as more devices than the model has heads
 
 
-def _check_any_fits(kinds: Sequence[Candidate], spec: ModelSpec, cluster: ClusterSpec) -> None:
-    if not kinds:
+def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: ClusterSpec) -> None:
+    if not candidates:
         raise InputError(f"no scheme of {spec.name} fits on {cluster.name} with these --methods and limits; allow more")
-    if not any(kind.max_tokens for kind in kinds):
-        state_bytes = min(kind.state_bytes for kind in kinds)
+    if not any(candidate.max_tokens for candidate in candidates):
+        state_bytes = min(candidate.state_bytes for candidate in candidates)
         least, available = needed_and_available(state_bytes, cluster.device.memory_bytes)
         raise InfeasibleError(
             f"{spec.name} on {cluster.name}: no scheme fits a token; weights, gradients and each device's share of the "
@@ -111,8 +111,8 @@ def _check_any_fits(kinds: Sequence[Candidate], spec: ModelSpec, cluster: Cluste
         )
 
 
-def _refuse(kinds: Sequence[Candidate], length: int, cluster: ClusterSpec) -> None:
-    leanest = max(kinds, key=lambda kind: kind.max_tokens)
+def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) -> None:
+    leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
     needed, available = needed_and_available(int(leanest.peak_bytes(np.asarray(length))), cluster.device.memory_bytes)
     raise InfeasibleError(
         f"a sequence of {length:,} tokens needs {needed} per device under the leanest scheme, "
@@ -122,39 +122,39 @@ def _refuse(kinds: Sequence[Candidate], length: int, cluster: ClusterSpec) -> No
     )
 
 
-def _fit(kind: Candidate, length: int) -> FittingPipeline:
-    stage_s = float(kind.times_s(np.array([length]))[0]) + kind.overhead_s
+def _fit(candidate: Candidate, length: int) -> FittingPipeline:
+    stage_s = float(candidate.times_s(np.array([length]))[0]) + candidate.overhead_s
     return FittingPipeline(
-        kind=kind,
-        device_s=stage_s * kind.num_devices,
-        time_s=stage_s * kind.num_stages,
-        peak_bytes=int(kind.peak_bytes(np.asarray(length))),
+        candidate=candidate,
+        device_s=stage_s * candidate.num_devices,
+        time_s=stage_s * candidate.num_stages,
+        peak_bytes=int(candidate.peak_bytes(np.asarray(length))),
     )
 
 
-def _describe(kind: Candidate) -> dict[str, Any]:
-    scheme = kind.scheme
+def _describe(candidate: Candidate) -> dict[str, Any]:
+    scheme = candidate.scheme
     return {
         "scheme": scheme.name,
         "degree": scheme.degree,
         "stages": scheme.num_stages,
         "method": str(scheme.methods[0]),
         "recomputed_layers": scheme.num_recomputed,
-        "state_gib": kind.state_bytes / GIB,
-        "max_tokens": kind.max_tokens,
+        "state_gib": candidate.state_bytes / GIB,
+        "max_tokens": candidate.max_tokens,
     }
 
 
 def _document(
     spec: ModelSpec,
     cluster: ClusterSpec,
-    kinds: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     fits: Sequence[FittingPipeline],
     length: int | None,
 ) -> dict[str, Any]:
     chosen = [
         {
-            **_describe(fit.kind),
+            **_describe(fit.candidate),
             "device_s": fit.device_s,
             "time_s": fit.time_s,
             "peak_gib": fit.peak_bytes / GIB,
@@ -167,15 +167,15 @@ def _document(
         "num_layers": spec.num_layers,
         "cluster": cluster.name,
         "memory_gib": cluster.device.memory_bytes / GIB,
-        "longest": _describe(max(kinds, key=lambda kind: kind.max_tokens)),
-        "schemes": [_describe(kind) for kind in kinds],
+        "longest": _describe(max(candidates, key=lambda candidate: candidate.max_tokens)),
+        "schemes": [_describe(candidate) for candidate in candidates],
         "length": length,
         "cheapest": chosen[0] if chosen else None,
         "fits": chosen if length else None,
     }
 
 
-def _print(spec: ModelSpec, cluster: ClusterSpec, kinds: Sequence[Candidate]) -> None:
+def _print(spec: ModelSpec, cluster: ClusterSpec, candidates: Sequence[Candidate]) -> None:
     from rich.table import Table
 
     from lengthwise.report.units import compact, memory
@@ -186,7 +186,7 @@ def _print(spec: ModelSpec, cluster: ClusterSpec, kinds: Sequence[Candidate]) ->
         f"{cluster.device.memory_bytes / GIB:g} GiB a device",
         soft_wrap=True,
     )
-    levels = sorted({kind.scheme.num_recomputed for kind in kinds})
+    levels = sorted({candidate.scheme.num_recomputed for candidate in candidates})
     console.print("longest sequence, or pack, in tokens:")
     shown = Table(box=None, pad_edge=False)
     for heading in ("degree", "stages"):
@@ -196,15 +196,15 @@ def _print(spec: ModelSpec, cluster: ClusterSpec, kinds: Sequence[Candidate]) ->
     for level in levels:
         shown.add_column(f"recompute {level} of {spec.num_layers}", justify="right")
     rows: dict[tuple[int, int, str], list[Candidate]] = {}
-    for kind in kinds:
-        scheme = kind.scheme
-        rows.setdefault((scheme.degree, scheme.num_stages, str(scheme.methods[0])), []).append(kind)
+    for candidate in candidates:
+        scheme = candidate.scheme
+        rows.setdefault((scheme.degree, scheme.num_stages, str(scheme.methods[0])), []).append(candidate)
     for (degree, stages, method), held in rows.items():
-        longest = {kind.scheme.num_recomputed: kind.max_tokens for kind in held}
+        longest = {candidate.scheme.num_recomputed: candidate.max_tokens for candidate in held}
         cells = [f"{longest[level]:,}" if longest.get(level) else "-" for level in levels]
         shown.add_row(str(degree), str(stages), method, memory(held[0].state_bytes), *cells)
     console.print(shown)
-    best = max(kinds, key=lambda kind: kind.max_tokens)
+    best = max(candidates, key=lambda candidate: candidate.max_tokens)
     console.print(f"longest: {best.max_tokens:,} tokens under {best.scheme.name}", soft_wrap=True)
 
 
@@ -223,7 +223,7 @@ def _print_fits(fits: Sequence[FittingPipeline], length: int) -> None:
         shown.add_column(heading, justify="right")
     for fit in fits[:SHOWN]:
         shown.add_row(
-            fit.kind.scheme.name, f"{fit.device_s:,.2f}", seconds(fit.time_s), memory(fit.peak_bytes),
-            f"{fit.kind.max_tokens:,}",
+            fit.candidate.scheme.name, f"{fit.device_s:,.2f}", seconds(fit.time_s), memory(fit.peak_bytes),
+            f"{fit.candidate.max_tokens:,}",
         )  # fmt: skip
     console.print(shown)

@@ -37,7 +37,7 @@ class AnalyticCost(SeparableCost):
         return times_s
 
     def comm_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """The part of it that the same stage spends in exposed communication."""
+        """Seconds of each sequence that its slowest stage spends in exposed communication."""
         stages, _ = self._stages(scheme)
         length = np.asarray(lengths, dtype=np.float64)
         slowest = np.argmax([stage.times_s(length) for stage in stages], axis=0)
@@ -45,7 +45,7 @@ class AnalyticCost(SeparableCost):
         return np.take_along_axis(comm_s, slowest[None], axis=0)[0]
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """Launches and calls of every layer, and weights moved to where they are not held."""
+        """Seconds of launches and calls of every layer, and of weights moved to where they are not held."""
         return self._stages(scheme)[1]
 
     def _make_stages(self, scheme: PipelineConfig) -> tuple[tuple[StageTime, ...], float]:

@@ -19,7 +19,7 @@ class HeadSplit:
 
 
 def split_heads(num_heads: int, num_kv_heads: int, *, degree: int) -> HeadSplit:
-    """Whole key/value groups where there are enough of them for everyone, else query heads, copying the shared ones.
+    """Split heads by whole key/value groups if all ranks get one, else by query heads, copying shared keys and values.
 
     Where p does not divide, some ranks hold one more, and all wait for them: ceil(N / p) instead of N / p.
     """

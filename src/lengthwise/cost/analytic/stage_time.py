@@ -20,11 +20,11 @@ From the published fits of Hydraulis at degree 1, where nothing is communicated:
 sequences'; profiles replace it.
 """
 ATTENTION_EFFICIENCY = 0.55
-"""The same for attention, from the same fits at higher degrees: 0.43 to 0.62; 0.6 on the CPU."""
+"""Share of the peak rate of attention, from the same fits at higher degrees: 0.43 to 0.62; 0.6 on the CPU."""
 LAUNCH_S = 2e-4
 """Seconds per layer and micro-batch that do not depend on its tokens: some forty kernel launches, a third forward."""
 CPU_LAUNCH_S = 4e-3
-"""The same on one CPU thread; measured with four layers of 128."""
+"""``LAUNCH_S`` on one CPU thread; measured with four layers of 128."""
 
 
 Reach = Callable[[np.ndarray], np.ndarray]
@@ -62,7 +62,7 @@ class StageTime:
         return rate
 
     def comm_times_s(self, length: np.ndarray) -> np.ndarray:
-        """The part of it in communication that computation does not hide."""
+        """Seconds of each sequence in communication that computation does not hide."""
         rate = np.full_like(length, self.per_token_comm_s)
         for hops_s, attention_s in self.rings:
             rate += np.maximum(hops_s - attention_s * self.reach(length), 0.0)
@@ -85,7 +85,7 @@ class _Sum:
     cluster: ClusterSpec
     degree: int
     flops_per_s: tuple[float, float]
-    """Of products with weights, and of attention."""
+    """Rates of products with weights, and of attention."""
     square_s: float = 0.0
     matmul_s: float = 0.0
     comm_s: float = 0.0
@@ -94,7 +94,7 @@ class _Sum:
     rings: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def add(self, name: str, volume: LayerPass, *, count: int) -> None:
-        """``count`` times one pass of a layer. All rings of one stage and direction carry the same keys and values."""
+        """Add a pass of a layer ``count`` times. All rings of a stage and direction carry the same keys and values."""
         matmul_rate, attention_rate = self.flops_per_s
         attention_s = count * volume.attention_flops / attention_rate
         self.matmul_s += count * volume.matmul_flops / matmul_rate
@@ -111,7 +111,7 @@ class _Sum:
         self.overhead_s += count * (volume.tokens.calls + volume.weights.calls) * call_s(self.cluster)
 
     def stage_time(self) -> StageTime:
-        """The sum."""
+        """The :class:`StageTime` of all parts added so far."""
         return StageTime(
             per_square_s=self.square_s,
             per_token_s=self.matmul_s + self.comm_s,
@@ -146,7 +146,7 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
 
 
 def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: int, width: int) -> None:
-    """The head, the vocabulary split over the stage where weights are sharded, and the neighbours.
+    """Add the head, the vocabulary split over the stage where weights are sharded, and the neighbours.
 
     A split vocabulary costs an all-to-all of T / p D numbers each way after the embedding, where every rank knows all
     token ids, and before the head an all-gather and a reduce-scatter of T D (Shoeybi et al. 2019). A neighbour costs

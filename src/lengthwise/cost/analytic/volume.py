@@ -63,37 +63,37 @@ class _Case:
 
     @property
     def others(self) -> float:
-        """(p - 1) / p."""
+        """Share that a rank sends to the others, (p - 1) / p."""
         return (self.degree - 1) / self.degree
 
     @property
     def query_size(self) -> int:
-        """N H."""
+        """Size of all query heads together, N H."""
         return self.model.num_heads * self.model.head_size
 
     @property
     def kv_size(self) -> int:
-        """2 K H."""
+        """Size of all keys and values together, 2 K H."""
         return 2 * self.model.num_kv_heads * self.model.head_size
 
     @property
     def attention_params(self) -> int:
-        """D (2 N + 2 K) H."""
+        """Weights of an attention, D (2 N + 2 K) H."""
         return self.model.hidden_size * (2 * self.query_size + self.kv_size)
 
     @property
     def ffn_params(self) -> int:
-        """3 D F, or 2 D F."""
+        """Weights of a feed-forward, 3 D F or 2 D F."""
         return self.model.layer_matmul_params - self.attention_params
 
     @property
     def attention_numbers(self) -> int:
-        """What moves with an attention: its weights and the bias of queries, keys and values."""
+        """Numbers that move with an attention: its weights and the bias of queries, keys and values."""
         return self.attention_params + (self.model.qkv_size if self.model.qkv_bias else 0)
 
     @property
     def ffn_numbers(self) -> int:
-        """The same of a feed-forward, with the bias of its columns."""
+        """Numbers that move with a feed-forward: its weights and the bias of its columns."""
         return self.ffn_params + (self.model.ffn_size if self.model.has_all_biases else 0)
 
     @property
@@ -107,7 +107,7 @@ class _Case:
         return 4.0 * self.query_size * (0.5 if self.model.causal else 1.0)
 
     def calls(self, count: int) -> int:
-        """``count``, where there is anyone to talk to."""
+        """``count`` calls, or none on one device."""
         return count if self.degree > 1 else 0
 
 

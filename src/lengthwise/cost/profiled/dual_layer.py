@@ -32,7 +32,7 @@ class OpaqueModelSpec(ModelSpec):
 
     @property
     def num_params(self) -> int:
-        """Those that have a gradient and an optimizer."""
+        """Parameters that have a gradient and optimizer state."""
         return self.trained
 
     @classmethod
@@ -55,11 +55,11 @@ class QuadraticSeconds:
     """Fitted less measured, as a part of what the whole row took."""
 
     def of_sequences(self, length: np.ndarray) -> np.ndarray:
-        """What each sequence adds."""
+        """Seconds that each sequence adds."""
         return (self.a_s * length + self.b_s) * length
 
     def of_pack(self, lengths: Sequence[int]) -> float:
-        """What a micro-batch takes."""
+        """Seconds of a micro-batch."""
         return float(features(lengths) @ (self.a_s, self.b_s, self.c_s))
 
 
@@ -73,7 +73,7 @@ class LinearBytes:
     """Fitted over measured, minus one; 0 where nothing was measured."""
 
     def of_pack(self, num_tokens: float) -> float:
-        """Of a micro-batch."""
+        """Bytes of a micro-batch of ``num_tokens``."""
         return self.fixed + self.per_token * num_tokens
 
 
@@ -87,7 +87,7 @@ class DegreeFit:
     kept_layer: LinearBytes
     inputs: LinearBytes
     rest: LinearBytes
-    """M_C."""
+    """M_C: bytes beside the layers."""
     alive: LinearBytes
 
     def profile(self, lengths: Sequence[int]) -> LayerProfile:
@@ -193,7 +193,7 @@ class DualLayerCost(SeparableCost):
         return layers + scheme.num_layers * fit.backward.c_s + fit.constant.c_s
 
     def update_s(self, strategy: Strategy) -> float:
-        """As measured."""
+        """Measured seconds of a step outside its micro-batches."""
         return self.table.update_s
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:

@@ -52,7 +52,7 @@ class Fit:
         return float(features(lengths) @ (self.a_s, self.b_s, self.c_s))
 
     def confidence(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Between which seconds the prediction for a micro-batch moves when any one row is left out.
+        """The range of seconds predicted for a micro-batch when any one row is left out.
 
         Narrow where many rows agree, wide where the prediction hangs on one of them, as beyond the longest measured.
         """
@@ -115,13 +115,13 @@ class FittedCost(ProfiledCost):
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """``a l^2 + b l`` of each sequence."""
+        """Seconds that each sequence adds: ``a l^2 + b l``."""
         fit = self._fits(scheme)
         length = np.asarray(lengths, dtype=np.float64)
         return (fit.a_s * length + max(fit.b_s, LEAST_B_S)) * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """``c``."""
+        """Seconds of a micro-batch before its first token: ``c``."""
         return self._fits(scheme).c_s
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:

@@ -30,7 +30,7 @@ MEMORY_MARGIN = 0.05
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LearnedForests:
-    """What one profile taught."""
+    """Forests and polynomials learned from one profile."""
 
     time_s: Curve
     """Seconds of a micro-batch of one sequence, by its length."""
@@ -89,7 +89,7 @@ class HybridCost(ProfiledCost):
         return self._learned(scheme).sequence_times_s(np.asarray(lengths, dtype=np.float64))
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """``c`` of the profile's fit."""
+        """Seconds of a micro-batch before its first token: ``c`` of the profile's fit."""
         return self._learned(scheme).overhead_s
 
     @property

@@ -31,13 +31,13 @@ class PublishedCost(SeparableCost):
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """``a l^2 + b l`` of each sequence."""
+        """Seconds that each sequence adds: ``a l^2 + b l``."""
         a_s, b_s, _ = self._fits(scheme)
         length = np.asarray(lengths, dtype=np.float64)
         return (a_s * length + b_s) * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """``c``."""
+        """Seconds of a micro-batch before its first token: ``c``."""
         return self._fits(scheme)[2]
 
     def util_tokens(self, scheme: PipelineConfig) -> int:

@@ -1,4 +1,4 @@
-"""What cost models made from profiles share: which scheme was measured, and what is refused."""
+"""The base of cost models made from profiles, which refuse schemes that were not measured."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ class ProfiledCost(SeparableCost):
         self.tables = dict(tables)
 
     def update_s(self, strategy: Strategy) -> float:
-        """As measured on the profile's ranks: the slowest of the strategy's schemes."""
+        """Measured seconds of a step outside its micro-batches: those of the strategy's slowest scheme."""
         return max(self._table(scheme).update_s for scheme in dict.fromkeys(strategy.schemes))
 
     def _table(self, scheme: PipelineConfig) -> ProfileTable:

@@ -156,7 +156,7 @@ class TwoLayerCost(SeparableCost):
         return rows.at(np.asarray(lengths, dtype=np.float64), seconds)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """T_C."""
+        """Seconds of a micro-batch outside its layers, T_C."""
         return min(profile.constant_s for profile in self._found(scheme).profiles)
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:

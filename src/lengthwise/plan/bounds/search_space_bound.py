@@ -1,4 +1,4 @@
-"""A bound that no plan of a pool's schemes beats: any strategy, heterogeneous or switched within the step, any packing.
+"""A lower bound on every plan of a search space: any strategy, heterogeneous or switched within the step, any packing.
 
 Say a step takes T at most. Under scheme k it has T - u_k left for micro-batches, since the update takes at least u_k. A
 pipeline of S_k stages whose longest sequence takes x holds work of at most T - u_k - (S_k - 1) x. So one of work w
@@ -34,40 +34,42 @@ UPDATE_DIGITS = 2
 TOLERANCE = 1e-4
 """Relative width at which the search for the largest refuted time ends."""
 MARGIN = 1e-9
-"""Of sums of floats, on the side that keeps the bound valid."""
+"""Relative margin of sums of floats, on the side that keeps the bound valid."""
 
 
 class SearchSpaceBound:
-    """The bound of one pool. Schemes alike in devices, stages and update are tabulated over lengths as one, once."""
+    """The lower bound of one search space, tabulated over lengths for schemes alike in devices, stages and update."""
 
-    def __init__(self, problem: PlanningProblem, kinds: Sequence[Candidate]) -> None:
+    def __init__(self, problem: PlanningProblem, candidates: Sequence[Candidate]) -> None:
         self._num_devices = problem.num_devices
-        self._grid = _grid(min(max(kind.max_tokens for kind in kinds), problem.max_length))
+        self._grid = _grid(min(max(candidate.max_tokens for candidate in candidates), problem.max_length))
         groups: dict[tuple[int, int, float], list[Candidate]] = {}
-        for kind in kinds:
-            groups.setdefault((kind.num_devices, kind.num_stages, _update_s(problem, kind)), []).append(kind)
+        for candidate in candidates:
+            groups.setdefault((candidate.num_devices, candidate.num_stages, _update_s(problem, candidate)), []).append(
+                candidate
+            )
         self._updates_s = np.array([[update_s] for _, _, update_s in groups])
         self._devices = np.array([devices for devices, _, _ in groups])
         self._later = np.array([[stages - 1.0] for _, stages, _ in groups])
         shape = len(groups), len(self._grid)
         self._device_s, self._alone_s = np.full(shape, np.inf), np.full(shape, np.inf)
         for row, members in enumerate(groups.values()):
-            for kind in members:
-                self._add(kind, row, per_sequence=problem.overhead_per_sequence)
+            for candidate in members:
+                self._add(candidate, row, per_sequence=problem.overhead_per_sequence)
 
-    def _add(self, kind: Candidate, row: int, *, per_sequence: bool) -> None:
-        end = int(np.searchsorted(self._grid, kind.max_tokens, side="right"))
+    def _add(self, candidate: Candidate, row: int, *, per_sequence: bool) -> None:
+        end = int(np.searchsorted(self._grid, candidate.max_tokens, side="right"))
         grid = self._grid[:end]
-        times_s, overhead_s = kind.times_s(grid), kind.overhead_s
-        share_s = overhead_s if per_sequence else overhead_s * grid / kind.max_tokens
+        times_s, overhead_s = candidate.times_s(grid), candidate.overhead_s
+        share_s = overhead_s if per_sequence else overhead_s * grid / candidate.max_tokens
         for table, values in (
-            (self._device_s, kind.num_devices * (times_s + share_s)),
+            (self._device_s, candidate.num_devices * (times_s + share_s)),
             (self._alone_s, times_s + overhead_s),
         ):
             np.minimum(table[row, :end], values, out=table[row, :end])
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the micro-batches take at least, pipelines never filling or draining; the cheapest to tell."""
+        """Seconds that the micro-batches take at least, pipelines never filling or draining; the cheapest bound."""
         columns = self._at(priced.lengths)
         alone_s = ((self._later + 1) * self._alone_s[:, columns]).min(axis=0)
         return max(float(self._device_s[:, columns].min(axis=0).sum()) / self._num_devices, float(alone_s.max()))
@@ -77,7 +79,7 @@ class SearchSpaceBound:
         return self._sequences(priced.lengths, np.zeros_like(self._updates_s)).bound_s()
 
     def of(self, lengths: np.ndarray) -> float:
-        """The same for sequences of these lengths, the longest like any other: lower, but sooner told."""
+        """Bound the seconds of sequences of ``lengths``, the longest like any other: lower, but faster to compute."""
         return self._sequences(lengths, np.zeros_like(self._updates_s)).even_bound_s()
 
     def step_s(self, priced: PricedBatch) -> float:
@@ -102,7 +104,7 @@ class SearchSpaceBound:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Sequences:
-    """Those of a step by length, C of them, under G groups of schemes; the longest comes last."""
+    """The sequences of a step in C classes of length under G groups of schemes; the longest comes last."""
 
     num_devices: int
     counts: np.ndarray
@@ -129,7 +131,7 @@ class _Sequences:
         return _largest_refuted_s(lambda time_s: self._even_devices(time_s) > self._most_devices, low_s)
 
     def bound_s(self) -> float:
-        """The same if the bubble of the longest is nobody else's."""
+        """The largest refuted time if no other sequence uses the bubble of the longest."""
         even_s, best_s = self.even_bound_s(), np.inf
         for host in np.flatnonzero(np.isfinite(self.alone_s[:, -1])).tolist():
             alone_s = float(self.updates_s[host, 0] + self.later_s[host, -1] + self.alone_s[host, -1])
@@ -196,11 +198,11 @@ def _largest_refuted_s(is_refuted: Callable[[float], bool], low_s: float, high_s
     return low_s
 
 
-def _update_s(problem: PlanningProblem, kind: Candidate) -> float:
+def _update_s(problem: PlanningProblem, candidate: Candidate) -> float:
     """Seconds of an update under equal pipelines, rounded down; 0, which bounds all, where they do not tile."""
-    if problem.num_devices % kind.num_devices:
+    if problem.num_devices % candidate.num_devices:
         return 0.0
-    update_s = problem.cost.update_s(homogeneous(kind.scheme, problem.num_devices))
+    update_s = problem.cost.update_s(homogeneous(candidate.scheme, problem.num_devices))
     if update_s <= 0.0:
         return 0.0
     unit = 10.0 ** (np.floor(np.log10(update_s)) + 1 - UPDATE_DIGITS)

@@ -153,9 +153,9 @@ def _under_cap(makespans: np.ndarray, counts: np.ndarray, work: np.ndarray, cap:
 
 
 def knapsack(values: Sequence[float], sizes: Sequence[int], max_counts: Sequence[int], capacity: int) -> np.ndarray:
-    """How many of each item, at most ``most``, have the greatest value within ``capacity``; of those, the smallest.
+    """Solve a bounded knapsack: counts, at most ``max_counts``, of greatest value within ``capacity``; ties take least.
 
-    By dynamic programming over the capacity, items in bundles of 1, 2, 4, ... of a kind.
+    By dynamic programming over the capacity, items in bundles of 1, 2, 4, ... of a candidate.
     """
     unit = max(1, -(-capacity // SIZE_UNITS))
     room = capacity // unit

@@ -15,7 +15,7 @@ FEW = 8
 
 
 class BucketedBatch:
-    """I buckets of a batch on K types of group, each of which runs a bucket as the kind of the greatest throughput."""
+    """Prices of I buckets of a batch on K types of device group, each running a bucket at its highest throughput."""
 
     order: np.ndarray
     """[B] positions in the batch, the longest sequence first."""
@@ -46,12 +46,12 @@ class BucketedBatch:
         row_counts = np.diff(np.append(row_starts, len(self.order)))
         bucket_of_row = np.repeat(np.arange(len(self)), np.diff(self._first_rows))
         for ladder in ladders:
-            times_s = np.stack([priced.times_s(kind)[self.order] for kind in ladder.kinds])
-            overhead_s = np.array([priced.overhead_s(kind) for kind in ladder.kinds])
+            times_s = np.stack([priced.times_s(candidate)[self.order] for candidate in ladder.candidates])
+            overhead_s = np.array([priced.overhead_s(candidate) for candidate in ladder.candidates])
             mean_s = np.add.reduceat(times_s, self._starts, axis=1) / self.counts
             holds = ladder.limits[:, None] // longest
             # A micro-batch is not counted on to hold more than the bucket's share of an even step.
-            share = np.maximum(-(-self.counts * ladder.kinds[0].num_devices // priced.problem.num_devices), 1)
+            share = np.maximum(-(-self.counts * ladder.candidates[0].num_devices // priced.problem.num_devices), 1)
             best = np.where(holds > 0, mean_s + overhead_s[:, None] / np.clip(holds, 1, share), np.inf).argmin(axis=0)
             times.append(times_s[np.repeat(best, self.counts), np.arange(len(self.order))])
             means.append(np.add.reduceat(times[-1], row_starts) / row_counts)
@@ -77,13 +77,13 @@ class BucketedBatch:
         start = self._starts[bucket]
         sizes, overhead_s = self.batch_sizes[:, bucket], self._overhead_s[:, bucket]
         times_s = [times_s[start : start + self.counts[bucket]] for times_s in self._times_s]
-        holding = [kind for kind in types if sizes[kind]]
+        holding = [candidate for candidate in types if sizes[candidate]]
         device_s = {k: degrees[k] * (float(times_s[k].mean()) + overhead_s[k] / sizes[k]) for k in holding}
         return BucketCosts(
             times_s=times_s,
             overhead_s=overhead_s.tolist(),
             batch_sizes=sizes.tolist(),
-            preferred=sorted(holding, key=lambda kind: device_s[kind]),
+            preferred=sorted(holding, key=lambda candidate: device_s[candidate]),
         )
 
     def positions(self, bucket: int) -> list[int]:

@@ -46,71 +46,73 @@ def prepare_inter(problem: PlanningProblem) -> "DcpPolicy":
     """DCP-inter: one number of recomputed layers for all sequences, the least under which the longest one fits.
 
     Raises:
-        InfeasibleError: no kinds of one stage hold the longest sequence and tile the cluster.
+        InfeasibleError: no candidates of one stage hold the longest sequence and tile the cluster.
     """
-    kinds = usable_kinds(problem)
-    for layers in sorted({kind.scheme.num_recomputed for kind in kinds}):
-        candidates_of_level = [kind for kind in kinds if kind.scheme.num_recomputed == layers]
+    candidates = usable_candidates(problem)
+    for layers in sorted({candidate.scheme.num_recomputed for candidate in candidates}):
+        candidates_of_level = [candidate for candidate in candidates if candidate.scheme.num_recomputed == layers]
         if _suffice(candidates_of_level, problem):
             return DcpPolicy(problem, tuple(candidates_of_level))
-    return DcpPolicy(problem, tuple(kinds))  # no one number holds it on degrees that tile the cluster
+    return DcpPolicy(problem, tuple(candidates))  # no one number holds it on degrees that tile the cluster
 
 
 def prepare_intra(problem: PlanningProblem) -> "DcpPolicy":
     """DCP-intra: every micro-batch recomputes the fewest layers that fit.
 
     Raises:
-        InfeasibleError: no kinds of one stage hold the longest sequence and tile the cluster.
+        InfeasibleError: no candidates of one stage hold the longest sequence and tile the cluster.
     """
-    return DcpPolicy(problem, tuple(usable_kinds(problem)))
+    return DcpPolicy(problem, tuple(usable_candidates(problem)))
 
 
-def usable_kinds(problem: PlanningProblem) -> list[Candidate]:
-    """The kinds of one stage with whole weights; of any weights, if those do not hold the longest sequence.
+def usable_candidates(problem: PlanningProblem) -> list[Candidate]:
+    """The candidates of one stage with whole weights; of any weights, if those do not hold the longest sequence.
 
     Raises:
         InfeasibleError: they do not either, or their degrees cannot tile the cluster.
     """
-    single = [kind for kind in problem.kinds if kind.num_stages == 1]
-    for usable in ([kind for kind in single if kind.scheme.weights is WeightPlacement.WHOLE], single):
+    single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
+    for usable in ([candidate for candidate in single if candidate.scheme.weights is WeightPlacement.WHOLE], single):
         if _suffice(usable, problem):
             return usable
     raise InfeasibleError(
         f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
         f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach "
-        f"{max((kind.max_tokens for kind in single), default=0):,} tokens at degrees "
-        f"{sorted({kind.scheme.degree for kind in single})}. Allow more degrees or recompute, or lower data.max_length."
+        f"{max((candidate.max_tokens for candidate in single), default=0):,} tokens at degrees "
+        f"{sorted({c.scheme.degree for c in single})}. Allow more degrees or recompute, or lower data.max_length."
     )
 
 
-def _suffice(kinds: Sequence[Candidate], problem: PlanningProblem) -> bool:
-    """Whether some of the kinds hold the longest sequence beside others that tile the rest of the cluster."""
-    tiling = Tiling([kind.num_devices for kind in kinds], problem.num_devices)
-    return any(kind.max_tokens >= problem.max_length and tiling.holds(kind.num_devices) for kind in kinds)
+def _suffice(candidates: Sequence[Candidate], problem: PlanningProblem) -> bool:
+    """Whether some of the candidates hold the longest sequence beside others that tile the rest of the cluster."""
+    tiling = Tiling([candidate.num_devices for candidate in candidates], problem.num_devices)
+    return any(
+        candidate.max_tokens >= problem.max_length and tiling.holds(candidate.num_devices) for candidate in candidates
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class DcpPolicy:
-    """The policy for the kinds it may use."""
+    """Data-centric parallel (DCP) planning over the candidates that it may use."""
 
     problem: PlanningProblem
-    kinds: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]
     _idle: dict[tuple[int, ...], Phase] = field(default_factory=dict)
 
     @cached_property
     def tiling(self) -> Tiling:
         """How device groups can tile the cluster; its degrees are those of the types of group."""
-        return Tiling([ladder.kinds[0].num_devices for ladder in self.ladders], self.problem.num_devices)
+        return Tiling([ladder.candidates[0].num_devices for ladder in self.ladders], self.problem.num_devices)
 
     @cached_property
     def ladders(self) -> tuple[RecomputeLadder, ...]:
-        """The types of group, the lowest degree first: kinds that stand in for one another."""
+        """The types of group, the lowest degree first: candidates that stand in for one another."""
         families: dict[object, list[Candidate]] = {}
-        for kind in self.kinds:
-            families.setdefault(kind.family, []).append(kind)
-        tiling = Tiling([kind.num_devices for kind in self.kinds], self.problem.num_devices)
-        tiling_families = [kinds for kinds in families.values() if tiling.holds(kinds[0].num_devices)]
-        return tuple(sorted(map(RecomputeLadder, tiling_families), key=lambda ladder: ladder.kinds[0].num_devices))
+        for candidate in self.candidates:
+            families.setdefault(candidate.family, []).append(candidate)
+        tiling = Tiling([candidate.num_devices for candidate in self.candidates], self.problem.num_devices)
+        tiling_families = [candidates for candidates in families.values() if tiling.holds(candidates[0].num_devices)]
+        return tuple(sorted(map(RecomputeLadder, tiling_families), key=lambda ladder: ladder.candidates[0].num_devices))
 
     @cached_property
     def buckets(self) -> LengthBuckets:
@@ -119,8 +121,8 @@ class DcpPolicy:
 
     @cached_property
     def bound(self) -> SearchSpaceBound:
-        """Of all plans of the policy's kinds."""
-        return SearchSpaceBound(self.problem, self.kinds)
+        """The lower bound of all plans of the policy's candidates."""
+        return SearchSpaceBound(self.problem, self.candidates)
 
     @cached_property
     def switch_s(self) -> float:
@@ -128,7 +130,7 @@ class DcpPolicy:
         strategies = []
         for order in (range(len(self.ladders)), range(len(self.ladders))[::-1]):
             types = self.tiling.fill(self.problem.num_devices, order)
-            groups = tuple(types.count(kind) for kind in range(len(self.ladders)))
+            groups = tuple(types.count(candidate) for candidate in range(len(self.ladders)))
             strategies.append(strategy_of(self.idle_phase(groups)))
         low, high = strategies
         return max(self.problem.cost.switch_s(low, high), self.problem.cost.switch_s(high, low))
@@ -136,12 +138,12 @@ class DcpPolicy:
     @property
     def name(self) -> str:
         """Degrees and recomputed layers that groups may have, as tables show them."""
-        layers = sorted({kind.scheme.num_recomputed for ladder in self.ladders for kind in ladder.kinds})
+        layers = sorted({candidate.scheme.num_recomputed for ladder in self.ladders for candidate in ladder.candidates})
         degrees = " ".join(str(degree) for degree in self.tiling.degrees)
         return f"groups of {degrees}, recomputing {' '.join(map(str, layers))} layers"
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's arrangement, bounded for all plans of the kinds the policy may use."""
+        """The step's arrangement, bounded for all plans of the candidates the policy may use."""
         return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
@@ -174,15 +176,17 @@ class DcpPolicy:
         if groups not in self._idle:
             if len(self._idle) >= MOST_REMEMBERED:
                 self._idle.clear()
-            wanted = [(self.ladders[k].kinds[0], groups[k]) for k in reversed(range(len(groups))) if groups[k]]
+            wanted = [(self.ladders[k].candidates[0], groups[k]) for k in reversed(range(len(groups))) if groups[k]]
             placed = place(wanted, self.problem.num_devices, self.problem.devices_per_node)
             order = sorted(range(len(placed)), key=lambda index: self._type_of[placed[index][0]])
-            self._idle[groups] = tuple(PipelineDraft(kind=placed[index][0], ranks=placed[index][1]) for index in order)
+            self._idle[groups] = tuple(
+                PipelineDraft(candidate=placed[index][0], ranks=placed[index][1]) for index in order
+            )
         return self._idle[groups]
 
     @cached_property
     def _type_of(self) -> dict[Candidate, int]:
-        return {ladder.kinds[0]: kind for kind, ladder in enumerate(self.ladders)}
+        return {ladder.candidates[0]: candidate for candidate, ladder in enumerate(self.ladders)}
 
 
 class _Step:
@@ -235,7 +239,7 @@ class _Step:
         """Buckets of a segment on the groups of the earliest deadline, dealt to several deadlines."""
         planner, buckets = self._planner(segment), range(*segment)
         deadline_s, groups = planner.earliest
-        types = [kind for kind, count in enumerate(groups) if count]
+        types = [candidate for candidate, count in enumerate(groups) if count]
         costs = [self.batch.cost_of(bucket, types, self.policy.tiling.degrees) for bucket in buckets]
         low_s, best_s, best = planner.floor_s, np.inf, list[dict[int, list[int]]]()
         for attempt in range(max(2, min(DEALS, MOST_DEALT // int(self.batch.counts[slice(*segment)].sum())))):
@@ -255,16 +259,18 @@ class _Step:
         return self._lanes(groups, packs)
 
     def _lanes(self, groups: tuple[int, ...], packs: list[list[tuple[int, ...]]]) -> Phase:
-        """The groups with their packs, each on the fastest kind that holds it."""
+        """The groups with their packs, each on the fastest candidate that holds it."""
         lanes: list[PipelineDraft] = []
         idle = self.policy.idle_phase(groups)
         for count, ladder in zip(groups, self.policy.ladders):
             mine = range(len(lanes), len(lanes) + count)
             runs = iter(ladder.runs(self.priced, [pack for group in mine for pack in packs[group]]))
             for group in mine:
-                kind, runs_of_group = idle[group].kind, tuple(next(runs) for _ in packs[group])
-                runs_of_group = () if all(run is kind for run in runs_of_group) else runs_of_group
+                candidate, runs_of_group = idle[group].candidate, tuple(next(runs) for _ in packs[group])
+                runs_of_group = () if all(run is candidate for run in runs_of_group) else runs_of_group
                 lanes.append(
-                    PipelineDraft(kind=kind, ranks=idle[group].ranks, packs=tuple(packs[group]), runs=runs_of_group)
+                    PipelineDraft(
+                        candidate=candidate, ranks=idle[group].ranks, packs=tuple(packs[group]), runs=runs_of_group
+                    )
                 )
         return tuple(lanes)

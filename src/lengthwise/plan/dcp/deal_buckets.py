@@ -33,7 +33,7 @@ class Dealer:
 
     def __init__(self, groups: Sequence[int], deadline_s: float) -> None:
         """Groups of each type [K], numbered type by type."""
-        self.types = [kind for kind, count in enumerate(groups) for _ in range(count)]
+        self.types = [group_type for group_type, count in enumerate(groups) for _ in range(count)]
         self.deadline_s = deadline_s
         self.loads_s = [0.0] * len(self.types)
         self._working: list[list[tuple[float, int]]] = [[] for _ in groups]
@@ -45,20 +45,22 @@ class Dealer:
         """Which sequences of a bucket each group computes, in order. O(n types log groups)."""
         rows = [times_s.tolist() for times_s in costs.times_s]
         dealt: dict[int, list[int]] = {}
-        group, kind, load_s, size = -1, -1, 0.0, 0
+        group, group_type, load_s, size = -1, -1, 0.0, 0
         mine: list[int] = []
         for sequence in range(len(rows[0])):
             if group >= 0:
-                end_s = load_s + rows[kind][sequence] + (0.0 if len(mine) % size else costs.overhead_s[kind])
+                end_s = (
+                    load_s + rows[group_type][sequence] + (0.0 if len(mine) % size else costs.overhead_s[group_type])
+                )
                 if end_s <= self.deadline_s:
                     mine.append(sequence)
                     load_s = end_s
                     continue
                 self._put(group, load_s)
             group = self._take(sequence, rows, costs)
-            kind, load_s, mine = self.types[group], self.loads_s[group], dealt.setdefault(group, [])
-            size = costs.batch_sizes[kind]
-            load_s += rows[kind][sequence] + (0.0 if len(mine) % size else costs.overhead_s[kind])
+            group_type, load_s, mine = self.types[group], self.loads_s[group], dealt.setdefault(group, [])
+            size = costs.batch_sizes[group_type]
+            load_s += rows[group_type][sequence] + (0.0 if len(mine) % size else costs.overhead_s[group_type])
             mine.append(sequence)
         self._put(group, load_s)
         return dealt
@@ -71,31 +73,31 @@ class Dealer:
         """The group for a sequence, taken out of its list."""
         deadline_s, last = self.deadline_s, len(self.types)
         best, best_end_s, place = -1, -1.0, 0
-        for kind in costs.preferred:
-            working = self._working[kind]
-            room_s = deadline_s - rows[kind][sequence] - costs.overhead_s[kind]
+        for group_type in costs.preferred:
+            working = self._working[group_type]
+            room_s = deadline_s - rows[group_type][sequence] - costs.overhead_s[group_type]
             if working and working[0][0] <= room_s:
                 index = bisect_right(working, (room_s, last)) - 1
                 if (end_s := working[index][0] - room_s) > best_end_s or best < 0:
-                    best, best_end_s, place = kind, end_s, index
+                    best, best_end_s, place = group_type, end_s, index
         if best >= 0:
             return self._working[best].pop(place)[1]
-        for kind in costs.preferred:
-            if self._idle[kind] and rows[kind][sequence] + costs.overhead_s[kind] <= deadline_s:
-                return self._idle[kind].pop()
+        for group_type in costs.preferred:
+            if self._idle[group_type] and rows[group_type][sequence] + costs.overhead_s[group_type] <= deadline_s:
+                return self._idle[group_type].pop()
         return self._take_earliest(sequence, rows, costs)
 
     def _take_earliest(self, sequence: int, rows: Sequence[list[float]], costs: BucketCosts) -> int:
         best, best_end_s = -1, np.inf
-        for kind in costs.preferred:
-            load_s = 0.0 if self._idle[kind] else self._working[kind][0][0]
-            if (end_s := load_s + rows[kind][sequence] + costs.overhead_s[kind]) < best_end_s:
-                best, best_end_s = kind, end_s
+        for group_type in costs.preferred:
+            load_s = 0.0 if self._idle[group_type] else self._working[group_type][0][0]
+            if (end_s := load_s + rows[group_type][sequence] + costs.overhead_s[group_type]) < best_end_s:
+                best, best_end_s = group_type, end_s
         return self._idle[best].pop() if self._idle[best] else self._working[best].pop(0)[1]
 
 
 def evenly(items: Sequence[int], max_items: int) -> list[tuple[int, ...]]:
-    """The fewest runs of at most ``most`` items each, of equal size give or take one."""
+    """The fewest runs of at most ``max_items`` items each, of equal size give or take one."""
     count = -(-len(items) // max_items)
     num_each, more = divmod(len(items), count)
     starts = [number * num_each + min(number, more) for number in range(count + 1)]

@@ -74,9 +74,9 @@ class Tiling:
         """Types of the groups that tile ``left`` devices, each the first of ``preferred`` that leaves a tiling."""
         types = []
         while left:
-            kind = next(k for k in preferred if self.degrees[k] <= left and self._tiled[left - self.degrees[k]])
-            types.append(kind)
-            left -= self.degrees[kind]
+            group_type = next(k for k in preferred if self.degrees[k] <= left and self._tiled[left - self.degrees[k]])
+            types.append(group_type)
+            left -= self.degrees[group_type]
         return types
 
 
@@ -84,7 +84,7 @@ class Tiling:
 class _Groups:
     """Equal device groups with as much time left."""
 
-    kind: int
+    group_type: int
     count: int
     spare_s: float
 
@@ -96,7 +96,9 @@ class GroupPlanner:
         self.tiling = tiling
         self._device_s = demand.device_s(tiling.degrees)
         order = np.argsort(self._device_s, axis=0, kind="stable").T.tolist()
-        self.preferred = [[k for k in kinds if np.isfinite(self._device_s[k, i])] for i, kinds in enumerate(order)]
+        self.preferred = [
+            [k for k in group_types if np.isfinite(self._device_s[k, i])] for i, group_types in enumerate(order)
+        ]
         """[I] types that hold each bucket, the fewest device-seconds per sequence first."""
         self._counts = demand.counts.tolist()
         self._time_s, self._overhead_s = demand.time_s.tolist(), demand.overhead_s.tolist()
@@ -141,59 +143,61 @@ class GroupPlanner:
         left, opened = self.tiling.num_devices, list[_Groups]()
         for bucket, wanted in enumerate(self._counts):
             wanted = self._share(opened, bucket, wanted)
-            in_time = [kind for kind in self.preferred[bucket] if self._alone_s[kind][bucket] <= deadline_s]
+            in_time = [
+                group_type for group_type in self.preferred[bucket] if self._alone_s[group_type][bucket] <= deadline_s
+            ]
             if fewest_devices:
                 in_time.sort(key=lambda k: self.tiling.degrees[k] / self._fitting(k, bucket, deadline_s))
-            for kind in in_time:
+            for group_type in in_time:
                 if wanted <= 0:
                     break
-                num_per_group = self._fitting(kind, bucket, deadline_s)
-                count = self.tiling.most(self.tiling.degrees[kind], -(-wanted // num_per_group), left)
-                left -= count * self.tiling.degrees[kind]
-                fresh = [_Groups(kind, count, deadline_s)] if count else []
+                num_per_group = self._fitting(group_type, bucket, deadline_s)
+                count = self.tiling.most(self.tiling.degrees[group_type], -(-wanted // num_per_group), left)
+                left -= count * self.tiling.degrees[group_type]
+                fresh = [_Groups(group_type, count, deadline_s)] if count else []
                 wanted = self._share(fresh, bucket, wanted)
                 opened += fresh
             if wanted > 0:
                 return None
         groups = [0] * len(self.tiling.degrees)
-        for each_kind in opened:
-            groups[each_kind.kind] += each_kind.count
-        for kind in self.tiling.fill(left, self._left_over) if left else ():
-            groups[kind] += 1
+        for each_group_type in opened:
+            groups[each_group_type.group_type] += each_group_type.count
+        for group_type in self.tiling.fill(left, self._left_over) if left else ():
+            groups[group_type] += 1
         return tuple(groups)
 
     @cached_property
     def _left_over(self) -> list[int]:
         """Types for devices that no bucket asks for: what is best for the bucket with the most work comes first."""
         first = self.preferred[int(self._work_s.argmax())]
-        return first + [kind for kind in range(len(self.tiling.degrees)) if kind not in first]
+        return first + [group_type for group_type in range(len(self.tiling.degrees)) if group_type not in first]
 
     def _share(self, opened: list[_Groups], bucket: int, wanted: int) -> int:
         """Fill the spare time of open groups with sequences of a bucket; how many of those wanted remain."""
         for groups in list(opened):
             if wanted <= 0:
                 break
-            if self._alone_s[groups.kind][bucket] > groups.spare_s:
+            if self._alone_s[groups.group_type][bucket] > groups.spare_s:
                 continue
-            num_per_group = self._fitting(groups.kind, bucket, groups.spare_s)
+            num_per_group = self._fitting(groups.group_type, bucket, groups.spare_s)
             full = min(groups.count, wanted // num_per_group)
             last = wanted - full * num_per_group if full < groups.count else 0
             wanted -= full * num_per_group + last
             for count, share in ((full, num_per_group), (1, last)):
                 if count and share:
-                    spare_s = groups.spare_s - self._taken_s(groups.kind, bucket, share)
-                    opened.append(_Groups(groups.kind, count, spare_s))
+                    spare_s = groups.spare_s - self._taken_s(groups.group_type, bucket, share)
+                    opened.append(_Groups(groups.group_type, count, spare_s))
                     groups.count -= count
         opened[:] = [groups for groups in opened if groups.count]
         return wanted
 
-    def _fitting(self, kind: int, bucket: int, within_s: float) -> int:
+    def _fitting(self, group_type: int, bucket: int, within_s: float) -> int:
         """Sequences of a bucket, at least one, that a group computes within some seconds."""
-        time_s, overhead_s = self._time_s[kind][bucket], self._overhead_s[kind][bucket]
-        size = self._batch_sizes[kind][bucket]
+        time_s, overhead_s = self._time_s[group_type][bucket], self._overhead_s[group_type][bucket]
+        size = self._batch_sizes[group_type][bucket]
         full, rest_s = divmod(within_s, size * time_s + overhead_s)
         return max(1, int(full) * size + min(size, max(0, int((rest_s - overhead_s) / time_s))))
 
-    def _taken_s(self, kind: int, bucket: int, count: int) -> float:
-        batches = -(-count // self._batch_sizes[kind][bucket])
-        return count * self._time_s[kind][bucket] + batches * self._overhead_s[kind][bucket]
+    def _taken_s(self, group_type: int, bucket: int, count: int) -> float:
+        batches = -(-count // self._batch_sizes[group_type][bucket])
+        return count * self._time_s[group_type][bucket] + batches * self._overhead_s[group_type][bucket]

@@ -19,7 +19,7 @@ import numpy as np
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import InputError
 from lengthwise.plan.dcp.accumulation import AccumulationRange, accumulate
-from lengthwise.plan.dcp.dcp import usable_kinds
+from lengthwise.plan.dcp.dcp import usable_candidates
 from lengthwise.plan.dcp.length_buckets import make_buckets
 from lengthwise.plan.dcp.recompute_levels import BucketSetting, fastest_setting
 from lengthwise.plan.space.problem import PlanningProblem
@@ -64,7 +64,7 @@ class FormedBatches:
 
         Args:
             stream: the sampler's batches.
-            problem: whose kinds the groups run, as ``dcp-intra`` does.
+            problem: whose candidates the groups run, as ``dcp-intra`` does.
             g_min: every group accumulates at least this many micro-batches, while its bucket lasts.
             g_max: the slowest group accumulates at most this many.
             window: batches of the sampler held to choose from.
@@ -140,8 +140,8 @@ class _Held:
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.problem = problem
-        self.kinds = usable_kinds(problem)
-        self.buckets = make_buckets(problem, sorted({kind.max_tokens for kind in self.kinds}))
+        self.candidates = usable_candidates(problem)
+        self.buckets = make_buckets(problem, sorted({candidate.max_tokens for candidate in self.candidates}))
         self.num_batches, self._objective = 0, NEXT_TOKEN
         self._arrivals = 0
         self._waiting: list[deque[_Sequence]] = [deque() for _ in range(len(self.buckets))]
@@ -202,7 +202,7 @@ class _Held:
         counts = accumulate(
             [setting.time_s for setting in settings],
             replace(limits, g_min=g_min, g_max=max(limits.g_max, g_min)),
-            devices=number * [setting.kind.num_devices for setting in settings],
+            devices=number * [setting.candidate.num_devices for setting in settings],
             sizes=sizes,
             max_size=max(int(growth_cap * size), g_min * once),
         )
@@ -227,7 +227,7 @@ class _Held:
         groups: dict[int, int] = {}
         left = self.problem.num_devices
         for bucket in present:
-            devices = self._setting(bucket, size).kind.num_devices
+            devices = self._setting(bucket, size).candidate.num_devices
             if bucket == present[0] or (self._waiting[bucket][0].batch < overdue and devices <= left):
                 groups[bucket] = 1
                 left -= devices
@@ -236,23 +236,23 @@ class _Held:
             for bucket in present:
                 setting, num_groups = self._setting(bucket, size), groups.get(bucket, 0)
                 waiting = len(self._waiting[bucket])
-                if setting.kind.num_devices <= left and num_groups * setting.batch_size < waiting:
+                if setting.candidate.num_devices <= left and num_groups * setting.batch_size < waiting:
                     open_to[bucket] = setting.time_s / setting.batch_size * waiting / (num_groups + 1)
             if not open_to:
                 return groups
             bucket = max(open_to, key=lambda bucket: open_to[bucket])
             groups[bucket] = groups.get(bucket, 0) + 1
-            left -= self._setting(bucket, size).kind.num_devices
+            left -= self._setting(bucket, size).candidate.num_devices
 
     def _setting(self, bucket: int, size: int) -> BucketSetting:
         """The bucket's best batch size and degree, where its share of a batch of the sampler limits the batch size."""
         if (bucket, size) not in self._settings:
             per_sequence = self.problem.overhead_per_sequence
             best: BucketSetting | None = None
-            for degree in sorted({kind.num_devices for kind in self.kinds}):
+            for degree in sorted({candidate.num_devices for candidate in self.candidates}):
                 setting = fastest_setting(
                     int(self.buckets.edges[bucket]),
-                    [kind for kind in self.kinds if kind.num_devices == degree],
+                    [candidate for candidate in self.candidates if candidate.num_devices == degree],
                     max_batch_size=max(1, size * degree // self.problem.num_devices),
                     overhead_per_sequence=per_sequence,
                 )

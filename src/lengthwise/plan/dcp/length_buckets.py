@@ -32,7 +32,7 @@ def make_buckets(problem: PlanningProblem, limits: Iterable[int] = ()) -> Length
 
     Args:
         problem: whose samples and ``max_length`` are covered.
-        limits: most tokens of a micro-batch under the kinds there are; edges keep to them, so that a kind holds all
+        limits: most tokens of a micro-batch under each candidate; edges keep to them, so that a candidate holds all
             of a bucket or none, as far as limits are not much closer than buckets are wide.
     """
     longest = problem.max_length

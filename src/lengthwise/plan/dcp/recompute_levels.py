@@ -1,4 +1,4 @@
-"""The fewest recomputed layers that fit: DCP-intra. A ladder of kinds answers for packs, a setting for one bucket.
+"""The fewest recomputed layers that fit: DCP-intra. A ladder of candidates answers for packs, a setting for one bucket.
 
 Recomputing r layers costs r t_f seconds and frees r m bytes per device (Eq. 5 and 6), so a pack runs fastest with the
 smallest r at which it fits. Algorithm 1 as printed looks for that r but keeps the first it tries, and compares times of
@@ -16,36 +16,38 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PricedBatch
 
 COMPARED_LENGTHS = 32
-"""Lengths, from one token to the most that fit, at which a kind must be no slower than another to replace it."""
+"""Lengths, from one token to the most that fit, at which a candidate must be no slower than another to replace it."""
 
 
 class RecomputeLadder:
     """Kinds that can stand in for one another, pack by pack; those that are never of use are left out.
 
-    A kind is of no use if another holds as many tokens and is as fast at every length. Kinds that differ in their
+    A candidate is of no use if another holds as many tokens and is as fast at every length. Kinds that differ in their
     recomputed layers alone form a chain: the more tokens, the slower. Kinds of several methods need not.
     """
 
-    kinds: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]
     """From the fewest to the most tokens."""
     limits: np.ndarray
     """Most tokens of each."""
     is_chain: bool
     """Whether each is at least as fast as the next at every length."""
 
-    def __init__(self, kinds: Iterable[Candidate]) -> None:
-        pool = tuple(kinds)
-        longest = max(kind.max_tokens for kind in pool)
+    def __init__(self, candidates: Iterable[Candidate]) -> None:
+        pool = tuple(candidates)
+        longest = max(candidate.max_tokens for candidate in pool)
         grid = np.unique(np.geomspace(1, longest, COMPARED_LENGTHS).astype(np.int64))
         # Overheads are compared apart from what tokens add: who wins in both wins in every pack.
-        costs = {kind: np.append(kind.times_s(grid), kind.overhead_s) for kind in pool}
+        costs = {candidate: np.append(candidate.times_s(grid), candidate.overhead_s) for candidate in pool}
         useful: list[Candidate] = []
-        for kind in sorted(pool, key=lambda kind: (-kind.max_tokens, float(costs[kind].sum()))):
-            if not any((costs[roomier] <= costs[kind]).all() for roomier in useful):
-                useful.append(kind)
-        self.kinds = tuple(reversed(useful))
-        self.limits = np.array([kind.max_tokens for kind in self.kinds])
-        self.is_chain = all((costs[fast] <= costs[slow]).all() for fast, slow in zip(self.kinds, self.kinds[1:]))
+        for candidate in sorted(pool, key=lambda candidate: (-candidate.max_tokens, float(costs[candidate].sum()))):
+            if not any((costs[roomier] <= costs[candidate]).all() for roomier in useful):
+                useful.append(candidate)
+        self.candidates = tuple(reversed(useful))
+        self.limits = np.array([candidate.max_tokens for candidate in self.candidates])
+        self.is_chain = all(
+            (costs[fast] <= costs[slow]).all() for fast, slow in zip(self.candidates, self.candidates[1:])
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -53,9 +55,9 @@ class RecomputeLadder:
         return int(self.limits[-1])
 
     def indices(self, num_tokens: np.ndarray) -> np.ndarray:
-        """Which of ``kinds`` is the fastest that holds each number of tokens, priced as one sequence of that length.
+        """The index of the fastest candidate that holds each number of tokens, priced as one sequence of that length.
 
-        In a chain it is the fastest for any lengths. O(log kinds) each in a chain, else O(kinds).
+        In a chain it is the fastest for any lengths. O(log candidates) each in a chain, else O(candidates).
 
         Raises:
             InfeasibleError: some number of tokens fits under none.
@@ -63,17 +65,17 @@ class RecomputeLadder:
         tokens = np.asarray(num_tokens)
         if tokens.size and tokens.max() > self.max_tokens:
             raise InfeasibleError(
-                f"a micro-batch of {int(tokens.max()):,} tokens fits under none of {len(self.kinds)} schemes; the "
-                f"leanest, {self.kinds[-1].scheme.name}, holds {self.max_tokens:,}. Lower data.max_length."
+                f"a micro-batch of {int(tokens.max()):,} tokens fits under none of {len(self.candidates)} schemes; the "
+                f"leanest, {self.candidates[-1].scheme.name}, holds {self.max_tokens:,}. Lower data.max_length."
             )
         if self.is_chain:
             return np.searchsorted(self.limits, tokens)
-        times_s = np.stack([kind.times_s(tokens) + kind.overhead_s for kind in self.kinds])
+        times_s = np.stack([candidate.times_s(tokens) + candidate.overhead_s for candidate in self.candidates])
         times_s[tokens > self.limits.reshape(-1, *[1] * tokens.ndim)] = np.inf
         return times_s.argmin(axis=0)
 
     def runs(self, priced: PricedBatch, packs: Sequence[Sequence[int]]) -> tuple[Candidate, ...]:
-        """The fastest kind that holds each pack, priced exactly.
+        """The fastest candidate that holds each pack, priced exactly.
 
         Args:
             priced: the batch.
@@ -87,31 +89,34 @@ class RecomputeLadder:
         flat = np.concatenate([np.asarray(pack) for pack in packs])
         starts = np.cumsum([0, *map(len, packs)])[:-1]
         tokens = np.add.reduceat(priced.lengths[flat], starts)
-        if self.is_chain or len(self.kinds) == 1:
-            return tuple(self.kinds[level] for level in self.indices(tokens).tolist())
+        if self.is_chain or len(self.candidates) == 1:
+            return tuple(self.candidates[level] for level in self.indices(tokens).tolist())
         self.indices(tokens.max())  # refuses what fits nowhere
         times_s = np.stack(
-            [np.add.reduceat(priced.times_s(kind)[flat], starts) + priced.overhead_s(kind) for kind in self.kinds]
+            [
+                np.add.reduceat(priced.times_s(candidate)[flat], starts) + priced.overhead_s(candidate)
+                for candidate in self.candidates
+            ]
         )
         times_s[tokens > self.limits[:, None]] = np.inf
-        return tuple(self.kinds[level] for level in times_s.argmin(axis=0).tolist())
+        return tuple(self.candidates[level] for level in times_s.argmin(axis=0).tolist())
 
 
-def fastest_fitting(kinds: Iterable[Candidate], num_tokens: int) -> Candidate:
-    """The fastest of some kinds that holds a pack of ``num_tokens``: the one with the fewest recomputed layers.
+def fastest_fitting(candidates: Iterable[Candidate], num_tokens: int) -> Candidate:
+    """The fastest of some candidates that holds a pack of ``num_tokens``: the one with the fewest recomputed layers.
 
     Raises:
         InfeasibleError: none does.
     """
-    ladder = RecomputeLadder(kinds)
-    return ladder.kinds[int(ladder.indices(np.array(num_tokens)))]
+    ladder = RecomputeLadder(candidates)
+    return ladder.candidates[int(ladder.indices(np.array(num_tokens)))]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BucketSetting:
-    """How micro-batches of sequences of one length run: b sequences as one kind, which fixes p and r."""
+    """How micro-batches of sequences of one length run: b sequences as one candidate, which fixes p and r."""
 
-    kind: Candidate
+    candidate: Candidate
     batch_size: int
     """Most sequences of a micro-batch."""
     time_s: float
@@ -120,32 +125,36 @@ class BucketSetting:
     @property
     def device_s(self) -> float:
         """Device-seconds per sequence: the length over the throughput of Eq. (1)."""
-        return self.kind.num_devices * self.time_s / self.batch_size
+        return self.candidate.num_devices * self.time_s / self.batch_size
 
 
 def fastest_setting(
-    length: int, kinds: Iterable[Candidate], *, max_batch_size: int | None = None, overhead_per_sequence: bool = False
+    length: int,
+    candidates: Iterable[Candidate],
+    *,
+    max_batch_size: int | None = None,
+    overhead_per_sequence: bool = False,
 ) -> BucketSetting | None:
     """Algorithm 1, corrected: the setting of the greatest throughput for sequences of ``length``, if any fits.
 
-    Times are separable, so under one kind throughput grows with b: only the most sequences that fit need trying, and
-    the kind of the best setting is then the fastest that fits its (b, p). Ties take fewer devices.
+    Times are separable, so under one candidate throughput grows with b: only the most sequences that fit need trying,
+    and the candidate of the best setting is then the fastest that fits its (b, p). Ties take fewer devices.
 
     Args:
         length: tokens of each sequence.
-        kinds: what they may run as, of one stage.
-        most: sequences there are, if that limits a micro-batch.
+        candidates: what they may run as, of one stage.
+        max_batch_size: sequences there are, if that limits a micro-batch.
         overhead_per_sequence: charge the overhead to each sequence of a micro-batch.
     """
     best: BucketSetting | None = None
-    for kind in kinds:
-        fitting = kind.max_tokens // length
+    for candidate in candidates:
+        fitting = candidate.max_tokens // length
         batch_size = fitting if max_batch_size is None else min(fitting, max(1, max_batch_size))
         if batch_size < 1:
             continue
-        overheads_s = kind.overhead_s * (batch_size if overhead_per_sequence else 1)
-        time_s = float(kind.times_s(np.array([length]))[0]) * batch_size + overheads_s
-        setting = BucketSetting(kind=kind, batch_size=batch_size, time_s=time_s)
-        if best is None or (setting.device_s, kind.num_devices) < (best.device_s, best.kind.num_devices):
+        overheads_s = candidate.overhead_s * (batch_size if overhead_per_sequence else 1)
+        time_s = float(candidate.times_s(np.array([length]))[0]) * batch_size + overheads_s
+        setting = BucketSetting(candidate=candidate, batch_size=batch_size, time_s=time_s)
+        if best is None or (setting.device_s, candidate.num_devices) < (best.device_s, best.candidate.num_devices):
             best = setting
     return best

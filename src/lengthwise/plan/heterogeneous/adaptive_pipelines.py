@@ -9,13 +9,13 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 
 MOST_COMPARED = 1 << 18
-"""Sequences on which the kinds of a family are compared; of more, some at even distances by length."""
+"""Sequences on which the candidates of a family are compared; of more, some at even distances by length."""
 
 
 class AdaptiveCandidate(Candidate):
-    """The kinds of one family as one: proposals see the fastest that holds each sequence.
+    """The candidates of one family as one: proposals see the fastest that holds each sequence.
 
-    It is a little too fast: as if a pack of short sequences held what the leanest kind holds. Plans are made with
+    It is a little too fast: as if a pack of short sequences held what the leanest candidate holds. Plans are made with
     :meth:`tile`, which is exact.
     """
 
@@ -33,28 +33,28 @@ class AdaptiveCandidate(Candidate):
     leaner: tuple[Candidate, ...]
 
     def times_s(self, lengths: np.ndarray) -> np.ndarray:
-        """Seconds per stage of each sequence under the fastest kind that holds it alone."""
+        """Seconds per stage of each sequence under the fastest candidate that holds it alone."""
         lengths = np.asarray(lengths)
         times_s = self.pivot.times_s(lengths)
         below = self.pivot.max_tokens
-        for kind in self.leaner:
+        for candidate in self.leaner:
             longer = lengths > below
             if not longer.any():
                 break
-            times_s = np.where(longer, kind.times_s(lengths) + kind.overhead_s - self.overhead_s, times_s)
-            below = kind.max_tokens
+            times_s = np.where(longer, candidate.times_s(lengths) + candidate.overhead_s - self.overhead_s, times_s)
+            below = candidate.max_tokens
         return times_s
 
     def tile(self, count: int) -> PipelineGroup:
-        """``count`` pipelines of these kinds."""
-        return PipelineGroup(kind=self.pivot, count=count, leaner=self.leaner)
+        """``count`` pipelines of these candidates."""
+        return PipelineGroup(candidate=self.pivot, count=count, leaner=self.leaner)
 
 
-def flexible_kinds(problem: PlanningProblem) -> list[AdaptiveCandidate]:
+def flexible_candidates(problem: PlanningProblem) -> list[AdaptiveCandidate]:
     """One per family of the pool; two, the fastest and the leanest, where there are several stages.
 
     Packs of one pipeline that recompute different shares of their layers have different shares of forward in their
-    time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one kind.
+    time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one.
     """
     lengths = np.concatenate(problem.samples) if problem.samples else np.array([problem.max_length])
     if len(lengths) > MOST_COMPARED:
@@ -66,28 +66,32 @@ def flexible_kinds(problem: PlanningProblem) -> list[AdaptiveCandidate]:
         if ladder[0].num_stages == 1:
             flexible.append(AdaptiveCandidate(ladder[pivot], ladder[pivot + 1 :]))
         else:
-            flexible += [AdaptiveCandidate(kind, ()) for kind in dict.fromkeys((ladder[pivot], ladder[-1]))]
+            flexible += [AdaptiveCandidate(candidate, ()) for candidate in dict.fromkeys((ladder[pivot], ladder[-1]))]
     return flexible
 
 
-def fastest_first(kinds: Sequence[Candidate]) -> list[Candidate]:
+def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Kinds each of which holds more tokens than all faster ones; the others are never of use.
 
     "Faster" must hold for every length, so that a sequence never takes less time than a shorter one.
     """
-    grid = np.unique(np.geomspace(1, max(kind.max_tokens for kind in kinds), 32).astype(np.int64))
-    alone = {kind: kind.times_s(grid) + kind.overhead_s for kind in kinds}
+    grid = np.unique(np.geomspace(1, max(candidate.max_tokens for candidate in candidates), 32).astype(np.int64))
+    alone = {candidate: candidate.times_s(grid) + candidate.overhead_s for candidate in candidates}
     ladder: list[Candidate] = []
-    for kind in sorted(kinds, key=lambda kind: -kind.max_tokens):  # a slower one with less room is of no use
-        if not ladder or ((alone[kind] <= alone[ladder[-1]]).all() and kind.max_tokens < ladder[-1].max_tokens):
-            ladder.append(kind)
-        elif kind.max_tokens == ladder[-1].max_tokens and (alone[kind] <= alone[ladder[-1]]).all():
-            ladder[-1] = kind
+    for candidate in sorted(
+        candidates, key=lambda candidate: -candidate.max_tokens
+    ):  # a slower one with less room is of no use
+        if not ladder or (
+            (alone[candidate] <= alone[ladder[-1]]).all() and candidate.max_tokens < ladder[-1].max_tokens
+        ):
+            ladder.append(candidate)
+        elif candidate.max_tokens == ladder[-1].max_tokens and (alone[candidate] <= alone[ladder[-1]]).all():
+            ladder[-1] = candidate
     return ladder[::-1]
 
 
 def _corpus_time_s(ladder: Sequence[Candidate], level: int, lengths: np.ndarray) -> float:
-    """Seconds of all sequences with ``ladder[at]`` as pivot; what it cannot hold runs as the leaner ones."""
+    """Seconds of all sequences with ``ladder[level]`` as pivot; what it cannot hold runs as the leaner ones."""
     pivot = AdaptiveCandidate(ladder[level], ladder[level + 1 :])
     packed = lengths <= pivot.pivot.max_tokens
     shares_s = pivot.overhead_s * lengths[packed].sum() / pivot.pivot.max_tokens

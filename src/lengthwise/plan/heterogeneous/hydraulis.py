@@ -7,7 +7,7 @@ Its space is degree x stages with one method (tensor with sequence parallel wher
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
-from lengthwise.plan.heterogeneous.strategy_candidates import Candidates
+from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, strategy_of
@@ -16,59 +16,65 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
     """Propose strategies for the corpus."""
-    kinds = published_space(problem)
+    candidates = published_space(problem)
     strategies = [
-        PlacedStrategy(problem, [PipelineGroup(kind=kind, count=count) for kind, count in proposal.counts])
+        PlacedStrategy(
+            problem, [PipelineGroup(candidate=candidate, count=count) for candidate, count in proposal.counts]
+        )
         for proposal in proposals(problem, published_space)
     ]
-    return HydraulisPolicy(Candidates(strategies), SearchSpaceBound(problem, kinds))
+    return HydraulisPolicy(StrategyCandidates(strategies), SearchSpaceBound(problem, candidates))
 
 
 class HydraulisPolicy:
     """The best of the candidates, by their bounds first."""
 
-    def __init__(self, candidates: Candidates, pool_bound: SearchSpaceBound) -> None:
-        self.candidates = candidates
+    def __init__(self, strategy_candidates: StrategyCandidates, pool_bound: SearchSpaceBound) -> None:
+        self.strategy_candidates = strategy_candidates
         self._pool_bound = pool_bound
 
     @property
     def name(self) -> str:
-        """The candidates."""
-        return " | ".join(strategy.name for strategy in self.candidates.strategies)
+        """Names of the candidate strategies, as tables show them."""
+        return " | ".join(strategy.name for strategy in self.strategy_candidates.strategies)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
         """The step's fastest candidate; bounded by the least bound of them all."""
-        bounds_s = self.candidates.bounds_s(priced)
+        bounds_s = self.strategy_candidates.bounds_s(priced)
         phase = self._fastest(priced, bounds_s)
         own_update_s = priced.problem.cost.update_s(strategy_of(phase))
         return DraftPlan(phases=(phase,), lower_bound_s=min(bounds_s) - own_update_s)
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
         """The step's fastest candidate."""
-        return (self._fastest(priced, self.candidates.bounds_s(priced)),)
+        return (self._fastest(priced, self.strategy_candidates.bounds_s(priced)),)
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """The bound of all candidates' kinds."""
+        """The bound of all candidates' candidates."""
         return self._pool_bound.of(priced.lengths)
 
     def bound_s(self, priced: PricedBatch) -> float:
         """The least bound of all candidates."""
-        bounds_s = self.candidates.bounds_s(priced)
-        return min(bound_s - strategy.update_s for bound_s, strategy in zip(bounds_s, self.candidates.strategies))
+        bounds_s = self.strategy_candidates.bounds_s(priced)
+        return min(
+            bound_s - strategy.update_s for bound_s, strategy in zip(bounds_s, self.strategy_candidates.strategies)
+        )
 
     def _fastest(self, priced: PricedBatch, bounds_s: list[float]) -> Phase:
-        phase, _ = self.candidates.best(priced, bounds_s)
+        phase, _ = self.strategy_candidates.best(priced, bounds_s)
         assert phase is not None, "an unlimited search finds a plan"
         return phase
 
 
 def published_space(problem: PlanningProblem) -> list[Candidate]:
     """Kinds of the published space."""
-    methods = {kind.scheme.methods[0] for kind in problem.kinds if len(set(kind.scheme.methods)) == 1}
+    methods = {
+        candidate.scheme.methods[0] for candidate in problem.candidates if len(set(candidate.scheme.methods)) == 1
+    }
     method = Method.MEGATRON_TS if Method.MEGATRON_TS in methods else max(methods - {Method.DENSE}, default=None)
-    space = [kind for kind in problem.kinds if set(kind.scheme.methods) <= {Method.DENSE, method}]
-    for recomputed in sorted({kind.scheme.num_recomputed for kind in space}):
-        kinds = [kind for kind in space if kind.scheme.num_recomputed == recomputed]
-        if max(kind.max_tokens for kind in kinds) >= problem.max_length:
-            return kinds
+    space = [candidate for candidate in problem.candidates if set(candidate.scheme.methods) <= {Method.DENSE, method}]
+    for recomputed in sorted({candidate.scheme.num_recomputed for candidate in space}):
+        candidates = [candidate for candidate in space if candidate.scheme.num_recomputed == recomputed]
+        if max(candidate.max_tokens for candidate in candidates) >= problem.max_length:
+            return candidates
     return space

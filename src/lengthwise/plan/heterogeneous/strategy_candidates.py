@@ -12,7 +12,7 @@ CLEARLY = 1.03
 """Plans end at most about this factor above their bound."""
 
 
-class Candidates:
+class StrategyCandidates:
     """Strategies one of which a step uses. Seconds are of whole steps, their update included."""
 
     def __init__(self, strategies: Sequence[PlacedStrategy]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
-from lengthwise.plan.heterogeneous.strategy_candidates import Candidates
+from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, time_s
 from lengthwise.plan.space.problem import PricedBatch
@@ -29,7 +29,7 @@ class _Split:
 class SplitSearch:
     """Finds two-phase plans that beat what is there."""
 
-    def __init__(self, fronts: Sequence[PlacedStrategy], rest: Candidates, bound: SearchSpaceBound) -> None:
+    def __init__(self, fronts: Sequence[PlacedStrategy], rest: StrategyCandidates, bound: SearchSpaceBound) -> None:
         self.fronts, self.rest, self.bound = tuple(fronts), rest, bound
 
     def best(self, priced: PricedBatch, limit_s: float) -> tuple[DraftPlan | None, float]:
@@ -77,7 +77,7 @@ def _renumber(phase: Phase, positions: np.ndarray) -> Phase:
     """Packs in positions of the whole batch."""
     return tuple(
         PipelineDraft(
-            kind=lane.kind,
+            candidate=lane.candidate,
             ranks=lane.ranks,
             packs=tuple(tuple(positions[list(pack)].tolist()) for pack in lane.packs),
             runs=lane.runs,

@@ -21,17 +21,17 @@ SLACK = 1e-9
 class PipelineGroup:
     """Equal pipelines of a strategy."""
 
-    kind: Candidate
+    candidate: Candidate
     """How packs run."""
     count: int
     leaner: tuple[Candidate, ...] = ()
-    """Kinds of the same family for sequences too long for ``kind``, which then have a pack of their own: each holds
-    more tokens than the one before, in more time."""
+    """Candidates of the same family for sequences too long for ``candidate``, which then have a pack of their own: each
+    holds more tokens than the one before, in more time."""
 
     @cached_property
     def limits(self) -> np.ndarray:
-        """Most tokens of each kind, ``kind`` first."""
-        return np.array([kind.max_tokens for kind in (self.kind, *self.leaner)])
+        """Most tokens of each candidate, ``candidate`` first."""
+        return np.array([candidate.max_tokens for candidate in (self.candidate, *self.leaner)])
 
     @property
     def max_length(self) -> int:
@@ -41,30 +41,32 @@ class PipelineGroup:
     def times_s(self, priced: PricedBatch) -> np.ndarray:
         """[num_sequences] seconds per stage of each sequence, inf where it does not fit."""
         lengths = priced.lengths
-        times_s = priced.times_s(self.kind)
+        times_s = priced.times_s(self.candidate)
         if lengths.max() <= self.limits[0]:
             return times_s
         times_s = times_s.copy()
         needed = np.searchsorted(self.limits, lengths)
-        for number, kind in enumerate(self.leaner, start=1):
+        for number, candidate in enumerate(self.leaner, start=1):
             mine = needed == number
             if mine.any():
-                times_s[mine] = priced.times_s(kind)[mine] + priced.overhead_s(kind) - priced.overhead_s(self.kind)
+                times_s[mine] = (
+                    priced.times_s(candidate)[mine] + priced.overhead_s(candidate) - priced.overhead_s(self.candidate)
+                )
         times_s[lengths > self.limits[-1]] = np.inf
         return times_s
 
     def run_of(self, num_tokens: int) -> Candidate:
-        """The kind that a pack of ``num_tokens`` runs as."""
-        return (self.kind, *self.leaner)[int(np.searchsorted(self.limits, num_tokens))]
+        """The candidate that a pack of ``num_tokens`` runs as."""
+        return (self.candidate, *self.leaner)[int(np.searchsorted(self.limits, num_tokens))]
 
     def machines(self, problem: PlanningProblem) -> Machines:
         """What the scheduler knows of these pipelines."""
         return Machines(
             count=self.count,
-            stages=self.kind.num_stages,
-            setup=0.0 if problem.overhead_per_sequence else self.kind.overhead_s,
-            capacity=self.kind.max_tokens,
-            min_fill=self.kind.cost.util_tokens(self.kind.scheme),
+            stages=self.candidate.num_stages,
+            setup=0.0 if problem.overhead_per_sequence else self.candidate.overhead_s,
+            capacity=self.candidate.max_tokens,
+            min_fill=self.candidate.cost.util_tokens(self.candidate.scheme),
             takes_larger=bool(self.leaner),
         )
 
@@ -77,23 +79,23 @@ class PlacedStrategy:
         self.tiles = tuple(tiles)
         self.max_length = max(tile.max_length for tile in tiles)
         self._machines = [tile.machines(problem) for tile in tiles]
-        counts = [(tile.kind, tile.count) for tile in tiles]
+        counts = [(tile.candidate, tile.count) for tile in tiles]
         ranks: dict[Candidate, list[tuple[int, ...]]] = {}
-        for kind, pipeline_ranks in place(counts, problem.num_devices, problem.devices_per_node):
-            ranks.setdefault(kind, []).append(pipeline_ranks)
-        self._ranks = [ranks[tile.kind].pop(0) for tile in tiles for _ in range(tile.count)]
+        for candidate, pipeline_ranks in place(counts, problem.num_devices, problem.devices_per_node):
+            ranks.setdefault(candidate, []).append(pipeline_ranks)
+        self._ranks = [ranks[tile.candidate].pop(0) for tile in tiles for _ in range(tile.count)]
         self._tile_of = [tile for tile in tiles for _ in range(tile.count)]
 
     @cached_property
     def update_s(self) -> float:
         """Seconds of a step outside its micro-batches."""
-        schemes = tuple(tile.kind.scheme for tile in self._tile_of)
+        schemes = tuple(tile.candidate.scheme for tile in self._tile_of)
         return self.problem.cost.update_s(Strategy(schemes=schemes, ranks=tuple(self._ranks)))
 
     @property
     def name(self) -> str:
         """Counts and schemes, as tables show them."""
-        return " + ".join(f"{tile.count} x {tile.kind.scheme.name}" for tile in self.tiles)
+        return " + ".join(f"{tile.count} x {tile.candidate.scheme.name}" for tile in self.tiles)
 
     @property
     def num_pipelines(self) -> int:
@@ -102,8 +104,8 @@ class PlacedStrategy:
 
     def alone_s(self, priced: PricedBatch, positions: np.ndarray) -> np.ndarray:
         """Seconds of each of some sequences alone on its best pipeline."""
-        stages = np.array([[tile.kind.num_stages] for tile in self.tiles])
-        overheads_s = np.array([[priced.overhead_s(tile.kind)] for tile in self.tiles])
+        stages = np.array([[tile.candidate.num_stages] for tile in self.tiles])
+        overheads_s = np.array([[priced.overhead_s(tile.candidate)] for tile in self.tiles])
         return ((self._work(priced)[:, positions] + overheads_s) * stages).min(axis=0)
 
     def floor_s(self, priced: PricedBatch) -> float:
@@ -115,7 +117,7 @@ class PlacedStrategy:
         if priced.lengths.max() > self.max_length:
             return np.inf
         work_s = self._work(priced)
-        devices = np.array([[tile.kind.num_devices] for tile in self.tiles])
+        devices = np.array([[tile.candidate.num_devices] for tile in self.tiles])
         even_s = float((devices * work_s).min(axis=0).sum()) / self.problem.num_devices
         return max(even_s, float(self.alone_s(priced, np.arange(len(priced.lengths))).max())) * (1 - SLACK)
 
@@ -152,8 +154,8 @@ class PlacedStrategy:
         if tile.leaner and packs:
             lengths = priced.batch.lengths
             runs = tuple(tile.run_of(sum(lengths[i] for i in pack)) for pack in packs)
-            runs = () if all(run is tile.kind for run in runs) else runs
-        return PipelineDraft(kind=tile.kind, ranks=ranks, packs=packs, runs=runs)
+            runs = () if all(run is tile.candidate for run in runs) else runs
+        return PipelineDraft(candidate=tile.candidate, ranks=ranks, packs=packs, runs=runs)
 
     def _work(self, priced: PricedBatch) -> np.ndarray:
         return np.stack([tile.times_s(priced) for tile in self.tiles])

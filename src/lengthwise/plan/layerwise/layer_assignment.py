@@ -100,7 +100,7 @@ def _neighbours(times: np.ndarray, sizes: np.ndarray, mean_bytes: float) -> tupl
 
 
 def _combinations(reduced: np.ndarray, gap: float, max_layers: int) -> np.ndarray:
-    """[combinations, options] layers of each option, ``most`` in all, whose reduced costs stay within the gap."""
+    """[combinations, options] layers of each option, ``max_layers`` in all, whose reduced costs stay within the gap."""
     gap = max(gap, 0.0) * (1 + ROUNDING) + ROUNDING * float(reduced.max(initial=0.0))
     combinations, spent = np.zeros((1, 0), dtype=np.int64), np.zeros(1)
     for cost in reduced.tolist():
@@ -115,27 +115,31 @@ def _combinations(reduced: np.ndarray, gap: float, max_layers: int) -> np.ndarra
     return combinations
 
 
-def options_of(kinds: Sequence[Candidate]) -> tuple[Candidate, ...]:
+def options_of(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Kinds of one family and stage that run all layers alike: one per method, and one more that recomputes them all.
 
     In the order in which they follow one another along the layers: methods together, so that they change least often.
     """
     order = {method: place for place, method in enumerate(Method)}
     uniform = [
-        kind
-        for kind in kinds
-        if len(set(kind.scheme.methods)) == 1 and len(set(kind.scheme.recompute)) == 1 and kind.num_stages == 1
+        candidate
+        for candidate in candidates
+        if len(set(candidate.scheme.methods)) == 1
+        and len(set(candidate.scheme.recompute)) == 1
+        and candidate.num_stages == 1
     ]
-    return tuple(sorted(uniform, key=lambda kind: (order[kind.scheme.methods[0]], kind.scheme.recompute[0])))
+    return tuple(
+        sorted(uniform, key=lambda candidate: (order[candidate.scheme.methods[0]], candidate.scheme.recompute[0]))
+    )
 
 
 class LayerAssigner:
     """Finds mixes of the options of one family."""
 
-    def __init__(self, kinds: Sequence[Candidate]) -> None:
-        """For the options among ``kinds``, all of one family, of one stage."""
-        self.options = options_of(kinds)
-        assert len({kind.family for kind in self.options}) == 1, "options of one family can be mixed"
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        """For the options among ``candidates``, all of one family, of one stage."""
+        self.options = options_of(candidates)
+        assert len({candidate.family for candidate in self.options}) == 1, "options of one family can be mixed"
         places = range(len(self.options))
         self._counts = {
             option: tuple(self.num_layers * (place == other) for other in places)
@@ -151,7 +155,7 @@ class LayerAssigner:
     @cached_property
     def _budget_bytes(self) -> float:
         """What the cost model lets a device hold, as far as options without a limit of the user's show it."""
-        return max(self._bytes(kind, self._holds(kind)) for kind in self.options)
+        return max(self._bytes(candidate, self._holds(candidate)) for candidate in self.options)
 
     def assign(self, num_tokens: int, lengths: Sequence[int] | None = None) -> Candidate:
         """The fastest mix that holds a pack: of sequences of ``lengths``, or of one of ``num_tokens``.
@@ -159,14 +163,14 @@ class LayerAssigner:
         Raises:
             InfeasibleError: not even the leanest option holds it.
         """
-        leanest = max(self.options, key=lambda kind: kind.max_tokens)
+        leanest = max(self.options, key=lambda candidate: candidate.max_tokens)
         if num_tokens > leanest.max_tokens:
             raise InfeasibleError(
                 f"a pack of {num_tokens:,} tokens fits under no mix of methods; the leanest, {leanest.scheme.name}, "
                 f"holds {leanest.max_tokens:,}. Raise plan.max_degree or set data.max_length."
             )
         pack_lengths = np.array([num_tokens] if lengths is None else lengths)
-        times_s = np.array([self._time_s(kind, pack_lengths) / self.num_layers for kind in self.options])
+        times_s = np.array([self._time_s(candidate, pack_lengths) / self.num_layers for candidate in self.options])
         layer_bytes, fixed_bytes = self._parts(num_tokens)
         best_mix, budget_bytes = leanest, self._budget_bytes
         for _ in range(TIGHTENINGS):
@@ -187,7 +191,7 @@ class LayerAssigner:
         The second is the model state and what the largest layer works in. They are told apart by exchanging all layers
         but one of an option with one of the first option's, which leaves the second as it is.
         """
-        peaks = np.array([self._bytes(kind, num_tokens) for kind in self.options])
+        peaks = np.array([self._bytes(candidate, num_tokens) for candidate in self.options])
         if self.num_layers < 3:
             return peaks / self.num_layers, np.zeros(len(peaks))
         layer_bytes = np.zeros(len(peaks))
@@ -230,10 +234,12 @@ class LayerAssigner:
                 degree=first.scheme.degree,
                 stage_layers=first.scheme.stage_layers,
                 methods=tuple(
-                    kind.scheme.methods[0] for kind, count in zip(self.options, counts) for _ in range(count)
+                    candidate.scheme.methods[0] for candidate, count in zip(self.options, counts) for _ in range(count)
                 ),
                 recompute=tuple(
-                    kind.scheme.recompute[0] for kind, count in zip(self.options, counts) for _ in range(count)
+                    candidate.scheme.recompute[0]
+                    for candidate, count in zip(self.options, counts)
+                    for _ in range(count)
                 ),
                 weights=first.scheme.weights,
             )
@@ -257,9 +263,9 @@ class LayerAssigner:
         steps = int(np.ceil(np.log(high / low) / np.log(RUNG_RATIO)))
         rungs = np.unique(np.geomspace(low, high, steps + 1).astype(np.int64)).tolist()
         mixes = dict.fromkeys(self.assign(rung) for rung in rungs if rung <= high)
-        return tuple(kind for kind in mixes if kind not in self.options)
+        return tuple(candidate for candidate in mixes if candidate not in self.options)
 
-    def _improve(self, kind: Candidate, num_tokens: int, lengths: np.ndarray) -> Candidate:
+    def _improve(self, candidate: Candidate, num_tokens: int, lengths: np.ndarray) -> Candidate:
         """Move single layers to faster options, the largest gain first, while the pack fits and takes less time.
 
         Only where a layer's bytes, beyond those of the mix so far, leave it within what a device holds.
@@ -273,46 +279,49 @@ class LayerAssigner:
         )
         moved = True
         while moved:
-            moved, counts = False, self._counts[kind]
-            now_s, room = self._time_s(kind, lengths), self._budget_bytes - self._bytes(kind, num_tokens)
+            moved, counts = False, self._counts[candidate]
+            now_s, room = self._time_s(candidate, lengths), self._budget_bytes - self._bytes(candidate, num_tokens)
             for _, old, new in faster:
                 if not counts[old] or (alone_bytes[new] - alone_bytes[old]) / self.num_layers > room:
                     continue
                 mix = self.mix([count + (place == new) - (place == old) for place, count in enumerate(counts)])
                 if self._fits(mix, num_tokens) and self._time_s(mix, lengths) < now_s:
-                    kind, moved = mix, True
+                    candidate, moved = mix, True
                     break
-        return kind
+        return candidate
 
-    def _time_s(self, kind: Candidate, lengths: np.ndarray) -> float:
-        return float(kind.times_s(lengths).sum()) + kind.overhead_s
+    def _time_s(self, candidate: Candidate, lengths: np.ndarray) -> float:
+        return float(candidate.times_s(lengths).sum()) + candidate.overhead_s
 
-    def _fits(self, kind: Candidate, num_tokens: int) -> bool:
+    def _fits(self, candidate: Candidate, num_tokens: int) -> bool:
         # Bytes are cheaper to ask for than the most tokens, which decide.
-        return self._bytes(kind, num_tokens) <= self._budget_bytes * (1 + ROUNDING) and kind.max_tokens >= num_tokens
+        return (
+            self._bytes(candidate, num_tokens) <= self._budget_bytes * (1 + ROUNDING)
+            and candidate.max_tokens >= num_tokens
+        )
 
-    def _bytes(self, kind: Candidate, num_tokens: int) -> float:
-        return float(kind.peak_bytes(np.array(num_tokens)))
+    def _bytes(self, candidate: Candidate, num_tokens: int) -> float:
+        return float(candidate.peak_bytes(np.array(num_tokens)))
 
-    def _holds(self, kind: Candidate) -> int:
-        return kind.cost.max_tokens(kind.scheme, num_devices=kind.num_cluster_devices)
+    def _holds(self, candidate: Candidate) -> int:
+        return candidate.cost.max_tokens(candidate.scheme, num_devices=candidate.num_cluster_devices)
 
 
-def mixed_kinds(problem: PlanningProblem) -> tuple[Candidate, ...]:
+def mixed_candidates(problem: PlanningProblem) -> tuple[Candidate, ...]:
     """The mixes that :class:`LayerAssigner` makes of every family of one stage, without those that the pool has.
 
-    A pool with these added is closed: policies choose among finitely many kinds, and bounds hold for all of them.
+    A pool with these added is closed: policies choose among finitely many candidates, and bounds hold for all of them.
     """
-    present = {_contents(kind) for kind in problem.kinds}
+    present = {_contents(candidate) for candidate in problem.candidates}
     mixed: list[Candidate] = []
-    for kinds in problem.families.values():
-        if len(options_of(kinds)) > 1:
-            mixed += [mix for mix in LayerAssigner(kinds).mixes() if _contents(mix) not in present]
+    for candidates in problem.families.values():
+        if len(options_of(candidates)) > 1:
+            mixed += [mix for mix in LayerAssigner(candidates).mixes() if _contents(mix) not in present]
     return tuple(mixed)
 
 
-def _contents(kind: Candidate) -> tuple[Family, frozenset[tuple[tuple[Method, bool], int]]]:
-    return kind.family, frozenset(Counter(zip(kind.scheme.methods, kind.scheme.recompute)).items())
+def _contents(candidate: Candidate) -> tuple[Family, frozenset[tuple[tuple[Method, bool], int]]]:
+    return candidate.family, frozenset(Counter(zip(candidate.scheme.methods, candidate.scheme.recompute)).items())
 
 
 def smooth(times_s: np.ndarray, *, ratio: float = SMOOTHING) -> list[int]:

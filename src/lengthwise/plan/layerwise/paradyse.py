@@ -34,24 +34,26 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
     Raises:
         InfeasibleError: no degree that tiles the cluster holds the longest sequence in one stage.
     """
-    for kinds in _groups(problem):
-        ladder = RecomputeLadder([*kinds, *(LayerAssigner(kinds).mixes() if len(options_of(kinds)) > 1 else ())])
+    for candidates in _groups(problem):
+        ladder = RecomputeLadder(
+            [*candidates, *(LayerAssigner(candidates).mixes() if len(options_of(candidates)) > 1 else ())]
+        )
         if ladder.max_tokens >= problem.max_length:
             return ParaDysePolicy(problem, ladder)
-    single = [kind for kind in problem.kinds if kind.num_stages == 1]
+    single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
     raise InfeasibleError(
         f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
         f"in {bytes_in_words(problem.memory_bytes)}; the pool reaches "
-        f"{max((kind.max_tokens for kind in single), default=0):,} tokens at degrees "
-        f"{sorted({kind.scheme.degree for kind in single})}. Allow recompute or more degrees, or lower data.max_length."
+        f"{max((candidate.max_tokens for candidate in single), default=0):,} tokens at degrees "
+        f"{sorted({c.scheme.degree for c in single})}. Allow recompute or more degrees, or lower data.max_length."
     )
 
 
 def _groups(problem: PlanningProblem) -> list[Sequence[Candidate]]:
     """Families that tile the cluster, in the order of preference: sharded weights come first at each degree."""
     candidates_of = {
-        (family[0], family[2]): kinds
-        for family, kinds in problem.families.items()
+        (family[0], family[2]): candidates
+        for family, candidates in problem.families.items()
         if len(family[1]) == 1 and problem.num_devices % family[0] == 0
     }
     degrees = sorted({degree for degree, _ in candidates_of})
@@ -67,30 +69,32 @@ def _groups(problem: PlanningProblem) -> list[Sequence[Candidate]]:
 
 @dataclass(frozen=True, eq=False)
 class ParaDysePolicy:
-    """The policy with its group of devices."""
+    """ParaDySe planning on copies of one group of devices."""
 
     problem: PlanningProblem
     ladder: RecomputeLadder
-    """The kinds a pack may run as, mixes of methods among them."""
+    """The candidates a pack may run as, mixes of methods among them."""
 
     @property
     def num_copies(self) -> int:
         """Groups side by side."""
-        return self.problem.num_devices // self.ladder.kinds[0].num_devices
+        return self.problem.num_devices // self.ladder.candidates[0].num_devices
 
     @property
     def name(self) -> str:
         """Copies, degree and methods, as tables show them."""
-        methods = "+".join(dict.fromkeys(method for kind in self.ladder.kinds for method in kind.scheme.methods))
-        return f"{self.num_copies} x <{self.ladder.kinds[0].scheme.degree},1> {methods} by layer"
+        methods = "+".join(
+            dict.fromkeys(method for candidate in self.ladder.candidates for method in candidate.scheme.methods)
+        )
+        return f"{self.num_copies} x <{self.ladder.candidates[0].scheme.degree},1> {methods} by layer"
 
     @cached_property
     def bound(self) -> SearchSpaceBound:
-        """Of all plans of the kinds a pack may run as."""
-        return SearchSpaceBound(self.problem, self.ladder.kinds)
+        """The lower bound of all plans of the candidates a pack may run as."""
+        return SearchSpaceBound(self.problem, self.ladder.candidates)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's arrangement, bounded for all plans of the kinds the policy may use."""
+        """The step's arrangement, bounded for all plans of the candidates the policy may use."""
         return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
 
     def floor_s(self, priced: PricedBatch) -> float:
@@ -119,16 +123,16 @@ class ParaDysePolicy:
     @cached_property
     def _ranks(self) -> list[tuple[int, ...]]:
         placed = place(
-            [(self.ladder.kinds[0], self.num_copies)], self.problem.num_devices, self.problem.devices_per_node
+            [(self.ladder.candidates[0], self.num_copies)], self.problem.num_devices, self.problem.devices_per_node
         )
         return [ranks for _, ranks in placed]
 
     def _packs(self, priced: PricedBatch) -> list[tuple[tuple[int, ...], ...]]:
-        """The packs of each copy, as if all ran as the kind of the greatest throughput; what exceeds it is alone."""
+        """Pack each copy's sequences for the candidate of highest throughput; a sequence that exceeds it is alone."""
         order = np.argsort(-priced.lengths, kind="stable")
         lengths = priced.lengths[order]
         level = self._pivot(priced)
-        pivot, capacity = self.ladder.kinds[level], min(int(self.ladder.limits[level]), self.problem.max_length)
+        pivot, capacity = self.ladder.candidates[level], min(int(self.ladder.limits[level]), self.problem.max_length)
         work_s = priced.times_s(pivot)[order].copy()
         alone = np.flatnonzero(lengths > capacity)
         if len(alone):
@@ -144,34 +148,34 @@ class ParaDysePolicy:
         return [tuple(tuple(order[list(pack)].tolist()) for pack in packs) for packs in assignment.batches]
 
     def _pivot(self, priced: PricedBatch) -> int:
-        """The kind under which the batch would take least time, what it does not hold left to leaner kinds."""
+        """The index of the candidate that would run the batch fastest, with leaner ones for what it does not hold."""
         tokens = int(priced.lengths.sum())
         estimates_s = []
-        for level, kind in enumerate(self.ladder.kinds):
-            times_s, fits = priced.times_s(kind), priced.lengths <= self.ladder.limits[level]
+        for level, candidate in enumerate(self.ladder.candidates):
+            times_s, fits = priced.times_s(candidate), priced.lengths <= self.ladder.limits[level]
             capacity = min(int(self.ladder.limits[level]), self.problem.max_length)
-            estimate_s = float(times_s.sum()) + priced.overhead_s(kind) * max(1.0, tokens / capacity)
+            estimate_s = float(times_s.sum()) + priced.overhead_s(candidate) * max(1.0, tokens / capacity)
             estimates_s.append(estimate_s if fits.any() else np.inf)
         return int(np.argmin(estimates_s))
 
     def _lane(self, priced: PricedBatch, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...]) -> PipelineDraft:
-        leanest = self.ladder.kinds[0]
+        leanest = self.ladder.candidates[0]
         if not packs:
-            return PipelineDraft(kind=leanest, ranks=ranks)
+            return PipelineDraft(candidate=leanest, ranks=ranks)
         starts = np.cumsum([0, *map(len, packs)])[:-1]
         flat = np.concatenate(packs)
         tokens = np.add.reduceat(priced.lengths[flat], starts)
         times_s = np.stack(
             [
-                np.add.reduceat(priced.times_s(kind)[flat], starts) + priced.overhead_s(kind)
-                for kind in self.ladder.kinds
+                np.add.reduceat(priced.times_s(candidate)[flat], starts) + priced.overhead_s(candidate)
+                for candidate in self.ladder.candidates
             ]
         )
         times_s[tokens > self.ladder.limits[:, None]] = np.inf
         order = np.argsort(-times_s.min(axis=0), kind="stable")  # packs are issued by decreasing time
-        runs = tuple(self.ladder.kinds[level] for level in smooth(times_s[:, order]))
+        runs = tuple(self.ladder.candidates[level] for level in smooth(times_s[:, order]))
         return PipelineDraft(
-            kind=leanest,
+            candidate=leanest,
             ranks=ranks,
             packs=tuple(packs[pack] for pack in order.tolist()),
             runs=() if all(run is leanest for run in runs) else runs,

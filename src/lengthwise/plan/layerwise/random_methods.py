@@ -1,4 +1,4 @@
-"""What is usually chosen for speed drawn at random instead: shows that switching changes nothing but time.
+"""Plans with random methods, degrees and stages, to show that switching changes nothing but time.
 
 A method for every layer of every micro-batch, and, where that is left open, degree and stages for every step.
 """
@@ -34,7 +34,7 @@ class RandomMethods:
             InfeasibleError: as the planner, or a micro-batch does not fit under the methods drawn for it.
         """
         plan = self.planner(batch)
-        if self.planner.problem.kinds[0].scheme.degree == 1:
+        if self.planner.problem.candidates[0].scheme.degree == 1:
             return plan  # nobody shares a layer
         drawn = random.Random(f"{self.seed}/{batch.step}")
         pipelines = tuple(
@@ -52,7 +52,7 @@ class RandomMethods:
     @cached_property
     def _mixes(self) -> list[tuple[Method, ...]]:
         """What layers may run, as far as costs know."""
-        scheme, cost = self.planner.problem.kinds[0].scheme, self.planner.problem.cost
+        scheme, cost = self.planner.problem.candidates[0].scheme, self.planner.problem.cost
         able = []
         for method, weights in WEIGHTS_OF.items():
             if weights is scheme.weights:
@@ -101,9 +101,9 @@ def random_strategies(planner: Planner, *, seed: int) -> RandomStrategies:
     """Every degree and number of stages of the planner's pool whose pipelines tile the cluster, as one drawn a step."""
     problem = planner.problem
     members = [
-        RandomMethods(planner=replace(planner, problem=replace(problem, kinds=kinds, prepared={})), seed=seed)
-        for kinds in problem.families.values()
-        if problem.num_devices % kinds[0].num_devices == 0 and kinds[0].max_tokens >= problem.max_length
+        RandomMethods(planner=replace(planner, problem=replace(problem, candidates=candidates, prepared={})), seed=seed)
+        for candidates in problem.families.values()
+        if problem.num_devices % candidates[0].num_devices == 0 and candidates[0].max_tokens >= problem.max_length
     ]
     if not members:
         raise InfeasibleError(

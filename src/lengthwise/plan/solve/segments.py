@@ -11,13 +11,13 @@ def best_segmentations(
 ) -> list[tuple[float, tuple[Segment, ...]]]:
     """For each number of segments and each kind of the last one, the cheapest way to cut the line; cheapest first.
 
-    K kinds, P points; the line runs from point 0 to point P - 1. O(most K^2 P^2).
+    K kinds, P points; the line runs from point 0 to point P - 1. O(max_segments K^2 P^2).
 
     Args:
         cost: [K, P, P] of a segment from point i to point j > i; inf where it is not allowed.
         change: [K, K] from the kind of a segment to that of the next; inf where they may not be neighbours.
         weight: [P, P] by which ``change`` is multiplied before a segment from i to j.
-        most: segments at most.
+        max_segments: segments at most.
     """
     num_kinds, num_points, _ = cost.shape
     before = np.full((num_kinds, num_points), np.inf)

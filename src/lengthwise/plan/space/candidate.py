@@ -1,4 +1,4 @@
-"""A scheme with its costs, as planners see it, and the kinds of one cluster that planners choose among."""
+"""A scheme with its costs, as planners see it, and the candidates of one cluster that planners choose among."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Family = tuple[int, tuple[int, ...], WeightPlacement]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """One scheme on one cluster. Compared by identity: a pool holds each scheme once."""
+    """A parallel configuration with its costs. Compared by identity: a search space holds each scheme once."""
 
     scheme: PipelineConfig
     cost: CostModel
@@ -34,12 +34,12 @@ class Candidate:
 
     @cached_property
     def num_stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return self.scheme.num_stages
 
     @cached_property
     def family(self) -> Family:
-        """What this scheme shares with those that can stand in for it."""
+        """Degree, layers per stage and weight placement, shared by candidates that can stand in for one another."""
         return self.scheme.degree, self.scheme.stage_layers, self.scheme.weights
 
     @cached_property
@@ -68,21 +68,21 @@ class Candidate:
         return self.cost.peak_bytes(num_tokens, self.scheme, num_devices=self.num_cluster_devices)
 
 
-def make_kinds(
+def make_candidates(
     schemes: Iterable[PipelineConfig], cost: CostModel, *, num_devices: int, token_limit: int | None = None
 ) -> tuple[Candidate, ...]:
-    """Those schemes that ``cost`` knows, that ``num_devices`` can hold and that fit at least one token."""
-    kinds = []
+    """Candidates for the schemes that ``cost`` knows, ``num_devices`` can hold and that fit at least one token."""
+    candidates = []
     for scheme in schemes:
         if scheme.num_devices > num_devices:
             continue
-        kind = Candidate(scheme=scheme, cost=cost, num_cluster_devices=num_devices, token_limit=token_limit)
+        candidate = Candidate(scheme=scheme, cost=cost, num_cluster_devices=num_devices, token_limit=token_limit)
         try:
-            if kind.max_tokens >= 1:
-                kinds.append(kind)
+            if candidate.max_tokens >= 1:
+                candidates.append(candidate)
         except InputError:
             continue  # no costs for it: a profile knows what was profiled
-    return tuple(kinds)
+    return tuple(candidates)
 
 
 def schemes_of(

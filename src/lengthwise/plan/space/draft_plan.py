@@ -1,4 +1,4 @@
-"""What policies answer: who computes which sequences of a batch, in positions of the batch; priced and made a plan."""
+"""Draft plans: which pipelines compute which sequences, as positions in the batch; priced, then made a step plan."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 class PipelineDraft:
     """One pipeline and the packs it computes."""
 
-    kind: Candidate
+    candidate: Candidate
     ranks: tuple[int, ...]
     packs: tuple[tuple[int, ...], ...] = ()
     """Positions in the batch of each pack's sequences."""
     runs: tuple[Candidate, ...] = ()
-    """The kind each pack runs as, of the lane's family; empty: all as ``kind``."""
+    """The candidate each pack runs as, of the lane's family; empty: all as ``candidate``."""
     padded_to: tuple[int, ...] = ()
     """Tokens that each pack's sequences are padded to; empty: none is."""
     rows: int = 0
@@ -54,23 +54,25 @@ def pack_times_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
 
 def _times_without_filler_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
     if lane.padded_to:
-        each_s = lane.kind.times_s(np.array(lane.padded_to)).tolist()
-        overhead_s, per_sequence = lane.kind.overhead_s, priced.problem.overhead_per_sequence
+        each_s = lane.candidate.times_s(np.array(lane.padded_to)).tolist()
+        overhead_s, per_sequence = lane.candidate.overhead_s, priced.problem.overhead_per_sequence
         counts = [max(lane.rows, len(pack)) for pack in lane.packs]
         return [time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)]
-    runs = lane.runs or (lane.kind,) * len(lane.packs)
+    runs = lane.runs or (lane.candidate,) * len(lane.packs)
     sums_s = np.zeros(len(runs))
-    for kind in dict.fromkeys(runs):
-        mine = [number for number, run in enumerate(runs) if run is kind]
+    for candidate in dict.fromkeys(runs):
+        mine = [number for number, run in enumerate(runs) if run is candidate]
         packs = [lane.packs[number] for number in mine]
         starts = [0, *accumulate(map(len, packs))][:-1]
-        sums_s[mine] = np.add.reduceat(priced.times_s(kind)[list(chain(*packs))], starts) + priced.overhead_s(kind)
+        sums_s[mine] = np.add.reduceat(priced.times_s(candidate)[list(chain(*packs))], starts) + priced.overhead_s(
+            candidate
+        )
     times_s: list[float] = sums_s.tolist()
     return times_s
 
 
 def _laid_out(priced: PricedBatch, lane: PipelineDraft) -> Iterator[tuple[int, int]]:
-    """Of each pack: its tokens, padding of sequences included, and those of its longest sequence."""
+    """Tokens of each pack, padding of sequences included, and tokens of its longest sequence."""
     for number, pack in enumerate(lane.packs):
         if lane.padded_to:
             yield lane.padded_to[number] * max(lane.rows, len(pack)), lane.padded_to[number]
@@ -92,12 +94,12 @@ def _filler_times_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
     """Seconds per stage that filling up adds to each pack of the lane."""
     longest = np.array([longest for _, longest in _laid_out(priced, lane)], dtype=np.int64)
     wholes, rests = np.divmod(np.array(fillers(priced, lane), dtype=np.int64), longest)
-    runs = lane.runs or (lane.kind,) * len(lane.packs)
+    runs = lane.runs or (lane.candidate,) * len(lane.packs)
     added_s = np.zeros(len(lane.packs))
-    for kind in dict.fromkeys(runs):
-        mine = np.array([run is kind for run in runs])
-        rests_s = np.where(rests[mine] > 0, kind.times_s(np.maximum(rests[mine], 1)), 0.0)
-        added_s[mine] = wholes[mine] * kind.times_s(longest[mine]) + rests_s
+    for candidate in dict.fromkeys(runs):
+        mine = np.array([run is candidate for run in runs])
+        rests_s = np.where(rests[mine] > 0, candidate.times_s(np.maximum(rests[mine], 1)), 0.0)
+        added_s[mine] = wholes[mine] * candidate.times_s(longest[mine]) + rests_s
     each_s: list[float] = added_s.tolist()
     return each_s
 
@@ -118,7 +120,7 @@ def step_times_s(priced: PricedBatch, arrangement: DraftPlan) -> tuple[float, fl
 
 
 def _times_s(priced: PricedBatch, arrangement: DraftPlan) -> list[list[list[float]]]:
-    """Of each phase, each lane, each pack."""
+    """Seconds of each phase, each pipeline, each pack."""
     return [[pack_times_s(priced, lane) for lane in phase] for phase in arrangement.phases]
 
 
@@ -126,7 +128,10 @@ def _step_times_s(
     problem: PlanningProblem, arrangement: DraftPlan, times_s: list[list[list[float]]]
 ) -> tuple[float, float, float]:
     phases_s = sum(
-        max(pipeline_time_s(packs_s, lane.kind.num_stages, problem.objective) for lane, packs_s in zip(phase, lanes_s))
+        max(
+            pipeline_time_s(packs_s, lane.candidate.num_stages, problem.objective)
+            for lane, packs_s in zip(phase, lanes_s)
+        )
         for phase, lanes_s in zip(arrangement.phases, times_s)
     )
     cost = problem.cost
@@ -142,7 +147,7 @@ def time_s(priced: PricedBatch, arrangement: DraftPlan) -> float:
 
 def strategy_of(phase: Phase) -> Strategy:
     """Schemes and ranks of a phase."""
-    return Strategy(schemes=tuple(lane.kind.scheme for lane in phase), ranks=tuple(lane.ranks for lane in phase))
+    return Strategy(schemes=tuple(lane.candidate.scheme for lane in phase), ranks=tuple(lane.ranks for lane in phase))
 
 
 def to_plan(priced: PricedBatch, arrangement: DraftPlan, *, policy: str) -> StepPlan:
@@ -162,10 +167,10 @@ def to_plan(priced: PricedBatch, arrangement: DraftPlan, *, policy: str) -> Step
         pipelines=tuple(
             Pipeline(
                 ranks=lane.ranks,
-                scheme=lane.kind.scheme,
+                scheme=lane.candidate.scheme,
                 micro_batches=_micro_batches(priced, lane, packs_s, policy),
                 phase=number,
-                state_bytes=lane.kind.state_bytes,
+                state_bytes=lane.candidate.state_bytes,
             )
             for number, phase in enumerate(arrangement.phases)
             for lane, packs_s in zip(phase, times_s[number])
@@ -185,7 +190,7 @@ def _micro_batches(
 ) -> tuple[PlannedMicroBatch, ...]:
     if not lane.packs:
         return ()
-    batch, runs = priced.batch, lane.runs or (lane.kind,) * len(lane.packs)
+    batch, runs = priced.batch, lane.runs or (lane.candidate,) * len(lane.packs)
     packs = [
         Pack(
             ids=tuple([batch.ids[i] for i in positions]),
@@ -198,14 +203,16 @@ def _micro_batches(
     ]
     tokens = np.array([pack.num_tokens for pack in packs])
     comm_s, peaks = np.zeros(len(packs)), np.zeros(len(packs), dtype=np.int64)
-    for kind in dict.fromkeys(runs):
-        mine = np.array([run is kind for run in runs])
-        _check_fits(priced.problem, kind, [pack for pack, is_mine in zip(packs, mine) if is_mine], policy)
-        peaks[mine] = kind.peak_bytes(tokens[mine])
+    for candidate in dict.fromkeys(runs):
+        mine = np.array([run is candidate for run in runs])
+        _check_fits(priced.problem, candidate, [pack for pack, is_mine in zip(packs, mine) if is_mine], policy)
+        peaks[mine] = candidate.peak_bytes(tokens[mine])
         pack_lengths = [pack.computed_lengths for pack, is_mine in zip(packs, mine) if is_mine]
-        flat = kind.cost.comm_times_s(np.fromiter(chain.from_iterable(pack_lengths), dtype=np.int64), kind.scheme)
+        flat = candidate.cost.comm_times_s(
+            np.fromiter(chain.from_iterable(pack_lengths), dtype=np.int64), candidate.scheme
+        )
         comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, pack_lengths)])[:-1])
-    scheme = lane.kind.scheme
+    scheme = lane.candidate.scheme
     micro_batches = [
         PlannedMicroBatch(
             pack=pack,
@@ -220,12 +227,12 @@ def _micro_batches(
     return tuple(sorted(micro_batches, key=lambda m: (-m.time_s, m.pack.ids)))
 
 
-def _check_fits(problem: PlanningProblem, kind: Candidate, packs: list[Pack], policy: str) -> None:
+def _check_fits(problem: PlanningProblem, candidate: Candidate, packs: list[Pack], policy: str) -> None:
     for pack in packs:
-        if pack.num_tokens > kind.max_tokens:
+        if pack.num_tokens > candidate.max_tokens:
             padded = f" padded to {pack.padded_to:,} tokens ({pack.num_tokens:,} in all)" if pack.padded_to else ""
             way_out = "Lower plan.batch_size or data.max_length." if pack.padded_to else "Lower data.max_length."
             raise InfeasibleError(
                 f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
-                f"{problem.needs(kind, pack.num_tokens)} {way_out}"
+                f"{problem.needs(candidate, pack.num_tokens)} {way_out}"
             )

@@ -39,9 +39,9 @@ class _Filling:
 
 
 def place(
-    kinds: Sequence[tuple[Candidate, int]], num_devices: int, devices_per_node: int
+    candidates: Sequence[tuple[Candidate, int]], num_devices: int, devices_per_node: int
 ) -> list[tuple[Candidate, tuple[int, ...]]]:
-    """Every pipeline with its ranks, stage by stage, in the order of ``kinds``; together they tile the cluster.
+    """Every pipeline with its ranks, stage by stage, in the order of ``candidates``; together they tile the cluster.
 
     A stage crosses into another node only if it is larger than a node or the stages cannot fill the nodes otherwise:
     then as few of them as possible do, if none is larger than a node. The stages of a pipeline share a node where all
@@ -50,28 +50,28 @@ def place(
     Raises:
         InputError: the pipelines do not occupy exactly ``num_devices``.
     """
-    pipelines = _pipelines(kinds, num_devices)
+    pipelines = _pipelines(candidates, num_devices)
     nodes = _nodes(num_devices, devices_per_node)
     filling = _whole(pipelines, nodes) or _crossing(_parcels(pipelines, nodes[0], broken=len(pipelines)), nodes)
-    ranks = _assign([kind.num_devices for kind in pipelines], filling, nodes)
+    ranks = _assign([candidate.num_devices for candidate in pipelines], filling, nodes)
     return list(zip(pipelines, ranks))
 
 
-def placeable(kinds: Sequence[tuple[Candidate, int]], num_devices: int, devices_per_node: int) -> bool:
+def placeable(candidates: Sequence[tuple[Candidate, int]], num_devices: int, devices_per_node: int) -> bool:
     """Whether no stage crosses more nodes than its size makes it.
 
     Raises:
         InputError: the pipelines do not occupy exactly ``num_devices``.
     """
-    pipelines = _pipelines(kinds, num_devices)
+    pipelines = _pipelines(candidates, num_devices)
     nodes = _nodes(num_devices, devices_per_node)
     parcels = _parcels(pipelines, nodes[0], broken=len(pipelines))
     return _fill([parcel.size for parcel in parcels], nodes) is not None
 
 
-def _pipelines(kinds: Sequence[tuple[Candidate, int]], num_devices: int) -> list[Candidate]:
-    pipelines = [kind for kind, count in kinds for _ in range(count)]
-    occupied = sum(kind.num_devices for kind in pipelines)
+def _pipelines(candidates: Sequence[tuple[Candidate, int]], num_devices: int) -> list[Candidate]:
+    pipelines = [candidate for candidate, count in candidates for _ in range(count)]
+    occupied = sum(candidate.num_devices for candidate in pipelines)
     if occupied != num_devices:
         raise InputError(
             f"{len(pipelines)} pipelines occupy {occupied} devices, the cluster has {num_devices}; "
@@ -88,15 +88,15 @@ def _nodes(num_devices: int, devices_per_node: int) -> list[int]:
 
 def _parcels(pipelines: list[Candidate], devices_per_node: int, *, broken: int) -> list[_Parcel]:
     """Parcels of every pipeline; the ``broken`` largest pipelines keep only single stages together."""
-    chunks = [max(1, min(kind.num_stages, devices_per_node // kind.scheme.degree)) for kind in pipelines]
+    chunks = [max(1, min(candidate.num_stages, devices_per_node // candidate.scheme.degree)) for candidate in pipelines]
     order = sorted(range(len(pipelines)), key=lambda index: (-chunks[index] * pipelines[index].scheme.degree, index))
     for index in order[:broken]:
         chunks[index] = 1
     parcels = []
-    for number, (kind, chunk) in enumerate(zip(pipelines, chunks)):
-        length = kind.scheme.degree * chunk
-        for start in range(0, kind.num_devices, length):
-            end = min(start + length, kind.num_devices)
+    for number, (candidate, chunk) in enumerate(zip(pipelines, chunks)):
+        length = candidate.scheme.degree * chunk
+        for start in range(0, candidate.num_devices, length):
+            end = min(start + length, candidate.num_devices)
             parcels += [
                 _Parcel(
                     pipeline=number,
@@ -173,12 +173,12 @@ def _fill(sizes: list[int], nodes: list[int]) -> list[Pattern] | None:
     Dead ends are remembered. Nothing is found after ``MAX_PATTERNS`` either.
     """
     size_counts = Counter(sizes)
-    kinds = sorted(size_counts, reverse=True)
+    candidates = sorted(size_counts, reverse=True)
     capacities = nodes[::-1]
-    left = tuple(size_counts[size] for size in kinds)
+    left = tuple(size_counts[size] for size in candidates)
     chosen: list[Pattern] = []
     states, dead = [left], set()
-    options = [_patterns(kinds, left, capacities[0], largest=capacities[0] == nodes[0])]
+    options = [_patterns(candidates, left, capacities[0], largest=capacities[0] == nodes[0])]
     for _ in range(MAX_PATTERNS):
         pattern = next(options[-1], None)
         if pattern is None:
@@ -193,11 +193,13 @@ def _fill(sizes: list[int], nodes: list[int]) -> list[Pattern] | None:
             continue
         chosen.append(pattern)
         if len(chosen) == len(capacities):
-            contents = [tuple(size for size, n in zip(kinds, node_counts) for _ in range(n)) for node_counts in chosen]
+            contents = [
+                tuple(size for size, n in zip(candidates, node_counts) for _ in range(n)) for node_counts in chosen
+            ]
             short = contents[:1] if capacities[0] != nodes[0] else []
             return contents[len(short) :] + short
         states.append(left)
-        options.append(_patterns(kinds, left, nodes[0], largest=True))
+        options.append(_patterns(candidates, left, nodes[0], largest=True))
     return None
 
 

@@ -1,4 +1,4 @@
-"""What every policy is given: the kinds it may use, the cluster they must tile, and typical batches to prepare for."""
+"""The planning problem: candidates a policy may use, the cluster they must tile, typical batches to prepare for."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,12 +19,12 @@ from lengthwise.plan.space.candidate import Candidate, Family
 class PlanningProblem:
     """One model on one cluster under one cost model."""
 
-    kinds: tuple[Candidate, ...]
-    """The pool. A certified bound speaks of all plans that use these schemes."""
+    candidates: tuple[Candidate, ...]
+    """The search space. A certified bound holds for all plans that use these schemes."""
     num_devices: int
     devices_per_node: int
     memory_bytes: int
-    """Of one device; for messages only, the cost model knows the limit."""
+    """Memory of one device; for messages only, the cost model knows the limit."""
     max_length: int
     """Longest sequence of the run, in tokens."""
     samples: tuple[np.ndarray, ...] = ()
@@ -42,29 +42,29 @@ class PlanningProblem:
     """Policies by name, ready: some are moves of others, and preparing takes seconds."""
 
     def __post_init__(self) -> None:
-        if not self.kinds:
+        if not self.candidates:
             raise InfeasibleError(f"no scheme fits a device of {bytes_in_words(self.memory_bytes)}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what can be prepared again."""
+        """Leave out what can be prepared again."""
         return {**self.__dict__, "prepared": {}}
 
     @property
     def cost(self) -> CostModel:
-        """What prices every kind."""
-        return self.kinds[0].cost
+        """The cost model that prices every candidate."""
+        return self.candidates[0].cost
 
     @cached_property
     def leanest(self) -> Candidate:
-        """The kind that fits the longest sequence."""
-        return max(self.kinds, key=lambda kind: kind.max_tokens)
+        """The candidate that fits the longest sequence."""
+        return max(self.candidates, key=lambda candidate: candidate.max_tokens)
 
     @cached_property
     def families(self) -> dict[Family, tuple[Candidate, ...]]:
-        """The pool by what can stand in for one another, each from the most to the fewest tokens."""
+        """Candidates by family, which may stand in for one another, each from the most to the fewest tokens."""
         families: dict[Family, list[Candidate]] = {}
-        for kind in self.kinds:
-            families.setdefault(kind.family, []).append(kind)
+        for candidate in self.candidates:
+            families.setdefault(candidate.family, []).append(candidate)
         return {family: tuple(sorted(members, key=lambda k: -k.max_tokens)) for family, members in families.items()}
 
     def check_fits(self, lengths: np.ndarray, ids: np.ndarray | None = None) -> None:
@@ -75,20 +75,20 @@ class PlanningProblem:
 
     def refuse(self, sequence: int, length: int) -> None:
         """Raise ``InfeasibleError`` for a sequence that is longer than ``leanest`` holds."""
-        kind = self.leanest
+        candidate = self.leanest
         raise InfeasibleError(
-            f"sequence {sequence} ({length:,} tokens) {self.needs(kind, length)} "
-            f"Set data.max_length={kind.max_tokens} or less with data.over_length=split{self._leaner()}."
+            f"sequence {sequence} ({length:,} tokens) {self.needs(candidate, length)} "
+            f"Set data.max_length={candidate.max_tokens} or less with data.over_length=split{self._leaner()}."
         )
 
-    def needs(self, kind: Candidate, num_tokens: int) -> str:
-        """Why a micro-batch of ``num_tokens`` cannot run as ``kind``."""
+    def needs(self, candidate: Candidate, num_tokens: int) -> str:
+        """Why a micro-batch of ``num_tokens`` cannot run as ``candidate``."""
         if self.lattice is not None and num_tokens > self.lattice.sizes[-1]:
             return f"exceeds the largest size that plan.shapes gives micro-batches ({self.lattice.sizes[-1]:,} tokens)."
-        if kind.token_limit and kind.max_tokens == kind.token_limit:
-            return f"exceeds plan.max_tokens ({kind.token_limit:,} tokens per micro-batch)."
-        needed, available = needed_and_available(int(kind.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
-        return f"needs {needed} per device under the leanest scheme, {kind.scheme.name}; a device has {available}."
+        if candidate.token_limit and candidate.max_tokens == candidate.token_limit:
+            return f"exceeds plan.max_tokens ({candidate.token_limit:,} tokens per micro-batch)."
+        needed, available = needed_and_available(int(candidate.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
+        return f"needs {needed} per device under the leanest scheme, {candidate.scheme.name}; a device has {available}."
 
     def _leaner(self) -> str:
         scheme = self.leanest.scheme
@@ -100,7 +100,7 @@ class PlanningProblem:
 
 @dataclass(frozen=True, eq=False)
 class PricedBatch:
-    """A global batch with the times of its sequences under every kind asked for, computed once each."""
+    """A global batch with the times of its sequences under every candidate asked for, computed once each."""
 
     problem: PlanningProblem
     batch: GlobalBatch
@@ -108,22 +108,22 @@ class PricedBatch:
     certificates: dict[Any, Certificate] = field(default_factory=dict)
     """Bounds by placed strategy, proven once."""
     arranged: dict[str, Any] = field(default_factory=dict)
-    """Arrangements by policy, of those that have planned the batch: some are moves of others."""
+    """Draft plans by policy, of those that have planned the batch: some policies are moves of others."""
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """[num_sequences] tokens."""
+        """[num_sequences] length of each sequence, in tokens."""
         return np.asarray(self.batch.lengths, dtype=np.int64)
 
-    def times_s(self, kind: Candidate) -> np.ndarray:
-        """[num_sequences] seconds per stage that each sequence adds to a micro-batch run as ``kind``.
+    def times_s(self, candidate: Candidate) -> np.ndarray:
+        """[num_sequences] seconds per stage that each sequence adds to a micro-batch run as ``candidate``.
 
         With the overhead charged per sequence, it is in here.
         """
-        if kind not in self._times_s:
-            extra = kind.overhead_s if self.problem.overhead_per_sequence else 0.0
-            self._times_s[kind] = kind.times_s(self.lengths) + extra
-        return self._times_s[kind]
+        if candidate not in self._times_s:
+            extra = candidate.overhead_s if self.problem.overhead_per_sequence else 0.0
+            self._times_s[candidate] = candidate.times_s(self.lengths) + extra
+        return self._times_s[candidate]
 
     def part(self, positions: np.ndarray) -> "PricedBatch":
         """The sequences at ``positions`` as a batch of their own, with the times known so far."""
@@ -134,8 +134,10 @@ class PricedBatch:
             lengths=tuple([self.batch.lengths[i] for i in indices]),
             objective=self.batch.objective,
         )
-        return PricedBatch(self.problem, part, {kind: times_s[positions] for kind, times_s in self._times_s.items()})
+        return PricedBatch(
+            self.problem, part, {candidate: times_s[positions] for candidate, times_s in self._times_s.items()}
+        )
 
-    def overhead_s(self, kind: Candidate) -> float:
+    def overhead_s(self, candidate: Candidate) -> float:
         """Seconds per stage of a micro-batch before its first sequence."""
-        return 0.0 if self.problem.overhead_per_sequence else kind.overhead_s
+        return 0.0 if self.problem.overhead_per_sequence else candidate.overhead_s

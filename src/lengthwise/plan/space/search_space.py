@@ -16,7 +16,7 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.core.specs import ClusterSpec, needed_and_available
 from lengthwise.data.sampler import Sampler
-from lengthwise.plan.space.candidate import degrees_of, make_kinds, schemes_of, stages_of
+from lengthwise.plan.space.candidate import degrees_of, make_candidates, schemes_of, stages_of
 from lengthwise.plan.space.problem import PlanningProblem
 
 DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
@@ -103,11 +103,11 @@ def make_problem(
         InfeasibleError: under no scheme does even the model state fit.
     """
     schemes = pool.schemes(num_layers, cluster)
-    kinds = make_kinds(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
-    if not kinds:
+    candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    if not candidates:
         _refuse(schemes, cost, cluster, pool)
     return PlanningProblem(
-        kinds=kinds,
+        candidates=candidates,
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
         memory_bytes=cluster.device.memory_bytes,

@@ -18,7 +18,7 @@ import numpy as np
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import EqualPipelines, Pack, in_turn
-from lengthwise.plan.uniform.tune import fastest, tiling_kinds, tuning_batches
+from lengthwise.plan.uniform.tune import fastest, tiling_candidates, tuning_batches
 
 BUDGETS = tuple(2.0**power for power in range(-6, 5))
 """Of the time of the longest sequence of the run."""
@@ -33,19 +33,19 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     batches = tuning_batches(problem)
     edges = bucket_edges(problem, shortest=min(int(priced.lengths.min()) for priced in batches))
     policies = []
-    for kind in tiling_kinds(problem, policy="bucket"):
-        all_sizes = dict.fromkeys(batch_sizes(kind, edges, budget=budget) for budget in BUDGETS)
-        policies += [bucket(problem, kind, edges=edges, sizes=sizes) for sizes in all_sizes]
+    for candidate in tiling_candidates(problem, policy="bucket"):
+        all_sizes = dict.fromkeys(batch_sizes(candidate, edges, budget=budget) for budget in BUDGETS)
+        policies += [bucket(problem, candidate, edges=edges, sizes=sizes) for sizes in all_sizes]
     return fastest(policies, batches)
 
 
 def bucket(
-    problem: PlanningProblem, kind: Candidate, *, edges: tuple[int, ...], sizes: tuple[int, ...]
+    problem: PlanningProblem, candidate: Candidate, *, edges: tuple[int, ...], sizes: tuple[int, ...]
 ) -> EqualPipelines:
     """The policy with a given scheme, longest lengths of the buckets (descending) and batch sizes."""
     setting = f"{sizes[0]} to {sizes[-1]} sequences each"
     return EqualPipelines(
-        problem=problem, kind=kind, deal=partial(_deal, edges=np.array(edges), sizes=sizes), setting=setting
+        problem=problem, candidate=candidate, deal=partial(_deal, edges=np.array(edges), sizes=sizes), setting=setting
     )
 
 
@@ -57,17 +57,17 @@ def bucket_edges(problem: PlanningProblem, *, shortest: int) -> tuple[int, ...]:
     return tuple(edges)
 
 
-def batch_sizes(kind: Candidate, edges: tuple[int, ...], *, budget: float) -> tuple[int, ...]:
+def batch_sizes(candidate: Candidate, edges: tuple[int, ...], *, budget: float) -> tuple[int, ...]:
     """Sequences of a micro-batch of each bucket, whose time is to be ``budget`` times that of the longest length."""
     lengths = np.array(edges)
-    times_s = kind.times_s(lengths)
-    fitting = np.maximum(1, kind.max_tokens // lengths)
+    times_s = candidate.times_s(lengths)
+    fitting = np.maximum(1, candidate.max_tokens // lengths)
     wanted = np.maximum(1, np.floor(budget * times_s[0] / times_s))
     return tuple(np.minimum(fitting, wanted).astype(int).tolist())
 
 
 def _deal(
-    priced: PricedBatch, kind: Candidate, num_pipelines: int, *, edges: np.ndarray, sizes: tuple[int, ...]
+    priced: PricedBatch, candidate: Candidate, num_pipelines: int, *, edges: np.ndarray, sizes: tuple[int, ...]
 ) -> Sequence[Sequence[Pack]]:
     packs: list[Pack] = []
     numbers = np.searchsorted(-edges, -priced.lengths, side="right") - 1

@@ -16,7 +16,7 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 Pack = tuple[int, ...]
 """Positions in the batch of the sequences of one micro-batch."""
 Deal = Callable[[PricedBatch, Candidate, int], Sequence[Sequence[Pack]]]
-"""From a batch, the kind and the number of pipelines to the packs of each pipeline."""
+"""From a batch, the candidate and the number of pipelines to the packs of each pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -24,7 +24,7 @@ class EqualPipelines:
     """One policy with its tuned scheme."""
 
     problem: PlanningProblem
-    kind: Candidate
+    candidate: Candidate
     deal: Deal
     is_padded: bool = False
     """Whether each micro-batch is padded to its longest sequence."""
@@ -36,12 +36,12 @@ class EqualPipelines:
     @cached_property
     def num_pipelines(self) -> int:
         """Pipelines side by side; they tile the cluster."""
-        return self.problem.num_devices // self.kind.num_devices
+        return self.problem.num_devices // self.candidate.num_devices
 
     @property
     def name(self) -> str:
         """Count and scheme, as tables show them: ``8 x <8,1> ulysses``."""
-        return f"{self.num_pipelines} x {self.kind.scheme.name}" + (f", {self.setting}" if self.setting else "")
+        return f"{self.num_pipelines} x {self.candidate.scheme.name}" + (f", {self.setting}" if self.setting else "")
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
         """The step's arrangement; bounded for every assignment of the batch to these pipelines."""
@@ -49,11 +49,11 @@ class EqualPipelines:
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
         """The arrangement without its bound: one phase."""
-        dealt = self.deal(priced, self.kind, self.num_pipelines)
+        dealt = self.deal(priced, self.candidate, self.num_pipelines)
         return (
             tuple(
                 PipelineDraft(
-                    kind=self.kind,
+                    candidate=self.candidate,
                     ranks=ranks,
                     packs=tuple(packs),
                     padded_to=tuple(self._padded_to(priced, pack) for pack in packs) if self.is_padded else (),
@@ -68,46 +68,46 @@ class EqualPipelines:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least; cheap."""
-        return strategy_floor_s(priced, self.kind, np.arange(len(priced.lengths)))
+        return strategy_floor_s(priced, self.candidate, np.arange(len(priced.lengths)))
 
     def bound_s(self, priced: PricedBatch) -> float:
         """Seconds that no assignment of the batch to these pipelines beats, the update left out."""
-        return strategy_bound_s(priced, self.kind)
+        return strategy_bound_s(priced, self.candidate)
 
     @cached_property
     def _ranks(self) -> list[tuple[int, ...]]:
-        return ranks_of(self.problem, self.kind)
+        return ranks_of(self.problem, self.candidate)
 
 
-def ranks_of(problem: PlanningProblem, kind: Candidate) -> list[tuple[int, ...]]:
-    """Ranks of each of the equal pipelines of ``kind`` that tile the cluster."""
-    count = problem.num_devices // kind.num_devices
-    return [ranks for _, ranks in place([(kind, count)], problem.num_devices, problem.devices_per_node)]
+def ranks_of(problem: PlanningProblem, candidate: Candidate) -> list[tuple[int, ...]]:
+    """Ranks of each of the equal pipelines of ``candidate`` that tile the cluster."""
+    count = problem.num_devices // candidate.num_devices
+    return [ranks for _, ranks in place([(candidate, count)], problem.num_devices, problem.devices_per_node)]
 
 
-def strategy_floor_s(priced: PricedBatch, kind: Candidate, positions: np.ndarray) -> float:
-    """Seconds of the sequences at ``positions`` at least: every pipeline of ``kind`` busy, the longest one alone."""
-    times_s, overhead_s = priced.times_s(kind)[positions], priced.overhead_s(kind)
-    fewest = -(-int(priced.lengths[positions].sum()) // kind.max_tokens)
-    even_s = (float(times_s.sum()) + fewest * overhead_s) * kind.num_devices / priced.problem.num_devices
-    return max(even_s, kind.num_stages * (float(times_s.max()) + overhead_s))
+def strategy_floor_s(priced: PricedBatch, candidate: Candidate, positions: np.ndarray) -> float:
+    """A lower bound in seconds for the sequences at ``positions``: every pipeline busy, the longest one alone."""
+    times_s, overhead_s = priced.times_s(candidate)[positions], priced.overhead_s(candidate)
+    fewest = -(-int(priced.lengths[positions].sum()) // candidate.max_tokens)
+    even_s = (float(times_s.sum()) + fewest * overhead_s) * candidate.num_devices / priced.problem.num_devices
+    return max(even_s, candidate.num_stages * (float(times_s.max()) + overhead_s))
 
 
-def strategy_bound_s(priced: PricedBatch, kind: Candidate) -> float:
-    """Seconds that the batch takes at least on equal pipelines of ``kind``, however it is assigned and packed.
+def strategy_bound_s(priced: PricedBatch, candidate: Candidate) -> float:
+    """Seconds that the batch takes at least on equal pipelines of ``candidate``, however it is assigned and packed.
 
     0 if a sequence fits on none of them: there is no plan to bound.
     """
     problem = priced.problem
-    if int(priced.lengths.max()) > kind.max_tokens:
+    if int(priced.lengths.max()) > candidate.max_tokens:
         return 0.0
     machines = Machines(
-        count=problem.num_devices // kind.num_devices,
-        stages=kind.num_stages,
-        setup=priced.overhead_s(kind),
-        capacity=kind.max_tokens,
+        count=problem.num_devices // candidate.num_devices,
+        stages=candidate.num_stages,
+        setup=priced.overhead_s(candidate),
+        capacity=candidate.max_tokens,
     )
-    return certify(priced.times_s(kind)[None, :], priced.lengths, [machines], objective=problem.objective).bound
+    return certify(priced.times_s(candidate)[None, :], priced.lengths, [machines], objective=problem.objective).bound
 
 
 def longest(priced: PricedBatch, pack: Pack) -> int:

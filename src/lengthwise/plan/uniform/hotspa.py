@@ -21,7 +21,7 @@ from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import Pack, ranks_of, strategy_bound_s, strategy_floor_s
 from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, propose_ranges
-from lengthwise.plan.uniform.tune import fastest, few_recomputes, tiles, tiling_kinds, tuning_batches
+from lengthwise.plan.uniform.tune import fastest, few_recomputes, tiles, tiling_candidates, tuning_batches
 
 ROUNDS = (1, 2, 4, 8, 16)
 """Packs of a pipeline of several stages at least, where sequences are short enough."""
@@ -38,9 +38,9 @@ def prepare(problem: PlanningProblem) -> "HotSpaPolicy":
     batches = tuning_batches(problem)
     uncut = [
         HotSpaPolicy(problem=problem, ranges=(LengthRange(mode=mode, up_to=problem.max_length),))
-        for mode in _modes(tiling_kinds(problem, policy="hotspa"))
+        for mode in _modes(tiling_candidates(problem, policy="hotspa"))
     ]
-    modes = _modes(few_recomputes([kind for kind in problem.kinds if tiles(problem, kind)]))
+    modes = _modes(few_recomputes([candidate for candidate in problem.candidates if tiles(problem, candidate)]))
     cuts = [ranges for ranges in propose_ranges(problem, modes, batches) if len(ranges) > 1][:CUTS]
     return fastest(
         [fastest(uncut, batches), *(HotSpaPolicy(problem=problem, ranges=ranges) for ranges in cuts)], batches
@@ -60,15 +60,15 @@ class HotSpaPolicy:
         assert limits and limits == sorted(set(limits)), f"ranges must go from short to long sequences, not {limits}"
 
     @property
-    def kind(self) -> Candidate:
+    def candidate(self) -> Candidate:
         """The scheme of the longest sequences."""
-        return self.ranges[-1].mode.kind
+        return self.ranges[-1].mode.candidate
 
     @property
     def name(self) -> str:
         """Count, scheme and longest length of each range, as tables show them."""
         return ", ".join(
-            f"{self._count(mode.kind)} x {mode.kind.scheme.name} to {up_to:,} tokens"
+            f"{self._count(mode.candidate)} x {mode.candidate.scheme.name} to {up_to:,} tokens"
             for mode, up_to in ((length_range.mode, length_range.up_to) for length_range in self.ranges)
         )
 
@@ -85,26 +85,29 @@ class HotSpaPolicy:
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least, cheaply: the floors of the phases."""
         return sum(
-            strategy_floor_s(priced, length_range.mode.kind, positions)
+            strategy_floor_s(priced, length_range.mode.candidate, positions)
             for length_range, positions in self._split(priced)
         )
 
     def bound_s(self, priced: PricedBatch) -> float:
         """Seconds that no plan of these schemes beats, whatever the order and ranges, the update left out."""
-        return strategy_bound_s(priced, self.kind) if len(self.ranges) == 1 else self._pool_bound(priced)
+        return strategy_bound_s(priced, self.candidate) if len(self.ranges) == 1 else self._pool_bound(priced)
 
     @cached_property
     def _pool_bound(self) -> SearchSpaceBound:
         return SearchSpaceBound(
-            self.problem, list(dict.fromkeys(length_range.mode.kind for length_range in self.ranges))
+            self.problem, list(dict.fromkeys(length_range.mode.candidate for length_range in self.ranges))
         )
 
     @cached_property
     def _ranks(self) -> dict[Candidate, list[tuple[int, ...]]]:
-        return {length_range.mode.kind: ranks_of(self.problem, length_range.mode.kind) for length_range in self.ranges}
+        return {
+            length_range.mode.candidate: ranks_of(self.problem, length_range.mode.candidate)
+            for length_range in self.ranges
+        }
 
-    def _count(self, kind: Candidate) -> int:
-        return self.problem.num_devices // kind.num_devices
+    def _count(self, candidate: Candidate) -> int:
+        return self.problem.num_devices // candidate.num_devices
 
     def _split(self, priced: PricedBatch) -> list[tuple[LengthRange, np.ndarray]]:
         """Ranges that have sequences in this batch, with the positions of these."""
@@ -115,11 +118,11 @@ class HotSpaPolicy:
 
     def _phase(self, priced: PricedBatch, mode: RangeStrategy, positions: np.ndarray) -> Phase:
         sequence_ids = positions.tolist()
-        times_s = priced.times_s(mode.kind)[positions].tolist()
-        dealt = [[sequence_ids[job] for job in jobs] for jobs in longest_first(times_s, self._count(mode.kind))]
+        times_s = priced.times_s(mode.candidate)[positions].tolist()
+        dealt = [[sequence_ids[job] for job in jobs] for jobs in longest_first(times_s, self._count(mode.candidate))]
         return tuple(
-            PipelineDraft(kind=mode.kind, ranks=ranks, packs=_fill(priced.batch.lengths, jobs, mode))
-            for ranks, jobs in zip(self._ranks[mode.kind], dealt)
+            PipelineDraft(candidate=mode.candidate, ranks=ranks, packs=_fill(priced.batch.lengths, jobs, mode))
+            for ranks, jobs in zip(self._ranks[mode.candidate], dealt)
         )
 
 
@@ -129,13 +132,13 @@ def _fill(lengths: Sequence[int], positions: list[int], mode: RangeStrategy) -> 
         return ()
     sizes = [lengths[position] for position in positions]
     share = -(-sum(sizes) // mode.rounds)
-    packs = first_fit_decreasing(sizes, max(min(share, mode.kind.max_tokens), max(sizes)))
+    packs = first_fit_decreasing(sizes, max(min(share, mode.candidate.max_tokens), max(sizes)))
     return tuple(tuple(positions[item] for item in pack) for pack in packs)
 
 
-def _modes(kinds: Sequence[Candidate]) -> list[RangeStrategy]:
+def _modes(candidates: Sequence[Candidate]) -> list[RangeStrategy]:
     return [
-        RangeStrategy(kind=kind, rounds=rounds)
-        for kind in kinds
-        for rounds in (ROUNDS if kind.num_stages > 1 else (1,))
+        RangeStrategy(candidate=candidate, rounds=rounds)
+        for candidate in candidates
+        for rounds in (ROUNDS if candidate.num_stages > 1 else (1,))
     ]

@@ -23,7 +23,7 @@ EDGE_RATIO = 2**0.25
 class RangeStrategy:
     """A homogeneous strategy, and how finely its pipelines pack."""
 
-    kind: Candidate
+    candidate: Candidate
     rounds: int = 1
     """Packs of a pipeline at least, where sequences are short enough."""
 
@@ -43,14 +43,14 @@ def propose_ranges(
     """Promising ways to cut lengths into ranges, the one with the least estimated time first."""
     edges = _edges(problem, modes, shortest=min(int(priced.lengths.min()) for priced in batches))
     costs_s = np.mean([estimates_s(priced, modes, edges) for priced in batches], axis=0)
-    limits = np.array([mode.kind.max_tokens for mode in modes])
+    limits = np.array([mode.candidate.max_tokens for mode in modes])
     present = np.mean([_counts(priced, edges) > 0 for priced in batches], axis=0)
     allowed = (edges <= limits[:, None, None]) & (present > 0)
     costs_s = np.where(allowed, costs_s, np.inf)
     best_modes = _best_somewhere(costs_s)
     segmentations = best_segmentations(
         costs_s[best_modes],
-        _switches_s(problem, [modes[index].kind for index in best_modes]),
+        _switches_s(problem, [modes[index].candidate for index in best_modes]),
         present,
         max_segments=MAX_RANGES,
     )
@@ -67,24 +67,27 @@ def estimates_s(priced: PricedBatch, modes: Sequence[RangeStrategy], edges: np.n
     tokens = _between(np.concatenate([[0], np.cumsum(priced.lengths[order])])[ends])
     counts = np.maximum(_between(ends), 0)
     last = np.maximum(ends - 1, 0)
-    times_s = {kind: priced.times_s(kind)[order] for kind in dict.fromkeys(mode.kind for mode in modes)}
+    times_s = {
+        candidate: priced.times_s(candidate)[order] for candidate in dict.fromkeys(mode.candidate for mode in modes)
+    }
     work_s = {
-        kind: _between(np.concatenate([[0.0], np.cumsum(mode_times_s)])[ends]) for kind, mode_times_s in times_s.items()
+        candidate: _between(np.concatenate([[0.0], np.cumsum(mode_times_s)])[ends])
+        for candidate, mode_times_s in times_s.items()
     }
 
     def column(values: Iterable[float]) -> np.ndarray:
         return np.array(list(values))[:, None, None]
 
-    overhead_s = column(priced.overhead_s(mode.kind) for mode in modes)
-    bubbles = column(mode.kind.num_stages - 1 for mode in modes)
-    num_pipelines = column(priced.problem.num_devices // mode.kind.num_devices for mode in modes)
+    overhead_s = column(priced.overhead_s(mode.candidate) for mode in modes)
+    bubbles = column(mode.candidate.num_stages - 1 for mode in modes)
+    num_pipelines = column(priced.problem.num_devices // mode.candidate.num_devices for mode in modes)
     rounds = column(mode.rounds for mode in modes)
     packs = np.maximum(
-        -(-tokens // column(mode.kind.max_tokens for mode in modes)), np.minimum(counts, num_pipelines * rounds)
+        -(-tokens // column(mode.candidate.max_tokens for mode in modes)), np.minimum(counts, num_pipelines * rounds)
     )
     packs = np.maximum(packs, 1)
-    load_s = np.stack([work_s[mode.kind] for mode in modes]) + packs * overhead_s
-    alone_s = np.stack([times_s[mode.kind][last] for mode in modes])[:, None, :] + overhead_s
+    load_s = np.stack([work_s[mode.candidate] for mode in modes]) + packs * overhead_s
+    alone_s = np.stack([times_s[mode.candidate][last] for mode in modes])[:, None, :] + overhead_s
     longest_s = np.maximum(load_s / packs, alone_s)
     if priced.problem.objective is Objective.MAX_TIMES_COUNT:
         total_s = longest_s * (bubbles + np.ceil(packs / num_pipelines))
@@ -106,7 +109,7 @@ def _edges(problem: PlanningProblem, modes: Sequence[RangeStrategy], *, shortest
     longest = problem.max_length
     halves = {longest >> power for power in range(1, longest.bit_length())}
     edges = [0]
-    for edge in sorted(halves | {mode.kind.max_tokens for mode in modes}):
+    for edge in sorted(halves | {mode.candidate.max_tokens for mode in modes}):
         if shortest <= edge <= longest / EDGE_RATIO and edge >= edges[-1] * EDGE_RATIO:
             edges.append(edge)
     return np.array([*edges, longest])
@@ -120,10 +123,10 @@ def _best_somewhere(costs_s: np.ndarray) -> list[int]:
     return sorted(ranked[votes[ranked] > 0].tolist())
 
 
-def _switches_s(problem: PlanningProblem, kinds: Sequence[Candidate]) -> np.ndarray:
+def _switches_s(problem: PlanningProblem, candidates: Sequence[Candidate]) -> np.ndarray:
     """[modes, modes] seconds between phases; inf between equal ones, which would be one phase."""
-    strategies = [homogeneous(kind.scheme, problem.num_devices) for kind in kinds]
-    cost = problem.kinds[0].cost
+    strategies = [homogeneous(candidate.scheme, problem.num_devices) for candidate in candidates]
+    cost = problem.candidates[0].cost
     return np.array(
         [[np.inf if before == after else cost.switch_s(before, after) for after in strategies] for before in strategies]
     )

@@ -11,7 +11,7 @@ from lengthwise.plan.solve.makespan import longest_first
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import EqualPipelines, Pack, fill
-from lengthwise.plan.uniform.tune import fastest, tiling_kinds, tuning_batches
+from lengthwise.plan.uniform.tune import fastest, tiling_candidates, tuning_batches
 
 ROUNDS = (1, 2, 4, 8, 16)
 """Packs of a pipeline at least, where sequences are short enough."""
@@ -23,20 +23,20 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     Raises:
         InfeasibleError: no homogeneous scheme holds the longest sequence.
     """
-    kinds = tiling_kinds(problem, policy="packed")
-    policies = [packed(problem, kind, rounds=rounds) for kind in kinds for rounds in ROUNDS]
+    candidates = tiling_candidates(problem, policy="packed")
+    policies = [packed(problem, candidate, rounds=rounds) for candidate in candidates for rounds in ROUNDS]
     return fastest(policies, tuning_batches(problem))
 
 
-def packed(problem: PlanningProblem, kind: Candidate, *, rounds: int = 1) -> EqualPipelines:
+def packed(problem: PlanningProblem, candidate: Candidate, *, rounds: int = 1) -> EqualPipelines:
     """The policy with a given scheme and at least ``rounds`` packs per pipeline."""
     setting = f"{rounds} packs each" if rounds > 1 else ""
-    return EqualPipelines(problem=problem, kind=kind, deal=partial(_deal, rounds=rounds), setting=setting)
+    return EqualPipelines(problem=problem, candidate=candidate, deal=partial(_deal, rounds=rounds), setting=setting)
 
 
-def _deal(priced: PricedBatch, kind: Candidate, num_pipelines: int, *, rounds: int) -> Sequence[Sequence[Pack]]:
+def _deal(priced: PricedBatch, candidate: Candidate, num_pipelines: int, *, rounds: int) -> Sequence[Sequence[Pack]]:
     lengths = priced.batch.lengths
     share = -(-priced.batch.num_tokens // (num_pipelines * rounds))
-    packs = fill(lengths, min(kind.max_tokens, share))
+    packs = fill(lengths, min(candidate.max_tokens, share))
     tokens = [float(sum(lengths[position] for position in pack)) for pack in packs]
     return [[packs[number] for number in numbers] for numbers in longest_first(tokens, num_pipelines)]

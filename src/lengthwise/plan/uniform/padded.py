@@ -15,7 +15,7 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import pipeline_time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import EqualPipelines, Pack, in_turn
-from lengthwise.plan.uniform.tune import tiling_kinds, tuning_batches, update_s
+from lengthwise.plan.uniform.tune import tiling_candidates, tuning_batches, update_s
 
 
 def prepare(problem: PlanningProblem) -> EqualPipelines:
@@ -24,54 +24,54 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     Raises:
         InfeasibleError: no homogeneous scheme holds the longest sequence, or ``batch_size`` times that.
     """
-    kinds = tiling_kinds(problem, policy="padded")
+    candidates = tiling_candidates(problem, policy="padded")
     if problem.batch_size:
-        kinds = _holding(problem, kinds, problem.batch_size)
+        candidates = _holding(problem, candidates, problem.batch_size)
     batches = tuning_batches(problem)
     max_sequences = max(len(batch.lengths) for batch in batches)
-    best, best_s = (kinds[0], 1), np.inf
-    for kind in kinds:
-        outside_s = update_s(problem, kind)
-        for size in [problem.batch_size] if problem.batch_size else _sizes(problem, kind, max_sequences):
-            mean_s = outside_s + float(np.mean([step_s(priced, kind, size=size) for priced in batches]))
-            best, best_s = ((kind, size), mean_s) if mean_s < best_s else (best, best_s)
+    best, best_s = (candidates[0], 1), np.inf
+    for candidate in candidates:
+        outside_s = update_s(problem, candidate)
+        for size in [problem.batch_size] if problem.batch_size else _sizes(problem, candidate, max_sequences):
+            mean_s = outside_s + float(np.mean([step_s(priced, candidate, size=size) for priced in batches]))
+            best, best_s = ((candidate, size), mean_s) if mean_s < best_s else (best, best_s)
     return padded(problem, best[0], size=best[1])
 
 
-def padded(problem: PlanningProblem, kind: Candidate, *, size: int) -> EqualPipelines:
+def padded(problem: PlanningProblem, candidate: Candidate, *, size: int) -> EqualPipelines:
     """The policy with a given scheme and ``size`` sequences per micro-batch."""
     deal = partial(_deal, size=size)
     rows = size if problem.one_shape else 0
     return EqualPipelines(
-        problem=problem, kind=kind, deal=deal, is_padded=True, rows=rows, setting=f"{size} sequences each"
+        problem=problem, candidate=candidate, deal=deal, is_padded=True, rows=rows, setting=f"{size} sequences each"
     )
 
 
-def step_s(priced: PricedBatch, kind: Candidate, *, size: int) -> float:
+def step_s(priced: PricedBatch, candidate: Candidate, *, size: int) -> float:
     """Seconds of the micro-batches of a step, without arranging them."""
     starts = np.arange(0, len(priced.lengths), size)
     counts, lengths = np.diff(starts, append=len(priced.lengths)), np.maximum.reduceat(priced.lengths, starts)
     if priced.problem.one_shape:
         counts, lengths = np.full_like(counts, size), np.full_like(lengths, priced.lengths.max())
     overheads = counts if priced.problem.overhead_per_sequence else 1
-    times_s = kind.times_s(lengths) * counts + kind.overhead_s * overheads
-    num_pipelines = priced.problem.num_devices // kind.num_devices
+    times_s = candidate.times_s(lengths) * counts + candidate.overhead_s * overheads
+    num_pipelines = priced.problem.num_devices // candidate.num_devices
     dealt = [times_s[number::num_pipelines].tolist() for number in range(min(num_pipelines, len(starts)))]
-    return max(pipeline_time_s(pipeline, kind.num_stages, priced.problem.objective) for pipeline in dealt)
+    return max(pipeline_time_s(pipeline, candidate.num_stages, priced.problem.objective) for pipeline in dealt)
 
 
-def _sizes(problem: PlanningProblem, kind: Candidate, max_sequences: int) -> list[int]:
-    """Powers of two that memory holds at the longest length, up to the first that takes a whole batch of ``most``."""
-    limit = min(kind.max_tokens // problem.max_length, 2 * max_sequences - 1)
+def _sizes(problem: PlanningProblem, candidate: Candidate, max_sequences: int) -> list[int]:
+    """Powers of two that memory holds at the longest length, up to the first of at least ``max_sequences``."""
+    limit = min(candidate.max_tokens // problem.max_length, 2 * max_sequences - 1)
     return [2**power for power in range(limit.bit_length())]
 
 
-def _holding(problem: PlanningProblem, kinds: list[Candidate], size: int) -> list[Candidate]:
+def _holding(problem: PlanningProblem, candidates: list[Candidate], size: int) -> list[Candidate]:
     """Kinds that hold ``size`` sequences of the longest length."""
     needed = size * problem.max_length
-    holding = [kind for kind in kinds if kind.max_tokens >= needed]
+    holding = [candidate for candidate in candidates if candidate.max_tokens >= needed]
     if not holding:
-        leanest = max(kinds, key=lambda kind: kind.max_tokens)
+        leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
         raise InfeasibleError(
             f"policy padded: a micro-batch of {size} sequences padded to {problem.max_length:,} tokens ({needed:,} in "
             f"all) {problem.needs(leanest, needed)} Lower plan.batch_size or data.max_length."
@@ -79,7 +79,7 @@ def _holding(problem: PlanningProblem, kinds: list[Candidate], size: int) -> lis
     return holding
 
 
-def _deal(priced: PricedBatch, kind: Candidate, num_pipelines: int, *, size: int) -> Sequence[Sequence[Pack]]:
+def _deal(priced: PricedBatch, candidate: Candidate, num_pipelines: int, *, size: int) -> Sequence[Sequence[Pack]]:
     count = len(priced.lengths)
     packs = [tuple(range(start, min(start + size, count))) for start in range(0, count, size)]
     return in_turn(packs, num_pipelines)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import EqualPipelines, Pack, fill, in_turn
-from lengthwise.plan.uniform.tune import fastest, tiling_kinds, tuning_batches
+from lengthwise.plan.uniform.tune import fastest, tiling_candidates, tuning_batches
 
 
 def prepare(problem: PlanningProblem) -> EqualPipelines:
@@ -18,14 +18,14 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     Raises:
         InfeasibleError: no homogeneous scheme holds the longest sequence.
     """
-    policies = [static(problem, kind) for kind in tiling_kinds(problem, policy="static")]
+    policies = [static(problem, candidate) for candidate in tiling_candidates(problem, policy="static")]
     return fastest(policies, tuning_batches(problem))
 
 
-def static(problem: PlanningProblem, kind: Candidate) -> EqualPipelines:
+def static(problem: PlanningProblem, candidate: Candidate) -> EqualPipelines:
     """The policy with a given scheme."""
-    return EqualPipelines(problem=problem, kind=kind, deal=_deal)
+    return EqualPipelines(problem=problem, candidate=candidate, deal=_deal)
 
 
-def _deal(priced: PricedBatch, kind: Candidate, num_pipelines: int) -> Sequence[Sequence[Pack]]:
-    return in_turn(fill(priced.batch.lengths, min(priced.problem.max_length, kind.max_tokens)), num_pipelines)
+def _deal(priced: PricedBatch, candidate: Candidate, num_pipelines: int) -> Sequence[Sequence[Pack]]:
+    return in_turn(fill(priced.batch.lengths, min(priced.problem.max_length, candidate.max_tokens)), num_pipelines)

@@ -1,4 +1,4 @@
-"""Tuning: of all ways to set up a policy, the one that is fastest on typical batches. Exact on those it looks at.
+"""Tuning: choose the set-up of a policy that is fastest on typical batches. Exact on those it looks at.
 
 Published baselines are hand-tuned; one that is not would make any other policy look good. Set-ups are tried in the
 order of a floor below their time, and a trial ends as soon as floors alone show that it cannot win.
@@ -18,7 +18,7 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 MAX_BATCHES = 8
 MAX_SEQUENCES = 6_000
-"""Of all batches looked at together; one batch is looked at however many it holds,"""
+"""Sequences of all batches looked at together; one batch is looked at however many it holds,"""
 MOST_SEQUENCES = 1 << 20
 """up to this many: of a larger one, every so many sequences stand for all, the longest among them."""
 OCTAVES = 6
@@ -33,7 +33,7 @@ class Tunable(Protocol):
         ...
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the step takes at least, the update left out; cheaper to tell than ``phases``."""
+        """Seconds that the step takes at least, the update left out; cheaper than ``phases``."""
         ...
 
 
@@ -85,30 +85,30 @@ def _thinned(lengths: np.ndarray) -> np.ndarray:
 
 
 def _octaves(problem: PlanningProblem) -> np.ndarray:
-    """As many tokens of each octave: a few sequences of the longest length, twice as many of half of it, and so on."""
+    """Lengths with as many tokens in each octave: a few of the longest length, twice as many of half of it, ..."""
     few = max(1, problem.num_devices // 16)
     return np.concatenate(
         [np.full(few * 2**octave, max(1, problem.max_length // 2**octave)) for octave in range(OCTAVES)]
     )
 
 
-def tiling_kinds(problem: PlanningProblem, *, policy: str) -> list[Candidate]:
+def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidate]:
     """Kinds whose equal pipelines tile the cluster exactly and hold the longest sequence of the run.
 
     Raises:
         InfeasibleError: there is none.
     """
-    tiling = [kind for kind in problem.kinds if tiles(problem, kind)]
-    fitting = [kind for kind in tiling if kind.max_tokens >= problem.max_length]
+    tiling = [candidate for candidate in problem.candidates if tiles(problem, candidate)]
+    fitting = [candidate for candidate in tiling if candidate.max_tokens >= problem.max_length]
     if fitting:
         return few_recomputes(fitting)
     if not tiling:
-        sizes = ", ".join(map(str, sorted({kind.num_devices for kind in problem.kinds})))
+        sizes = ", ".join(map(str, sorted({candidate.num_devices for candidate in problem.candidates})))
         raise InfeasibleError(
             f"policy {policy} tiles the cluster with equal pipelines; those of the pool occupy {sizes} devices, which "
             f"do not divide {problem.num_devices}. Raise plan.max_degree or plan.max_stages, or set plan.policy=auto."
         )
-    leanest = max(tiling, key=lambda kind: kind.max_tokens)
+    leanest = max(tiling, key=lambda candidate: candidate.max_tokens)
     mixed = ", or plan.policy=auto" if problem.leanest.max_tokens >= problem.max_length else ""
     raise InfeasibleError(
         f"policy {policy} tiles the cluster with equal pipelines: a sequence of {problem.max_length:,} tokens "
@@ -117,23 +117,23 @@ def tiling_kinds(problem: PlanningProblem, *, policy: str) -> list[Candidate]:
     )
 
 
-def few_recomputes(kinds: Sequence[Candidate]) -> list[Candidate]:
-    """Of kinds that differ in the number of recomputed layers alone, those with the fewest and the most.
+def few_recomputes(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Keep the fewest and the most recomputed layers of candidates that differ in nothing else.
 
     More recompute than needed can only pay by the larger packs it allows, and then most by the largest.
     """
     by_methods: dict[object, list[Candidate]] = {}
-    for kind in kinds:
-        by_methods.setdefault((kind.family, kind.scheme.methods), []).append(kind)
-    levels = [sorted(members, key=lambda kind: kind.scheme.num_recomputed) for members in by_methods.values()]
-    return [kind for members in levels for kind in dict.fromkeys((members[0], members[-1]))]
+    for candidate in candidates:
+        by_methods.setdefault((candidate.family, candidate.scheme.methods), []).append(candidate)
+    levels = [sorted(members, key=lambda candidate: candidate.scheme.num_recomputed) for members in by_methods.values()]
+    return [candidate for members in levels for candidate in dict.fromkeys((members[0], members[-1]))]
 
 
-def tiles(problem: PlanningProblem, kind: Candidate) -> bool:
-    """Whether equal pipelines of ``kind`` tile the cluster exactly."""
-    return problem.num_devices % kind.num_devices == 0
+def tiles(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Whether equal pipelines of ``candidate`` tile the cluster exactly."""
+    return problem.num_devices % candidate.num_devices == 0
 
 
-def update_s(problem: PlanningProblem, kind: Candidate) -> float:
-    """Seconds of a step outside its micro-batches, under equal pipelines of ``kind``."""
-    return kind.cost.update_s(homogeneous(kind.scheme, problem.num_devices))
+def update_s(problem: PlanningProblem, candidate: Candidate) -> float:
+    """Seconds of a step outside its micro-batches, under equal pipelines of ``candidate``."""
+    return candidate.cost.update_s(homogeneous(candidate.scheme, problem.num_devices))

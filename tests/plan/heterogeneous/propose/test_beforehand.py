@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_kinds
+from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
 from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals, searching
@@ -23,25 +23,25 @@ def problem():
 def dying_space(problem):
     if os.getpid() != HOME:
         os._exit(9)
-    return list(problem.kinds)
+    return list(problem.candidates)
 
 
 def no_space(problem):
     raise InfeasibleError("nothing fits")
 
 
-@pytest.mark.parametrize("space", [published_space, flexible_kinds])
-def test_they_are_the_same_of_the_same_kinds(space):
+@pytest.mark.parametrize("space", [published_space, flexible_candidates])
+def test_they_are_the_same_of_the_same_candidates(space):
     here, there = problem(), problem()
     with searching([there], [space], workers=1):
         found = proposals(there, space)
     expected = propose(here, space(here))
     assert [each.mean_s for each in found] == [each.mean_s for each in expected]
-    assert [[(kind.scheme, count) for kind, count in each.counts] for each in found] == [
-        [(kind.scheme, count) for kind, count in each.counts] for each in expected
+    assert [[(candidate.scheme, count) for candidate, count in each.counts] for each in found] == [
+        [(candidate.scheme, count) for candidate, count in each.counts] for each in expected
     ]
     if space is published_space:
-        assert all(kind in there.kinds for each in found for kind, _ in each.counts)
+        assert all(candidate in there.candidates for each in found for candidate, _ in each.counts)
 
 
 def test_they_are_searched_here_once_the_other_process_has_died():

@@ -13,7 +13,7 @@ def literal_eq_4(workload, *, parts):
     """Hydraulis' dynamic programme over n and d in steps of 1 / parts."""
     lengths = workload.lengths[::-1]
     sums_s = np.concatenate(
-        [[[0.0]] * len(workload.kinds), np.cumsum((workload.charged_s * workload.mean)[:, ::-1], axis=1)], axis=1
+        [[[0.0]] * len(workload.candidates), np.cumsum((workload.charged_s * workload.mean)[:, ::-1], axis=1)], axis=1
     )
 
     @cache
@@ -21,12 +21,12 @@ def literal_eq_4(workload, *, parts):
         if end == 0:
             return 0.0
         best = np.inf
-        for kind, size in enumerate(workload.devices.tolist()):
-            if workload.limits[kind] < lengths[end - 1]:
+        for candidate, size in enumerate(workload.devices.tolist()):
+            if workload.limits[candidate] < lengths[end - 1]:
                 continue
             for share in range(1, devices // size + 1):
                 for start in range(end):
-                    own_s = (sums_s[kind, end] - sums_s[kind, start]) / (share / parts)
+                    own_s = (sums_s[candidate, end] - sums_s[candidate, start]) / (share / parts)
                     best = min(best, max(fastest(devices - share * size, start), own_s))
         return best
 
@@ -53,14 +53,14 @@ def test_pipelines_occupy_all_devices_for_all_of_the_time(problem):
     workload = workload_of(problem)
     found = relax(workload)
     assert found.counts @ workload.devices == pytest.approx(problem.num_devices)
-    spent_s = np.zeros(len(workload.kinds))
+    spent_s = np.zeros(len(workload.candidates))
     np.add.at(spent_s, found.chosen, workload.mean * workload.charged_s[found.chosen, np.arange(len(found.chosen))])
     assert spent_s == pytest.approx(found.counts * found.time_s)
 
 
 @given(problems(max_steps=2))
 @settings(max_examples=40, deadline=None)
-def test_no_length_could_take_a_kind_with_fewer_device_seconds(problem):
+def test_no_length_could_take_a_candidate_with_fewer_device_seconds(problem):
     workload = workload_of(problem)
     found = relax(workload)
     device_s = workload.devices[:, None] * workload.charged_s

@@ -19,9 +19,9 @@ where one more micro-batch counts as much as the longest."""
 def any_tiling(draw, workload, tiler):
     """Any strategy that tiles the cluster."""
     counts, left = [0] * len(tiler.sizes), workload.num_devices
-    for kind in draw(st.permutations(range(len(counts)))):
-        counts[kind] = draw(st.integers(0, left // tiler.sizes[kind]))
-        left -= counts[kind] * tiler.sizes[kind]
+    for candidate in draw(st.permutations(range(len(counts)))):
+        counts[candidate] = draw(st.integers(0, left // tiler.sizes[candidate]))
+        left -= counts[candidate] * tiler.sizes[candidate]
     return tiler.fill(counts)
 
 
@@ -33,7 +33,7 @@ def test_estimates_are_near_what_is_planned(data, problem, objective):
     tiler = Tiler(workload, problem.devices_per_node)
     counts = any_tiling(data.draw, workload, tiler)
     estimator = Estimator(workload, objective)
-    planned = PlannedSteps(problem, problem.samples).under(strategy_of(workload.kinds, counts))
+    planned = PlannedSteps(problem, problem.samples).under(strategy_of(workload.candidates, counts))
     for step, estimate_s in enumerate(estimator.times_s(np.array([counts]))[0]):
         planned_s = planned.time_s(step) - planned.update_s
         if np.isinf(estimate_s):  # never, or later than estimates go

@@ -14,22 +14,22 @@ EXACT = 1e-10
 
 
 def exhaustive(workload, *, end, bubble):
-    """The least time for the ``end`` shortest classes over every cut into intervals, kind and number of pipelines."""
+    """The least time for the ``end`` shortest classes over every cut into intervals, candidate and pipeline count."""
     work_s = (workload.charged_s * workload.mean)[:, ::-1]
     single_s = (workload.work_s + workload.setup_s[:, None])[:, ::-1]
     options = {}
     for stop in range(1, end + 1):
         for start in range(stop):
             options[start, stop] = held = []
-            for kind, size in enumerate(workload.devices.tolist()):
-                if workload.limits[kind] < workload.longest[::-1][stop - 1]:
+            for candidate, size in enumerate(workload.devices.tolist()):
+                if workload.limits[candidate] < workload.longest[::-1][stop - 1]:
                     continue
                 for count in range(1, workload.num_devices // size + 1):
-                    time_s = work_s[kind, start:stop].sum() / count
+                    time_s = work_s[candidate, start:stop].sum() / count
                     if bubble:
-                        stages = int(workload.stages[kind])
-                        time_s += (stages - 1) * single_s[kind, stop - 1]
-                        time_s = max(time_s, stages * single_s[kind, stop - 1])
+                        stages = int(workload.stages[candidate])
+                        time_s += (stages - 1) * single_s[candidate, stop - 1]
+                        time_s = max(time_s, stages * single_s[candidate, stop - 1])
                     held.append((time_s, size * count))
     best = np.inf
     for cuts in product((False, True), repeat=end - 1):

@@ -18,11 +18,11 @@ def tiler_of(problem):
 @settings(max_examples=40, deadline=None)
 def test_filled_strategies_tile_the_cluster_and_keep_what_fitted(data, problem):
     tiler = tiler_of(problem)
-    kind = data.draw(st.integers(0, len(tiler.sizes) - 1))
-    count = data.draw(st.integers(0, problem.num_devices // tiler.sizes[kind]))
-    filled = tiler.fill([count * (at == kind) for at in range(len(tiler.sizes))])
+    candidate = data.draw(st.integers(0, len(tiler.sizes) - 1))
+    count = data.draw(st.integers(0, problem.num_devices // tiler.sizes[candidate]))
+    filled = tiler.fill([count * (at == candidate) for at in range(len(tiler.sizes))])
     assert sum(size * number for size, number in zip(tiler.sizes, filled)) == problem.num_devices
-    assert filled[kind] >= count  # single devices fill any rest
+    assert filled[candidate] >= count  # single devices fill any rest
 
 
 @given(st.data(), problems(max_devices=12, max_steps=1))
@@ -43,7 +43,7 @@ def test_whole_counts_are_their_own_rounding():
     assert tiler.round(counts.astype(float)) == [tuple(counts.tolist())]
 
 
-def test_a_kind_that_must_be_there_is_there():
+def test_a_candidate_that_must_be_there_is_there():
     tiler = tiler_of(make_problem(num_devices=8, samples=[[10]]))
     only = counts_of(tiler.workload, d1s1=8).astype(float)
     wanted = int(np.flatnonzero(counts_of(tiler.workload, d4s1=1))[0])
@@ -67,12 +67,12 @@ def test_placeable_as_the_placement_says(devices_per_node):
     )
     tiler = tiler_of(problem)
     for counts in tiler.round(np.full(len(tiler.sizes), 12 / sum(tiler.sizes))):
-        strategy = strategy_of(tiler.workload.kinds, counts)
+        strategy = strategy_of(tiler.workload.candidates, counts)
         assert tiler.is_placeable(counts) == placeable(strategy, 12, devices_per_node)
 
 
-def test_kinds_that_hold_the_longest_sequences_come_first():
+def test_candidates_that_hold_the_longest_sequences_come_first():
     problem = make_problem(num_devices=8, samples=[[10]], methods=(Method.ULYSSES,))
-    strategy = strategy_of(problem.kinds, [1] * len(problem.kinds))
-    limits = [kind.max_tokens for kind, _ in strategy]
+    strategy = strategy_of(problem.candidates, [1] * len(problem.candidates))
+    limits = [candidate.max_tokens for candidate, _ in strategy]
     assert limits == sorted(limits, reverse=True)

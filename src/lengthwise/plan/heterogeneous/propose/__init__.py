@@ -13,7 +13,7 @@ import numpy as np
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.plan.heterogeneous.propose.choose import StrategyComparison
 from lengthwise.plan.heterogeneous.propose.estimate import Estimator
-from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_kinds
+from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_candidates
 from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.starts import Starts, make_starts
 from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler, strategy_of
@@ -22,7 +22,7 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.uniform.tune import tuning_batches
 
-__all__ = ["Proposal", "propose", "reduce_kinds"]
+__all__ = ["Proposal", "propose", "reduce_candidates"]
 
 FEW_SAMPLES = 8
 """Fewer samples than this are searched and checked on alike."""
@@ -40,42 +40,42 @@ ENOUGH = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A strategy: how many pipelines of which kind. They tile the cluster, and no stage crosses nodes needlessly."""
+    """A strategy: how many pipelines of each candidate. They tile the cluster; no stage crosses nodes needlessly."""
 
     counts: tuple[tuple[Candidate, int], ...]
-    """The kinds that hold the longest sequences first."""
+    """The candidates that hold the longest sequences first."""
     mean_s: float
     """Planned seconds of the average step that the search has not seen; a step that the strategy cannot hold takes what
     it takes under the fastest proposal."""
 
 
 def propose(
-    problem: PlanningProblem, kinds: Sequence[Candidate] | None = None, *, max_candidates: int = 8, effort: int = 4
+    problem: PlanningProblem, candidates: Sequence[Candidate] | None = None, *, max_strategies: int = 8, effort: int = 4
 ) -> list[Proposal]:
     """Strategies one of which each step may use, the fastest first.
 
     Among them are the best homogeneous strategy, if one tiles the cluster, and one that holds ``problem.max_length``
-    and all samples, or what the leanest kind holds if that is less; and the whole strategies of Eq. (4), with bubble
-    and without, unless planning the steps set aside proves that another proposal is faster there.
+    and all samples, or what the leanest candidate holds if that is less; and the whole strategies of Eq. (4), with
+    bubble and without, unless planning the steps set aside proves that another proposal is faster there.
 
     Args:
         problem: cluster, objective and samples of batches; without samples, one that is made up of its longest length.
-        kinds: what strategies are made of; None: the pool.
-        max_candidates: most strategies, at least 3.
+        candidates: what strategies are made of; None: the pool.
+        max_strategies: most strategies, at least 3.
         effort: local searches, each for what complements those before.
 
     Raises:
-        InfeasibleError: no mix of the kinds tiles the cluster and holds the longest sequence.
+        InfeasibleError: no mix of the candidates tiles the cluster and holds the longest sequence.
     """
-    kinds = kinds or problem.kinds
+    candidates = candidates or problem.candidates
     samples = problem.samples or [batch.lengths for batch in tuning_batches(problem)]
-    limit = max(kind.max_tokens for kind in kinds)
+    limit = max(candidate.max_tokens for candidate in candidates)
     samples = [np.minimum(sample, limit) for sample in samples]
     holding = min(limit, max(problem.max_length, *(int(sample.max()) for sample in samples)))
     seen, unseen = _split(samples, problem.num_devices)
-    equal = likely_equal(problem, kinds, samples, holding=holding)
-    kinds = reduce_kinds(kinds, np.append(np.concatenate(samples), holding), keep=equal)
-    workload = make_workload(problem, kinds, samples)
+    equal = likely_equal(problem, candidates, samples, holding=holding)
+    candidates = reduce_candidates(candidates, np.append(np.concatenate(samples), holding), keep=equal)
+    workload = make_workload(problem, candidates, samples)
     tiler = Tiler(workload, problem.devices_per_node)
     search = Search(Estimator(workload, problem.objective), tiler, seen)
     starts = make_starts(workload.part(seen), tiler, holding=holding)
@@ -87,9 +87,9 @@ def propose(
     max_steps = min(FEW_PLANS + 2 * problem.num_devices, MOST_PLANS, int(PLANNED_SEQUENCES / _mean_size(samples)))
     contest.enter([*reached, *search.ranked(holding=holding)[1 : 1 + RUNNERS_UP]], steps=max_steps)
     chosen = contest.choose(
-        [counts for counts in dict.fromkeys(always) if counts is not None], max_strategies=max_candidates
+        [counts for counts in dict.fromkeys(always) if counts is not None], max_strategies=max_strategies
     )
-    return [Proposal(counts=strategy_of(kinds, counts), mean_s=mean_s) for counts, mean_s in chosen]
+    return [Proposal(counts=strategy_of(candidates, counts), mean_s=mean_s) for counts, mean_s in chosen]
 
 
 def _split(samples: Sequence[np.ndarray], num_devices: int) -> tuple[list[int], list[int]]:

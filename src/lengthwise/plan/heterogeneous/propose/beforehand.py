@@ -12,10 +12,10 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 
 Space = Callable[[PlanningProblem], Sequence[Candidate]]
-"""What strategies are made of; equal problems, equal kinds in the same order."""
+"""What strategies are made of; equal problems, equal candidates in the same order."""
 
 Found = list[tuple[tuple[tuple[int, int], ...], float]]
-"""Proposals with kinds by their number, which mean the same in every process."""
+"""Proposals with candidates by their number, which mean the same in every process."""
 
 
 @contextmanager
@@ -46,21 +46,21 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def proposals(problem: PlanningProblem, space: Space) -> list[Proposal]:
-    """What ``propose`` answers for the kinds of a space: waited for if it is being searched, else searched now.
+    """What ``propose`` answers for the candidates of a space: waited for if it is being searched, else searched now.
 
     Raises:
         InfeasibleError: as ``propose``.
     """
-    kinds = space(problem)
+    candidates = space(problem)
     begun: Future[Found] | None = problem.prepared.get(_key(space))
     if begun is None:
-        return propose(problem, kinds)
+        return propose(problem, candidates)
     try:
         proposed = begun.result()
     except BrokenExecutor:  # a process died
-        return propose(problem, kinds)
+        return propose(problem, candidates)
     return [
-        Proposal(counts=tuple([(kinds[number], count) for number, count in counts]), mean_s=mean_s)
+        Proposal(counts=tuple([(candidates[number], count) for number, count in counts]), mean_s=mean_s)
         for counts, mean_s in proposed
     ]
 
@@ -70,9 +70,9 @@ def _key(space: Space) -> str:
 
 
 def _search(problem: PlanningProblem, space: Space) -> Found:
-    kinds = space(problem)
-    numbers = {kind: number for number, kind in enumerate(kinds)}
+    candidates = space(problem)
+    numbers = {candidate: number for number, candidate in enumerate(candidates)}
     return [
-        (tuple([(numbers[kind], count) for kind, count in proposal.counts]), proposal.mean_s)
-        for proposal in propose(problem, kinds)
+        (tuple([(numbers[candidate], count) for candidate, count in proposal.counts]), proposal.mean_s)
+        for proposal in propose(problem, candidates)
     ]

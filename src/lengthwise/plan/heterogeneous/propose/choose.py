@@ -1,4 +1,4 @@
-"""From strategies that look good to candidates: planned on steps that the search has not seen, beside their rivals."""
+"""Choose strategies by planning promising ones on steps that the search has not seen, beside their rivals."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ class StrategyComparison:
         self._search = search
         self._steps = np.array(steps)
         self._planned = PlannedSteps(problem, [samples[step] for step in steps])
-        self._kinds = search.tiler.workload.kinds
+        self._candidates = search.tiler.workload.candidates
 
     @property
     def fastest_s(self) -> np.ndarray:
@@ -109,7 +109,7 @@ class StrategyComparison:
             workload = self._search.tiler.workload
             if not is_worthwhile(workload.floors_s(np.array(counts) > 0)[self._steps]):
                 return 0
-        planned = self._planned.under(strategy_of(self._kinds, counts))
+        planned = self._planned.under(strategy_of(self._candidates, counts))
         times_s = self._estimate_s(counts) * OPTIMISM
         for step in range(len(times_s)):
             if not is_worthwhile(times_s) and is_proof_needed:

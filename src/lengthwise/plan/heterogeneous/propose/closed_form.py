@@ -1,8 +1,8 @@
 """Eq. (4) of Hydraulis with fractional numbers of pipelines, which needs no dynamic programme.
 
-Processing sequences of work W on kind k within a time t takes W N_k / t devices, and splitting an interval of lengths
-costs nothing, so the only coupling is the number of devices: every length takes the kind that needs the fewest
-device-seconds, t is their sum over the number of devices, and d_k = W_k / t.
+Processing sequences of work W on candidate k within a time t takes W N_k / t devices, and splitting an interval of
+lengths costs nothing, so the only coupling is the number of devices: every length takes the candidate that needs the
+fewest device-seconds, t is their sum over the number of devices, and d_k = W_k / t.
 """
 
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ class Relaxation:
     time_s: float
     """Seconds of the average step; no strategy takes less, bubbles and single sequences left out."""
     counts: np.ndarray
-    """[K] pipelines of each kind; they occupy all devices."""
+    """[K] pipelines of each candidate; they occupy all devices."""
     chosen: np.ndarray
-    """[C] the kind of each class of length."""
+    """[C] the candidate of each class of length."""
 
 
 def relax(workload: Workload, counts: np.ndarray | None = None) -> Relaxation:
     """The best fractional strategy for ``counts`` [C] sequences per class, by default those of the average step.
 
-    Ties go to the first kind.
+    Ties go to the first candidate.
     """
     counts = workload.mean if counts is None else counts
     device_s = workload.devices[:, None] * workload.charged_s
     chosen = device_s.argmin(axis=0)
     spent_s = np.bincount(
-        chosen, weights=counts * workload.charged_s[chosen, np.arange(len(chosen))], minlength=len(workload.kinds)
+        chosen, weights=counts * workload.charged_s[chosen, np.arange(len(chosen))], minlength=len(workload.candidates)
     )
     time_s = float(spent_s @ workload.devices) / workload.num_devices
     return Relaxation(time_s=time_s, counts=spent_s / time_s if time_s else spent_s, chosen=chosen)

@@ -1,12 +1,12 @@
 """How long steps take under strategies, many of both at once: a deadline by which the sequences can be poured in.
 
 Under a deadline D a pipeline holds only so much work if its longest sequence takes x (bubble, overhead per
-micro-batch), so each sequence takes a share of it. Pipelines are filled with the longest sequences left, kind by kind,
-the kinds that are good at long sequences first; sequences are divisible. D is feasible if all are poured in and the
-longest of them, which are not divisible after all, find enough pipelines. Neither a bound nor a plan, but within a few
-percent of both.
+micro-batch), so each sequence takes a share of it. Pipelines are filled with the longest sequences left, candidate by
+candidate, those that are good at long sequences first; sequences are divisible. D is feasible if all are poured in and
+the longest of them, which are not divisible after all, find enough pipelines. Neither a bound nor a plan, but within a
+few percent of both.
 
-M strategies, S steps, G deadlines, K kinds, C classes of length, the longest first.
+M strategies, S steps, G deadlines, K candidates, C classes of length, the longest first.
 """
 
 from functools import cached_property
@@ -33,7 +33,7 @@ ROWS = 4096
 
 
 class Estimator:
-    """Shares of every kind, class and deadline, tabulated once."""
+    """Shares of every candidate, class and deadline, tabulated once."""
 
     def __init__(self, workload: Workload, objective: Objective) -> None:
         self.workload = workload
@@ -55,27 +55,27 @@ class Estimator:
 
     @cached_property
     def floors(self) -> np.ndarray:
-        """[S] the first deadline by which a step's sequences take no more than all devices, in any mix of kinds."""
+        """[S] the first deadline by which a step's sequences fit all devices, in any mix of candidates."""
         needed = np.where(np.isfinite(self.device_shares), self.device_shares, 1e300)
         feasible = self.workload.counts @ needed.T <= self.workload.num_devices
         return np.where(feasible.any(axis=1), feasible.argmax(axis=1), len(self.deadlines_s) - 1)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """[K] kinds by how steeply shares grow with length, the flattest first.
+        """[K] candidates by how steeply shares grow with length, the flattest first.
 
-        Two kinds are compared at the longest length both hold. What wins most comparisons comes first.
+        Two candidates are compared at the longest length both hold. What wins most comparisons comes first.
         """
         shares = self.shares[int(np.median(self.floors))]
         shares = np.where(shares > 0, shares, np.inf)
         limits = self.workload.limits
         columns = np.searchsorted(-self.workload.longest, -np.minimum(limits[:, None], limits))
         columns = np.minimum(columns, shares.shape[1] - 1)
-        kinds = np.arange(len(limits))
+        candidates = np.arange(len(limits))
         with np.errstate(invalid="ignore"):
-            steepness = np.nan_to_num(shares[kinds[:, None], columns] / shares[:, -1:], nan=np.inf, posinf=np.inf)
+            steepness = np.nan_to_num(shares[candidates[:, None], columns] / shares[:, -1:], nan=np.inf, posinf=np.inf)
             wins = (steepness < steepness.T * (1 - 1e-9)).sum(axis=1)
-        return np.lexsort((kinds, -limits, -wins))
+        return np.lexsort((candidates, -limits, -wins))
 
     def times_s(self, strategies: np.ndarray, steps: np.ndarray | None = None) -> np.ndarray:
         """[M, len(steps)] seconds of each step, by default of all, under [M, K] numbers of pipelines; inf: too long."""
@@ -88,27 +88,27 @@ class Estimator:
 
     def _times_s(self, strategies: np.ndarray, steps: np.ndarray) -> np.ndarray:
         """A bisection over deadlines, one row per strategy and step: ``low`` is too early, ``high`` is feasible."""
-        kinds, pipelines = self._in_order(strategies)
-        kinds, pipelines = np.repeat(kinds, len(steps), axis=0), np.repeat(pipelines, len(steps), axis=0)
+        candidates, pipelines = self._in_order(strategies)
+        candidates, pipelines = np.repeat(candidates, len(steps), axis=0), np.repeat(pipelines, len(steps), axis=0)
         steps_of = np.tile(steps, len(strategies))
         floors, never = self.floors[steps_of], len(self.deadlines_s)
         low, high = floors - 1, np.full(len(steps_of), never)
         while len(rows := np.flatnonzero(high - low > 1)):
             gallop = np.minimum(5 * low[rows] - 4 * floors[rows] + FIRST_STRIDE, never - 1)
             middle = np.where(high[rows] == never, gallop, (low[rows] + high[rows]) // 2)
-            feasible = self._feasible(middle, kinds[rows], pipelines[rows], steps_of[rows])
+            feasible = self._feasible(middle, candidates[rows], pipelines[rows], steps_of[rows])
             low[rows] = np.where(feasible, low[rows], middle)
             high[rows] = np.where(feasible, middle, high[rows])
         return np.append(self.deadlines_s, np.inf)[high].reshape(len(strategies), len(steps))
 
     def _in_order(self, strategies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[M, most kinds of a strategy] the kinds that each strategy uses, in the order of filling, and how many."""
+        """[M, most candidates of a strategy] candidates of each strategy in the order of filling, and their counts."""
         ordered = strategies[:, self.order]
         places = np.argsort(ordered == 0, axis=1, kind="stable")[:, : int((ordered > 0).sum(axis=1).max())]
         return self.order[places], np.take_along_axis(ordered, places, axis=1).astype(np.float64)
 
     def _feasible(
-        self, deadlines: np.ndarray, kinds: np.ndarray, pipelines: np.ndarray, steps: np.ndarray
+        self, deadlines: np.ndarray, candidates: np.ndarray, pipelines: np.ndarray, steps: np.ndarray
     ) -> np.ndarray:
         """[R] whether each row's step can be poured into its pipelines by its deadline.
 
@@ -116,10 +116,10 @@ class Estimator:
         """
         left = self.workload.counts[steps]
         room = np.zeros((len(steps), self._whole.shape[2]))
-        for place in range(kinds.shape[1]):
-            count, kind = pipelines[:, place, None], kinds[:, place]
-            room += count * self._whole[deadlines, kind]
-            shares = np.where(count > 0, self.shares[deadlines, kind], 0.0)
+        for place in range(candidates.shape[1]):
+            count, candidate = pipelines[:, place, None], candidates[:, place]
+            room += count * self._whole[deadlines, candidate]
+            shares = np.where(count > 0, self.shares[deadlines, candidate], 0.0)
             load = left * shares
             over = np.minimum(np.maximum(np.cumsum(load, axis=1) - count, 0.0), load)
             left = np.divide(over, shares, out=left, where=shares > 0)

@@ -10,7 +10,7 @@ from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler
 
 
 def exchanges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
-    """Pipelines of one kind for those of another: about ``unit`` devices, as few as possible or all of the kind."""
+    """Exchange pipelines of one candidate for another's: about ``unit`` devices, as few as possible, or all of them."""
     sizes = tiler.sizes
     for old, num_old in enumerate(counts):
         if not num_old:
@@ -25,7 +25,7 @@ def exchanges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
 
 
 def refills(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
-    """One pipeline for a smaller one of each kind, and what fills the rest best."""
+    """Exchange one pipeline for a smaller one of each candidate, and what fills the rest best."""
     for old, num_old in enumerate(counts):
         if not num_old:
             continue
@@ -37,7 +37,7 @@ def refills(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
 
 
 def splits(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
-    """One pipeline for one of a second kind and some of a third."""
+    """Exchange one pipeline for one of a second candidate and some of a third."""
     sizes = tiler.sizes
     for old, num_old in enumerate(counts):
         for first, size in enumerate(sizes):
@@ -50,7 +50,7 @@ def splits(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
 
 
 def merges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
-    """One pipeline of one kind and some of a second for one of a third."""
+    """Exchange one pipeline of one candidate and some of a second for one of a third."""
     sizes = tiler.sizes
     for first, num_first in enumerate(counts):
         for many, more in enumerate(counts):
@@ -63,4 +63,4 @@ def merges(tiler: Tiler, counts: Counts, unit: int) -> Iterator[Counts]:
 
 
 def _changed(counts: Counts, changes: dict[int, int]) -> Counts:
-    return tuple(count + changes.get(kind, 0) for kind, count in enumerate(counts))
+    return tuple(count + changes.get(candidate, 0) for candidate, count in enumerate(counts))

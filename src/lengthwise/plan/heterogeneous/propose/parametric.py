@@ -2,14 +2,14 @@
 
 Within a time t, the fewest devices that process all sequences up to length l are
 
-    g_t(l) = min over kinds k that hold l, and over l0 < l, of  g_t(l0) + N_k ceil(W_k(l0, l] / t_k(l)),
+    g_t(l) = min over candidates k that hold l, and over l0 < l, of  g_t(l0) + N_k ceil(W_k(l0, l] / t_k(l)),
 
 where W_k(l0, l] is the work of the sequences in between. As printed, t_k = t. That lets a pipeline finish in the time
-of its mean stage, and one sequence be split over all pipelines of a kind. With the bubble, t_k(l) = t - (stages - 1)
-(T_k(l) + c_k), and a kind holds l only if T_k(l) + c_k passes all its stages within t. The number of devices of the
-cluster enters only where the search ends, so the cost does not depend on it.
+of its mean stage, and one sequence be split over all pipelines of a candidate. With the bubble,
+t_k(l) = t - (stages - 1) (T_k(l) + c_k), and a candidate holds l only if T_k(l) + c_k passes all its stages within t.
+The number of devices of the cluster enters only where the search ends, so the cost does not depend on it.
 
-L length limits, K kinds, C classes of length. Here classes count from the shortest.
+L length limits, K candidates, C classes of length. Here classes count from the shortest.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class IntegerStrategy:
     max_length: int
     time_s: float
     counts: np.ndarray
-    """[K] pipelines of each kind; they may leave devices over."""
+    """[K] pipelines of each candidate; they may leave devices over."""
 
 
 def integer_strategies(
@@ -40,7 +40,7 @@ def integer_strategies(
     longest: np.ndarray | None = None,
     tolerance: float = TOLERANCE,
 ) -> list[IntegerStrategy]:
-    """One strategy per class of length, the longest first; none for lengths that no kind with enough devices holds.
+    """Solve for one strategy per class of length, the longest first; none for lengths that no candidate holds.
 
     Args:
         workload: the steps; their average is what counts.
@@ -67,8 +67,10 @@ def integer_strategies(
         low, high = np.where(meets, low, middle), np.where(meets, middle, high)
     counts = table.strategies(high, classes)
     return [
-        IntegerStrategy(max_length=int(workload.longest[::-1][class_index]), time_s=float(time_s), counts=kind_counts)
-        for class_index, time_s, kind_counts in zip(classes[::-1], high[::-1], counts[::-1])
+        IntegerStrategy(
+            max_length=int(workload.longest[::-1][class_index]), time_s=float(time_s), counts=candidate_counts
+        )
+        for class_index, time_s, candidate_counts in zip(classes[::-1], high[::-1], counts[::-1])
     ]
 
 
@@ -87,7 +89,7 @@ class _Table:
 
     @property
     def is_possible(self) -> np.ndarray:
-        """[C] whether some kind holds the class."""
+        """[C] whether some candidate holds the class."""
         fits_any: np.ndarray = self.fits.any(axis=0)
         return fits_any
 
@@ -107,32 +109,32 @@ class _Table:
         return num_devices
 
     def strategies(self, times_s: np.ndarray, classes: np.ndarray) -> np.ndarray:
-        """[L, K] pipelines of each kind that need the fewest devices."""
-        _, kinds, starts = self._solve(times_s, int(classes.max()) + 1)
+        """[L, K] pipelines of each candidate that need the fewest devices."""
+        _, candidates, starts = self._solve(times_s, int(classes.max()) + 1)
         counts = np.zeros((len(classes), len(self.done_s)), dtype=np.int64)
         for row, last in enumerate(classes.tolist()):
             end = last + 1
             while end:
-                kind, start = int(kinds[row, end]), int(starts[row, end])
-                counts[row, kind] += int(self._pipelines(times_s[row : row + 1], end)[0, kind, start])
+                candidate, start = int(candidates[row, end]), int(starts[row, end])
+                counts[row, candidate] += int(self._pipelines(times_s[row : row + 1], end)[0, candidate, start])
                 end = start
         return counts
 
     def _solve(self, times_s: np.ndarray, num_classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[L, C + 1] fewest devices up to each class, the kind of the last interval and the class where it starts."""
+        """[L, C + 1] fewest devices up to each class, the candidate of the last interval, the class where it starts."""
         fewest = np.full((len(times_s), num_classes + 1), np.inf)
         fewest[:, 0] = 0.0
-        kinds, starts = np.zeros(fewest.shape, dtype=np.int64), np.zeros(fewest.shape, dtype=np.int64)
+        candidates, starts = np.zeros(fewest.shape, dtype=np.int64), np.zeros(fewest.shape, dtype=np.int64)
         rows = np.arange(len(times_s))
         for end in range(1, num_classes + 1):
             needed = self._pipelines(times_s, end) * self.workload.devices[:, None] + fewest[:, None, :end]
             best = needed.reshape(len(times_s), -1).argmin(axis=1)
-            kinds[:, end], starts[:, end] = np.divmod(best, end)
-            fewest[:, end] = needed[rows, kinds[:, end], starts[:, end]]
-        return fewest, kinds, starts
+            candidates[:, end], starts[:, end] = np.divmod(best, end)
+            fewest[:, end] = needed[rows, candidates[:, end], starts[:, end]]
+        return fewest, candidates, starts
 
     def _pipelines(self, times_s: np.ndarray, end: int) -> np.ndarray:
-        """[L, K, end] pipelines of each kind for the classes from each start up to ``end``; inf where late."""
+        """[L, K, end] pipelines of each candidate for the classes from each start up to ``end``; inf where late."""
         work_s = self.done_s[:, end, None] - self.done_s[:, :end]
         room_s = times_s[:, None] - self.bubble_s[:, end - 1]
         late = ~self.fits[:, end - 1] | (self.alone_s[:, end - 1] > times_s[:, None] * (1 + ROUNDING)) | (room_s <= 0)

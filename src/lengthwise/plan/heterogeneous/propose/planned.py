@@ -14,14 +14,18 @@ MOST_PLANNED = 50_000
 """Sequences of a step beyond which its bound stands for its plan: with so many, plans come within some permil of it."""
 
 
-def tile_of(kind: Candidate, count: int) -> PipelineGroup:
-    """``count`` pipelines of ``kind`` as the planner sees them."""
-    return kind.tile(count) if isinstance(kind, AdaptiveCandidate) else PipelineGroup(kind=kind, count=count)
+def tile_of(candidate: Candidate, count: int) -> PipelineGroup:
+    """``count`` pipelines of ``candidate`` as the planner sees them."""
+    return (
+        candidate.tile(count)
+        if isinstance(candidate, AdaptiveCandidate)
+        else PipelineGroup(candidate=candidate, count=count)
+    )
 
 
-def pack_tokens_of(kind: Candidate) -> int:
+def pack_tokens_of(candidate: Candidate) -> int:
     """Most tokens of a micro-batch of several sequences."""
-    return tile_of(kind, 1).kind.max_tokens
+    return tile_of(candidate, 1).candidate.max_tokens
 
 
 class PlannedSteps:
@@ -38,7 +42,7 @@ class PlannedSteps:
 
     def under(self, strategy: Sequence[tuple[Candidate, int]]) -> "PlannedStrategy":
         """The steps under one strategy."""
-        tiles = [tile_of(kind, count) for kind, count in strategy]
+        tiles = [tile_of(candidate, count) for candidate, count in strategy]
         return PlannedStrategy(PlacedStrategy(self.problem, tiles), self._priced)
 
 

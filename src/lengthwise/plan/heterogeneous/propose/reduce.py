@@ -1,4 +1,4 @@
-"""The kinds that are worth a place in a strategy."""
+"""The candidates that are worth a place in a strategy."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from lengthwise.plan.space.problem import PlanningProblem
 MOST = 20
 """Kinds that are kept."""
 GRID = 24
-"""Lengths at which kinds are compared: quantiles by tokens."""
-EQUAL_KINDS, EQUAL_STEPS = 4, 8
+"""Lengths at which candidates are compared: quantiles by tokens."""
+EQUAL_CANDIDATES, EQUAL_STEPS = 4, 8
 """Kinds that may be the best to use alone, and samples that they are compared on."""
 URGENT = 2
 """The longest of these lengths, for which it also counts how long a sequence takes alone."""
@@ -20,57 +20,65 @@ TIGHTNESS = (0.0, 0.25, 0.6, 1.0)
 """How much of the bubble and the overhead of a micro-batch of its own a sequence is charged."""
 
 
-def reduce_kinds(
-    kinds: Sequence[Candidate], lengths: np.ndarray, *, max_kinds: int = MOST, keep: Sequence[Candidate] = ()
+def reduce_candidates(
+    candidates: Sequence[Candidate], lengths: np.ndarray, *, max_candidates: int = MOST, keep: Sequence[Candidate] = ()
 ) -> list[Candidate]:
-    """At most ``most`` kinds, in their order, without those that another is at least as good as in every respect.
+    """Keep at most ``max_candidates`` candidates, in their order, without those that another is at least as good as.
 
-    A kind is dominated by one of the same number of devices that holds as long sequences and packs, has no more stages
-    or overhead and is never slower; of equals the first is kept. Of the others, those are kept that come closest to the
-    fewest device-seconds at some length, if need be within some time, or on the whole corpus if equal pipelines of them
-    tile the cluster; and the one that computes the longest sequences in the least time, and those of ``keep`` that are
-    not dominated.
+    A candidate is dominated by one of the same number of devices that holds as long sequences and packs, has no more
+    stages or overhead and is never slower; of equals the first is kept. Of the others, those are kept that come closest
+    to the fewest device-seconds at some length, if need be within some time, or on the whole corpus if equal pipelines
+    of them tile the cluster; and the one that computes the longest sequences in the least time, and those of ``keep``
+    that are not dominated.
     """
-    kinds = list(dict.fromkeys(kinds))
+    candidates = list(dict.fromkeys(candidates))
     grid = _grid(lengths)
-    times_s = np.stack([np.asarray(kind.times_s(grid), dtype=np.float64) for kind in kinds])
-    limits = np.array([kind.max_tokens for kind in kinds])
+    times_s = np.stack([np.asarray(candidate.times_s(grid), dtype=np.float64) for candidate in candidates])
+    limits = np.array([candidate.max_tokens for candidate in candidates])
     times_s[grid > limits[:, None]] = np.inf
-    left = np.flatnonzero(~_dominated(kinds, times_s))
-    kinds, times_s, limits = [kinds[index] for index in left], times_s[left], limits[left]
-    if len(kinds) <= max_kinds:
-        return kinds
-    order = np.argsort(_regrets(kinds, times_s, grid), kind="stable").tolist()
+    left = np.flatnonzero(~_dominated(candidates, times_s))
+    candidates, times_s, limits = [candidates[index] for index in left], times_s[left], limits[left]
+    if len(candidates) <= max_candidates:
+        return candidates
+    order = np.argsort(_regrets(candidates, times_s, grid), kind="stable").tolist()
     holding = np.flatnonzero(limits >= min(grid[-1], limits.max())).tolist()
-    fastest = min(holding, key=lambda index: kinds[index].num_stages * float(kinds[index].times_s(grid[-1:])[0]))
-    wanted = [fastest, *(index for index, kind in enumerate(kinds) if kind in keep), *order]
-    return [kinds[index] for index in sorted(list(dict.fromkeys(wanted))[:max_kinds])]
+    fastest = min(
+        holding, key=lambda index: candidates[index].num_stages * float(candidates[index].times_s(grid[-1:])[0])
+    )
+    wanted = [fastest, *(index for index, candidate in enumerate(candidates) if candidate in keep), *order]
+    return [candidates[index] for index in sorted(list(dict.fromkeys(wanted))[:max_candidates])]
 
 
 def likely_equal(
-    problem: PlanningProblem, kinds: Sequence[Candidate], samples: Sequence[np.ndarray], *, holding: int
+    problem: PlanningProblem, candidates: Sequence[Candidate], samples: Sequence[np.ndarray], *, holding: int
 ) -> list[Candidate]:
-    """The few kinds whose equal pipelines are probably fastest on the samples, of those that hold ``holding`` tokens.
+    """The few candidates holding ``holding`` tokens whose equal pipelines are probably fastest on the samples.
 
     As if work could be balanced: each of d pipelines computes a d-th of it and one of the d longest sequences, for
     which all its other stages wait.
     """
-    tiling = [kind for kind in kinds if problem.num_devices % kind.num_devices == 0 and kind.max_tokens >= holding]
+    tiling = [
+        candidate
+        for candidate in candidates
+        if problem.num_devices % candidate.num_devices == 0 and candidate.max_tokens >= holding
+    ]
     chosen = [np.unique(sample, return_counts=True) for sample in samples[:: -(-len(samples) // EQUAL_STEPS)]]
-    estimates_s = [sum(_equal_s(problem, kind, *lengths) for lengths in chosen) for kind in tiling]
-    return [tiling[index] for index in np.argsort(estimates_s, kind="stable")[:EQUAL_KINDS]]
+    estimates_s = [sum(_equal_s(problem, candidate, *lengths) for lengths in chosen) for candidate in tiling]
+    return [tiling[index] for index in np.argsort(estimates_s, kind="stable")[:EQUAL_CANDIDATES]]
 
 
-def _equal_s(problem: PlanningProblem, kind: Candidate, lengths: np.ndarray, counts: np.ndarray) -> float:
-    """Seconds of ``counts`` sequences of each of some lengths, the shortest first, on equal pipelines of a kind."""
-    count, overhead_s = problem.num_devices // kind.num_devices, kind.overhead_s
-    times_s = kind.times_s(lengths) + overhead_s * problem.overhead_per_sequence
+def _equal_s(problem: PlanningProblem, candidate: Candidate, lengths: np.ndarray, counts: np.ndarray) -> float:
+    """Seconds of ``counts`` sequences of each length, the shortest first, on equal pipelines of ``candidate``."""
+    count, overhead_s = problem.num_devices // candidate.num_devices, candidate.overhead_s
+    times_s = candidate.times_s(lengths) + overhead_s * problem.overhead_per_sequence
     tokens = int(lengths @ counts)
-    packs_s = 0.0 if problem.overhead_per_sequence else overhead_s * max(1.0, tokens / pack_tokens_of(kind) / count)
+    packs_s = (
+        0.0 if problem.overhead_per_sequence else overhead_s * max(1.0, tokens / pack_tokens_of(candidate) / count)
+    )
     enough = np.minimum(counts[::-1], count)[:count]
     longest_s = np.repeat(times_s[::-1][:count], enough)[:count]
-    waiting_s = (kind.num_stages - 1) * float(longest_s.mean() + overhead_s)
-    alone_s = kind.num_stages * float(longest_s[0] + overhead_s)
+    waiting_s = (candidate.num_stages - 1) * float(longest_s.mean() + overhead_s)
+    alone_s = candidate.num_stages * float(longest_s[0] + overhead_s)
     return max(float(times_s @ counts) / count + packs_s + waiting_s, alone_s)
 
 
@@ -81,38 +89,38 @@ def _grid(lengths: np.ndarray) -> np.ndarray:
     return np.unique(ordered[np.minimum(places, len(ordered) - 1)])
 
 
-def _dominated(kinds: list[Candidate], times_s: np.ndarray) -> np.ndarray:
-    """[K] whether some other kind is at least as good in every respect."""
+def _dominated(candidates: list[Candidate], times_s: np.ndarray) -> np.ndarray:
+    """[K] whether some other candidate is at least as good in every respect."""
     merits = [
-        (-kind.max_tokens, -pack_tokens_of(kind), kind.num_stages, kind.overhead_s, *row)
-        for kind, row in zip(kinds, times_s.tolist())
+        (-candidate.max_tokens, -pack_tokens_of(candidate), candidate.num_stages, candidate.overhead_s, *row)
+        for candidate, row in zip(candidates, times_s.tolist())
     ]
     values = np.array(merits)
-    devices = np.array([kind.num_devices for kind in kinds])
-    dominated = np.zeros(len(kinds), dtype=bool)
-    for index in range(len(kinds)):
+    devices = np.array([candidate.num_devices for candidate in candidates])
+    dominated = np.zeros(len(candidates), dtype=bool)
+    for index in range(len(candidates)):
         no_worse = (values <= values[index]).all(axis=1) & (devices == devices[index])
         equal = no_worse & (values == values[index]).all(axis=1)
         dominated[index] = (no_worse & ~equal).any() or bool(equal[:index].any())
     return dominated
 
 
-def _regrets(kinds: list[Candidate], times_s: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """[K] device-seconds over the fewest of any kind, where a kind comes closest to them.
+def _regrets(candidates: list[Candidate], times_s: np.ndarray, grid: np.ndarray) -> np.ndarray:
+    """[K] device-seconds over the fewest of any candidate, where a candidate comes closest to them.
 
-    Lengths are compared one by one, and all together for kinds that tile the cluster. The longest sequences may not
-    wait: for them, only kinds that take no longer are compared with.
+    Lengths are compared one by one, and all together for candidates that tile the cluster. The longest sequences may
+    not wait: for them, only candidates that take no longer are compared with.
     """
-    devices = np.array([[kind.num_devices] for kind in kinds])
-    stages = np.array([[kind.num_stages] for kind in kinds])
-    overheads_s = np.array([[kind.overhead_s] for kind in kinds])
-    packs = np.maximum(np.array([[pack_tokens_of(kind)] for kind in kinds]), grid)
+    devices = np.array([[candidate.num_devices] for candidate in candidates])
+    stages = np.array([[candidate.num_stages] for candidate in candidates])
+    overheads_s = np.array([[candidate.overhead_s] for candidate in candidates])
+    packs = np.maximum(np.array([[pack_tokens_of(candidate)] for candidate in candidates]), grid)
     fits = np.isfinite(times_s)
     work_s = np.where(fits, times_s, 0.0)
     spread_s = work_s + overheads_s * grid / packs
     bubble_s = (stages - 1) * (work_s + overheads_s) + overheads_s
     costs_s = np.stack([np.where(fits, devices * (spread_s + tight * bubble_s), np.inf) for tight in TIGHTNESS])
-    tiling = np.array([kind.num_cluster_devices % kind.num_devices == 0 for kind in kinds])
+    tiling = np.array([candidate.num_cluster_devices % candidate.num_devices == 0 for candidate in candidates])
     sums_s = np.where(tiling, costs_s.sum(axis=2), np.inf)
     alone_s = np.where(fits, stages * (work_s + overheads_s), np.inf)[:, -URGENT:]
     in_time = alone_s[None] <= alone_s[:, None]

@@ -54,7 +54,7 @@ class Search:
         """The best strategy reached from ``start`` by moves that lower ``mean_s``.
 
         Exchanges start with half of the devices; where no exchange helps, half as many are tried, and in the end all
-        kinds of moves.
+        candidates of moves.
         """
         present, unit = start, max(1, self.tiler.workload.num_devices // 2)
         limits_s = np.broadcast_to(limits_s, len(self._estimator.floors))
@@ -72,7 +72,7 @@ class Search:
                 return present
 
     def _estimate_s(self, strategies: list[Counts], steps: np.ndarray) -> np.ndarray:
-        """[M, len(steps)] seconds of some steps, the update of the kind whose update takes longest included."""
+        """[M, len(steps)] seconds of some steps, the update of the candidate whose update takes longest included."""
         counts = np.array(strategies)
         updates_s = np.where(counts > 0, self.tiler.workload.update_s, 0.0).max(axis=1)
         estimates_s: np.ndarray = self._estimator.times_s(counts, steps) + updates_s[:, None]

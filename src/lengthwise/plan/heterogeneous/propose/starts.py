@@ -27,11 +27,11 @@ class Starts:
 
 def make_starts(workload: Workload, tiler: Tiler, *, holding: int) -> Starts:
     """Starts for the average of the steps of ``workload``; homogeneous ones hold ``holding`` tokens."""
-    num_kinds = len(workload.kinds)
+    num_candidates = len(workload.candidates)
     homogeneous = [
-        tuple(workload.num_devices // size * (index == kind) for index in range(num_kinds))
-        for kind, size in enumerate(tiler.sizes)
-        if workload.num_devices % size == 0 and workload.limits[kind] >= holding
+        tuple(workload.num_devices // size * (index == candidate) for index in range(num_candidates))
+        for candidate, size in enumerate(tiler.sizes)
+        if workload.num_devices % size == 0 and workload.limits[candidate] >= holding
     ]
     longest = workload.longest[(workload.counts > 0).argmax(axis=1)]
     limits = np.quantile(longest, np.linspace(0, 1, LENGTH_LIMITS), method="nearest")

@@ -14,7 +14,7 @@ MOST_ROUNDED = 6
 """Kinds with the largest fractions, of which both neighbouring whole counts are tried."""
 
 Counts = tuple[int, ...]
-"""Pipelines of each kind."""
+"""Pipelines of each candidate."""
 
 
 class Tiler:
@@ -30,7 +30,7 @@ class Tiler:
 
     @cached_property
     def values(self) -> np.ndarray:
-        """[K] devices of the best kinds that a pipeline replaces, for the class of length that it is best at."""
+        """[K] devices of the best candidates that a pipeline replaces, for the class of length that it is best at."""
         device_s = self.workload.devices[:, None] * self.workload.charged_s
         with np.errstate(invalid="ignore"):
             efficiency = np.nan_to_num(device_s.min(axis=0) / device_s)
@@ -53,30 +53,34 @@ class Tiler:
         return best, last
 
     def fill(self, counts: Sequence[int]) -> Counts | None:
-        """The same pipelines and others on the devices left, giving up as few as that takes; None: impossible."""
+        """Add pipelines on the devices left, giving up as few of ``counts`` as that takes; None if impossible."""
         filled = [int(count) for count in counts]
         left = self.workload.num_devices - sum(size * count for size, count in zip(self.sizes, filled))
         best, last = self._fillings
         while left < 0 or best[left] == -np.inf:
-            present = [kind for kind, count in enumerate(filled) if count]
+            present = [candidate for candidate, count in enumerate(filled) if count]
             if not present:
                 return None
-            least = min(present, key=lambda kind: (self.values[kind], kind))
+            least = min(present, key=lambda candidate: (self.values[candidate], candidate))
             filled[least] -= 1
             left += self.sizes[least]
         while left:
-            kind = int(last[left])
-            filled[kind] += 1
-            left -= self.sizes[kind]
+            candidate = int(last[left])
+            filled[candidate] += 1
+            left -= self.sizes[candidate]
         return tuple(filled)
 
     def round(self, counts: np.ndarray, *, least: int | None = None) -> list[Counts]:
-        """Neighbouring whole strategies of fractional counts, filled; with at least one pipeline of kind ``least``."""
+        """Round fractional counts to whole strategies nearby, filled, with at least one pipeline of ``least``."""
         floors = np.floor(counts + 1e-9).astype(np.int64)
         if least is not None:
             floors[least] = max(floors[least], 1)
         fractions = counts - floors
-        up = [kind for kind in np.argsort(-fractions, kind="stable")[:MOST_ROUNDED].tolist() if fractions[kind] > 1e-9]
+        up = [
+            candidate
+            for candidate in np.argsort(-fractions, kind="stable")[:MOST_ROUNDED].tolist()
+            if fractions[candidate] > 1e-9
+        ]
         rounded_counts: dict[Counts, None] = {}
         for steps in product((1, 0), repeat=len(up)):
             rounded = floors.copy()
@@ -96,18 +100,20 @@ class Tiler:
         return (
             self.may_cross
             or self._divides
-            or placeable(strategy_of(self.workload.kinds, counts), self.workload.num_devices, self.devices_per_node)
+            or placeable(
+                strategy_of(self.workload.candidates, counts), self.workload.num_devices, self.devices_per_node
+            )
         )
 
     @cached_property
     def _divides(self) -> bool:
         """Whether every degree divides the next larger one, nodes among them: then any tiling can be placed."""
         node = min(self.devices_per_node, self.workload.num_devices)
-        degrees = sorted({node, *(kind.scheme.degree for kind in self.workload.kinds)})
+        degrees = sorted({node, *(candidate.scheme.degree for candidate in self.workload.candidates)})
         return all(large % small == 0 for small, large in pairwise(degrees))
 
 
-def strategy_of(kinds: Sequence[Candidate], counts: Sequence[int]) -> tuple[tuple[Candidate, int], ...]:
-    """The kinds that are used with their counts, the one that holds the longest sequences first."""
-    used = [(kind, int(count)) for kind, count in zip(kinds, counts) if count]
+def strategy_of(candidates: Sequence[Candidate], counts: Sequence[int]) -> tuple[tuple[Candidate, int], ...]:
+    """The candidates that are used with their counts, the one that holds the longest sequences first."""
+    used = [(candidate, int(count)) for candidate, count in zip(candidates, counts) if count]
     return tuple(sorted(used, key=lambda entry: -entry[0].max_tokens))

@@ -1,6 +1,6 @@
-"""What proposals are computed from: the steps as numbers of sequences per class of length, and what each kind takes.
+"""The workload of proposals: sequences of each step per class of length, and what each candidate takes for them.
 
-S steps, K kinds, C classes of length, the longest first.
+S steps, K candidates, C classes of length, the longest first.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ SHORT_RATIO = 0.72
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """Steps of a run and the kinds they may use."""
+    """Steps of a run and the candidates they may use."""
 
-    kinds: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...]
     num_devices: int
     counts: np.ndarray
     """[S, C] sequences of each class in each step."""
@@ -43,7 +43,7 @@ class Workload:
     util_tokens: np.ndarray
     """[K] mean tokens of a micro-batch below which more of them are not made."""
     update_s: np.ndarray
-    """[K] seconds of a step outside its micro-batches, if all pipelines were of the kind."""
+    """[K] seconds of a step outside its micro-batches, if all pipelines were of the candidate."""
 
     def part(self, steps: Sequence[int]) -> "Workload":
         """Only some of the steps."""
@@ -52,17 +52,17 @@ class Workload:
     @cached_property
     def devices(self) -> np.ndarray:
         """[K] devices of a pipeline."""
-        return np.array([kind.num_devices for kind in self.kinds])
+        return np.array([candidate.num_devices for candidate in self.candidates])
 
     @cached_property
     def stages(self) -> np.ndarray:
         """[K] stages of a pipeline."""
-        return np.array([kind.num_stages for kind in self.kinds])
+        return np.array([candidate.num_stages for candidate in self.candidates])
 
     @cached_property
     def limits(self) -> np.ndarray:
         """[K] longest sequence a pipeline holds."""
-        return np.array([kind.max_tokens for kind in self.kinds])
+        return np.array([candidate.max_tokens for candidate in self.candidates])
 
     @cached_property
     def charged_s(self) -> np.ndarray:
@@ -81,50 +81,54 @@ class Workload:
 
     def floors_s(self, used: np.ndarray | None = None) -> np.ndarray:
         """[S] seconds that a step takes at least, its update left out: Eq. (4) with fractional counts, and its longest
-        sequence alone. With all kinds, or only those that are ``used`` [K]; inf where a sequence fits on none.
+        sequence alone. With all candidates, or only those that are ``used`` [K]; inf where a sequence fits on none.
         """
-        used = np.ones(len(self.kinds), dtype=bool) if used is None else used
+        used = np.ones(len(self.candidates), dtype=bool) if used is None else used
         device_s = (self.devices[used, None] * self.charged_s[used]).min(axis=0)
         even_s = self.counts @ np.where(np.isfinite(device_s), device_s, 0.0) / self.num_devices
         alone_s = np.where(self.counts > 0, self.alone_s[used].min(axis=0), 0.0).max(axis=1)
         return np.maximum(even_s, alone_s)
 
 
-def make_workload(problem: PlanningProblem, kinds: Sequence[Candidate], samples: Sequence[np.ndarray]) -> Workload:
-    """Sort the sequences of ``samples`` into classes and price one of each class under every kind.
+def make_workload(problem: PlanningProblem, candidates: Sequence[Candidate], samples: Sequence[np.ndarray]) -> Workload:
+    """Sort the sequences of ``samples`` into classes and price one of each class under every candidate.
 
-    No class is cut by what a kind holds, so a kind holds all of a class or nothing of it.
+    No class is cut by what a candidate holds, so a candidate holds all of a class or nothing of it.
     """
     lengths, where = np.unique(np.concatenate(samples), return_inverse=True)
     steps = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])
-    ends = _class_ends(lengths, [kind.max_tokens for kind in kinds])
+    ends = _class_ends(lengths, [candidate.max_tokens for candidate in candidates])
     counts = np.zeros((len(samples), len(ends)))
     classes = np.searchsorted(ends, lengths)
     np.add.at(counts, (steps, classes[where]), 1.0)
     totals = np.bincount(classes[where], minlength=len(ends))
     means = np.bincount(classes[where], weights=lengths[where], minlength=len(ends)) / totals
     means, ends, counts = means[::-1], ends[::-1], counts[:, ::-1]
-    overheads_s = np.array([kind.overhead_s for kind in kinds])
-    work_s = np.stack([np.asarray(kind.times_s(np.rint(means).astype(np.int64)), dtype=np.float64) for kind in kinds])
-    work_s[ends > np.array([[kind.max_tokens] for kind in kinds])] = np.inf
+    overheads_s = np.array([candidate.overhead_s for candidate in candidates])
+    work_s = np.stack(
+        [np.asarray(candidate.times_s(np.rint(means).astype(np.int64)), dtype=np.float64) for candidate in candidates]
+    )
+    work_s[ends > np.array([[candidate.max_tokens] for candidate in candidates])] = np.inf
     per_sequence = problem.overhead_per_sequence
     return Workload(
-        kinds=tuple(kinds),
+        candidates=tuple(candidates),
         num_devices=problem.num_devices,
         counts=counts,
         lengths=means,
         longest=ends,
         work_s=work_s + overheads_s[:, None] * per_sequence,
         setup_s=overheads_s * (not per_sequence),
-        pack_tokens=np.array([pack_tokens_of(kind) for kind in kinds]),
-        util_tokens=np.array([kind.cost.util_tokens(kind.scheme) for kind in kinds]),
-        update_s=np.array([_update_s(kind, problem.num_devices) for kind in kinds]),
+        pack_tokens=np.array([pack_tokens_of(candidate) for candidate in candidates]),
+        util_tokens=np.array([candidate.cost.util_tokens(candidate.scheme) for candidate in candidates]),
+        update_s=np.array([_update_s(candidate, problem.num_devices) for candidate in candidates]),
     )
 
 
-def _update_s(kind: Candidate, num_devices: int) -> float:
-    """Of as many pipelines as the devices hold, on consecutive ranks."""
-    return kind.cost.update_s(homogeneous(kind.scheme, num_devices // kind.num_devices * kind.num_devices))
+def _update_s(candidate: Candidate, num_devices: int) -> float:
+    """Seconds of an update with as many pipelines as the devices hold, on consecutive ranks."""
+    return candidate.cost.update_s(
+        homogeneous(candidate.scheme, num_devices // candidate.num_devices * candidate.num_devices)
+    )
 
 
 def _class_ends(lengths: np.ndarray, limits: Sequence[int]) -> np.ndarray:

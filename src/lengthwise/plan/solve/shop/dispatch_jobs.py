@@ -140,7 +140,7 @@ class _Filled:
         return True
 
     def _with_space(self, index: int, step: int, value: float, size: int) -> int:
-        """The first of a few machines from `at` on, up or down, that ends in time with the batches sizes force."""
+        """The first of a few machines from `index` on, up or down, that ends in time with the batches sizes force."""
         for _ in range(FIT_TRIES):
             space, machine = self.left[index]
             total_size = self.held[machine] + size

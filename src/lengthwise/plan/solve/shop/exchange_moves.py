@@ -195,7 +195,7 @@ def _few_jobs(assignment: Assignment, worst: int, partners: list[int]) -> dict[i
 
 
 def _thinned(jobs: list[int], sizes: np.ndarray, max_jobs: int) -> list[int]:
-    """At most about ``most`` of some jobs, of different size and at even distances, the largest two among them."""
+    """At most about ``max_jobs`` of some jobs, of different size and at even distances, the largest two among them."""
     array = np.array(jobs)
     if len(array) <= 2:
         return jobs

@@ -77,7 +77,7 @@ class _CentralPath:
         return self.cheapest
 
     def value(self, *, middle: bool = False) -> float:
-        """Of the dual, or between both values: the optimum is at least, or about, this."""
+        """The value of the dual, a lower bound of the optimum, or of the middle of primal and dual, an estimate."""
         dual = float(self.cheapest @ self.classes.counts)
         return float(np.sqrt(dual * (self.load / self.machines).max())) if middle else dual
 
@@ -86,7 +86,7 @@ class _CentralPath:
         return float((self.load / self.machines).max()) - self.value()
 
     def move_deadline(self, deadline: float) -> None:
-        """The same point under another deadline, pushed inside where it would be outside."""
+        """Go to another deadline with the same point, pushed inside where it would be infeasible."""
         self.deadline = deadline
         self.taken, self.open = self._shares()
         self.flow = np.where(self.open, np.maximum(self.flow, 1e-9), 0.0)

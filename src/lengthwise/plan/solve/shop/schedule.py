@@ -1,4 +1,4 @@
-"""The facade: dispatch, pack, improve, certify."""
+"""Schedule jobs on machines of several types: dispatch, pack, improve, certify."""
 
 import math
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ def _pack(assignment: Assignment, goal: float, effort: SearchEffort) -> None:
 
 
 def _excess(packed: Assignment) -> np.ndarray:
-    """By what factor the machines of each type end later than estimated, on average [K, 1]."""
+    """[K, 1] mean factor by which the machines of each type end later than estimated."""
     problem, estimate = packed.problem, estimating(packed.problem)
     estimates = np.array([estimate(kind, jobs, 0.0)[0] for kind, jobs in zip(problem.kinds, packed.jobs)])
     ends, ideal = np.add.reduceat(packed.spans, packed.first[:-1]), np.add.reduceat(estimates, packed.first[:-1])

@@ -23,7 +23,7 @@ def most_batches(problem: ShopProblem, deadline: float | np.ndarray) -> np.ndarr
 def capacities(problem: ShopProblem, deadline: float | np.ndarray, max_batches: np.ndarray) -> np.ndarray:
     """Most work of a machine whose largest job is each job [K, B]; not positive where that job alone is late.
 
-    With V batches the longest of which works m, the total is at most V m. Up to V = `most` balance is what limits:
+    With V batches the longest of which works m, the total is at most V m. Up to V = `max_batches` balance limits:
     V (C / (V + stages - 1) - setup), concave in V. Beyond, in a flow shop, setups are: C - V setup - (stages - 1) m.
     """
     later, setup = problem.later, problem.setup
