@@ -40,7 +40,7 @@ def play(
     contest = PolicyComparison(
         model=model_preset(model),
         dtype="bfloat16",
-        pool=SearchSpace(methods=METHODS),
+        search_space=SearchSpace(methods=METHODS),
         policies=policies,
         lengths=index,
         num_steps=steps,

@@ -232,13 +232,13 @@ def _closed_row(scenario: Scenario, workload: str, *, steps: int) -> tuple[str, 
         tokens=TOKENS[workload],
     )
     model, cluster = model_preset(scenario.model), a800s(scenario.num_devices)
-    pool = SearchSpace(max_degree=16, methods=(Method.ULYSSES, Method.ULYSSES_Z, Method.MEGATRON_TS))
+    search_space = SearchSpace(max_degree=16, methods=(Method.ULYSSES, Method.ULYSSES_Z, Method.MEGATRON_TS))
     problem = make_problem(
         AnalyticCost(model=model, cluster=cluster),
         cluster=cluster,
         num_layers=model.num_layers,
         max_length=cell.context,
-        pool=pool,
+        search_space=search_space,
         samples=sample_lengths(cell.corpus, tokens_per_step=cell.tokens_per_step, seed=0),
     )
     batches = cell.batches(steps)

@@ -227,14 +227,19 @@ def _run(methods: tuple[Method, ...], lengths: np.ndarray) -> tuple[int, np.ndar
     model = replace(model_preset("gpt-12288"), num_layers=LAYERS_RUN, causal=False)
     cluster = cluster_preset(CLUSTER)
     cost = AnalyticCost(model=model, cluster=cluster)
-    pool = SearchSpace(max_degree=DEGREE, max_stages=1, methods=methods, recompute=RecomputeMode.NONE)
-    schemes = pool.schemes(LAYERS_RUN, cluster)
+    search_space = SearchSpace(max_degree=DEGREE, max_stages=1, methods=methods, recompute=RecomputeMode.NONE)
+    schemes = search_space.schemes(LAYERS_RUN, cluster)
     longest = max(cost.max_tokens(scheme, num_devices=DEGREE) for scheme in schemes if scheme.degree == DEGREE)
     fitting = lengths[lengths <= longest]
     if not len(fitting):
         raise InfeasibleError(f"no sequence of {lengths.min():,} tokens or more fits {cluster.name}")
     problem = make_problem(
-        cost, cluster=cluster, num_layers=LAYERS_RUN, max_length=int(fitting[-1]), pool=pool, samples=[fitting]
+        cost,
+        cluster=cluster,
+        num_layers=LAYERS_RUN,
+        max_length=int(fitting[-1]),
+        search_space=search_space,
+        samples=[fitting],
     )
     planner = Planner(policy="paradyse", problem=problem)
     times_s = [

@@ -105,8 +105,8 @@ def as_they_come(problem: PlanningProblem, batch: GlobalBatch) -> StepPlan:
 
 
 def _arranged(problem: PlanningProblem, batch: GlobalBatch, packs: Sequence[Pack]) -> tuple[PricedBatch, DraftPlan]:
-    lane = PipelineDraft(candidate=problem.candidates[0], ranks=tuple(range(STAGES)), packs=tuple(packs))
-    return PricedBatch(problem, batch), DraftPlan(phases=((lane,),), lower_bound_s=0.0)
+    pipeline = PipelineDraft(candidate=problem.candidates[0], ranks=tuple(range(STAGES)), packs=tuple(packs))
+    return PricedBatch(problem, batch), DraftPlan(phases=((pipeline,),), lower_bound_s=0.0)
 
 
 def first_fit(lengths: Sequence[int], capacity: int) -> list[Pack]:

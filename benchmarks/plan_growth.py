@@ -44,7 +44,7 @@ def problem_of(count: int) -> PlanningProblem:
         cluster=cluster,
         num_layers=model.num_layers,
         max_length=LONGEST,
-        pool=SearchSpace(),
+        search_space=SearchSpace(),
         samples=[lengths(count, seed=100 + sample) for sample in range(SAMPLES)],
     )
 

@@ -20,13 +20,13 @@ corpus = LengthIndex(lengths=lengths)
 model, cluster = model_preset("llama-7b"), cluster_preset("1x8xH200-141GB")
 cost = AnalyticCost(model=model, cluster=cluster)
 
-pool = SearchSpace(max_stages=1, recompute=RecomputeMode.ALL)
+search_space = SearchSpace(max_stages=1, recompute=RecomputeMode.ALL)
 problem = make_problem(
     cost,
     cluster=cluster,
     num_layers=model.num_layers,
     max_length=corpus.max_length,
-    pool=pool,
+    search_space=search_space,
     samples=sample_lengths(corpus, tokens_per_step=400_000, seed=0),
 )
 

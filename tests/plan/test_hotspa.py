@@ -58,8 +58,8 @@ def test_a_sequence_is_computed_in_the_phase_of_its_length():
     problem = skewed_problem()
     lengths = [100, 101, 400, 1, 99]
     short, long = two_ranges(problem).phases(PricedBatch(problem, make_batch(lengths)))
-    assert sorted(lengths[at] for lane in short for pack in lane.packs for at in pack) == [1, 99, 100]
-    assert sorted(lengths[at] for lane in long for pack in lane.packs for at in pack) == [101, 400]
+    assert sorted(lengths[at] for pipeline in short for pack in pipeline.packs for at in pack) == [1, 99, 100]
+    assert sorted(lengths[at] for pipeline in long for pack in pipeline.packs for at in pack) == [101, 400]
 
 
 def test_a_range_without_sequences_is_skipped_and_costs_no_switch():

@@ -36,7 +36,7 @@ def candidate_of(problem, *, degree=1, stages=1):
 def dealt_by(policy, lengths):
     """Lengths of each pack of each pipeline of a policy's only phase."""
     (phase,) = policy.phases(PricedBatch(policy.problem, make_batch(lengths)))
-    return [[[lengths[at] for at in pack] for pack in lane.packs] for lane in phase]
+    return [[[lengths[at] for at in pack] for pack in pipeline.packs] for pipeline in phase]
 
 
 @pytest.mark.parametrize("policy", BASELINES)

@@ -29,9 +29,10 @@ def cost_of(world):
 def plan_with(world):
     def plan(cost):
         cluster = cluster_preset(f"{world.size}xcpu", memory_gib=1 / 1024)
-        pool = SearchSpace(max_stages=1, methods=(Method.ULYSSES,))
+        search_space = SearchSpace(max_stages=1, methods=(Method.ULYSSES,))
         return SimpleNamespace(
-            problem=make_problem(cost, cluster=cluster, num_layers=LAYERS, max_length=64, pool=pool), cost=cost
+            problem=make_problem(cost, cluster=cluster, num_layers=LAYERS, max_length=64, search_space=search_space),
+            cost=cost,
         )
 
     return plan

@@ -13,7 +13,7 @@ from lengthwise.core.errors import CheckError
 from lengthwise.core.pipeline_config import Method, PipelineSchedule, issue_order, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.runtime.parallel.tokens import shard_tokens
-from lengthwise.sim.schedule_check import OperationKind, check_matching, num_tokens_of, operations, stretches
+from lengthwise.sim.schedule_check import OperationKind, check_matching, num_tokens_of, operations, weight_phases_of
 from tests.sim.random_plans import SPEC, random_batch, random_plan
 
 PULL, FORWARD, BACKWARD, SEND, RECEIVE, PUSH = OperationKind
@@ -248,7 +248,9 @@ def test_a_missing_push_is_named(rank):
     lists[rank].pop()
     message = refusal(lists)
     assert f"rank {rank} would do nothing more" in message
-    assert f"rank {0 if rank else 1} would run the push of stretch 0 (phases 0 to 0) with ranks 0,1,2,3,4" in message
+    assert (
+        f"rank {0 if rank else 1} would run the push of weight phase 0 (phases 0 to 0) with ranks 0,1,2,3,4" in message
+    )
 
 
 def test_the_two_ranks_that_disagree_are_named_and_not_one_that_waits_for_them():
@@ -266,7 +268,7 @@ def test_an_idle_rank_that_misses_the_pull_is_named():
     lists = lists_of(two_stages_of_two())
     del lists[4][0]
     message = refusal(lists)
-    assert "rank 4 would run the push of" in message and "rank 0 would run the pull of stretch 0" in message
+    assert "rank 4 would run the push of" in message and "rank 0 would run the pull of weight phase 0" in message
 
 
 def test_pipelines_that_share_ranks_must_be_met_in_one_order():
@@ -316,26 +318,26 @@ def test_any_number_of_micro_batches_matches_in_any_number_of_stages(degree, sta
 def test_phases_that_need_no_other_weights_are_one_stretch():
     ring, one, two = scheme(2, 1, Method.RING), scheme(), scheme(1, 2)
     same = plan_of(((0, 1), ring, 1, 0), ((0,), one, 1, 1), ((1,), one, 0, 1))
-    assert [stretch.phases for stretch in stretches(same)] == [range(0, 2)]
+    assert [weight_phase.phases for weight_phase in weight_phases_of(same)] == [range(0, 2)]
     other = plan_of(((0, 1), ring, 1, 0), ((1, 0), two, 1, 1), ((0, 1), two, 1, 2), ((0, 1), ring, 0, 3))
-    found = stretches(other)
-    assert [stretch.phases for stretch in found] == [range(0, 1), range(1, 2), range(2, 4)]
-    assert [[held.first for held in stretch.holdings] for stretch in found] == [[0, 0], [2, 0], [0, 2]]
+    found = weight_phases_of(other)
+    assert [weight_phase.phases for weight_phase in found] == [range(0, 1), range(1, 2), range(2, 4)]
+    assert [[held.first for held in weight_phase.holdings] for weight_phase in found] == [[0, 0], [2, 0], [0, 2]]
 
 
 def test_a_rank_that_is_idle_first_holds_what_it_computes_with_later():
     plan = plan_of(((0,), scheme(), 1, 0), ((1,), scheme(), 0, 0), ((0,), scheme(), 0, 1), ((1,), scheme(), 1, 1))
-    (stretch,) = stretches(plan)
-    assert stretch.phases == range(0, 2)
-    assert all(held.is_everything for held in stretch.holdings)
+    (weight_phase,) = weight_phases_of(plan)
+    assert weight_phase.phases == range(0, 2)
+    assert all(held.is_everything for held in weight_phase.holdings)
 
 
 def test_phases_run_in_order_however_a_plan_lists_them():
     plan = plan_of(
         ((0,), scheme(), 1, 1), ((1,), scheme(), 1, 1), ((0, 1), scheme(2, 1, Method.RING), 2, 0),
     )  # fmt: skip
-    ((stretch, lists),) = checked(plan)
-    assert stretch.phases == range(0, 2)
+    ((weight_phase, lists),) = checked(plan)
+    assert weight_phase.phases == range(0, 2)
     for steps in lists:
         phases = [plan.pipelines[one.pipeline].phase for one in steps if one.kind in (FORWARD, BACKWARD)]
         assert phases == sorted(phases) and set(phases) == {0, 1}

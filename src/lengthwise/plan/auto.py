@@ -1,8 +1,8 @@
 """One search over packs, degrees, stages, methods, recompute, accumulation and phases; never slower than any policy.
 
-The pool's families become flexible pipelines, whose packs each run with the method and recompute that their tokens
-allow. Heterogeneous strategies of them are proposed for the corpus. Per step the best is found by bounds first, then
-two-phase splits are tried where the gap leaves room, then every other policy whose bound is below what was found.
+The search space's families become adaptive pipelines, whose packs each run with the method and recompute that their
+tokens allow. Heterogeneous strategies of them are proposed for the corpus. Per step the best is found by bounds first,
+then two-phase splits are tried where the gap leaves room, then every other policy whose bound is below what was found.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class AutoPolicy:
         self.splits = SplitSearch(_fronts(problem, candidates), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The fastest arrangement found, with the bound of the whole pool."""
+        """The fastest draft plan found, with the bound of the whole search space."""
         bound_s = self.bound.step_s(priced)
         phase, best_s = self.strategy_candidates.best(priced, self.strategy_candidates.bounds_s(priced))
         best = None if phase is None else DraftPlan(phases=(phase,))
@@ -61,12 +61,12 @@ class AutoPolicy:
         if best is not None and priced.problem.lattice is not None:
             best_s = sum(step_times_s(priced, best))  # the searches above do not see what fills packs up
         for name, policy in self.others.items():
-            if name in priced.arranged or can_win(policy, priced, best_s * (1 - SLACK)):
-                drafted = priced.arranged.get(name)
+            if name in priced.drafted_by_policy or can_win(policy, priced, best_s * (1 - SLACK)):
+                drafted = priced.drafted_by_policy.get(name)
                 draft = drafted or DraftPlan(phases=policy.phases(priced))
                 draft_s = sum(step_times_s(priced, draft))
                 best, best_s = (draft, draft_s) if draft_s < best_s else (best, best_s)
-        assert best is not None, "some policy holds every sequence that the pool holds"
+        assert best is not None, "some policy holds every sequence that the search space holds"
         own_update_s = step_times_s(priced, best)[2]
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s - own_update_s)
 

@@ -32,7 +32,7 @@ class Planner:
     def plan(self, priced: PricedBatch) -> StepPlan:
         """The plan for a batch that other policies may have priced already; their work is not repeated."""
         self.problem.check_fits(priced.lengths, np.asarray(priced.batch.ids))
-        if self.policy not in priced.arranged:
-            priced.arranged[self.policy] = prepare(self.policy, self.problem)(priced)
-        plan = to_plan(priced, priced.arranged[self.policy], policy=self.policy)
+        if self.policy not in priced.drafted_by_policy:
+            priced.drafted_by_policy[self.policy] = prepare(self.policy, self.problem)(priced)
+        plan = to_plan(priced, priced.drafted_by_policy[self.policy], policy=self.policy)
         return plan if self.lr_scaling is None else replace(plan, lr_factor=self.lr_scaling.of(priced.batch))

@@ -21,11 +21,11 @@ class Policy(Protocol):
         ...
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's arrangement, with its bound."""
+        """The step's draft plan, with its bound."""
         ...
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
-        """The step's arrangement alone."""
+        """The step's draft plan alone."""
         ...
 
     def floor_s(self, priced: PricedBatch) -> float:

@@ -44,7 +44,7 @@ class PolicyComparison:
 
     model: ModelSpec
     dtype: str
-    pool: SearchSpace
+    search_space: SearchSpace
     policies: tuple[str, ...]
     lengths: LengthIndex
     num_steps: int
@@ -61,7 +61,7 @@ class PolicyComparison:
                 cluster=cluster,
                 num_layers=self.model.num_layers,
                 max_length=self.lengths.max_length,
-                pool=self.pool,
+                search_space=self.search_space,
                 samples=sample_lengths(self.lengths, tokens_per_step=tokens_per_step, seed=self.seed),
             )
             check_longest(problem, self.lengths, self.spelling)

@@ -217,7 +217,7 @@ def make_planner(
     if config.train.compile:
         methods = _compiled_methods(config, methods)
     _check_degree(config, cluster)
-    pool = SearchSpace(
+    search_space = SearchSpace(
         max_degree=plan.degree or plan.max_degree,
         max_stages=plan.max_stages,
         methods=methods,
@@ -230,7 +230,7 @@ def make_planner(
         cluster=cluster,
         num_layers=spec.num_layers,
         max_length=lengths.max_length,
-        pool=pool,
+        search_space=search_space,
         samples=_samples(config, corpus),
         token_limit=plan.max_tokens,
     )

@@ -117,7 +117,7 @@ def make_planner(
     most = cluster.num_devices
     if options.max_degree is not None and options.max_degree > most:
         raise InputError(f"max_degree={options.max_degree}, and there are {most} ranks")
-    pool = SearchSpace(
+    search_space = SearchSpace(
         max_degree=options.max_degree or most,
         max_stages=1,
         methods=(Method.ULYSSES,),
@@ -131,7 +131,7 @@ def make_planner(
         cluster=cluster,
         num_layers=num_layers,
         max_length=lengths.max_length,
-        pool=pool,
+        search_space=search_space,
         samples=lengths_of(typical),
     )
     problem.check_fits(lengths.lengths)

@@ -15,7 +15,7 @@ IMBALANCE = "wait"
 SWITCH = "switch"
 """Name of the communication between two phases."""
 
-Stretch = tuple[float, float, SpanKind, str]
+RankActivity = tuple[float, float, SpanKind, str]
 """Start, end, kind and name of what all ranks of a stage do."""
 
 _EXACT = SimOptions()
@@ -37,7 +37,7 @@ def simulate(plan: StepPlan, options: SimOptions = _EXACT) -> Timeline:
         for run in phase.pipelines:
             for stage in range(len(run.stages)):
                 ranks = run.pipeline.ranks_of(stage)
-                spans += _on_ranks(ranks, _stretches(run, stage, phase))
+                spans += _on_ranks(ranks, _activities(run, stage, phase))
                 memory += [
                     MemorySample(time_s=time_s, rank=rank, num_bytes=num_bytes)
                     for time_s, num_bytes in run.memory_of(stage)
@@ -47,13 +47,13 @@ def simulate(plan: StepPlan, options: SimOptions = _EXACT) -> Timeline:
     return Timeline(step=plan.step, num_ranks=plan.num_devices, spans=tuple(spans), memory=tuple(memory))
 
 
-def _on_ranks(ranks: Iterable[int], stretches: Iterable[Stretch]) -> Iterator[Span]:
-    for start_s, end_s, kind, name in stretches:
+def _on_ranks(ranks: Iterable[int], activities: Iterable[RankActivity]) -> Iterator[Span]:
+    for start_s, end_s, kind, name in activities:
         for rank in ranks:
             yield Span(start_s=start_s, end_s=end_s, rank=rank, kind=kind, name=name)
 
 
-def _stretches(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[Stretch]:
+def _activities(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[RankActivity]:
     """What the ranks of a stage do from the start of a phase to the start of the next."""
     now_s = phase.start_s
     for stage_pass in run.stages[stage]:
@@ -65,7 +65,7 @@ def _stretches(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[Stretc
     yield from _lasting(phase.end_s, phase.switch_end_s, SpanKind.COMMUNICATE, SWITCH)
 
 
-def _pass(stage_pass: StagePass, comm_share: float) -> Iterator[Stretch]:
+def _pass(stage_pass: StagePass, comm_share: float) -> Iterator[RankActivity]:
     """A forward or backward: first what computes, then what only communicates."""
     name = f"{'backward' if stage_pass.is_backward else 'forward'} {stage_pass.micro_batch}"
     computed_s = max(stage_pass.start_s, stage_pass.end_s - comm_share * (stage_pass.end_s - stage_pass.start_s))
@@ -73,6 +73,6 @@ def _pass(stage_pass: StagePass, comm_share: float) -> Iterator[Stretch]:
     yield from _lasting(computed_s, stage_pass.end_s, SpanKind.COMMUNICATE, name)
 
 
-def _lasting(start_s: float, end_s: float, kind: SpanKind, name: str) -> Iterator[Stretch]:
+def _lasting(start_s: float, end_s: float, kind: SpanKind, name: str) -> Iterator[RankActivity]:
     if end_s > start_s:
         yield start_s, end_s, kind, name

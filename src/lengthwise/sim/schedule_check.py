@@ -64,7 +64,7 @@ class WeightPhase:
     holdings: tuple[WeightShard | None, ...]
 
 
-def stretches(plan: StepPlan) -> tuple[WeightPhase, ...]:
+def weight_phases_of(plan: StepPlan) -> tuple[WeightPhase, ...]:
     """The phases of a plan, joined where no weights need to move between them."""
     weight_phases: list[WeightPhase] = []
     for phase in range(plan.num_phases):
@@ -80,24 +80,24 @@ def stretches(plan: StepPlan) -> tuple[WeightPhase, ...]:
 def operations(
     plan: StepPlan, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
 ) -> tuple[tuple[WeightPhase, tuple[tuple[Operation, ...], ...]], ...]:
-    """For every stretch, the operations of every rank."""
+    """For every weight phase, the operations of every rank."""
     everyone = tuple(range(plan.num_devices))
     operations_of = []
-    for number, stretch in enumerate(stretches(plan)):
-        name = f"{number} (phases {stretch.phases.start} to {stretch.phases.stop - 1})"
+    for number, weight_phase in enumerate(weight_phases_of(plan)):
+        name = f"{number} (phases {weight_phase.phases.start} to {weight_phase.phases.stop - 1})"
         lists: list[list[Operation]] = [[_moving(OperationKind.PULL, name, everyone)] for _ in everyone]
         for position, pipeline in sorted(enumerate(plan.pipelines), key=lambda item: item[1].phase):
-            if pipeline.phase in stretch.phases:
+            if pipeline.phase in weight_phase.phases:
                 for rank, steps in _of_pipeline(position, pipeline, schedule):
                     lists[rank] += steps
         for operations_of_rank in lists:
             operations_of_rank.append(_moving(OperationKind.PUSH, name, everyone))
-        operations_of.append((stretch, tuple(map(tuple, lists))))
+        operations_of.append((weight_phase, tuple(map(tuple, lists))))
     return tuple(operations_of)
 
 
 def _moving(kind: OperationKind, name: str, everyone: tuple[int, ...]) -> Operation:
-    return Operation(kind=kind, ranks=everyone, what=f"of stretch {name}")
+    return Operation(kind=kind, ranks=everyone, what=f"of weight phase {name}")
 
 
 def _of_pipeline(

@@ -20,7 +20,7 @@ class StagedUpdate(SimpleCost):
 
 @st.composite
 def arrangements(draw):
-    """A random valid arrangement: up to three phases, random candidates tiling the devices, random packs that fit."""
+    """A random valid draft plan: up to three phases, random candidates tiling the devices, random packs that fit."""
     num_devices = draw(st.integers(1, 6))
     cost = draw(st.sampled_from([SimpleCost, StagedUpdate]))(
         c_s=draw(st.floats(0, 5)), a_s=draw(st.floats(0, 1e-2)), loss=draw(st.floats(0, 1)), capacity=50
@@ -38,9 +38,9 @@ def arrangements(draw):
             candidate = draw(st.sampled_from(fitting))
             phase.append((candidate, tuple(range(used, used + candidate.num_devices)), []))
             used += candidate.num_devices
-    everywhere = [lane for phase in phases for lane in phase]
+    everywhere = [pipeline for phase in phases for pipeline in phase]
     for position, length in enumerate(lengths):
-        able = [lane for lane in everywhere if lane[0].max_tokens >= length]
+        able = [pipeline for pipeline in everywhere if pipeline[0].max_tokens >= length]
         if not able:
             lengths[position] = 1
             able = everywhere
@@ -60,10 +60,10 @@ def arrangements(draw):
 @settings(max_examples=300, deadline=None)
 @given(arrangements())
 def test_no_arrangement_of_the_pools_candidates_beats_the_bound(case):
-    priced, arrangement = case
+    priced, draft = case
     problem = priced.problem
     bound = SearchSpaceBound(problem, problem.candidates)
-    times_s = step_times_s(priced, arrangement)
+    times_s = step_times_s(priced, draft)
     assert bound.of(priced.lengths) <= bound(priced) <= times_s[0] * (1 + 1e-9)
     assert bound.step_s(priced) <= sum(times_s) * (1 + 1e-9)
 
@@ -72,9 +72,9 @@ def test_the_bound_is_tight_where_one_device_fills_its_packs():
     problem = make_problem(SimpleCost(capacity=100), num_devices=1)
     priced = PricedBatch(problem, make_batch([50, 50, 60, 40]))
     candidate = problem.candidates[0]
-    arrangement = DraftPlan(phases=((PipelineDraft(candidate=candidate, ranks=(0,), packs=((0, 1), (2, 3))),),))
+    draft = DraftPlan(phases=((PipelineDraft(candidate=candidate, ranks=(0,), packs=((0, 1), (2, 3))),),))
     bound = SearchSpaceBound(problem, problem.candidates)
-    np.testing.assert_allclose(bound(priced), step_times_s(priced, arrangement)[0], rtol=TOLERANCE)
+    np.testing.assert_allclose(bound(priced), step_times_s(priced, draft)[0], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("stages", "lengths"), [(2, [50]), (2, [60, 50, 50]), (2, [50] * 4), (4, [60, 30, 20])])
@@ -83,8 +83,8 @@ def test_the_bound_is_tight_where_one_pipeline_computes_a_pack_after_the_other(s
     problem = make_problem(SimpleCost(capacity=60, c_s=0.0), num_devices=stages, degrees=[1], stages=[stages])
     priced = PricedBatch(problem, make_batch(lengths))
     packs = tuple((number,) for number in range(len(lengths)))
-    lane = PipelineDraft(candidate=problem.candidates[0], ranks=tuple(range(stages)), packs=packs)
-    step_s, _, update_s = step_times_s(priced, DraftPlan(phases=((lane,),)))
+    pipeline = PipelineDraft(candidate=problem.candidates[0], ranks=tuple(range(stages)), packs=packs)
+    step_s, _, update_s = step_times_s(priced, DraftPlan(phases=((pipeline,),)))
     bound = SearchSpaceBound(problem, problem.candidates)
     np.testing.assert_allclose(bound(priced), step_s, rtol=TOLERANCE)
     np.testing.assert_allclose(bound.step_s(priced), step_s + update_s, rtol=TOLERANCE)

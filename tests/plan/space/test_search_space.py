@@ -32,7 +32,7 @@ def test_the_pool_keeps_its_limits_and_what_fits():
         cluster=cluster,
         num_layers=model.num_layers,
         max_length=1000,
-        pool=SearchSpace(max_degree=4, max_stages=2, methods=(Method.RING,), recompute=RecomputeMode.NONE),
+        search_space=SearchSpace(max_degree=4, max_stages=2, methods=(Method.RING,), recompute=RecomputeMode.NONE),
     )
     schemes = [candidate.scheme for candidate in problem.candidates]
     assert {(s.degree, s.num_stages) for s in schemes} == {(d, p) for d in (1, 2, 4) for p in (1, 2)}

@@ -15,7 +15,7 @@ from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
 from lengthwise.runtime.state import propagation
-from lengthwise.sim.schedule_check import stretches
+from lengthwise.sim.schedule_check import weight_phases_of
 from tests.runtime.train.families import FAMILIES, random_case
 from tests.runtime.train.runs import SETTINGS, local_world, new_state
 
@@ -27,11 +27,15 @@ every_case = pytest.mark.parametrize(("name", "settings"), CASES, ids=lambda one
 
 
 def layouts_of(name, seed, num_ranks):
-    """What ranks hold in each stretch of a random plan, and in each of its phases by itself."""
+    """What ranks hold in each weight phase of a random plan, and in each of its phases by itself."""
     _, plan = random_case(FAMILIES[name], seed, num_ranks)
     phases = [plan.holdings(phase) for phase in range(plan.num_phases)]
     return list(
-        dict.fromkeys([*(stretch.holdings for stretch in stretches(plan)), *phases][: None if num_ranks > 1 else 1])
+        dict.fromkeys(
+            [*(weight_phase.holdings for weight_phase in weight_phases_of(plan)), *phases][
+                : None if num_ranks > 1 else 1
+            ]
+        )
     )
 
 

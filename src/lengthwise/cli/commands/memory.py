@@ -64,15 +64,15 @@ def run(
     """Show the longest sequence, or pack, of every scheme, and what would fit a given length at the least cost."""
     spec = model_preset(model)
     cluster = make_cluster(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm)
-    pool = SearchSpace(
+    search_space = SearchSpace(
         max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers
     )
     cost = AnalyticCost(model=spec, cluster=cluster, dtype=dtype.value)
     layers = spec.num_layers
     levels = tuple(dict.fromkeys((0, layers // 2, layers)))
-    candidates = list(_known(pool.schemes(layers, cluster, recomputed=levels), cost, cluster))
+    candidates = list(_known(search_space.schemes(layers, cluster, recomputed=levels), cost, cluster))
     _check_any_fits(candidates, spec, cluster)
-    every = _known(pool.schemes(layers, cluster), cost, cluster) if length else ()
+    every = _known(search_space.schemes(layers, cluster), cost, cluster) if length else ()
     fits = sorted(
         (_fit(candidate, length) for candidate in every if length and candidate.max_tokens >= length),
         key=lambda fit: (fit.device_s, fit.candidate.num_devices),

@@ -143,11 +143,11 @@ class DcpPolicy:
         return f"groups of {degrees}, recomputing {' '.join(map(str, layers))} layers"
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's arrangement, bounded for all plans of the candidates the policy may use."""
+        """The step's draft plan, bounded for all plans of the candidates the policy may use."""
         return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
-        """The arrangement without its bound: one phase, or several where that is faster.
+        """The draft plan without its bound: one phase, or several where that is faster.
 
         Raises:
             InfeasibleError: a sequence is longer than every group holds.
@@ -198,7 +198,7 @@ class _Step:
         self._planners: dict[Segment, GroupPlanner] = {}
 
     def options(self) -> list[tuple[Phase, ...]]:
-        """Arrangements worth comparing: the best in one phase, and the best in several if it promises to be faster."""
+        """Phases worth comparing: the best in one phase, and the best in several if it promises to be faster."""
         whole_batch = (0, len(self.batch))
         options: list[tuple[Phase, ...]] = [(self._phase(whole_batch),)]
         best_s, best = self._planner(whole_batch).earliest[0], [whole_batch]
@@ -256,21 +256,21 @@ class _Step:
             positions, sizes = self.batch.positions(bucket), self.batch.batch_sizes[:, bucket].tolist()
             for group, jobs in share.items():
                 packs[group] += evenly([positions[job] for job in jobs], sizes[dealer.types[group]])
-        return self._lanes(groups, packs)
+        return self._pipelines(groups, packs)
 
-    def _lanes(self, groups: tuple[int, ...], packs: list[list[tuple[int, ...]]]) -> Phase:
+    def _pipelines(self, groups: tuple[int, ...], packs: list[list[tuple[int, ...]]]) -> Phase:
         """The groups with their packs, each on the fastest candidate that holds it."""
-        lanes: list[PipelineDraft] = []
+        pipelines: list[PipelineDraft] = []
         idle = self.policy.idle_phase(groups)
         for count, ladder in zip(groups, self.policy.ladders):
-            mine = range(len(lanes), len(lanes) + count)
+            mine = range(len(pipelines), len(pipelines) + count)
             runs = iter(ladder.runs(self.priced, [pack for group in mine for pack in packs[group]]))
             for group in mine:
                 candidate, runs_of_group = idle[group].candidate, tuple(next(runs) for _ in packs[group])
                 runs_of_group = () if all(run is candidate for run in runs_of_group) else runs_of_group
-                lanes.append(
+                pipelines.append(
                     PipelineDraft(
                         candidate=candidate, ranks=idle[group].ranks, packs=tuple(packs[group]), runs=runs_of_group
                     )
                 )
-        return tuple(lanes)
+        return tuple(pipelines)

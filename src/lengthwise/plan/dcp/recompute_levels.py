@@ -34,13 +34,13 @@ class RecomputeLadder:
     """Whether each is at least as fast as the next at every length."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
-        pool = tuple(candidates)
-        longest = max(candidate.max_tokens for candidate in pool)
+        family = tuple(candidates)
+        longest = max(candidate.max_tokens for candidate in family)
         grid = np.unique(np.geomspace(1, longest, COMPARED_LENGTHS).astype(np.int64))
         # Overheads are compared apart from what tokens add: who wins in both wins in every pack.
-        costs = {candidate: np.append(candidate.times_s(grid), candidate.overhead_s) for candidate in pool}
+        costs = {candidate: np.append(candidate.times_s(grid), candidate.overhead_s) for candidate in family}
         useful: list[Candidate] = []
-        for candidate in sorted(pool, key=lambda candidate: (-candidate.max_tokens, float(costs[candidate].sum()))):
+        for candidate in sorted(family, key=lambda candidate: (-candidate.max_tokens, float(costs[candidate].sum()))):
             if not any((costs[roomier] <= costs[candidate]).all() for roomier in useful):
                 useful.append(candidate)
         self.candidates = tuple(reversed(useful))

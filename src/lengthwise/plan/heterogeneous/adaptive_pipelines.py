@@ -51,7 +51,7 @@ class AdaptiveCandidate(Candidate):
 
 
 def flexible_candidates(problem: PlanningProblem) -> list[AdaptiveCandidate]:
-    """One per family of the pool; two, the fastest and the leanest, where there are several stages.
+    """One candidate per family; two, the fastest and the leanest, where there are several stages.
 
     Packs of one pipeline that recompute different shares of their layers have different shares of forward in their
     time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one.

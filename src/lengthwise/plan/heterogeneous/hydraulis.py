@@ -1,7 +1,7 @@
 """Hydraulis: candidate heterogeneous strategies from the corpus; per step the one that is best after assignment.
 
-Its space is degree x stages with one method (tensor with sequence parallel where the pool has it) and no recompute
-(section 4, Table 3), or as little as lets the longest sequence fit.
+Its space is degree x stages with one method (tensor with sequence parallel where the search space has it) and no
+recompute (section 4, Table 3), or as little as lets the longest sequence fit.
 """
 
 from lengthwise.core.pipeline_config import Method

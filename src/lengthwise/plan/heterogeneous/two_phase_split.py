@@ -77,10 +77,10 @@ def _renumber(phase: Phase, positions: np.ndarray) -> Phase:
     """Packs in positions of the whole batch."""
     return tuple(
         PipelineDraft(
-            candidate=lane.candidate,
-            ranks=lane.ranks,
-            packs=tuple(tuple(positions[list(pack)].tolist()) for pack in lane.packs),
-            runs=lane.runs,
+            candidate=pipeline.candidate,
+            ranks=pipeline.ranks,
+            packs=tuple(tuple(positions[list(pack)].tolist()) for pack in pipeline.packs),
+            runs=pipeline.runs,
         )
-        for lane in phase
+        for pipeline in phase
     )

@@ -137,7 +137,7 @@ class PlacedStrategy:
             certificate=self._certificate(priced),
         )
         return tuple(
-            map(self._lane, self._tile_of, self._ranks, assignment.batches, [priced] * len(self._ranks))
+            map(self._pipeline, self._tile_of, self._ranks, assignment.batches, [priced] * len(self._ranks))
         ), assignment
 
     def _certificate(self, priced: PricedBatch) -> Certificate:
@@ -147,7 +147,7 @@ class PlacedStrategy:
             )
         return priced.certificates[self]
 
-    def _lane(
+    def _pipeline(
         self, tile: PipelineGroup, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch
     ) -> PipelineDraft:
         runs: tuple[Candidate, ...] = ()

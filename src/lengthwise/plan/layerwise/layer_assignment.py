@@ -308,9 +308,10 @@ class LayerAssigner:
 
 
 def mixed_candidates(problem: PlanningProblem) -> tuple[Candidate, ...]:
-    """The mixes that :class:`LayerAssigner` makes of every family of one stage, without those that the pool has.
+    """The mixes that :class:`LayerAssigner` makes of every family of one stage, without those in the search space.
 
-    A pool with these added is closed: policies choose among finitely many candidates, and bounds hold for all of them.
+    With these added the search space is closed: policies choose among finitely many candidates, and bounds hold for
+    all of them.
     """
     present = {_contents(candidate) for candidate in problem.candidates}
     mixed: list[Candidate] = []

@@ -1,9 +1,9 @@
 """ParaDySe: one fixed group of devices computes every pack, each layer by the method that suits the pack's length.
 
-The group is a node, or what of it the pool has a degree for; copies of it tile the cluster. Weights are sharded where
-the pool has such methods, so that layers switch between them at no cost. Packs are filled to the context length or to
-what the method of the greatest throughput holds, and spread over the copies longest first; each runs as the fastest
-mix of methods that holds it (``lengthwise.plan.layerwise.layer_assignment``). Along a copy's packs, a mix
+The group is a node, or what of it the search space has a degree for; copies of it tile the cluster. Weights are sharded
+where the search space has such methods, so that layers switch between them at no cost. Packs are filled to the context
+length or to what the method of the greatest throughput holds, and spread over the copies longest first; each runs as
+the fastest mix of methods that holds it (``lengthwise.plan.layerwise.layer_assignment``). Along a copy's packs, a mix
 is kept while it is within 5 % of the best.
 """
 
@@ -94,7 +94,7 @@ class ParaDysePolicy:
         return SearchSpaceBound(self.problem, self.ladder.candidates)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's arrangement, bounded for all plans of the candidates the policy may use."""
+        """The step's draft plan, bounded for all plans of the candidates the policy may use."""
         return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
 
     def floor_s(self, priced: PricedBatch) -> float:
@@ -106,7 +106,7 @@ class ParaDysePolicy:
         return self.bound(priced)
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
-        """The arrangement without its bound: one phase.
+        """The draft plan without its bound: one phase.
 
         Raises:
             InfeasibleError: a sequence is longer than the group holds.
@@ -118,7 +118,7 @@ class ParaDysePolicy:
                 f"({self.problem.max_length:,}) and than the {self.ladder.max_tokens:,} tokens that paradyse's group "
                 "holds; set data.max_length to the longest."
             )
-        return (tuple(self._lane(priced, ranks, packs) for ranks, packs in zip(self._ranks, self._packs(priced))),)
+        return (tuple(self._pipeline(priced, ranks, packs) for ranks, packs in zip(self._ranks, self._packs(priced))),)
 
     @cached_property
     def _ranks(self) -> list[tuple[int, ...]]:
@@ -158,7 +158,9 @@ class ParaDysePolicy:
             estimates_s.append(estimate_s if fits.any() else np.inf)
         return int(np.argmin(estimates_s))
 
-    def _lane(self, priced: PricedBatch, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...]) -> PipelineDraft:
+    def _pipeline(
+        self, priced: PricedBatch, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...]
+    ) -> PipelineDraft:
         leanest = self.ladder.candidates[0]
         if not packs:
             return PipelineDraft(candidate=leanest, ranks=ranks)

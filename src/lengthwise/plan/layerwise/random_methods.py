@@ -98,7 +98,7 @@ class RandomStrategies:
 
 
 def random_strategies(planner: Planner, *, seed: int) -> RandomStrategies:
-    """Every degree and number of stages of the planner's pool whose pipelines tile the cluster, as one drawn a step."""
+    """Draw one of the planner's degrees and numbers of stages whose pipelines tile the cluster at each step."""
     problem = planner.problem
     members = [
         RandomMethods(planner=replace(planner, problem=replace(problem, candidates=candidates, prepared={})), seed=seed)

@@ -24,7 +24,7 @@ class PipelineDraft:
     packs: tuple[tuple[int, ...], ...] = ()
     """Positions in the batch of each pack's sequences."""
     runs: tuple[Candidate, ...] = ()
-    """The candidate each pack runs as, of the lane's family; empty: all as ``candidate``."""
+    """The candidate each pack runs as, of the family of ``candidate``; empty: all as ``candidate``."""
     padded_to: tuple[int, ...] = ()
     """Tokens that each pack's sequences are padded to; empty: none is."""
     rows: int = 0
@@ -44,25 +44,25 @@ class DraftPlan:
     """Seconds that no plan of the schemes the policy may use is faster than, this plan's update left out."""
 
 
-def pack_times_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
-    """Seconds per stage of each pack of the lane, overhead included."""
-    times_s = _times_without_filler_s(priced, lane)
+def pack_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
+    """Seconds per stage of each pack of the pipeline, overhead included."""
+    times_s = _times_without_filler_s(priced, pipeline)
     if priced.problem.lattice is None:
         return times_s
-    return [time_s + more_s for time_s, more_s in zip(times_s, _filler_times_s(priced, lane))]
+    return [time_s + more_s for time_s, more_s in zip(times_s, _filler_times_s(priced, pipeline))]
 
 
-def _times_without_filler_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
-    if lane.padded_to:
-        each_s = lane.candidate.times_s(np.array(lane.padded_to)).tolist()
-        overhead_s, per_sequence = lane.candidate.overhead_s, priced.problem.overhead_per_sequence
-        counts = [max(lane.rows, len(pack)) for pack in lane.packs]
+def _times_without_filler_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
+    if pipeline.padded_to:
+        each_s = pipeline.candidate.times_s(np.array(pipeline.padded_to)).tolist()
+        overhead_s, per_sequence = pipeline.candidate.overhead_s, priced.problem.overhead_per_sequence
+        counts = [max(pipeline.rows, len(pack)) for pack in pipeline.packs]
         return [time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)]
-    runs = lane.runs or (lane.candidate,) * len(lane.packs)
+    runs = pipeline.runs or (pipeline.candidate,) * len(pipeline.packs)
     sums_s = np.zeros(len(runs))
     for candidate in dict.fromkeys(runs):
         mine = [number for number, run in enumerate(runs) if run is candidate]
-        packs = [lane.packs[number] for number in mine]
+        packs = [pipeline.packs[number] for number in mine]
         starts = [0, *accumulate(map(len, packs))][:-1]
         sums_s[mine] = np.add.reduceat(priced.times_s(candidate)[list(chain(*packs))], starts) + priced.overhead_s(
             candidate
@@ -71,31 +71,31 @@ def _times_without_filler_s(priced: PricedBatch, lane: PipelineDraft) -> list[fl
     return times_s
 
 
-def _laid_out(priced: PricedBatch, lane: PipelineDraft) -> Iterator[tuple[int, int]]:
+def _laid_out(priced: PricedBatch, pipeline: PipelineDraft) -> Iterator[tuple[int, int]]:
     """Tokens of each pack, padding of sequences included, and tokens of its longest sequence."""
-    for number, pack in enumerate(lane.packs):
-        if lane.padded_to:
-            yield lane.padded_to[number] * max(lane.rows, len(pack)), lane.padded_to[number]
+    for number, pack in enumerate(pipeline.packs):
+        if pipeline.padded_to:
+            yield pipeline.padded_to[number] * max(pipeline.rows, len(pack)), pipeline.padded_to[number]
         else:
             lengths = [priced.batch.lengths[position] for position in pack]
             yield sum(lengths), max(lengths)
 
 
-def fillers(priced: PricedBatch, lane: PipelineDraft) -> list[int]:
-    """Tokens of padding that bring each pack of the lane to a size of the lattice; 0 where it fits none."""
+def fillers(priced: PricedBatch, pipeline: PipelineDraft) -> list[int]:
+    """Tokens of padding that bring each pack of the pipeline to a size of the lattice; 0 where it fits none."""
     lattice = priced.problem.lattice
     if lattice is None:
-        return [0] * len(lane.packs)
-    tokens = [tokens for tokens, _ in _laid_out(priced, lane)]
+        return [0] * len(pipeline.packs)
+    tokens = [tokens for tokens, _ in _laid_out(priced, pipeline)]
     return [lattice.size_of(num_tokens) - num_tokens if num_tokens <= lattice.sizes[-1] else 0 for num_tokens in tokens]
 
 
-def _filler_times_s(priced: PricedBatch, lane: PipelineDraft) -> list[float]:
-    """Seconds per stage that filling up adds to each pack of the lane."""
-    longest = np.array([longest for _, longest in _laid_out(priced, lane)], dtype=np.int64)
-    wholes, rests = np.divmod(np.array(fillers(priced, lane), dtype=np.int64), longest)
-    runs = lane.runs or (lane.candidate,) * len(lane.packs)
-    added_s = np.zeros(len(lane.packs))
+def _filler_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
+    """Seconds per stage that filling up adds to each pack of the pipeline."""
+    longest = np.array([longest for _, longest in _laid_out(priced, pipeline)], dtype=np.int64)
+    wholes, rests = np.divmod(np.array(fillers(priced, pipeline), dtype=np.int64), longest)
+    runs = pipeline.runs or (pipeline.candidate,) * len(pipeline.packs)
+    added_s = np.zeros(len(pipeline.packs))
     for candidate in dict.fromkeys(runs):
         mine = np.array([run is candidate for run in runs])
         rests_s = np.where(rests[mine] > 0, candidate.times_s(np.maximum(rests[mine], 1)), 0.0)
@@ -114,66 +114,69 @@ def pipeline_time_s(times_s: list[float], num_stages: int, objective: Objective)
     return sum(times_s) + (num_stages - 1) * longest
 
 
-def step_times_s(priced: PricedBatch, arrangement: DraftPlan) -> tuple[float, float, float]:
+def step_times_s(priced: PricedBatch, draft: DraftPlan) -> tuple[float, float, float]:
     """Predicted seconds of a step's phases, of the switches between them, and of its update."""
-    return _step_times_s(priced.problem, arrangement, _times_s(priced, arrangement))
+    return _step_times_s(priced.problem, draft, _times_s(priced, draft))
 
 
-def _times_s(priced: PricedBatch, arrangement: DraftPlan) -> list[list[list[float]]]:
+def _times_s(priced: PricedBatch, draft: DraftPlan) -> list[list[list[float]]]:
     """Seconds of each phase, each pipeline, each pack."""
-    return [[pack_times_s(priced, lane) for lane in phase] for phase in arrangement.phases]
+    return [[pack_times_s(priced, pipeline) for pipeline in phase] for phase in draft.phases]
 
 
 def _step_times_s(
-    problem: PlanningProblem, arrangement: DraftPlan, times_s: list[list[list[float]]]
+    problem: PlanningProblem, draft: DraftPlan, times_s: list[list[list[float]]]
 ) -> tuple[float, float, float]:
     phases_s = sum(
         max(
-            pipeline_time_s(packs_s, lane.candidate.num_stages, problem.objective)
-            for lane, packs_s in zip(phase, lanes_s)
+            pipeline_time_s(packs_s, pipeline.candidate.num_stages, problem.objective)
+            for pipeline, packs_s in zip(phase, pipelines_s)
         )
-        for phase, lanes_s in zip(arrangement.phases, times_s)
+        for phase, pipelines_s in zip(draft.phases, times_s)
     )
     cost = problem.cost
-    strategies = [strategy_of(phase) for phase in arrangement.phases]
+    strategies = [strategy_of(phase) for phase in draft.phases]
     switch_s = sum(cost.switch_s(before, after) for before, after in pairwise(strategies))
     return phases_s, switch_s, max(cost.update_s(strategy) for strategy in strategies)
 
 
-def time_s(priced: PricedBatch, arrangement: DraftPlan) -> float:
+def time_s(priced: PricedBatch, draft: DraftPlan) -> float:
     """Predicted seconds of the whole step."""
-    return sum(step_times_s(priced, arrangement))
+    return sum(step_times_s(priced, draft))
 
 
 def strategy_of(phase: Phase) -> Strategy:
     """Schemes and ranks of a phase."""
-    return Strategy(schemes=tuple(lane.candidate.scheme for lane in phase), ranks=tuple(lane.ranks for lane in phase))
+    return Strategy(
+        schemes=tuple(pipeline.candidate.scheme for pipeline in phase),
+        ranks=tuple(pipeline.ranks for pipeline in phase),
+    )
 
 
-def to_plan(priced: PricedBatch, arrangement: DraftPlan, *, policy: str) -> StepPlan:
-    """The plan of an arrangement: priced, in issue order, checked to compute each sequence once and to fit.
+def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
+    """The plan made of a draft: priced, in issue order, checked to compute each sequence once and to fit.
 
     Raises:
         InfeasibleError: a pack exceeds a device's memory.
     """
     batch = priced.batch
-    times_s = _times_s(priced, arrangement)
-    phases_s, switch_s, update_s = _step_times_s(priced.problem, arrangement, times_s)
-    time_s, bound_s = phases_s + switch_s + update_s, arrangement.lower_bound_s + update_s
+    times_s = _times_s(priced, draft)
+    phases_s, switch_s, update_s = _step_times_s(priced.problem, draft, times_s)
+    time_s, bound_s = phases_s + switch_s + update_s, draft.lower_bound_s + update_s
     assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
     plan = StepPlan(
         step=batch.step,
         policy=policy,
         pipelines=tuple(
             Pipeline(
-                ranks=lane.ranks,
-                scheme=lane.candidate.scheme,
-                micro_batches=_micro_batches(priced, lane, packs_s, policy),
+                ranks=pipeline.ranks,
+                scheme=pipeline.candidate.scheme,
+                micro_batches=_micro_batches(priced, pipeline, packs_s, policy),
                 phase=number,
-                state_bytes=lane.candidate.state_bytes,
+                state_bytes=pipeline.candidate.state_bytes,
             )
-            for number, phase in enumerate(arrangement.phases)
-            for lane, packs_s in zip(phase, times_s[number])
+            for number, phase in enumerate(draft.phases)
+            for pipeline, packs_s in zip(phase, times_s[number])
         ),
         loss_normaliser=max(1, batch.num_targets),
         update_s=update_s,
@@ -186,20 +189,20 @@ def to_plan(priced: PricedBatch, arrangement: DraftPlan, *, policy: str) -> Step
 
 
 def _micro_batches(
-    priced: PricedBatch, lane: PipelineDraft, times_s: list[float], policy: str
+    priced: PricedBatch, pipeline: PipelineDraft, times_s: list[float], policy: str
 ) -> tuple[PlannedMicroBatch, ...]:
-    if not lane.packs:
+    if not pipeline.packs:
         return ()
-    batch, runs = priced.batch, lane.runs or (lane.candidate,) * len(lane.packs)
+    batch, runs = priced.batch, pipeline.runs or (pipeline.candidate,) * len(pipeline.packs)
     packs = [
         Pack(
             ids=tuple([batch.ids[i] for i in positions]),
             lengths=tuple([batch.lengths[i] for i in positions]),
-            padded_to=lane.padded_to[number] if lane.padded_to else 0,
-            rows=lane.rows,
+            padded_to=pipeline.padded_to[number] if pipeline.padded_to else 0,
+            rows=pipeline.rows,
             filler=filler,
         )
-        for number, (positions, filler) in enumerate(zip(lane.packs, fillers(priced, lane)))
+        for number, (positions, filler) in enumerate(zip(pipeline.packs, fillers(priced, pipeline)))
     ]
     tokens = np.array([pack.num_tokens for pack in packs])
     comm_s, peaks = np.zeros(len(packs)), np.zeros(len(packs), dtype=np.int64)
@@ -212,7 +215,7 @@ def _micro_batches(
             np.fromiter(chain.from_iterable(pack_lengths), dtype=np.int64), candidate.scheme
         )
         comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, pack_lengths)])[:-1])
-    scheme = lane.candidate.scheme
+    scheme = pipeline.candidate.scheme
     micro_batches = [
         PlannedMicroBatch(
             pack=pack,

@@ -107,7 +107,7 @@ class PricedBatch:
     _times_s: dict[Candidate, np.ndarray] = field(default_factory=dict)
     certificates: dict[Any, Certificate] = field(default_factory=dict)
     """Bounds by placed strategy, proven once."""
-    arranged: dict[str, Any] = field(default_factory=dict)
+    drafted_by_policy: dict[str, Any] = field(default_factory=dict)
     """Draft plans by policy, of those that have planned the batch: some policies are moves of others."""
 
     @cached_property

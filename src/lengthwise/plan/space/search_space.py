@@ -84,28 +84,28 @@ def make_problem(
     cluster: ClusterSpec,
     num_layers: int,
     max_length: int,
-    pool: SearchSpace,
+    search_space: SearchSpace,
     samples: Iterable[np.ndarray] = (),
     token_limit: int | None = None,
 ) -> PlanningProblem:
-    """What every policy is given, with the pool of schemes that ``cost`` knows and a device can hold.
+    """Make the planning problem of every policy, with the schemes that ``cost`` knows and a device can hold.
 
     Args:
         cost: prices the schemes.
         cluster: the devices that plans must tile.
         num_layers: of the model.
         max_length: the longest sequence of the run, in tokens.
-        pool: which schemes.
+        search_space: limits of the schemes.
         samples: lengths of typical global batches.
         token_limit: most tokens of a micro-batch, where fewer than memory holds are wanted.
 
     Raises:
         InfeasibleError: under no scheme does even the model state fit.
     """
-    schemes = pool.schemes(num_layers, cluster)
+    schemes = search_space.schemes(num_layers, cluster)
     candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
     if not candidates:
-        _refuse(schemes, cost, cluster, pool)
+        _refuse(schemes, cost, cluster, search_space)
     return PlanningProblem(
         candidates=candidates,
         num_devices=cluster.num_devices,
@@ -116,16 +116,22 @@ def make_problem(
     )
 
 
-def _refuse(schemes: Sequence[PipelineConfig], cost: CostModel, cluster: ClusterSpec, pool: SearchSpace) -> NoReturn:
+def _refuse(
+    schemes: Sequence[PipelineConfig], cost: CostModel, cluster: ClusterSpec, search_space: SearchSpace
+) -> NoReturn:
     """Say what the leanest scheme needs before its first token."""
     needed: dict[PipelineConfig, int] = {}
     for scheme in schemes:
         with suppress(InputError):  # no costs for it
             needed[scheme] = int(cost.peak_bytes(1, scheme, num_devices=cluster.num_devices))
     if not needed:
-        raise InfeasibleError("no scheme of the pool has costs; allow other methods, degrees or stages")
+        raise InfeasibleError("no scheme of the search space has costs; allow other methods, degrees or stages")
     leanest = min(needed, key=lambda scheme: needed[scheme])
-    limits = [name for name, limit in (("degree", pool.max_degree), ("stages", pool.max_stages)) if limit is not None]
+    limits = [
+        name
+        for name, limit in (("degree", search_space.max_degree), ("stages", search_space.max_stages))
+        if limit is not None
+    ]
     more = f", a higher limit of {' and '.join(limits)}" if limits else ""
     least, available = needed_and_available(needed[leanest], cluster.device.memory_bytes)
     raise InfeasibleError(

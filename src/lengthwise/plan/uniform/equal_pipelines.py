@@ -44,11 +44,11 @@ class EqualPipelines:
         return f"{self.num_pipelines} x {self.candidate.scheme.name}" + (f", {self.setting}" if self.setting else "")
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's arrangement; bounded for every assignment of the batch to these pipelines."""
+        """The step's draft plan; bounded for every assignment of the batch to these pipelines."""
         return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
-        """The arrangement without its bound: one phase."""
+        """The draft plan without its bound: one phase."""
         dealt = self.deal(priced, self.candidate, self.num_pipelines)
         return (
             tuple(

@@ -73,11 +73,11 @@ class HotSpaPolicy:
         )
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's arrangement; bounded for every way to run the batch on pipelines of these schemes."""
+        """The step's draft plan; bounded for every way to run the batch on pipelines of these schemes."""
         return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
-        """The arrangement without its bound: a phase for each range that has sequences in this batch."""
+        """The draft plan without its bound: a phase for each range that has sequences in this batch."""
         return tuple(
             self._phase(priced, length_range.mode, positions) for length_range, positions in self._split(priced)
         )

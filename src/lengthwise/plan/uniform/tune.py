@@ -29,7 +29,7 @@ class Tunable(Protocol):
     """A policy with one set-up."""
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
-        """The arrangement of a step."""
+        """The draft plan of a step."""
         ...
 
     def floor_s(self, priced: PricedBatch) -> float:

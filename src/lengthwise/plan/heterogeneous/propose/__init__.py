@@ -60,7 +60,7 @@ def propose(
 
     Args:
         problem: cluster, objective and samples of batches; without samples, one that is made up of its longest length.
-        candidates: what strategies are made of; None: the pool.
+        candidates: what strategies are made of; None: those of ``problem``.
         max_strategies: most strategies, at least 3.
         effort: local searches, each for what complements those before.
 
