@@ -5,7 +5,7 @@ T_C has no square. It keeps (L - r) m + L m_inp + M_C bytes, and where layers ar
 full; all are lines over its tokens. Nothing need be known of the model but how many layers and parameters it has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, un
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
 from lengthwise.cost.profiled.fitted import features
-from lengthwise.cost.profiled.two_layer import LayerProfile, check_measured
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 
 LEAST_S = 1e-12
@@ -58,10 +57,6 @@ class QuadraticSeconds:
         """Seconds that each sequence adds."""
         return (self.a_s * length + self.b_s) * length
 
-    def of_pack(self, lengths: Sequence[int]) -> float:
-        """Seconds of a micro-batch."""
-        return float(features(lengths) @ (self.a_s, self.b_s, self.c_s))
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinearBytes:
@@ -71,10 +66,6 @@ class LinearBytes:
     per_token: float
     residuals: tuple[float, ...]
     """Fitted over measured, minus one; 0 where nothing was measured."""
-
-    def of_pack(self, num_tokens: float) -> float:
-        """Bytes of a micro-batch of ``num_tokens``."""
-        return self.fixed + self.per_token * num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +80,6 @@ class DegreeFit:
     rest: LinearBytes
     """M_C: bytes beside the layers."""
     alive: LinearBytes
-
-    def profile(self, lengths: Sequence[int]) -> LayerProfile:
-        """The terms of equations 4 to 6 for one pack. Of a layer alive: what it has more than m counts as constant."""
-        tokens = sum(lengths)
-        return LayerProfile(
-            forward_s=self.forward.of_pack(lengths),
-            backward_s=self.backward.of_pack(lengths),
-            constant_s=self.constant.of_pack(lengths),
-            kept_bytes=self.kept_layer.of_pack(tokens),
-            input_bytes=self.inputs.of_pack(tokens),
-            constant_bytes=self.rest.of_pack(tokens),
-        )
 
     @property
     def worst_error(self) -> float:
@@ -237,5 +216,16 @@ class DualLayerCost(SeparableCost):
         return (state + self.table.other_bytes,)
 
     def _find(self, scheme: PipelineConfig) -> DegreeFit:
-        check_measured(scheme, self.fits, method=self.method, num_layers=self.table.num_layers)
+        _check_measured(scheme, self.fits, method=self.method, num_layers=self.table.num_layers)
         return self.fits[scheme.degree]
+
+
+def _check_measured(scheme: PipelineConfig, degrees: Iterable[int], *, method: Method, num_layers: int) -> None:
+    """Raise ``InputError`` unless ``scheme`` is one stage of ``num_layers`` under ``method`` at one of ``degrees``."""
+    expected, measured = {Method.DENSE} if scheme.degree == 1 else {method}, sorted(degrees)
+    is_measured = scheme.degree in measured and scheme.num_stages == 1 and set(scheme.methods) == expected
+    if not is_measured or scheme.num_layers != num_layers:
+        raise InputError(
+            f"no layer profile for scheme {scheme.name}; there are single-stage {method} (dense at degree 1) of "
+            f"degrees {', '.join(map(str, measured))} with {num_layers} layers"
+        )
