@@ -165,17 +165,17 @@ def _facts(
     contest: PolicyComparison, clusters: Sequence[ClusterSpec], source: str, ledger: LengthLedger
 ) -> Iterator[tuple[str, str]]:
     """What was asked, in words."""
-    lengths, pool, device = contest.lengths, contest.pool, clusters[0].device
+    lengths, search_space, device = contest.lengths, contest.search_space, clusters[0].device
     limits = [
         f"{name} at most {limit}"
-        for name, limit in (("degree", pool.max_degree), ("stages", pool.max_stages))
+        for name, limit in (("degree", search_space.max_degree), ("stages", search_space.max_stages))
         if limit is not None
     ]
     yield "Model", f"{contest.model.name}, {compact(contest.model.num_params)} parameters, {contest.dtype}"
     yield "Clusters", f"{', '.join(cluster.name for cluster in clusters)}, {device.memory_bytes / GIB:g} GiB a device"
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
-    yield "Schemes", ", ".join([*map(str, pool.methods), f"recompute {pool.recompute}", *limits])
+    yield "Schemes", ", ".join([*map(str, search_space.methods), f"recompute {search_space.recompute}", *limits])
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
     for name in contest.policies:
         yield name, POLICIES[name]

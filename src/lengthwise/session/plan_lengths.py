@@ -134,7 +134,7 @@ def comparison_of(
     comparison = PolicyComparison(
         model=spec,
         dtype=options.get("dtype", "bfloat16"),
-        pool=space,
+        search_space=space,
         policies=tuple(names),
         lengths=view.lengths,
         num_steps=steps,
