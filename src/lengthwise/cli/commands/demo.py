@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from lengthwise.report.run_summary import RunSummary
 
 TRACE = "trace.json.gz"
+LIMITS = (
+    "What this can show: padding costs time, and any plan trains the same. What it cannot: "
+    f"{NUM_RANKS} CPU ranks compete for one machine's cores and memory and leave few plans to choose from, so "
+    "sharing a sequence hardly pays, and in runs this short static may be ahead of auto. "
+    "For your lengths and GPUs, simulated: lengthwise compare"
+)
+"""Stands beside the table, which may show the default policy behind a simpler one."""
 
 
 def run(
@@ -69,4 +76,5 @@ def _print(summaries: list["RunSummary"], page: Path) -> None:
         )  # fmt: skip
     console = stdout()
     console.print(shown)
+    console.print(LIMITS, soft_wrap=True)
     console.print(f"report: {page}\ntrace:  {page.with_name(TRACE)} (opens in ui.perfetto.dev)", soft_wrap=True)
