@@ -1,8 +1,9 @@
 """Sums of slot values over each sequence of a micro-batch, whose slots several ranks may share.
 
 Every rank of the group gets the same sums, and so makes the same loss of them. A rank's loss counts for 1 / p of it
-(:mod:`weighing`), so the gradient of a sum on one rank stands for p of them, and nothing is sent in the backward. What
-is sent in the forward is an exchange like those of attention, so a rank that cannot go on stands in for itself.
+(:mod:`lengthwise.runtime.loop.loss_weighing`), so the gradient of a sum on one rank stands for p of them, and nothing
+is sent in the backward. What is sent in the forward is an exchange like those of attention, so a rank that cannot go on
+stands in for itself.
 
 t slots of this rank, s sequences of the micro-batch, p ranks that share it.
 """

@@ -1,7 +1,7 @@
 """Issue a rank's remaining collectives with zeros when it cannot go on with a micro-batch, so that no peer hangs.
 
 A rank that ran out of memory, or whose loop left a step by an error or a ``break``, may not just stop: the others of
-its group wait for it in the exchanges of attention. Which exchanges are left is known (:mod:`script`). So it sends
+its group wait for it in the exchanges of attention. Which are left is known (:mod:`.exchange_script`), so it sends
 zeros in their place, for what is left of this micro-batch and for all of the next ones. No rank hangs, and all learn at
 the update that the step is void.
 """
