@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 import numpy as np
 import peers
-from cells import CONTEXT_TOKENS, SHORT, Instance, corpus, published_kinds
+from cells import CONTEXT_TOKENS, SHORT, Instance, corpus, published_candidates
 from clock import timed
 from exact import Optimum, Packing, cbc, highs, optima
 from pages import Goal, Section, at_most, number
@@ -46,7 +46,7 @@ class Pipeline:
     @property
     def machines(self) -> Machines:
         """What the scheduler knows of it."""
-        kind = next(k for k in published_kinds(self.model, 64) if (k.scheme.degree, k.num_stages) == self.place)
+        kind = next(k for k in published_candidates(self.model, 64) if (k.scheme.degree, k.num_stages) == self.place)
         return Machines(
             count=1,
             stages=kind.num_stages,
@@ -57,7 +57,7 @@ class Pipeline:
 
     def instances(self, count: int) -> list[Instance]:
         """``count`` steps; sequences longer than a micro-batch are cut."""
-        kind = next(k for k in published_kinds(self.model, 64) if (k.scheme.degree, k.num_stages) == self.place)
+        kind = next(k for k in published_candidates(self.model, 64) if (k.scheme.degree, k.num_stages) == self.place)
         longest = min(CONTEXT_TOKENS, kind.max_tokens)
         found = []
         for batch in first_batches(corpus(self.data), tokens_per_step=self.tokens, seed=SEED, steps=count):
