@@ -130,6 +130,8 @@ def python() -> str:
         "# Python", "",
         "What `import lengthwise as lw` offers. Planning needs no torch: names that need it import it when they are "
         "first used.", "",
+        "These names are public, with the nouns of `lengthwise.core` that they take and give, such as `StepPlan`, "
+        "`ModelSpec` and `ClusterSpec`. Everything else is private by convention, and may change in any version.", "",
     ]  # fmt: skip
     for name in lengthwise.__all__:
         if name.startswith("_"):
@@ -150,19 +152,25 @@ def _signature(thing: Any) -> str:
         signature = inspect.signature(thing)
     except (TypeError, ValueError):
         return "(...)"
-    said = re.sub(r"<(?:function|class)[^>]*>", "...", str(signature))
+    said = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(signature))  # annotations of what is imported for types alone
+    said = re.sub(r": \*<class '(?:\w+\.)*(\w+)'>", r": \1", said)  # keyword arguments with a type each
+    said = re.sub(r"<(?:function|class)[^>]*>", "...", said)
     said = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])|\b(?:typing|collections\.abc)\.|~", "", said)
     return said if len(said) < 90 else re.sub(r"(?<=[(,]) ?(?=(?:\*|\w+:|\*\*\w+:))", "\n    ", said)
 
 
 def _docstring(thing: Any) -> list[str]:
     """The docstring, with roles of Sphinx as code and its sections as lists."""
-    lines = []
+    lines: list[str] = []
     text = inspect.getdoc(thing) or ""
     for role in (":meth:", ":class:", ":func:"):
         text = text.replace(f"{role}`~", "`").replace(f"{role}`", "`")
+    in_section = False
     for line in text.replace("``", "`").split("\n"):
-        if line.strip() in ("Args:", "Raises:", "Returns:", "Yields:"):
+        in_section = in_section or line.strip() in ("Args:", "Raises:", "Returns:", "Yields:")
+        if not in_section:
+            lines.append(line)  # an indented example is a block of code
+        elif line.strip() in ("Args:", "Raises:", "Returns:", "Yields:"):
             lines += ["", f"**{SECTIONS.get(line.strip(), line.strip()[:-1])}**", ""]
         elif line.startswith("    ") and not line.startswith("     ") and ": " in line:
             name, _, said = line.strip().partition(": ")

@@ -41,7 +41,7 @@ def simulate(
         timelines: also make the timeline of each step: which rank does what when, and its memory.
 
     Returns:
-        One `SimulatedStep` a plan: step_time_s, peak_bytes, busy_s of each rank, idle and bubble as shares of the
+        One `SimulatedStep` a plan, with step_time_s, peak_bytes, busy_s of each rank, idle and bubble as shares of the
         device time, all parts of it in `losses`, and `timeline` where asked for.
 
     Raises:
