@@ -3,11 +3,9 @@
 python tools/reference.py configuration|command-line|python
 """
 
-import ast
 import inspect
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from enum import Enum
 from os import PathLike
@@ -190,19 +188,12 @@ def _members(thing: Any) -> list[str]:
 
 
 def _options(options: Any) -> Iterator[str]:
-    """The fields of a settings class whose meanings stand below them as strings."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    meanings = {}
-    for node, after in zip(body.body, [*body.body[1:], body]):
-        said = after.value if isinstance(after, ast.Expr) else None
-        if isinstance(node, ast.AnnAssign) and isinstance(said, ast.Constant):
-            meanings[ast.unparse(node.target)] = str(said.value)
+    """A table of the fields of a settings class."""
     yield "| option | values | default | meaning |"
     yield "| --- | --- | --- | --- |"
     for name, field in options.model_fields.items():
         default = field.get_default(call_default_factory=True)
-        meaning = _cell(meanings.get(name) or field.description or "")
+        meaning = _cell(field.description or "")
         yield f"| `{name}` | {_values(field)} | {_code('none' if default is None else repr(default))} | {meaning} |"
 
 

@@ -4,8 +4,8 @@ import pytest
 
 import lengthwise as lw
 from lengthwise.config.optimizer_settings import OptimizerSettings
-from lengthwise.config.prepare_options import named_as_options, read_options
-from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.config.prepare_options import read_options
+from lengthwise.core.errors import InputError
 from tests.session import models
 
 
@@ -56,8 +56,3 @@ def test_a_step_has_one_budget():
     assert read_options({"sequences_per_step": 8}).budgets == {"tokens_per_step": None, "sequences_per_step": 8}
     with pytest.raises(InputError, match=r"set exactly one of tokens_per_step and sequences_per_step; 2 of them"):
         lw.prepare(models.gpt(), models.rows(), tokens_per_step=100, sequences_per_step=8)
-
-
-def test_errors_name_settings_as_options():
-    with pytest.raises(InfeasibleError, match=r"^Set max_length=3 or recompute=all$"), named_as_options():
-        raise InfeasibleError("Set data.max_length=3 or plan.recompute=all")

@@ -111,7 +111,10 @@ def test_a_hugging_face_bert_says_itself_which_token_masks(index, tmp_path, mask
         (["plan.method=metp", "plan.degree=3"], "plan.degree=3 does not divide the 4 devices of the run; .* 1, 2, 4"),
         (["plan.method=dense", "plan.degree=2"], "plan.method=dense shares nothing: plan.degree must be 1, not 2"),
         (["plan.method=metp", "plan.max_degree=4"], "plan.method=metp needs plan.degree"),
-        (["plan.method=random"], "plan.method=random needs plan.degree, .*; or set plan.max_degree"),
+        (
+            ["plan.method=random", "plan.max_degree=1"],
+            "plan.method=random needs plan.degree, .*; or leave plan.max_degree out",
+        ),
         (["train.compile=true"], "train.compile=true compiles layers for fixed sizes, .* set plan.shapes"),
         (
             ["train.compile=true", "plan.shapes=4", "plan.method=metp", "plan.degree=2"],
@@ -137,14 +140,15 @@ def test_methods_and_degrees_that_do_not_go_together_are_refused(settings, messa
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ([], {(1, 1)}),
-        (["plan.max_degree=4"], {(1, 1), (2, 1), (4, 1)}),
-        (["plan.max_stages=8"], {(1, 1), (1, 2), (1, 4)}),
+        ([], {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)}),
+        (["plan.max_degree=4", "plan.max_stages=1"], {(1, 1), (2, 1), (4, 1)}),
+        (["plan.max_stages=2"], {(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)}),
+        (["plan.max_degree=1"], {(1, 1), (1, 2), (1, 4)}),
         (["plan.degree=2", "plan.max_stages=2"], {(2, 1), (2, 2)}),
         (["plan.max_degree=2", "plan.max_stages=2"], {(1, 1), (2, 1), (1, 2), (2, 2)}),
     ],
 )
-def test_degree_and_stages_are_limited_by_the_settings_alone(settings, expected):
+def test_degree_and_stages_are_those_of_the_cluster_unless_settings_limit_them(settings, expected):
     config, cluster, spec = load(None, settings), cluster_preset("4xcpu"), model_preset("llama-tiny")
     cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
     planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)

@@ -220,7 +220,7 @@ def _plans(
         fallback=with_draws(config, replace(planner, policy="static")),
         workers=workers,
         depth=config.plan.look_ahead,
-        patience_s=config.train.timeout_s / 2,  # so that this rank can still plan before others give it up
+        patience_s=world.timeout_s / 2,  # so that this rank can still plan before others give it up
         warn=world.is_first,
     )
     return ahead, ahead, sizes_of(config, planner)

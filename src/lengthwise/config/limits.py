@@ -1,7 +1,30 @@
 """Limits and defaults that settings and the code behind them share."""
 
+from typing import Annotated
+
+from pydantic import Field
+
+from lengthwise.core.lengths import MOST_TOKENS
+from lengthwise.core.lr_scaling import MAX_LR_FACTOR
+from lengthwise.core.specs import MAX_DEVICES
+
+MAX_CONFIG_BYTES = 256 << 10
+MAX_TEXT = 4096
+"""Characters of a setting."""
+MAX_STEPS = 10_000_000
+MAX_SEQUENCES = 1 << 31
 MOST_BLOCKS = 1024
-
-
+"""Stages of a pacing, and groups by difficulty."""
 WINDOW = 4096
-"""Sequences that ``windowed`` sorts at a time."""
+"""Sequences that ``windowed`` sorts at a time, unless it is told otherwise."""
+DEFAULT_TOKENS_PER_STEP = 65_536
+"""Token budget of a global batch where neither budget is set."""
+
+NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+NumSequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
+NumSteps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+StepsOrNone = Annotated[int, Field(ge=0, le=MAX_STEPS)]
+NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+LrFactor = Annotated[float, Field(ge=0, le=MAX_LR_FACTOR)]
+LearningRate = Annotated[float, Field(gt=0, le=1000)]

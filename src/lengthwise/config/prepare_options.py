@@ -1,132 +1,101 @@
-"""What can be said to ``prepare``, checked at once."""
+"""Keyword arguments of ``lengthwise.prepare``, checked at once."""
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from os import PathLike
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError, field_validator
+from pydantic import ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
-from lengthwise.config.limits import MOST_BLOCKS, WINDOW
+from lengthwise.config.choices import OptimizerName, Packing, Recompute, TrainingObjective
+from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP, LearningRate, NumSteps
 from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.config.shared_settings import (
+    BatchSettings,
+    MemorySetting,
+    OrderingSettings,
+    PolicySettings,
+    ProcessSettings,
+    SeedSetting,
+    UpdateSettings,
+)
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.errors import InputError
 from lengthwise.core.specs import nearest
 
-DEFAULT_TOKENS_PER_STEP = 65_536
 _PRICES = ("sequence_times_s", "overhead_s", "time_s", "comm_times_s", "update_s", "peak_bytes", "max_tokens")
 """Methods without which nothing can be planned."""
 
 
-class PrepareOptions(BaseModel):
+class PrepareOptions(
+    ProcessSettings, MemorySetting, UpdateSettings, SeedSetting, OrderingSettings, BatchSettings, PolicySettings
+):
     """Keyword arguments of :func:`lengthwise.prepare`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    policy: Literal["padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "auto"] = (
-        "dcp-intra"
-    )
-    """Who decides degree, accumulation and recompute of every step."""
-    steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps; None: those of ``epochs``."""
+    steps: NumSteps | None = None
+    """The number of optimizer steps; None: those of epochs. (A configuration's train.steps is 100.)"""
     epochs: int = Field(default=1, ge=1)
-    """Times that every sequence is learned from."""
-    tokens_per_step: int | None = Field(default=None, ge=1)
-    """Token budget of a global batch."""
-    sequences_per_step: int | None = Field(default=None, ge=1)
-    """Or: sequences of a global batch."""
-    order: Literal["shuffled", "corpus", "sorted", "curriculum", "windowed"] = "shuffled"
-    """Of an epoch: random, as they come, by metric, from easy to hard, or random batches of sequences that a window
-    sorted by metric."""
+    """The number of times that every sequence is learned from."""
     metric: SkipValidation[Any] = None
-    """Of orders that follow one: a number for each sequence; None: its length."""
-    window: int = Field(default=WINDOW, ge=1)
-    """Sequences that ``windowed`` sorts at a time."""
-    pacing: Literal["linear", "root", "step", "natural"] = "root"
-    """Of a curriculum: how the share of the corpus grows that sequences are drawn from."""
-    pacing_start: float = Field(default=0.1, gt=0, le=1)
-    """That share at the beginning of an epoch."""
-    pacing_stages: int = Field(default=5, ge=1, le=MOST_BLOCKS)
-    """Of ``step``: how often it grows; of ``natural``: groups of difficulty."""
-    curriculum_epochs: int | None = Field(default=None, ge=1)
-    """Epochs with the curriculum, shuffled afterwards; None: all."""
-    seed: int = Field(default=0, ge=0)
-    """Of the order of sequences, of masks and of dropout."""
+    """What sorted, curriculum and windowed follow: one number for each sequence; None: its length. (A configuration
+    names a metric that `lengthwise analyze` saved.)"""
 
     form_batches: bool = False
-    """Let the policies of data-centric parallel choose which sequences share a step, from the next eight batches:
-    groups balance better, and the order of learning depends on lengths and cluster."""
+    """Whether dcp-inter and dcp-intra choose which sequences share a step, from the next eight batches: groups balance
+    better, and the order of learning depends on lengths and cluster."""
     g_min: int = Field(default=1, ge=1)
-    """Micro-batches that every group accumulates at least, where batches are formed."""
+    """With form_batches, the number of micro-batches that every group accumulates at least."""
     g_max: int = Field(default=5, ge=1)
-    """That the slowest group accumulates at most."""
+    """With form_batches, the number of micro-batches that the slowest group accumulates at most."""
 
-    max_length: int | None = Field(default=None, ge=1)
-    over_length: Literal["error", "drop", "truncate", "split"] = "error"
-    """What happens to sequences over ``max_length``."""
     slot_tokens: int = Field(default=1, ge=1)
-    """Tokens of a slot, the unit that is sharded: 1 of text, tokens of a frame of video."""
-    objective: Literal["next-token", "masked", "every-token"] | None = None
-    """What has a loss; None: what the model's class says, or next-token."""
+    """The tokens of a slot, the unit that is sharded: 1 for text, the tokens of a frame for video."""
+    objective: TrainingObjective | None = None
+    """Which tokens have a loss; None: what the model's class says, or next-token. (A configuration's plan.objective is
+    how the time of a pipeline is reckoned.)"""
     mask_token_id: int | None = None
-    """Stands for hidden tokens, with the objective ``masked``."""
+    """The token id that stands for hidden tokens, with the objective masked."""
     ignore_index: int = -100
-    """The target of a token that has no loss."""
+    """The label of a token that has no loss."""
 
     layers: str | None = None
-    """Name of the model's list of layers; None: the longest one."""
+    """The name of the model's list of layers; None: the longest list is found."""
     inputs: Callable[..., dict[str, Any]] | None = None
-    """From a micro-batch to the forward's arguments; None: by the names of its parameters."""
+    """A function from a micro-batch to the forward's arguments; None: they are found by the names of its parameters."""
     loss: Callable[..., Any] | None = None
-    """From the forward's output and the micro-batch to the mean loss of this rank's targets; None: the loss in it."""
+    """A function from the forward's output and the micro-batch to the mean loss of this rank's targets; None: the loss
+    in the output."""
 
-    optimizer: OptimizerSettings | Literal["adamw", "sgd", "adafactor"] = "adamw"
-    lr: float | Callable[[int], float] = 3e-4
-    """A number, or a function of the step."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning-rate follows the size of each step's batch."""
-    lr_scaling_by: Literal["tokens", "sequences", "targets"] = "tokens"
-    """What that size counts."""
-    lr_reference: float | None = Field(default=None, gt=0)
-    """The size that ``lr`` is for; None: that of a batch of sequences of mean length."""
-    lr_clamp: tuple[float, float] | None = None
-    """Least and most that ``lr`` is multiplied by."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Of matrices, where ``optimizer`` is a name."""
-    clip_norm: float = Field(default=1.0, ge=0)
-    """Limit of the global gradient norm; 0: none."""
+    optimizer: OptimizerSettings | OptimizerName = "adamw"
+    """The optimizer: its name, or OptimizerSettings with its constants."""
+    lr: LearningRate | Callable[[int], float] = 3e-4
+    """The learning rate: a number, or a function of the step. (A configuration has a schedule instead.)"""
 
-    max_degree: int | None = Field(default=None, ge=1)
-    """Most ranks that share a sequence; None: all."""
-    packing: Literal["auto", "always", "never"] = "auto"
-    """Whether several sequences share a forward, and ranks a sequence. ``auto``: if that is exact; else the stock
-    forward is called once for each sequence, by one rank, and a warning says why. ``always``: else the model is
-    refused. ``never``: the stock forward, once for each sequence."""
-    recompute: Literal["auto", "none", "all", "selective"] = "auto"
-    """Layers computed again in the backward: as few as fit; ``selective``: the same, but attention is kept."""
-    memory_gib: float | None = Field(default=None, gt=0)
-    """Of a device; None: what it has."""
+    packing: Packing = "auto"
+    """Whether several sequences share a forward, and ranks a sequence. auto: if that is exact; else the stock forward
+    is called once for each sequence, by one rank, and a warning says why. always: else the model is refused. never: the
+    stock forward, once for each sequence."""
+    recompute: Literal[Recompute, "selective"] = "auto"
+    """Activation checkpointing: which layers are computed again in the backward; auto: as few as fit; selective: the
+    same, but what attention computed is kept. (Configurations have no selective.)"""
     profile: str | PathLike[str] | None = None
-    """File that keeps the measurements; None: one in ``~/.cache/lengthwise``."""
+    """The file that keeps the measurements; None: one in ~/.cache/lengthwise. (A configuration's plan.profile is
+    measured beforehand by `lengthwise profile`.)"""
     cost: SkipValidation[CostModel | None] = None
-    """Instead of measuring."""
-    frozen: SkipValidation[list[Any]] = []
+    """A cost model to plan with instead of measuring. (A configuration names the kind of fit.)"""
+    frozen: SkipValidation[list[Any]] = Field(default_factory=list)
     """Teachers and reference models that the loop calls on micro-batches too: exact on shards, without gradients."""
     count_targets: bool = False
-    """Read the labels of each step when it begins, so that terms of the loss may be means over tokens or sequences
-    where labels leave out targets."""
+    """Whether the labels of each step are read when it begins, so that terms of the loss may be means over tokens or
+    sequences where labels leave out targets."""
     check: bool = True
-    """Compute two short sequences both ways before the run, and refuse a model whose gradients differ."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Whether two short sequences are computed both ways before the run, to refuse a model whose gradients differ."""
     workers: int = Field(default=0, ge=0)
-    """Processes of each rank that read the corpus' items ahead of computing, for datasets that are slow to read; 0: an
-    item is read when it is needed."""
-    timeout_s: float | None = Field(default=None, gt=0)
-    """Most seconds that a rank waits for others before the run ends with an error that names them; None: 30 minutes,
-    or what torch.distributed was started with."""
+    """The processes of each rank that read the corpus' items ahead of computing, for datasets that are slow to read; 0:
+    an item is read when it is needed. (In a configuration, plan.workers are processes that plan ahead.)"""
     verbose: bool = True
-    """Say on the first rank what was found and measured."""
+    """Whether the first rank prints what was found and measured."""
 
     @field_validator("cost")
     @classmethod
@@ -149,18 +118,6 @@ class PrepareOptions(BaseModel):
         if self.tokens_per_step is None and self.sequences_per_step is None:
             return {"tokens_per_step": DEFAULT_TOKENS_PER_STEP}
         return {"tokens_per_step": self.tokens_per_step, "sequences_per_step": self.sequences_per_step}
-
-
-@contextmanager
-def named_as_options() -> Iterator[None]:
-    """Errors name settings as options of ``prepare``, not as keys of a configuration file."""
-    try:
-        yield
-    except LengthwiseError as error:
-        renamed = re.sub(r"\b(?:data|plan|train|optim)\.([a-z])", r"\1", str(error))
-        if renamed == str(error):
-            raise
-        raise type(error)(renamed) from error
 
 
 def read_options(given: dict[str, Any]) -> PrepareOptions:

@@ -1,269 +1,193 @@
 """Every setting of a run as one tree: loaded from YAML, overridden by dotted keys, checked at once, saved resolved."""
 
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import Field, ValidationError
 
+from lengthwise.config.choices import (
+    CostFit,
+    Dtype,
+    LrSchedule,
+    MethodName,
+    OptimizerName,
+    PipelineSchedule,
+    PipelineTime,
+    Recompute,
+)
 from lengthwise.config.foreign_names import setting_of
+from lengthwise.config.limits import (
+    MAX_CONFIG_BYTES,
+    MAX_SEQUENCES,
+    Beta,
+    LearningRate,
+    NumDevices,
+    NumSteps,
+    NumTokens,
+    StepsOrNone,
+)
+from lengthwise.config.shared_settings import (
+    BatchSettings,
+    MemorySetting,
+    OrderingSettings,
+    PolicySettings,
+    ProcessSettings,
+    SeedSetting,
+    Settings,
+    UpdateSettings,
+)
 from lengthwise.core.atomic_write import write_text
 from lengthwise.core.errors import InputError
-from lengthwise.core.lengths import MOST_TOKENS
-from lengthwise.core.lr_scaling import MAX_LR_FACTOR
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
-from lengthwise.core.specs import MAX_DEVICES, nearest
-
-MAX_CONFIG_BYTES = 256 << 10
-MAX_TEXT = 4096
-"""Characters of a setting."""
-MAX_STEPS = 10_000_000
-MAX_SEQUENCES = 1 << 31
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-
-NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-NumSequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
-NumSteps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
-StepsOrNone = Annotated[int, Field(ge=0, le=MAX_STEPS)]
-NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-LrFactor = Annotated[float, Field(ge=0, le=MAX_LR_FACTOR)]
+from lengthwise.core.specs import nearest
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse what pydantic would take: true and false as numbers, and text that no path or name can hold."""
-        values = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(one, bool) for one in values) and not cls._takes_bool(info.field_name):
-            raise ValueError("a number or text is needed; true and false (also yes, no, on, off) are neither")
-        for text in values:
-            if isinstance(text, str) and (len(text) > MAX_TEXT or _UNPRINTABLE.search(text)):
-                raise ValueError(f"text has at most {MAX_TEXT:,} characters and no control characters")
-        return value
-
-    @classmethod
-    def _takes_bool(cls, name: str | None) -> bool:
-        return name is not None and cls.model_fields[name].annotation is bool
-
-
-class PartConfig(_Section):
+class PartConfig(Settings):
     """One corpus of a mixture."""
 
-    index: str = Field(description="folder made by `lengthwise index`")
-    name: str = Field(default="", description="in ledgers and reports; empty: the folder's name")
-    repeat: float | None = Field(
-        default=None,
-        gt=0,
-        le=10_000,
-        description="passes over it in an epoch, such as 0.5 or 3; none: 1, or what share needs",
-    )
-    share: float | None = Field(
-        default=None,
-        ge=1e-9,
-        le=1e9,
-        description="or: its weight among the tokens of an epoch, relative to the others'",
-    )
+    index: str
+    """The folder that `lengthwise index` made."""
+    name: str = ""
+    """What ledgers and reports call it; empty: the folder's name."""
+    repeat: float | None = Field(default=None, gt=0, le=10_000)
+    """The number of passes over it in an epoch, such as 0.5 or 3; none: 1, or what share needs."""
+    share: float | None = Field(default=None, ge=1e-9, le=1e9)
+    """Instead of repeat: its weight among the tokens of an epoch, relative to the weights of the others."""
 
 
-class DataConfig(_Section):
+class DataConfig(OrderingSettings, BatchSettings):
     """Which sequences are trained, and in which order."""
 
-    index: str = Field(default="", description="folder made by `lengthwise index`")
-    mixture: tuple[PartConfig, ...] = Field(default=(), description="or: several, each {index, name, repeat or share}")
-    max_length: NumTokens | None = Field(
-        default=None, description="longest sequence trained, in tokens; none: no limit"
-    )
-    over_length: Literal["error", "drop", "truncate", "split"] = Field(
-        default="error", description="what happens to sequences over max_length; counted in ledger.json"
-    )
-    tokens_per_step: NumTokens | None = Field(default=None, description="token budget of a global batch")
-    sequences_per_step: NumSequences | None = Field(default=None, description="or: sequences of a global batch")
-    count_padding: bool = Field(
-        default=False, description="tokens_per_step counts padding: sequences of a step x the longest of them"
-    )
-    order: Literal["shuffled", "corpus", "sorted", "curriculum", "windowed"] = Field(
-        default="shuffled",
-        description="of an epoch: random, as indexed, by metric, from easy to hard with a pacing, or random batches of "
-        "sequences that a window sorted by metric",
-    )
-    metric: str = Field(
-        default="length", description="of sorted, curriculum, windowed: length, or what `lengthwise analyze` saved"
-    )
-    window: NumSequences = Field(default=4096, description="sequences that windowed sorts at a time")
-    pacing: Literal["linear", "root", "step", "natural"] = Field(
-        default="root", description="of a curriculum: how the share of the corpus grows that sequences are drawn from"
-    )
-    pacing_start: float = Field(default=0.1, gt=0, le=1, description="that share at the beginning of an epoch")
-    pacing_stages: int = Field(
-        default=5, ge=1, le=1024, description="of step: how often it grows; of natural: groups by metric"
-    )
-    curriculum_epochs: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="epochs with the curriculum, shuffled afterwards; none: all"
-    )
-    verify: bool = Field(
-        default=True, description="read every token before training, to refuse an index whose files were changed"
-    )
-    prefetch: int = Field(default=2, ge=0, le=1024, description="micro-batches read ahead of computing; 0: none")
+    index: str = ""
+    """The folder that `lengthwise index` made."""
+    mixture: tuple[PartConfig, ...] = ()
+    """Instead of index: several folders as a data mixture, each {index, name, repeat or share}."""
+    count_padding: bool = False
+    """Whether tokens_per_step counts padding: the number of sequences of a step x the longest of them."""
+    metric: str = "length"
+    """What sorted, curriculum and windowed follow: length, or a metric that `lengthwise analyze` saved. (In prepare,
+    where nothing was saved, it is one number for each sequence.)"""
+    verify: bool = True
+    """Whether every token is read before training, to refuse an index whose files were changed."""
+    prefetch: int = Field(default=2, ge=0, le=1024)
+    """How many micro-batches are read ahead of computing; 0: none."""
 
 
-class ModelConfig(_Section):
+class ModelConfig(Settings):
     """Which model is trained."""
 
-    preset: str = Field(default="llama-tiny", description="a model preset; see `lengthwise config --presets`")
-    hf: str = Field(default="", description="or: a folder with Hugging Face config.json and safetensors to start from")
-    vocab_size: int | None = Field(
-        default=None, ge=1, le=1 << 24, description="overrides the preset; none: what the index needs"
-    )
+    preset: str = "llama-tiny"
+    """A model preset; `lengthwise config --presets` lists them."""
+    hf: str = ""
+    """Instead of preset: a folder with Hugging Face config.json and safetensors to start from."""
+    vocab_size: int | None = Field(default=None, ge=1, le=1 << 24)
+    """The number of token ids that the preset embeds; none: as many as the index needs."""
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(MemorySetting):
     """The devices whose memory limits plans and whose speed prices them."""
 
-    name: str = Field(default="", description="such as 8x8xA800-80GB; empty: the devices that train finds")
-    memory_gib: float | None = Field(default=None, gt=0, le=1 << 20, description="overrides the device's memory")
+    name: str = ""
+    """The cluster, such as 8x8xA800-80GB; empty: the devices that train finds."""
 
 
-class PlanConfig(_Section):
+class PlanConfig(PolicySettings):
     """How each step is planned: parallelism, gradient accumulation, activation checkpointing, load balancing."""
 
-    policy: Literal[
-        "padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis", "auto"
-    ] = "auto"
-    file: str = Field(
-        default="", description="plans to execute, made by `lengthwise plan --out` or by hand; empty: plan each step"
-    )
-    profile: str = Field(default="", description="file made by `lengthwise profile`; empty: analytic costs")
-    cost: Literal["fitted", "hybrid"] = Field(
-        default="fitted", description="made from the profile: a l^2 + b l + c, or a random forest (extra: learned)"
-    )
-    batch_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=MAX_SEQUENCES,
-        description="sequences per micro-batch of `padded`; none: the fastest that fits",
-    )
-    one_shape: bool = Field(
-        default=False, description="`padded`: one shape for all micro-batches of a step, for static compilation"
-    )
-    max_tokens: NumTokens | None = Field(
-        default=None, description="most tokens of a micro-batch, padding included; none: what memory holds"
-    )
-    method: Literal[
-        "", "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring"
-    ] = Field(
-        default="",
-        description="parallel method by which devices share every layer; empty: whatever is fastest (train: of ulysses "
-        "and ring); random: drawn anew for every layer and micro-batch",
-    )
-    degree: NumDevices | None = Field(
-        default=None, description="sequence, context or tensor parallel size, exactly; none: any up to max_degree"
-    )
-    max_degree: NumDevices = Field(
-        default=1,
-        description="most devices that share a layer: the largest sequence, context or tensor parallel size",
-    )
-    max_stages: NumDevices = Field(default=1, description="most pipeline stages: the largest pipeline parallel size")
-    recompute: Literal["auto", "none", "all"] = Field(
-        default="auto",
-        description="activation checkpointing: which layers are computed again in the backward; auto: as few as a "
-        "micro-batch needs to fit",
-    )
-    objective: Literal["flow-shop", "max-times-count"] = Field(
-        default="flow-shop", description="how a pipeline's time is reckoned; max-times-count: Hydraulis Eq. (1)"
-    )
-    shapes: int | None = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="at most so many sizes of micro-batches, filled up with padding; none: any size",
-    )
-    workers: int | None = Field(
-        default=None, ge=0, le=64, description="processes per rank that plan ahead; 0: none; none: 1 on GPUs, 0 on CPUs"
-    )
-    look_ahead: int = Field(default=4, ge=1, le=1024, description="steps planned ahead of training, with workers")
+    file: str = ""
+    """Plans to execute, made by `lengthwise plan --out` or by hand; empty: each step is planned."""
+    profile: str = ""
+    """A file of measurements made by `lengthwise profile`; empty: costs are analytic. (prepare measures by itself, and
+    keeps its measurements in the file that this names.)"""
+    cost: CostFit = "fitted"
+    """The cost model made from the profile: a l^2 + b l + c, or a random forest (extra: learned). (prepare takes a
+    cost model as an object.)"""
+    batch_size: int | None = Field(default=None, ge=1, le=MAX_SEQUENCES)
+    """The micro-batch size of `padded`, in sequences; none: the fastest that fits."""
+    one_shape: bool = False
+    """Whether `padded` gives all micro-batches of a step one shape, for static compilation."""
+    max_tokens: NumTokens | None = None
+    """The most tokens of a micro-batch, padding included; none: what memory holds."""
+    method: Literal["", MethodName] = ""
+    """The parallel method by which devices share every layer; empty: whatever is fastest (train: of ulysses and ring);
+    random: drawn anew for every layer and micro-batch."""
+    degree: NumDevices | None = None
+    """The sequence, context or tensor parallel size, exactly; none: any up to max_degree."""
+    max_stages: NumDevices | None = None
+    """The most pipeline stages: the largest pipeline parallel size; none: as many as the run has devices and the model
+    layers, and as its costs are known for. (Runs of prepare have one stage.)"""
+    recompute: Recompute = "auto"
+    """Activation checkpointing: which layers are computed again in the backward; auto: as few as a micro-batch needs
+    to fit. (prepare also knows selective, which keeps what attention computed.)"""
+    objective: PipelineTime = "flow-shop"
+    """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
+    model learns, which here the model's preset decides.)"""
+    shapes: int | None = Field(default=None, ge=1, le=1024)
+    """The most sizes of micro-batches, which are filled up with padding; none: micro-batches have any size."""
+    workers: int | None = Field(default=None, ge=0, le=64)
+    """The processes per rank that plan ahead; 0: none; none: 1 on GPUs, 0 on CPUs. (In prepare, workers are processes
+    that read items, as those of a DataLoader.)"""
+    look_ahead: int = Field(default=4, ge=1, le=1024)
+    """The number of steps that workers plan ahead of training."""
 
 
-class OptimConfig(_Section):
-    """The optimizer and its schedule."""
+class OptimConfig(UpdateSettings):
+    """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "sgd", "adafactor"] = "adamw"
-    lr: float = Field(default=3e-4, gt=0, le=1000)
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.95), description="of adamw")
-    eps: float = Field(default=1e-8, gt=0, le=1, description="of adamw and adafactor")
-    momentum: float = Field(default=0.9, ge=0, lt=1, description="of sgd")
-    weight_decay: float = Field(default=0.1, ge=0, le=1000, description="on matrices; norms and biases never decay")
-    clip_norm: float = Field(default=1.0, ge=0, le=1e9, description="limit of the global gradient norm; 0: none")
+    name: OptimizerName = "adamw"
+    """The optimizer."""
+    lr: LearningRate = 3e-4
+    """The learning rate after warm-up. (In prepare it may be a function of the step, which replaces a schedule.)"""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """The decay rates of adamw's averages of gradients and of their squares."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """A small number that keeps updates of adamw and adafactor from dividing by zero."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """The momentum of sgd; 0: it keeps no state."""
     warmup_steps: StepsOrNone = 0
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
-    min_lr_fraction: float = Field(default=0.1, ge=0, le=1, description="where the schedule ends, as a share of lr")
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        default="none", description="how the learning-rate follows the size of each step's batch"
-    )
-    lr_scaling_by: Literal["tokens", "sequences", "targets"] = Field(
-        default="tokens", description="what that size counts"
-    )
-    lr_reference: float | None = Field(
-        default=None,
-        ge=1,
-        le=MOST_TOKENS,
-        description="the size that lr is for; none: that of a batch of sequences of mean length",
-    )
-    lr_clamp: tuple[LrFactor, LrFactor] | None = Field(
-        default=None, description="least and most that lr is multiplied by, such as [0.25, 4]"
-    )
-
-    @field_validator("lr_clamp")
-    @classmethod
-    def _check_clamp(cls, clamp: tuple[float, float] | None) -> tuple[float, float] | None:
-        if clamp is not None and not (clamp[0] <= clamp[1] and clamp[1] > 0):
-            raise ValueError("the least factor comes first, then the most, which is above 0")
-        return clamp
+    """The number of steps in which the learning rate rises linearly to lr."""
+    schedule: LrSchedule = "cosine"
+    """How the learning rate falls after warm-up."""
+    min_lr_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Where the schedule ends, as a share of lr."""
 
 
-class TrainConfig(_Section):
+class TrainConfig(ProcessSettings):
     """The training loop: steps, precision, checkpoints, records."""
 
     steps: NumSteps = 100
-    compile: bool = Field(default=False, description="torch.compile of every layer for the static sizes of plan.shapes")
-    dtype: Literal["float32", "bfloat16", "float64"] = Field(
-        default="float32", description="of forward and backward; weights and optimizer stay in float32 or above"
-    )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    timeout_s: float = Field(
-        default=1800.0,
-        ge=1,
-        le=604_800,
-        description="most seconds that a rank waits for others, at the start and in any collective; then the run ends",
-    )
-    schedule: Literal["1f1b", "gpipe"] = Field(
-        default="1f1b", description="order of forwards and backwards in a pipeline; gpipe keeps every micro-batch"
-    )
-    checkpoint_every: StepsOrNone = Field(default=0, description="steps between checkpoints; 0: only at the end")
-    checkpoint_async: bool = Field(default=True, description="write them while training goes on")
+    """The number of optimizer steps. (In prepare the default is one epoch.)"""
+    compile: bool = False
+    """Whether torch.compile compiles every layer, for the static sizes of plan.shapes."""
+    dtype: Dtype = "float32"
+    """The precision of forward and backward; weights and optimizer state stay in float32 or above."""
+    schedule: PipelineSchedule = "1f1b"
+    """The pipeline schedule, which orders forwards and backwards; gpipe keeps every micro-batch."""
+    checkpoint_every: StepsOrNone = 0
+    """The number of steps between checkpoints; 0: there is one at the end."""
+    checkpoint_async: bool = True
+    """Whether checkpoints are written while training goes on."""
     keep_checkpoints: NumSteps = 2
-    timeline: bool = Field(default=True, description="record every rank's spans")
-    tensorboard: bool = Field(default=False, description="write event files too (extra: tb)")
+    """The number of checkpoints that are kept; older ones are removed."""
+    timeline: bool = True
+    """Whether every rank's spans are recorded, for reports."""
+    tensorboard: bool = False
+    """Whether TensorBoard event files are written as well (extra: tb)."""
     log_every: NumSteps = 1
+    """The number of steps between lines of the log."""
 
 
-class Config(_Section):
+class Config(SeedSetting):
     """One run."""
 
-    name: str = Field(
-        default="run",
-        pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$",
-        max_length=100,
-        description="of the run: letters, digits, - and _; also . but not first",
-    )
-    seed: int = Field(default=0, ge=0, lt=1 << 64)
-    output: str = Field(default="outputs", description="run folders are made in <output>/<name>/<time>")
-    run_folder: str = Field(default="", description="exactly this folder instead")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
+    """The name of the run: letters, digits, - and _; also . but not first."""
+    output: str = "outputs"
+    """Where run folders are made, as <output>/<name>/<time>."""
+    run_folder: str = ""
+    """Exactly this run folder instead; empty: a new one in output."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -1,7 +1,7 @@
 """transformers' Trainer with steps planned by length, and a callback for users of theirs.
 
     from lengthwise import Trainer                                  # instead of: from transformers import Trainer
-    trainer = Trainer(model=model, args=args, train_dataset=rows, policy="dcp-intra")
+    trainer = Trainer(model=model, args=args, train_dataset=rows, policy="auto")
 
 The loop is :func:`lengthwise.prepare` and :meth:`Run.steps`; arguments, logs, evaluation, callbacks, checkpoints and
 saved models are those of transformers. What cannot be honoured is refused
@@ -18,7 +18,9 @@ from typing import Any, cast
 
 import torch
 
+from lengthwise.config.choices import PolicyName
 from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.core.errors import InputError
 from lengthwise.integrations.hf_callback import TrainerCallback
 from lengthwise.integrations.hf_training_args import decay_problem, optimizer_name, refuse_what_cannot_be_honoured
@@ -62,13 +64,13 @@ class Trainer(transformers.Trainer):
     current_flos: Any
 
     def __init__(
-        self, *args: Any, policy: str = "dcp-intra", lengthwise: dict[str, Any] | None = None, **options: Any
+        self, *args: Any, policy: PolicyName = "auto", lengthwise: PrepareKeywords | None = None, **options: Any
     ) -> None:
         """``policy`` and ``lengthwise``: options of :func:`lengthwise.prepare`; all else as in transformers."""
         super().__init__(*args, **options)
         self.run: Run | None = None
         """While it trains."""
-        self._options = {"policy": policy, **(lengthwise or {})}
+        self._options: dict[str, Any] = {"policy": policy, **(lengthwise or {})}
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
@@ -132,16 +134,17 @@ class Trainer(transformers.Trainer):
         if args.gradient_checkpointing or args.activation_checkpointing:
             options.setdefault("recompute", "all")
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        return prepare(
-            self.model,
-            CollatedItems(self.train_dataset, collate, needs_labels=not masked),
-            **{"optimizer": self._optimizer(weight_decay), **options},
-            lr=lambda step: self._get_learning_rate(),
-            clip_norm=args.max_grad_norm,
-            seed=args.seed,
-            order="shuffled" if getattr(sampling, "value", sampling) == "random" else "corpus",
-            device=args.device.type,
-        )
+        options = {
+            "optimizer": self._optimizer(weight_decay),
+            **options,
+            "lr": lambda step: self._get_learning_rate(),
+            "clip_norm": args.max_grad_norm,
+            "seed": args.seed,
+            "order": "shuffled" if getattr(sampling, "value", sampling) == "random" else "corpus",
+            "device": args.device.type,
+        }
+        corpus = CollatedItems(self.train_dataset, collate, needs_labels=not masked)
+        return prepare(self.model, corpus, **cast(PrepareKeywords, options))
 
     def _num_samples(self) -> float:
         """Sequences of the whole training, as transformers counts them for its speeds."""

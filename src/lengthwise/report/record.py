@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lengthwise.config.run_config import MAX_CONFIG_BYTES
+from lengthwise.config.limits import MAX_CONFIG_BYTES
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel, ProfileTable
@@ -37,8 +38,6 @@ from lengthwise.plan.space.search_space import (
 )
 from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
-
-DEFAULT_TOKENS_PER_STEP = 65_536
 
 
 def make_sampler(config: Config, corpus: Corpus) -> Sampler:
@@ -325,13 +324,13 @@ def _check_degree(config: Config, cluster: ClusterSpec) -> None:
             f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
         )
     several = {"plan.degree": plan.degree or 1, "plan.max_degree": plan.max_degree, "plan.max_stages": plan.max_stages}
-    if plan.profile and (asked := [f"{name}={count}" for name, count in several.items() if count > 1]):
+    if plan.profile and (asked := [f"{name}={count}" for name, count in several.items() if (count or 1) > 1]):
         raise InputError(
             f"{plan.profile} was measured on one device and knows no cost of {' and '.join(asked)}; set "
             "plan.profile= (empty) for analytic costs"
         )
-    if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree > 1):
-        drawn = "; or set plan.max_degree to have it drawn for every step" if plan.method == RANDOM else ""
+    if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree != 1):
+        drawn = "; or leave plan.max_degree out to have it drawn for every step" if plan.method == RANDOM else ""
         raise InputError(
             f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer{drawn}"
         )

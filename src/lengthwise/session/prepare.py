@@ -5,11 +5,14 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from inspect import signature
+from typing import Any, Unpack, cast
 
 from torch import nn
 
-from lengthwise.config.prepare_options import PrepareOptions, named_as_options, read_options
+from lengthwise.config.prepare_keywords import PrepareKeywords, with_keywords
+from lengthwise.config.prepare_options import PrepareOptions, read_options
+from lengthwise.config.setting_names import named_as_options
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.processes import check_processes
@@ -50,7 +53,7 @@ MOST_READERS = 256
 """Processes of one rank that read items."""
 
 
-def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
+def prepare(model: nn.Module, corpus: Any, **options: Unpack[PrepareKeywords]) -> Run:
     """Prepare ``model`` to train on ``corpus``: every rank calls this, under torchrun or alone.
 
     The model's code is not changed and its weights stay its own; its layers, its attention and its forward go through
@@ -68,9 +71,12 @@ def prepare(model: nn.Module, corpus: Any, **options: Any) -> Run:
         InfeasibleError: the longest sequence fits on no group of devices.
         CheckError: packs change what the model learns.
     """
-    chosen = read_options(options)
+    chosen = read_options(dict(options))
     with named_as_options(), preserve_state(model):
         return _prepare(model, corpus, chosen)
+
+
+prepare.__signature__ = with_keywords(signature(prepare))  # type: ignore[attr-defined]  # for help() and editors
 
 
 def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:

@@ -86,7 +86,7 @@ def test_methods_drawn_at_random_train_as_one_device_does(corpus, tmp_path, dens
 
 def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_wrote(corpus, tmp_path, dense_losses):
     """No device holds the whole model and the longest sequence."""
-    more = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_stages=2"]
+    more = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_degree=1"]
     lengthwise("plan", *options(corpus, tmp_path / "run", *more), "--out", tmp_path / "plans.jsonl")
     found = losses(corpus, tmp_path / "run", *more, "--plan", str(tmp_path / "plans.jsonl"))
     assert found == pytest.approx(dense_losses, rel=1e-10)

@@ -39,7 +39,7 @@ def _lines(values: Any, section: Any, indent: str) -> list[str]:
             lines += ["", f"{name}:  # {title}", *_lines(getattr(values, name), field.annotation, indent + "  ")]
         else:
             plain = values.model_dump(mode="json", include={name})[name]
-            comment = "; ".join(filter(None, (_choices(field.annotation), field.description)))
+            comment = "; ".join(filter(None, (_choices(field.annotation), " ".join((field.description or "").split()))))
             lines.append(f"{indent}{name}: {json.dumps(plain)}" + (f"  # {comment}" if comment else ""))
     return lines
 

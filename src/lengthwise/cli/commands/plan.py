@@ -8,7 +8,8 @@ import typer
 
 from lengthwise.cli.launch import split_arguments
 from lengthwise.cli.tables.plan_table import print_plans
-from lengthwise.config.run_config import MAX_STEPS, load
+from lengthwise.config.limits import MAX_STEPS
+from lengthwise.config.run_config import load
 from lengthwise.session.console import emit_json
 from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
 

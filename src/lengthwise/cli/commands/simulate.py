@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli.launch import split_arguments
-from lengthwise.config.run_config import MAX_STEPS, load
+from lengthwise.config.limits import MAX_STEPS
+from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.session.console import emit_json, stderr

@@ -1,0 +1,25 @@
+"""The words that a setting may be: each enumeration of configuration files and of ``prepare``, spelt once."""
+
+from typing import Literal
+
+PolicyName = Literal[
+    "padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis", "auto"
+]
+OverLength = Literal["error", "drop", "truncate", "split"]
+OrderName = Literal["shuffled", "corpus", "sorted", "curriculum", "windowed"]
+PacingName = Literal["linear", "root", "step", "natural"]
+OptimizerName = Literal["adamw", "sgd", "adafactor"]
+LrSchedule = Literal["constant", "cosine", "linear"]
+LrRule = Literal["none", "linear", "sqrt"]
+BatchSize = Literal["tokens", "sequences", "targets"]
+MethodName = Literal[
+    "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring"
+]
+Recompute = Literal["auto", "none", "all"]
+PipelineTime = Literal["flow-shop", "max-times-count"]
+PipelineSchedule = Literal["1f1b", "gpipe"]
+CostFit = Literal["fitted", "hybrid"]
+Dtype = Literal["float32", "bfloat16", "float64"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+TrainingObjective = Literal["next-token", "masked", "every-token"]
+Packing = Literal["auto", "always", "never"]

@@ -1,0 +1,124 @@
+"""Settings that configuration files and ``lengthwise.prepare`` have in common: one name, type, default and meaning."""
+
+import re
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from lengthwise.config.choices import BatchSize, DeviceName, LrRule, OrderName, OverLength, PacingName, PolicyName
+from lengthwise.config.limits import MAX_TEXT, MOST_BLOCKS, WINDOW, LrFactor, NumDevices, NumSequences, NumTokens
+from lengthwise.core.lengths import MOST_TOKENS
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+class Settings(BaseModel):
+    """Frozen settings whose documentation stands below each of them; unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what pydantic would take: true and false as numbers, and text that no path or name can hold."""
+        values = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(part, bool) for part in values) and not cls._takes_bool(info.field_name):
+            raise ValueError("a number or text is needed; true and false (also yes, no, on, off) are neither")
+        for text in values:
+            if isinstance(text, str) and (len(text) > MAX_TEXT or _UNPRINTABLE.search(text)):
+                raise ValueError(f"text has at most {MAX_TEXT:,} characters and no control characters")
+        return value
+
+    @classmethod
+    def _takes_bool(cls, name: str | None) -> bool:
+        return name is not None and cls.model_fields[name].annotation in (bool, Any)
+
+
+class SeedSetting(Settings):
+    """The seed of everything that is random."""
+
+    seed: int = Field(default=0, ge=0, lt=1 << 64)
+    """The seed of the data order, of initial weights, of masks and of dropout."""
+
+
+class BatchSettings(Settings):
+    """Which sequences share an optimizer step."""
+
+    max_length: NumTokens | None = None
+    """The longest sequence that is trained on, in tokens; none: there is no limit."""
+    over_length: OverLength = "error"
+    """What happens to sequences longer than max_length. How many there were is counted in ledger.json."""
+    tokens_per_step: NumTokens | None = None
+    """Token budget of a global batch; 65,536 where neither budget is set."""
+    sequences_per_step: NumSequences | None = None
+    """Instead of tokens_per_step: the number of sequences of a global batch."""
+
+
+class OrderingSettings(Settings):
+    """The order in which an epoch's sequences come, and its curriculum."""
+
+    order: OrderName = "shuffled"
+    """The data order of an epoch. shuffled: random; corpus: as indexed; sorted: by metric; curriculum: from easy to
+    hard with a pacing; windowed: random batches of sequences that a window sorted by metric."""
+    window: NumSequences = WINDOW
+    """How many sequences windowed sorts at a time."""
+    pacing: PacingName = "root"
+    """How, in a curriculum, the share of the corpus grows that sequences are drawn from."""
+    pacing_start: float = Field(default=0.1, gt=0, le=1)
+    """The share of the corpus that a curriculum draws from at the beginning of an epoch."""
+    pacing_stages: int = Field(default=5, ge=1, le=MOST_BLOCKS)
+    """With the pacing step, how often the share grows; with natural, the number of groups by metric."""
+    curriculum_epochs: int | None = Field(default=None, ge=1, le=1_000_000)
+    """The number of epochs with the curriculum, after which epochs are shuffled; none: all."""
+
+
+class PolicySettings(Settings):
+    """Who plans steps, and within which parallel sizes."""
+
+    policy: PolicyName = "auto"
+    """The scheduling policy that plans each step: its pipelines, gradient accumulation, activation checkpointing and
+    load balancing. auto searches all others and is never predicted to be slower."""
+    max_degree: NumDevices | None = None
+    """The most devices that share a layer: the largest sequence, context or tensor parallel size; none: as many as the
+    run has, and as its costs are known for."""
+
+
+class MemorySetting(Settings):
+    """The device's memory."""
+
+    memory_gib: float | None = Field(default=None, gt=0, le=1 << 20)
+    """Memory of each device that plans may fill, in GiB; none: what the device has."""
+
+
+class UpdateSettings(Settings):
+    """Weight decay, clipping, and how the learning rate follows batches."""
+
+    weight_decay: float = Field(default=0.1, ge=0, le=1000)
+    """Decoupled weight decay of matrices; norms and biases never decay."""
+    clip_norm: float = Field(default=1.0, ge=0, le=1e9)
+    """The limit that the global gradient norm is clipped to; 0: gradients are not clipped."""
+    lr_scaling: LrRule = "none"
+    """How the learning rate follows the size of each step's batch."""
+    lr_scaling_by: BatchSize = "tokens"
+    """What lr_scaling counts as the size of a batch; targets are tokens that have a loss."""
+    lr_reference: float | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    """The batch size that lr is meant for; none: the size of a batch of sequences of mean length."""
+    lr_clamp: tuple[LrFactor, LrFactor] | None = None
+    """The least and the most that lr_scaling multiplies the learning rate by, such as [0.25, 4]; none: any factor."""
+
+    @field_validator("lr_clamp")
+    @classmethod
+    def _check_clamp(cls, clamp: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clamp is not None and not (clamp[0] <= clamp[1] and clamp[1] > 0):
+            raise ValueError("the least factor comes first, then the most, which is above 0")
+        return clamp
+
+
+class ProcessSettings(Settings):
+    """The device of each rank, and how long ranks wait for one another."""
+
+    device: DeviceName = "auto"
+    """The kind of device that ranks compute on; auto: GPUs if there are any."""
+    timeout_s: float | None = Field(default=None, ge=1, le=604_800)
+    """The most seconds that a rank waits for others, at the start and in any collective; then the run ends with an
+    error that names them. none: 30 minutes, or what torch.distributed was started with."""
