@@ -82,13 +82,13 @@ class Budget:
     def _walk_padded(self, lengths: np.ndarray, edges: list[int]) -> Iterator[list[int]]:
         length_of, parts = lengths.tolist(), self.micro_batches
         limit = int(lengths.sum()) * (len(lengths) + 1) if self.tokens is None else self.tokens
-        most = parts * (len(lengths) if self.max_sequences is None else self.max_sequences)
+        max_sequences = parts * (len(lengths) if self.max_sequences is None else self.max_sequences)
         for start, stop in pairwise(edges):
             ends, position, count, longest = [], start, 0, 0
             while position < stop:
                 length = length_of[position]
                 taller = length if length > longest else longest
-                if count == 0 or (count < most and (count // parts + 1) * taller <= limit):
+                if count == 0 or (count < max_sequences and (count // parts + 1) * taller <= limit):
                     position, count, longest = position + 1, count + 1, taller
                     continue
                 position -= count % parts if count > parts else 0  # whole rows: the rest begins the next batch

@@ -133,17 +133,17 @@ def paced_order(count: int, pacing: Pacing, *, seed: int, epoch: int) -> np.ndar
     """[count] the difficulty rank of the sequence at each position; O(count log count)."""
     stream = raw_stream(seed=seed, epoch=epoch)
     order = np.empty(count, dtype=np.int64)
-    pool, held, reached = np.empty(count, dtype=np.int64), 0, 0  # ranks that are reached and not used yet
+    pool, num_in_pool, reached = np.empty(count, dtype=np.int64), 0, 0  # ranks that are reached and not used yet
     for start, end, until in _blocks(count, pacing):
-        pool[held : held + until - reached] = np.arange(reached, until)
-        held, reached = held + until - reached, until
-        chosen = draw(stream, end - start, held)
+        pool[num_in_pool : num_in_pool + until - reached] = np.arange(reached, until)
+        num_in_pool, reached = num_in_pool + until - reached, until
+        chosen = draw(stream, end - start, num_in_pool)
         order[start:end] = pool[chosen]
-        left = held - len(chosen)
+        left = num_in_pool - len(chosen)
         is_free = np.ones(len(chosen), dtype=bool)  # of the places behind those that are left
         is_free[chosen[chosen >= left] - left] = False
-        pool[chosen[chosen < left]] = pool[left:held][is_free]
-        held = left
+        pool[chosen[chosen < left]] = pool[left:num_in_pool][is_free]
+        num_in_pool = left
     return order
 
 

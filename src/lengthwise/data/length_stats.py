@@ -147,11 +147,11 @@ def histogram(lengths: np.ndarray, *, edges: tuple[int, ...] = _EDGES) -> tuple[
             low=low,
             high=high,
             num_sequences=int(count),
-            num_tokens=int(held),
+            num_tokens=int(num_tokens),
             share_of_sequences=float(count / counts.sum()),
-            share_of_tokens=float(held / tokens.sum()),
+            share_of_tokens=float(num_tokens / tokens.sum()),
         )
-        for low, high, count, held in zip(lows, highs, counts, tokens)
+        for low, high, count, num_tokens in zip(lows, highs, counts, tokens)
     )
 
 

@@ -123,11 +123,11 @@ class Windowed:
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
         """A window ends where the next begins: among the largest values, or among the smallest."""
         shuffled = ids[epoch_order(len(ids), seed=seed, epoch=epoch)]
-        whole = len(ids) // self.window * self.window
-        windows = shuffled[:whole].reshape(-1, self.window)
+        num_windowed = len(ids) // self.window * self.window
+        windows = shuffled[:num_windowed].reshape(-1, self.window)
         ascending = np.take_along_axis(windows, np.argsort(self.values[windows], axis=1, kind="stable"), axis=1)
         ascending[1::2] = ascending[1::2, ::-1]
-        rest = shuffled[whole:]
+        rest = shuffled[num_windowed:]
         rest = rest[np.argsort(self.values[rest], kind="stable")]
         return np.concatenate([ascending.ravel(), rest[::-1] if len(windows) % 2 else rest])
 

@@ -92,10 +92,10 @@ def _chosen(pipelines: Sequence[Pipeline]) -> list[Pipeline]:
     chosen: list[Pipeline] = []
     num_rows = 0
     for turn in range(MOST_ROWS):
-        for held in by_scheme.values():
-            if not held:
+        for lanes_of_scheme in by_scheme.values():
+            if not lanes_of_scheme:
                 continue
-            pipeline = held.pop(0 if turn % 2 == 0 else -1)
+            pipeline = lanes_of_scheme.pop(0 if turn % 2 == 0 else -1)
             if not chosen or num_rows + pipeline.scheme.num_stages <= MOST_ROWS:
                 chosen.append(pipeline)
                 num_rows += pipeline.scheme.num_stages
