@@ -93,7 +93,7 @@ class Corpus:
         return Mixture(sizes=sizes, repeats=tuple(part.repeat for part in self.parts), seed=seed)
 
     def selection(self, seed: int) -> Selection:
-        """Which sequences an epoch holds."""
+        """Selection of the sequences of an epoch."""
         return self.mixture(seed) if self.is_mixture else EverySequence(len(self))
 
     def part_of(self, ids: np.ndarray) -> np.ndarray:
@@ -189,7 +189,7 @@ _READY = "tokens"
 
 
 def _tokenizer(store: TokenStore) -> str:
-    """What tells a tokenizer from others: its settings, and the digest of its file if it has one."""
+    """Identity of a tokenizer: its settings, and the digest of its file if it has one."""
     settings: dict[str, Any] = store.info["tokenizer"]
     words = [str(value) for name, value in settings.items() if name not in ("path", "eos_token", "append_eos")]
     file = store.path / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""What the lengths of a corpus cost: padding, imbalance of attention, and what a limit on length would cut."""
+"""Statistics of a corpus's lengths: padding, imbalance of attention, and what a limit on length would cut."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -69,7 +69,7 @@ class LengthStats:
     cuts: tuple[LengthLimitEffect, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the statistics, for JSON."""
         return asdict(self)
 
 

@@ -33,7 +33,7 @@ class LengthLedger:
     tokens_out: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the ledger, for JSON."""
         return asdict(self)
 
 

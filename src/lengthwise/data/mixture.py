@@ -46,7 +46,7 @@ class Mixture:
             )
 
     def ids(self, epoch: int) -> np.ndarray:
-        """Of every sequence that epoch ``epoch`` holds, ascending; one that it holds twice is there twice."""
+        """Ids of the sequences of epoch ``epoch``, ascending; one that it holds twice is there twice."""
         chosen, first = [], 0
         for part, size in enumerate(self.sizes):
             chosen.append(first + self._take(part, self.taken(part, epoch), self.taken(part, epoch + 1)))
@@ -64,7 +64,7 @@ class Mixture:
         return passes * int(lengths.sum(dtype=np.int64)) + rest
 
     def to_json(self) -> dict[str, Any]:
-        """What tells it from others, in plain values."""
+        """Plain values that identify the mixture."""
         return {"name": "mixture", "sizes": list(self.sizes), "repeats": [str(repeat) for repeat in self.repeats]}
 
     def _take(self, part: int, start: int, stop: int) -> np.ndarray:

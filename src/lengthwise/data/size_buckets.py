@@ -107,8 +107,8 @@ def padded_lattice(lengths: ArrayLike, *, most: int, budget: int, multiple_of: i
     lattice = packed_lattice(lengths, most=most, multiple_of=multiple_of)
     if lattice.sizes[-1] > budget:
         raise InputError(
-            f"the longest sequence is padded to {lattice.sizes[-1]:,} tokens, a batch holds {budget:,}; raise the budget "
-            "or cut longer sequences"
+            f"the longest sequence is padded to {lattice.sizes[-1]:,} tokens, a batch holds {budget:,}; raise the "
+            "budget or cut longer sequences"
         )
     return SizeBuckets(
         sizes=lattice.sizes, num_tokens=lattice.num_tokens, num_padding=lattice.num_padding, budget=budget
@@ -116,7 +116,7 @@ def padded_lattice(lengths: ArrayLike, *, most: int, budget: int, multiple_of: i
 
 
 def least_padding(sizes: np.ndarray, counts: np.ndarray, *, most: int) -> tuple[np.ndarray, int]:
-    """Those of ``sizes`` to fill up to, the largest among them, and how many tokens are computed then.
+    """Choose the ``sizes`` to pad to, the largest among them; also how many tokens are computed then.
 
     Args:
         sizes: [n] ascending, distinct.

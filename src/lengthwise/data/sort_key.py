@@ -26,7 +26,7 @@ class MetricValues:
 
 
 def difficulty(given: Any, lengths: LengthIndex, settings: OrderSettings) -> MetricValues:
-    """Of numbers that a user gives, or None: the lengths.
+    """Difficulty from numbers that a user passes; None: the lengths.
 
     Raises:
         InputError: they are not one finite number per sequence, or the order follows none.

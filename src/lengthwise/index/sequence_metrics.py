@@ -63,7 +63,7 @@ class MetricFiles:
 
     @property
     def folder(self) -> Path:
-        """Of all metrics of the index."""
+        """Folder of all metrics of the index."""
         return self.index / FOLDER
 
     @property
@@ -78,7 +78,7 @@ class MetricFiles:
 
     @property
     def info(self) -> Path:
-        """What they are; its presence says that they are whole."""
+        """File that describes the metric; its presence says that the others are complete."""
         return self.folder / f"{self.name}.json"
 
     @property

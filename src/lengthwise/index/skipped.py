@@ -29,7 +29,7 @@ class SkippedDocuments:
             self._remember(reason, names)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the counts, for JSON."""
         return {"documents": self.documents, **self.left_out, "examples": self.examples}
 
     def _remember(self, reason: str, names: list[str]) -> None:

@@ -123,7 +123,7 @@ def summarise_record(record: RunRecord, *, warmup: int = 1) -> RunSummary:
 
 
 def typical_step(summary: RunSummary, among: Iterable[int]) -> int | None:
-    """Of the timed steps in ``among``, the one whose time is nearest to the median; None without any."""
+    """The timed step in ``among`` whose time is nearest to the median; None without any."""
     if summary.step_time_s is None:
         return None
     middle_s = summary.step_time_s
@@ -131,7 +131,7 @@ def typical_step(summary: RunSummary, among: Iterable[int]) -> int | None:
 
 
 def worst_step(summary: RunSummary, among: Iterable[int]) -> int | None:
-    """Of the timed steps in ``among``, the one that loses most time to idling; None without any."""
+    """The timed step in ``among`` that loses most time to idling; None without any."""
     return _chosen(summary, among, lambda step: step.idle_s or 0.0)
 
 

@@ -85,7 +85,7 @@ def _widest_phase(plan: StepPlan) -> list[Pipeline]:
 
 
 def _chosen(pipelines: Sequence[Pipeline]) -> list[Pipeline]:
-    """As many as there are rows for, at least one: in turn from each scheme, from both ends of its loads."""
+    """Choose as many lanes as rows, at least one: in turn from each scheme, from both ends of its loads."""
     by_scheme: dict[str, list[Pipeline]] = {}
     for pipeline in sorted(pipelines, key=lambda p: -sum(m.time_s for m in p.micro_batches)):
         by_scheme.setdefault(pipeline.scheme.name, []).append(pipeline)

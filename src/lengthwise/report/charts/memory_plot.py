@@ -78,7 +78,7 @@ def _groups(timeline: Timeline) -> list[_Group]:
 
 
 def _shown(groups: Sequence[_Group]) -> list[_Group]:
-    """As many groups as there are colours, evenly chosen, the first and the last among them."""
+    """Choose as many groups as there are colours, evenly, the first and the last among them."""
     if len(groups) <= NUM_COLOURS:
         return list(groups)
     return [groups[k * (len(groups) - 1) // (NUM_COLOURS - 1)] for k in range(NUM_COLOURS)]

@@ -87,13 +87,13 @@ def time_figure(cluster: ClusterResult) -> Figure:
 
 
 def _scaled(spent_s: dict[str, float], total: float) -> dict[str, float]:
-    """The same shares of another whole; every part is named."""
+    """Scale the shares to another total; every part is named."""
     total_spent_s = sum(spent_s.values())
     return {part: spent_s.get(part, 0.0) / total_spent_s * total if total_spent_s else 0.0 for part in PARTS}
 
 
 def step_figures(cluster: ClusterResult) -> list[Figure]:
-    """The same typical step under every policy."""
+    """Timelines of the same typical step under every policy."""
     fastest_s = min((step.timeline.step_time_s for step in cluster.steps.values()), default=0.0)
     figures = []
     for result in cluster.ranked:
@@ -163,7 +163,7 @@ def scaling_figure(clusters: Sequence[ClusterResult]) -> Figure:
 
 
 def _drawn(names: Sequence[str]) -> list[str]:
-    """As many as there are colours: the fastest, and the two baselines everyone knows."""
+    """Choose as many policies as there are colours: the fastest, and the two common baselines."""
     baselines = [name for name in (YARDSTICK, "padded") if name in names]
     others = [name for name in names if name not in baselines]
     drawn = {*others[: NUM_COLOURS - len(baselines)], *baselines}

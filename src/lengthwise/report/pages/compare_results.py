@@ -116,7 +116,7 @@ class ClusterResult:
         return one.tokens_per_s / other.tokens_per_s if other and not one.refused else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the result, for JSON."""
         return {
             "gpus": self.num_devices,
             "cluster": self.cluster,
