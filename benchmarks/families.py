@@ -156,15 +156,16 @@ def in_double() -> Any:
     import torch
     from torch import Tensor, float32, float64
 
-    # Not functional.softmax: it names itself to those who intercept it, and attention by hand would not be known.
-    to, softmax, zeros_like, full = Tensor.to, Tensor.softmax, torch.zeros_like, torch.full
+    # Not those of functional: they name themselves to who intercepts them, and attention by hand would not be known.
+    casts = {name: getattr(Tensor, name) for name in ("to", "type", "softmax", "log_softmax")}
+    zeros_like, full = torch.zeros_like, torch.full
 
-    def softmax_in_double(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return softmax(self, *args, **kwargs | ({"dtype": float64} if kwargs.get("dtype") is float32 else {}))
+    def in_double_of(cast: Any) -> Any:
+        def cast_in_double(self: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs = {name: float64 if value is float32 else value for name, value in kwargs.items()}
+            return cast(self, *(float64 if value is float32 else value for value in args), **kwargs)
 
-    def to_double(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: float64 if value is float32 else value for name, value in kwargs.items()}
-        return to(self, *(float64 if value is float32 else value for value in args), **kwargs)
+        return cast_in_double
 
     def zeros_in_double(x: Any, **kwargs: Any) -> Any:
         return zeros_like(x, **{name: float64 if value is float32 else value for name, value in kwargs.items()})
@@ -172,12 +173,15 @@ def in_double() -> Any:
     def full_in_double(size: Any, value: Any, **kwargs: Any) -> Any:
         return full(size, value, **({"dtype": float64} if isinstance(value, float) else {}) | kwargs)
 
-    Tensor.to, Tensor.float, Tensor.softmax = to_double, Tensor.double, softmax_in_double  # type: ignore[method-assign]
+    for name, cast in casts.items():
+        setattr(Tensor, name, in_double_of(cast))
+    Tensor.float = Tensor.double  # type: ignore[method-assign]
     torch.zeros_like, torch.full = zeros_in_double, full_in_double
     try:
         yield
     finally:
-        del Tensor.to, Tensor.float, Tensor.softmax
+        for name in (*casts, "float"):
+            delattr(Tensor, name)
         torch.zeros_like, torch.full = zeros_like, full
 
 

@@ -79,6 +79,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention", "conv"]},
     "LiltConfig": {"hidden_size": 48},
     "Mamba2Config": {"expand": 2, "num_heads": 8, "head_dim": 8},
+    "LongcatFlashConfig": {"zero_expert_num": 2, "expert_ffn_hidden_size": 48},
     "LongformerConfig": {"attention_window": 8},
     "Mistral4Config": {
         "rope_parameters": {
@@ -94,6 +95,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "Qwen4ExpConfig": {"hidden_act": "silu"},
     "Qwen4ExpTextConfig": {"hidden_act": "silu"},
     "ReformerConfig": {"axial_pos_embds": False},
+    "T5Config": {"decoder_start_token_id": 0},
     "XmodConfig": {"languages": ("en_XX",), "default_language": "en_XX"},
     "Zamba2Config": {**_ZAMBA, "hybrid_layer_ids": [1], "mamba_headdim": 8},
     "ZambaConfig": {**_ZAMBA, "n_mamba_heads": 2},

@@ -18,23 +18,23 @@ class Selection(Protocol):
     """Which sequences an epoch holds."""
 
     def ids(self, epoch: int) -> np.ndarray:
-        """Ids of the sequences of epoch ``epoch``, in corpus order; one that it holds twice is there twice."""
+        """Of every sequence that epoch ``epoch`` holds, in corpus order; one that it holds twice is there twice."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that identify it in checkpoints."""
+        """What tells it from others, in plain values."""
         ...
 
 
 class Order(Protocol):
-    """Order of an epoch's sequences."""
+    """In which order an epoch's sequences come."""
 
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-        """Arrange these ids in the order of the epoch."""
+        """The same ids in the epoch's order."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that identify it in checkpoints."""
+        """What tells it from others, in plain values."""
         ...
 
 
@@ -58,7 +58,7 @@ class EverySequence:
         return np.arange(self.num_sequences)
 
     def to_json(self) -> dict[str, Any]:
-        """Empty: every sequence is the default selection."""
+        """Nothing: it is what a corpus is."""
         return {}
 
 
@@ -71,26 +71,26 @@ class Shuffled:
         return ids[epoch_order(len(ids), seed=seed, epoch=epoch)]
 
     def to_json(self) -> dict[str, Any]:
-        """Name of the order."""
+        """Its name."""
         return {"name": SHUFFLED}
 
 
 @dataclass(frozen=True)
 class InCorpusOrder:
-    """Order of the corpus itself, in every epoch."""
+    """As they come."""
 
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-        """Return the ids as they are."""
+        """As they are."""
         return ids
 
     def to_json(self) -> dict[str, Any]:
-        """Name of the order."""
+        """Its name."""
         return {"name": CORPUS}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sorted:
-    """Sorted order, from the smallest to the largest value of a metric; equal ones by id."""
+    """From the smallest to the largest value of a metric; equal ones by id."""
 
     values: np.ndarray = field(repr=False)
     """[num_sequences] the metric of each sequence."""
@@ -102,7 +102,7 @@ class Sorted:
         return ids[np.argsort(self.values[ids], kind="stable")]
 
     def to_json(self) -> dict[str, Any]:
-        """Name and metric of the order."""
+        """Its name and metric."""
         return {"name": SORTED, "metric": self.digest}
 
 
@@ -123,20 +123,20 @@ class Windowed:
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
         """A window ends where the next begins: among the largest values, or among the smallest."""
         shuffled = ids[epoch_order(len(ids), seed=seed, epoch=epoch)]
-        num_windowed = len(ids) // self.window * self.window
-        windows = shuffled[:num_windowed].reshape(-1, self.window)
+        whole = len(ids) // self.window * self.window
+        windows = shuffled[:whole].reshape(-1, self.window)
         ascending = np.take_along_axis(windows, np.argsort(self.values[windows], axis=1, kind="stable"), axis=1)
         ascending[1::2] = ascending[1::2, ::-1]
-        rest = shuffled[num_windowed:]
+        rest = shuffled[whole:]
         rest = rest[np.argsort(self.values[rest], kind="stable")]
         return np.concatenate([ascending.ravel(), rest[::-1] if len(windows) % 2 else rest])
 
     def breaks(self, count: int, *, epoch: int) -> np.ndarray | None:
-        """No breaks but the end."""
+        """None but the end."""
         return np.empty(0, dtype=np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        """Name, metric and window of the order."""
+        """Its name, metric and window."""
         return {"name": WINDOWED, "metric": self.digest, "window": self.window}
 
 
@@ -160,7 +160,7 @@ class OrderSettings:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Take the settings of an order from the attributes of ``settings``."""
+        """Those that ``settings`` has as attributes."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property

@@ -1,4 +1,4 @@
-"""The request of an analysis."""
+"""What an analysis is asked for."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -44,7 +44,7 @@ class AnalysisRequest:
 
     @property
     def metric(self) -> str:
-        """The metric as it was asked for, in the words of the command line."""
+        """As it was asked for."""
         return {"length": LENGTH, "loss": _LOSS + self.target, "function": self.target}[self.kind]
 
 

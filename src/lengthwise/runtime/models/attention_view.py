@@ -1,4 +1,4 @@
-"""Token orders for attention over a pack, and where sequences end in each. Pure integers.
+"""In which order attention sees the tokens of a pack, and where its sequences end in that order. Pure integers.
 
 Most models attend in the pack's own order. One that attends along several axes of its sequences has a view per axis:
 the same tokens, other neighbours.
@@ -27,12 +27,12 @@ class AttentionView:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the pack, T."""
+        """T."""
         return self.cu_seqlens[-1]
 
     @cached_property
     def places(self) -> np.ndarray:
-        """Place in this order of each token of the pack, [T]."""
+        """[T] where in this order each token of the pack is."""
         if self.order is None:
             return np.arange(self.num_tokens)
         places = np.empty(self.num_tokens, dtype=np.int64)
@@ -41,13 +41,13 @@ class AttentionView:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Position within its sequence of each token of the pack, [T]."""
+        """[T] how many tokens of its sequence are before each token of the pack."""
         starts = np.repeat(self.cu_seqlens[:-1], [end - start for start, end in pairwise(self.cu_seqlens)])
         return (np.arange(self.num_tokens) - starts)[self.places]
 
 
 def in_order(cu_seqlens: tuple[int, ...], *, causal: bool) -> AttentionView:
-    """View in the pack's own order."""
+    """The pack's own order."""
     return AttentionView(cu_seqlens=cu_seqlens, causal=causal)
 
 
@@ -62,13 +62,13 @@ def check_positions(cu_seqlens: tuple[int, ...], spec: ModelSpec) -> None:
 
 
 def within_frames(cu_seqlens: tuple[int, ...], *, frame_size: int) -> AttentionView:
-    """View of each sequence cut into frames of ``frame_size`` tokens, the last one with what is left."""
+    """Each sequence cut into frames of ``frame_size`` tokens, the last one with what is left."""
     cuts = [cut for start, end in pairwise(cu_seqlens) for cut in range(start, end, frame_size)]
     return AttentionView(cu_seqlens=(*cuts, cu_seqlens[-1]), causal=False)
 
 
 def across_frames(cu_seqlens: tuple[int, ...], *, frame_size: int) -> AttentionView:
-    """View across frames: the tokens at one place of every frame of a sequence, then those at the next place."""
+    """The tokens at one place of every frame of a sequence, then those at the next place."""
     order, lengths = [], []
     for start, end in pairwise(cu_seqlens):
         place = np.arange(end - start) % frame_size

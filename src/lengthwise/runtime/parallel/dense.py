@@ -5,5 +5,5 @@ from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
-    """Make the one-device operators of one layer for one micro-batch."""
+    """Of one layer of one micro-batch."""
     return Dense(stage.view.view, stage.view.tables)

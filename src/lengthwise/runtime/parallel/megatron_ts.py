@@ -21,7 +21,7 @@ from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
-    """Make the tensor- and sequence-parallel operators of one layer for one micro-batch.
+    """Of one layer of one micro-batch.
 
     Raises:
         InputError: some rank has no key/value head.
@@ -36,7 +36,7 @@ def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -
 
 
 class MegatronTs:
-    """Attention and feed-forward of one layer under tensor and sequence parallelism."""
+    """The two operators."""
 
     def __init__(self, stage: LayerStage) -> None:
         self._view, self._group, self._sizes = stage.view, stage.group, stage.view.shards.sizes

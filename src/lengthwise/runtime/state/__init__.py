@@ -1,1 +1,1 @@
-"""Sharded training state: parameter all-gather (pull), gradient reduce-scatter (push), optimizer, checkpoints."""
+"""Optimization layout, pull and push, optimizer, checkpoint."""

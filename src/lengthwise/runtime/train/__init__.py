@@ -1,1 +1,1 @@
-"""The training loop, and the execution of one step's plan."""
+"""The training loop and its facade."""
