@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lengthwise.cost.profiled.two_layer import LayerProfile
 from torch import nn
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.layer_profile import LayerTable
-from lengthwise.cost.profiled.two_layer import LayerProfile
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.synthetic_batches import synthetic
 from lengthwise.runtime.profile import probes as gauge
