@@ -38,7 +38,7 @@ def test_interrupts_exit_with_130(cli, monkeypatch):
 
 def test_a_printed_configuration_says_which_words_a_setting_may_be(cli):
     code, out, _ = cli("config")
-    assert code == 0 and "# shuffled | corpus | sorted | curriculum | windowed; of an epoch" in out
+    assert code == 0 and "# shuffled | corpus | sorted | curriculum | windowed; The data order of an epoch" in out
     assert "# ulysses" not in out and '  method: ""  # random | dense | ' in out
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lengthwise.cost.profiled.two_layer import LayerProfile
 from torch import nn
 
 from lengthwise.core.batch import Pack
@@ -22,6 +21,7 @@ from lengthwise.runtime.profile.trial import Trial, measure_memory
 from lengthwise.runtime.profile.two_layer_profile import FEWEST, ProfilingEffort, ladder, many_short, measure
 from lengthwise.runtime.profile.validate import check_prediction
 from lengthwise.runtime.wrap.context import CallCounts, PackShard, active
+from tests.cost.profiled.equations import LayerProfile
 from tests.runtime.loop.profile_runs import (
     HIDDEN,
     LAYERS,
