@@ -95,7 +95,7 @@ class RanksClaim:
         return self._lock is not None and self._lock.is_held()
 
     def release(self) -> None:
-        """Let it go, if it was taken."""
+        """Release the folder, if it was taken."""
         if self._lock is not None:
             self._lock.release()
 

@@ -1,4 +1,4 @@
-"""How a verb ends when an exception leaves it: one sentence and an exit code; a traceback only for a fault of ours."""
+"""Ends of commands that raise: one sentence and an exit code; a traceback only for a fault of ours."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ _MACHINE_ERRNOS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EMFILE, errno.EN
 
 
 class CommandFailed(Exception):  # noqa: N818 - carries an end, whatever it was
-    """The end of a verb: what to print on stderr, what to print under ``--json``, and the exit code."""
+    """The end of a command: what to print on stderr, what to print under ``--json``, and the exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The command line: one file per verb, imported only when called, so that --help answers at once."""
+"""The command line: one file per command, imported only when called, so that --help answers at once."""
 
 import os
 import sys
@@ -40,14 +40,14 @@ VERBS = {
 
 
 class LazyGroup(typer.core.TyperGroup):
-    """Lists verbs from a table; imports a verb's module, and its function ``run``, only when it is called."""
+    """Lists commands from a table; imports a command's module, and its ``run``, only when it is called."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The verbs, in the order of the table."""
+        """Names of the commands, in the order of the table."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb's command, or None if there is no such verb."""
+        """The command of that name; None if there is none."""
         if cmd_name not in VERBS:
             return None
         verb = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -57,7 +57,7 @@ class LazyGroup(typer.core.TyperGroup):
         return typer.main.get_command(verb)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The table of verbs, without importing any."""
+        """Write the table of commands, without importing any."""
         with formatter.section("Verbs"):
             formatter.write_dl(list(VERBS.items()))
 
@@ -76,7 +76,7 @@ def _root(version: bool = typer.Option(False, "--version", help="Print the versi
 
 
 def main() -> None:
-    """Run a verb; every way it can end becomes at most one message and an exit code (0 1 2 3 4 75 130)."""
+    """Run a command; every way it can end becomes at most one message and an exit code (0 1 2 3 4 75 130)."""
     prepare_streams()
     try:
         with stoppable_start() if sys.argv[1:2] == ["train"] else nullcontext():
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def _guarded(run: Callable[..., None]) -> Callable[..., None]:
-    """The verb with its exceptions explained, before the parser of the command line sees them."""
+    """Wrap a command so that its exceptions are explained, before the parser of the command line sees them."""
 
     @wraps(run)
     def run_guarded(*arguments: Any, **options: Any) -> None:

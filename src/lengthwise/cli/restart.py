@@ -82,7 +82,7 @@ def _write_over(file: Path, document: dict[str, Any]) -> None:
 
 
 def read_status(folder: RunFolder) -> dict[str, Any]:
-    """What status.json says; empty if nobody can tell."""
+    """Content of status.json; empty if it cannot be read."""
     try:
         return folder.read_json(STATUS)
     except InputError:
@@ -110,7 +110,7 @@ def report_error(folder: RunFolder, error: Exception) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """The error in words."""
+    """Message of an error, in one text."""
     return str(error) if isinstance(error, LengthwiseError) else f"{type(error).__name__}: {error}"
 
 
@@ -178,7 +178,7 @@ def end_with_parent() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """From where a run goes on."""
+    """The checkpoint that a run resumes from, if any."""
 
     folder: RunFolder
     resume: bool = False

@@ -1,4 +1,4 @@
-"""Options that the what-if verbs share."""
+"""Options that the commands of what-if questions share."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -12,7 +12,7 @@ MAX_SEED = (1 << 64) - 1
 
 
 class Dtype(StrEnum):
-    """What forward and backward compute in."""
+    """Data type of forward and backward."""
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"

@@ -63,12 +63,12 @@ def kill_children() -> None:
 
 def children_of(process: int) -> list[int]:
     """The processes that ``process`` started; none where the system has no /proc, and torchrun ends them later."""
-    found = []
+    children = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-            found += [int(path.parent.name)] if parent == process else []
-    return found
+            children += [int(path.parent.name)] if parent == process else []
+    return children
 
 
 @contextmanager

@@ -17,14 +17,14 @@ def verify_corpus(config: Config, corpus: Corpus) -> None:
 
 
 def verify_store(store: TokenStore, *, name: str) -> None:
-    """The same for one index, with a progress bar."""
+    """Raise ``CheckError`` unless all tokens of one index are those that were indexed; shows a progress bar."""
     with progress() as bar:
         task = bar.add_task(f"verify {name}", total=store.info["num_tokens"])
         store.verify_tokens(lambda num_tokens: bar.advance(task, num_tokens))
 
 
 def verify_as_rank(config: Config) -> None:
-    """The same under bare torchrun, by one rank of each machine; `lengthwise train` has verified for its ranks."""
+    """Verify the corpus under bare torchrun, on one rank of each machine; `lengthwise train` does it for its ranks."""
     if RUN_FOLDER_VARIABLE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return
     verify_corpus(config, open_corpus(config.data))

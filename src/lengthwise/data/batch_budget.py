@@ -20,7 +20,7 @@ from lengthwise.core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a batch may hold."""
+    """Limits of a batch: tokens and numbers of sequences."""
 
     tokens: int | None = None
     """Computed tokens; None: any number."""
@@ -48,7 +48,7 @@ class Budget:
 
     @property
     def micro_batches(self) -> int:
-        """Of a batch, that have one shape."""
+        """Number of micro-batches of a batch, which all have one shape."""
         return self.equal_shapes or 1
 
     def cut(self, lengths: np.ndarray, *, breaks: np.ndarray | None = None) -> "BatchBoundaries":
@@ -82,13 +82,13 @@ class Budget:
     def _walk_padded(self, lengths: np.ndarray, edges: list[int]) -> Iterator[list[int]]:
         length_of, parts = lengths.tolist(), self.micro_batches
         limit = int(lengths.sum()) * (len(lengths) + 1) if self.tokens is None else self.tokens
-        most = parts * (len(lengths) if self.max_sequences is None else self.max_sequences)
+        max_sequences = parts * (len(lengths) if self.max_sequences is None else self.max_sequences)
         for start, stop in pairwise(edges):
             ends, position, count, longest = [], start, 0, 0
             while position < stop:
                 length = length_of[position]
                 taller = length if length > longest else longest
-                if count == 0 or (count < most and (count // parts + 1) * taller <= limit):
+                if count == 0 or (count < max_sequences and (count // parts + 1) * taller <= limit):
                     position, count, longest = position + 1, count + 1, taller
                     continue
                 position -= count % parts if count > parts else 0  # whole rows: the rest begins the next batch
@@ -115,7 +115,7 @@ class Budget:
         return rows * int(lengths.max()) if self.padded else int(lengths.sum())
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the budget, for JSON."""
         return asdict(self)
 
 
@@ -131,22 +131,22 @@ class BatchBoundaries:
 
     @property
     def starts(self) -> np.ndarray:
-        """[num_batches] where each begins."""
+        """First position of each batch, [num_batches]."""
         return np.concatenate([[0], self.ends[:-1]]).astype(np.int64)
 
     @property
     def num_sequences(self) -> np.ndarray:
-        """[num_batches] of each."""
+        """Number of sequences of each batch, [num_batches]."""
         return np.diff(self.ends, prepend=0)
 
     @property
     def rows(self) -> np.ndarray:
-        """[num_batches] of every micro-batch of each: as many as its sequences, dealt evenly, need."""
+        """Rows of every micro-batch of each batch, [num_batches]: as many as its sequences, dealt evenly, need."""
         return -(-self.num_sequences // self.budget.micro_batches)
 
     @property
     def longest(self) -> np.ndarray:
-        """[num_batches] tokens of the longest sequence of each."""
+        """Tokens of the longest sequence of each batch, [num_batches]."""
         return np.maximum.reduceat(self.lengths, self.starts)
 
     @property

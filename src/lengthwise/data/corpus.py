@@ -51,8 +51,8 @@ class Corpus:
         views = [part.view.lengths for part in self.parts]
         if len(views) == 1:
             return views[0]
-        whole = np.concatenate([view.lengths for view in views])
-        return LengthIndex(lengths=whole, corpus_digest="+".join(view.digest for view in views))
+        all_lengths = np.concatenate([view.lengths for view in views])
+        return LengthIndex(lengths=all_lengths, corpus_digest="+".join(view.digest for view in views))
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -93,7 +93,7 @@ class Corpus:
         return Mixture(sizes=sizes, repeats=tuple(part.repeat for part in self.parts), seed=seed)
 
     def selection(self, seed: int) -> Selection:
-        """Which sequences an epoch holds."""
+        """Selection of the sequences of an epoch."""
         return self.mixture(seed) if self.is_mixture else EverySequence(len(self))
 
     def part_of(self, ids: np.ndarray) -> np.ndarray:
@@ -168,9 +168,9 @@ def _repeats(parts: tuple[PartConfig, ...], names: list[str], views: list[Corpus
 
 def _check_same_tokens(names: list[str], stores: list[TokenStore]) -> None:
     """Raise ``InputError`` unless the same id is the same token in every part, as far as the indexes can tell."""
-    told = [(name, store, _tokenizer(store)) for name, store in zip(names, stores) if store.has_tokens]
-    made = [one for one in told if one[2] != _READY]
-    for name, store, tokenizer in told:
+    tokenized = [(name, store, _tokenizer(store)) for name, store in zip(names, stores) if store.has_tokens]
+    made = [part for part in tokenized if part[2] != _READY]
+    for name, store, tokenizer in tokenized:
         if made and tokenizer == _READY and store.vocab_size > made[0][1].vocab_size:
             raise InputError(
                 f"parts {made[0][0]} and {name} of data.mixture have different tokens: {made[0][0]} has "
@@ -189,7 +189,7 @@ _READY = "tokens"
 
 
 def _tokenizer(store: TokenStore) -> str:
-    """What tells a tokenizer from others: its settings, and the digest of its file if it has one."""
+    """Identity of a tokenizer: its settings, and the digest of its file if it has one."""
     settings: dict[str, Any] = store.info["tokenizer"]
     words = [str(value) for name, value in settings.items() if name not in ("path", "eos_token", "append_eos")]
     file = store.path / "tokenizer.json"

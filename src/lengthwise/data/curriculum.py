@@ -36,7 +36,7 @@ class Difficulty(Protocol):
 
     @property
     def digest(self) -> str:
-        """Tells them from others."""
+        """Digest of the values."""
         ...
 
 
@@ -67,7 +67,7 @@ class Pacing:
             )
 
     def reached(self, position: int, count: int) -> int:
-        """Of ``count`` sequences, how many competence reaches at ``position``, counted from 1.
+        """Number of ``count`` sequences that competence reaches at ``position``, counted from 1.
 
         floor(count c(position / count)) in exact arithmetic: the same on every machine.
         """
@@ -85,7 +85,7 @@ class Pacing:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curriculum:
-    """From easy to hard, by a metric and a pacing."""
+    """Curriculum order of an epoch, from easy to hard, by a metric and a pacing."""
 
     values: np.ndarray = field(repr=False)
     """[num_sequences] the difficulty of each; equal ones by id."""
@@ -94,7 +94,7 @@ class Curriculum:
     pacing: Pacing = field(default_factory=Pacing)
 
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-        """The same ids; a function of seed, epoch and metric alone."""
+        """Order these ids for the epoch; a function of seed, epoch and metric alone."""
         count = len(ids)
         if self._is_over(epoch):
             return ids[epoch_order(count, seed=seed, epoch=epoch)]
@@ -106,11 +106,11 @@ class Curriculum:
         return ascending[paced_order(count, self.pacing, seed=seed, epoch=epoch)]
 
     def breaks(self, count: int, *, epoch: int) -> np.ndarray | None:
-        """Of the natural mixture: where its groups end, because a batch is of one group."""
+        """Positions where the groups of the natural mixture end, as a batch is of one group."""
         return self._group_ends(count) if self.pacing.name == NATURAL and not self._is_over(epoch) else None
 
     def to_json(self) -> dict[str, Any]:
-        """Its name, metric and pacing."""
+        """Name, metric and pacing of the order."""
         pacing = self.pacing
         return {
             "name": "curriculum",
@@ -133,17 +133,17 @@ def paced_order(count: int, pacing: Pacing, *, seed: int, epoch: int) -> np.ndar
     """[count] the difficulty rank of the sequence at each position; O(count log count)."""
     stream = raw_stream(seed=seed, epoch=epoch)
     order = np.empty(count, dtype=np.int64)
-    pool, held, reached = np.empty(count, dtype=np.int64), 0, 0  # ranks that are reached and not used yet
+    pool, num_in_pool, reached = np.empty(count, dtype=np.int64), 0, 0  # ranks that are reached and not used yet
     for start, end, until in _blocks(count, pacing):
-        pool[held : held + until - reached] = np.arange(reached, until)
-        held, reached = held + until - reached, until
-        chosen = draw(stream, end - start, held)
+        pool[num_in_pool : num_in_pool + until - reached] = np.arange(reached, until)
+        num_in_pool, reached = num_in_pool + until - reached, until
+        chosen = draw(stream, end - start, num_in_pool)
         order[start:end] = pool[chosen]
-        left = held - len(chosen)
+        left = num_in_pool - len(chosen)
         is_free = np.ones(len(chosen), dtype=bool)  # of the places behind those that are left
         is_free[chosen[chosen >= left] - left] = False
-        pool[chosen[chosen < left]] = pool[left:held][is_free]
-        held = left
+        pool[chosen[chosen < left]] = pool[left:num_in_pool][is_free]
+        num_in_pool = left
     return order
 
 

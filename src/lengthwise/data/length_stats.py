@@ -1,4 +1,4 @@
-"""What the lengths of a corpus cost: padding, imbalance of attention, and what a limit on length would cut."""
+"""Statistics of a corpus's lengths: padding, imbalance of attention, and what a limit on length would cut."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -69,7 +69,7 @@ class LengthStats:
     cuts: tuple[LengthLimitEffect, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the statistics, for JSON."""
         return asdict(self)
 
 
@@ -147,11 +147,11 @@ def histogram(lengths: np.ndarray, *, edges: tuple[int, ...] = _EDGES) -> tuple[
             low=low,
             high=high,
             num_sequences=int(count),
-            num_tokens=int(held),
+            num_tokens=int(num_tokens),
             share_of_sequences=float(count / counts.sum()),
-            share_of_tokens=float(held / tokens.sum()),
+            share_of_tokens=float(num_tokens / tokens.sum()),
         )
-        for low, high, count, held in zip(lows, highs, counts, tokens)
+        for low, high, count, num_tokens in zip(lows, highs, counts, tokens)
     )
 
 

@@ -33,7 +33,7 @@ class LengthLedger:
     tokens_out: int
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the ledger, for JSON."""
         return asdict(self)
 
 
@@ -124,8 +124,10 @@ def _drop(lengths: LengthIndex, is_over: np.ndarray, max_length: int) -> CorpusV
         "dropped": len(dropped),
         "tokens_dropped": int(dropped.sum(dtype=np.int64)),
     }
-    kept = lengths.lengths[base_ids]
-    return _view(lengths, kept, base_ids=base_ids, starts=np.zeros(len(kept), dtype=np.int64), counts=counts)
+    kept_lengths = lengths.lengths[base_ids]
+    return _view(
+        lengths, kept_lengths, base_ids=base_ids, starts=np.zeros(len(kept_lengths), dtype=np.int64), counts=counts
+    )
 
 
 def _truncate(lengths: LengthIndex, is_over: np.ndarray, max_length: int, rule: Rule) -> CorpusView:
@@ -141,11 +143,11 @@ def _truncate(lengths: LengthIndex, is_over: np.ndarray, max_length: int, rule: 
 
 
 def _split(lengths: LengthIndex, max_length: int) -> CorpusView:
-    whole = lengths.lengths.astype(np.int64)
-    num_pieces = -(-whole // max_length)
-    base_ids = np.repeat(np.arange(len(whole)), num_pieces)
+    base_lengths = lengths.lengths.astype(np.int64)
+    num_pieces = -(-base_lengths // max_length)
+    base_ids = np.repeat(np.arange(len(base_lengths)), num_pieces)
     piece = np.arange(len(base_ids)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
-    short, num_longer = np.divmod(whole, num_pieces)  # the first num_longer pieces have one token more
+    short, num_longer = np.divmod(base_lengths, num_pieces)  # the first num_longer pieces have one token more
     starts = piece * short[base_ids] + np.minimum(piece, num_longer[base_ids])
     new_lengths = short[base_ids] + (piece < num_longer[base_ids])
     is_split = num_pieces > 1

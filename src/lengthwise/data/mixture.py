@@ -46,7 +46,7 @@ class Mixture:
             )
 
     def ids(self, epoch: int) -> np.ndarray:
-        """Of every sequence that epoch ``epoch`` holds, ascending; one that it holds twice is there twice."""
+        """Ids of the sequences of epoch ``epoch``, ascending; one that it holds twice is there twice."""
         chosen, first = [], 0
         for part, size in enumerate(self.sizes):
             chosen.append(first + self._take(part, self.taken(part, epoch), self.taken(part, epoch + 1)))
@@ -64,7 +64,7 @@ class Mixture:
         return passes * int(lengths.sum(dtype=np.int64)) + rest
 
     def to_json(self) -> dict[str, Any]:
-        """What tells it from others, in plain values."""
+        """Plain values that identify the mixture."""
         return {"name": "mixture", "sizes": list(self.sizes), "repeats": [str(repeat) for repeat in self.repeats]}
 
     def _take(self, part: int, start: int, stop: int) -> np.ndarray:
@@ -72,10 +72,10 @@ class Mixture:
         size = self.sizes[part]
         pieces = [np.empty(0, dtype=np.int64)]
         while start < stop:
-            number, at = divmod(start, size)
-            end = min(size, at + stop - start)
-            pieces.append(np.arange(size) if end - at == size else self._pass(part, number)[at:end])
-            start += end - at
+            number, position = divmod(start, size)
+            end = min(size, position + stop - start)
+            pieces.append(np.arange(size) if end - position == size else self._pass(part, number)[position:end])
+            start += end - position
         return np.sort(np.concatenate(pieces), kind="stable")
 
     def _pass(self, part: int, number: int) -> np.ndarray:
@@ -100,9 +100,9 @@ def solve_repeats(
     if len(without) == len(names):
         return tuple(Fraction(1) if repeat is None else _exactly(repeat) for repeat in repeats)
     if without:
-        given = next(name for name in names if name not in without)
+        named = next(name for name in names if name not in without)
         raise InputError(
-            f"part {given} of data.mixture has a share and part {without[0]} has none; give every part a share, or none"
+            f"part {named} of data.mixture has a share and part {without[0]} has none; give every part a share, or none"
         )
     weights = [_exactly(share) / tokens for share, tokens in zip(shares, num_tokens) if share is not None]
     return tuple(weight / min(weights) for weight in weights)

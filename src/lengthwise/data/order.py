@@ -18,23 +18,23 @@ class Selection(Protocol):
     """Which sequences an epoch holds."""
 
     def ids(self, epoch: int) -> np.ndarray:
-        """Of every sequence that epoch ``epoch`` holds, in corpus order; one that it holds twice is there twice."""
+        """Ids of the sequences of epoch ``epoch``, in corpus order; one that it holds twice is there twice."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """What tells it from others, in plain values."""
+        """Plain values that identify it in checkpoints."""
         ...
 
 
 class Order(Protocol):
-    """In which order an epoch's sequences come."""
+    """Order of an epoch's sequences."""
 
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-        """The same ids in the epoch's order."""
+        """Arrange these ids in the order of the epoch."""
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """What tells it from others, in plain values."""
+        """Plain values that identify it in checkpoints."""
         ...
 
 
@@ -58,7 +58,7 @@ class EverySequence:
         return np.arange(self.num_sequences)
 
     def to_json(self) -> dict[str, Any]:
-        """Nothing: it is what a corpus is."""
+        """Empty: every sequence is the default selection."""
         return {}
 
 
@@ -71,26 +71,26 @@ class Shuffled:
         return ids[epoch_order(len(ids), seed=seed, epoch=epoch)]
 
     def to_json(self) -> dict[str, Any]:
-        """Its name."""
+        """Name of the order."""
         return {"name": SHUFFLED}
 
 
 @dataclass(frozen=True)
 class InCorpusOrder:
-    """As they come."""
+    """Order of the corpus itself, in every epoch."""
 
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-        """As they are."""
+        """Return the ids as they are."""
         return ids
 
     def to_json(self) -> dict[str, Any]:
-        """Its name."""
+        """Name of the order."""
         return {"name": CORPUS}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sorted:
-    """From the smallest to the largest value of a metric; equal ones by id."""
+    """Sorted order, from the smallest to the largest value of a metric; equal ones by id."""
 
     values: np.ndarray = field(repr=False)
     """[num_sequences] the metric of each sequence."""
@@ -102,7 +102,7 @@ class Sorted:
         return ids[np.argsort(self.values[ids], kind="stable")]
 
     def to_json(self) -> dict[str, Any]:
-        """Its name and metric."""
+        """Name and metric of the order."""
         return {"name": SORTED, "metric": self.digest}
 
 
@@ -123,20 +123,20 @@ class Windowed:
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
         """A window ends where the next begins: among the largest values, or among the smallest."""
         shuffled = ids[epoch_order(len(ids), seed=seed, epoch=epoch)]
-        whole = len(ids) // self.window * self.window
-        windows = shuffled[:whole].reshape(-1, self.window)
+        num_windowed = len(ids) // self.window * self.window
+        windows = shuffled[:num_windowed].reshape(-1, self.window)
         ascending = np.take_along_axis(windows, np.argsort(self.values[windows], axis=1, kind="stable"), axis=1)
         ascending[1::2] = ascending[1::2, ::-1]
-        rest = shuffled[whole:]
+        rest = shuffled[num_windowed:]
         rest = rest[np.argsort(self.values[rest], kind="stable")]
         return np.concatenate([ascending.ravel(), rest[::-1] if len(windows) % 2 else rest])
 
     def breaks(self, count: int, *, epoch: int) -> np.ndarray | None:
-        """None but the end."""
+        """No breaks but the end."""
         return np.empty(0, dtype=np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        """Its name, metric and window."""
+        """Name, metric and window of the order."""
         return {"name": WINDOWED, "metric": self.digest, "window": self.window}
 
 
@@ -160,7 +160,7 @@ class OrderSettings:
 
     @classmethod
     def of(cls, settings: Any) -> Self:
-        """Those that ``settings`` has as attributes."""
+        """Take the settings of an order from the attributes of ``settings``."""
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     @property

@@ -25,11 +25,11 @@ def draw(stream: np.random.Philox, count: int, size: int) -> np.ndarray:
     """
     if 2 * count > size:
         return np.argsort(stream.random_raw(size), kind="stable")[:count]
-    found = np.empty(0, dtype=np.int64)
-    while len(found) < count:
+    distinct = np.empty(0, dtype=np.int64)
+    while len(distinct) < count:
         more = stream.random_raw(count + count // 2 + 8) % np.uint64(size)
-        found = _first_ones(np.concatenate([found, more.astype(np.int64)]))
-    return found[:count]
+        distinct = _first_ones(np.concatenate([distinct, more.astype(np.int64)]))
+    return distinct[:count]
 
 
 def _first_ones(numbers: np.ndarray) -> np.ndarray:

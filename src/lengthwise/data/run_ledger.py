@@ -38,7 +38,7 @@ class RunLedger:
             InputError: the state is of another number of parts.
         """
         counts = [state.get(name) for name in ("sequences", "tokens")]
-        if not all(isinstance(one, list) and len(one) == self._seen.shape[1] for one in counts):
+        if not all(isinstance(row, list) and len(row) == self._seen.shape[1] for row in counts):
             raise InputError(
                 f"the checkpoint's ledger has {state}, the run has {self._seen.shape[1]} parts; resume from another"
             )
@@ -48,10 +48,10 @@ class RunLedger:
         """Raise ``CheckError`` unless what was seen is what a sampler at this state has dealt, part by part."""
         dealt = self._dealt(sampler_state)
         for what, of_seen, of_dealt in zip(("sequences", "tokens"), self._seen.tolist(), dealt.tolist()):
-            for part, found, expected in zip(self._corpus.parts, of_seen, of_dealt):
-                if found != expected:
+            for part, counted, expected in zip(self._corpus.parts, of_seen, of_dealt):
+                if counted != expected:
                     raise CheckError(
-                        f"part {part.name}: {found:,} {what} were computed, {expected:,} dealt by the sampler, which "
+                        f"part {part.name}: {counted:,} {what} were computed, {expected:,} dealt by the sampler, which "
                         f"is {sampler_state['position']:,} sequences into epoch {sampler_state['epoch']}; plans lost "
                         "or repeated some: compare plans.jsonl of the run with those of `lengthwise plan`"
                     )
@@ -65,7 +65,7 @@ class RunLedger:
             "epochs": sampler_state["epoch"],
             "sequences_seen": sum(sequences),
             "tokens_seen": sum(tokens),
-            "parts": [_of_part(*each) for each in zip(self._corpus.parts, sequences, tokens)],
+            "parts": [_of_part(*part_counts) for part_counts in zip(self._corpus.parts, sequences, tokens)],
         }
 
     def _dealt(self, state: dict[str, Any]) -> np.ndarray:
@@ -83,7 +83,13 @@ class RunLedger:
         """[2, num_parts] sequences and tokens."""
         parts = self._corpus.part_of(ids)
         of_part = [lengths[parts == number] for number in range(len(self._corpus.parts))]
-        return np.array([[len(own) for own in of_part], [own.sum(dtype=np.int64) for own in of_part]], dtype=np.int64)
+        return np.array(
+            [
+                [len(lengths_of_part) for lengths_of_part in of_part],
+                [lengths_of_part.sum(dtype=np.int64) for lengths_of_part in of_part],
+            ],
+            dtype=np.int64,
+        )
 
 
 def _of_part(part: CorpusPart, sequences_seen: int, tokens_seen: int) -> dict[str, Any]:

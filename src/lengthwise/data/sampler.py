@@ -135,11 +135,11 @@ class Sampler:
             InputError: the state is of another corpus, seed, budget or version; every difference is named.
         """
         expected = _flat({"schema_version": _SCHEMA_VERSION, **self._identity})
-        found = _flat({name: value for name, value in state.items() if name not in _PLACE})
+        saved = _flat({name: value for name, value in state.items() if name not in _PLACE})
         wrong = [
-            f"{name}: {found.get(name)!r} in the state, {expected.get(name)!r} here"
-            for name in dict.fromkeys([*expected, *found])
-            if found.get(name) != expected.get(name)
+            f"{name}: {saved.get(name)!r} in the state, {expected.get(name)!r} here"
+            for name in dict.fromkeys([*expected, *saved])
+            if saved.get(name) != expected.get(name)
         ]
         if wrong:
             raise InputError(
@@ -147,11 +147,11 @@ class Sampler:
                 "none that says what comes when can be changed"
             )
         place = [state.get(name) for name in _PLACE]
-        whole = all(isinstance(value, int) and value >= 0 for value in place)
+        is_valid = all(isinstance(value, int) and value >= 0 for value in place)
         before = (self._epoch, self._position, self._step)
-        if whole:
+        if is_valid:
             self._rewind(epoch=state["epoch"], position=state["position"], step=state["step"])
-        if not whole or self._number == len(self._ends) or self._starts[self._number] != self._position:
+        if not is_valid or self._number == len(self._ends) or self._starts[self._number] != self._position:
             self._rewind(epoch=before[0], position=before[1], step=before[2])
             raise InputError(
                 f"the sampler's state is damaged: epoch, position and step are {place}; resume from another"
@@ -187,10 +187,10 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _one_of(tokens_per_step: int | None, sequences_per_step: int | None) -> Budget:
     """The budget of tokens or of sequences; ``InputError`` unless one of the two is given, and possible."""
     budgets = {"data.tokens_per_step": tokens_per_step, "data.sequences_per_step": sequences_per_step}
-    given = {name: budget for name, budget in budgets.items() if budget is not None}
-    if len(given) != 1:
-        raise InputError(f"set exactly one of {' and '.join(budgets)}; {len(given)} of them are set")
-    for name, budget in given.items():
+    set_budgets = {name: budget for name, budget in budgets.items() if budget is not None}
+    if len(set_budgets) != 1:
+        raise InputError(f"set exactly one of {' and '.join(budgets)}; {len(set_budgets)} of them are set")
+    for name, budget in set_budgets.items():
         if budget < 1:
             raise InputError(f"{name} is {budget}; at least 1 is needed")
     return Budget(tokens=tokens_per_step, max_sequences=sequences_per_step)

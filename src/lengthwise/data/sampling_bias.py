@@ -46,7 +46,7 @@ class Trend:
 
     @property
     def largest_drift(self) -> float:
-        """Of the tenths."""
+        """Means of the tenths of the order."""
         return max(self.drift_by_tenth)
 
     @property
@@ -57,7 +57,7 @@ class Trend:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of a number of every step."""
+    """Trend over the steps of one number per step."""
 
     mean: float
     variance: float
@@ -88,7 +88,7 @@ class SamplingReport:
     warnings: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the diagnostics, for JSON."""
         return asdict(self)
 
 
@@ -97,12 +97,12 @@ def safety_of(
 ) -> SamplingReport:
     """The report on the first epoch that ``sampler`` makes of sequences of ``lengths``; O(n log n)."""
     ids, ends = sampler.arrange(0)
-    held = lengths.lengths[ids].astype(np.int64)
+    ordered_lengths = lengths.lengths[ids].astype(np.int64)
     sizes = np.diff(ends, prepend=0)
-    trends = [_trend("length", held, ends)]
+    trends = [_trend("length", ordered_lengths, ends)]
     if metric is not None:
         trends.append(_trend(metric_name, metric[ids], ends))
-    tokens = np.add.reduceat(held, ends - sizes)
+    tokens = np.add.reduceat(ordered_lengths, ends - sizes)
     tenths = _tenths(len(ends))
     done = np.concatenate([[0], np.cumsum(tokens)])
     spread = _spread(tokens)
@@ -144,14 +144,14 @@ def _trend(name: str, values: np.ndarray, ends: np.ndarray) -> Trend:
 
 
 def _between(values: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> float:
-    """Of the variance of ``values``, the share between groups, less what as many random groups have."""
+    """Share of the variance of ``values`` that lies between groups, less that of as many random groups."""
     means = np.add.reduceat(values, starts) / sizes
     total, inside = float(((values - values.mean()) ** 2).sum()), len(values) - len(means)
     if total <= 0 or inside < 1:
         return 0.0
-    found = float((sizes * (means - values.mean()) ** 2).sum()) / total
+    between_share = float((sizes * (means - values.mean()) ** 2).sum()) / total
     chance = (len(means) - 1) / (len(values) - 1)
-    return max(0.0, (found - chance) / (1 - chance))
+    return max(0.0, (between_share - chance) / (1 - chance))
 
 
 def _distance(sample: np.ndarray, ascending: np.ndarray) -> float:
@@ -176,15 +176,15 @@ def _warnings(
 ) -> Iterator[str]:
     chance, chance_drift = 3 / np.sqrt(num_steps), 2 / np.sqrt(num_sequences / TENTHS)
     for trend in trends:
-        found = trend.pearson if abs(trend.pearson) >= abs(trend.spearman) else trend.spearman
-        early, late = ("low", "high") if found > 0 else ("high", "low")
+        r = trend.pearson if abs(trend.pearson) >= abs(trend.spearman) else trend.spearman
+        early, late = ("low", "high") if r > 0 else ("high", "low")
         if trend.strength >= max(STRONG, chance):
             yield (
-                f"steps follow {trend.name} (correlation {found:.2f}): gradients of early steps come from sequences of "
+                f"steps follow {trend.name} (correlation {r:.2f}): gradients of early steps come from sequences of "
                 f"{early} {trend.name}, those of late steps from {late}"
             )
         elif trend.strength >= max(NOTICEABLE, chance):
-            yield f"{trend.name} drifts with the step (correlation {found:.2f})"
+            yield f"{trend.name} drifts with the step (correlation {r:.2f})"
         if trend.largest_drift >= max(LARGEST_DRIFT, chance_drift):
             tenth = 1 + int(np.argmax(trend.drift_by_tenth))
             yield (

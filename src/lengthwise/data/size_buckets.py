@@ -54,13 +54,13 @@ class SizeBuckets:
         Raises:
             InputError: none does.
         """
-        at = int(np.searchsorted(self.sizes, num_tokens))
-        if at == len(self.sizes):
+        index = int(np.searchsorted(self.sizes, num_tokens))
+        if index == len(self.sizes):
             raise InputError(
-                f"{num_tokens:,} tokens are more than the largest of the {at} sizes holds, {self.sizes[-1]:,}; "
+                f"{num_tokens:,} tokens are more than the largest of the {index} sizes holds, {self.sizes[-1]:,}; "
                 "make the sizes from lengths that have the longest, or with a higher limit"
             )
-        return self.sizes[at]
+        return self.sizes[index]
 
 
 def packed_lattice(num_tokens: ArrayLike, *, most: int, multiple_of: int = MULTIPLE, largest: int = 0) -> SizeBuckets:
@@ -104,17 +104,19 @@ def padded_lattice(lengths: ArrayLike, *, most: int, budget: int, multiple_of: i
     Raises:
         InputError: no sequence, or the longest one's row exceeds the budget.
     """
-    found = packed_lattice(lengths, most=most, multiple_of=multiple_of)
-    if found.sizes[-1] > budget:
+    lattice = packed_lattice(lengths, most=most, multiple_of=multiple_of)
+    if lattice.sizes[-1] > budget:
         raise InputError(
-            f"the longest sequence is padded to {found.sizes[-1]:,} tokens, a batch holds {budget:,}; raise the budget "
-            "or cut longer sequences"
+            f"the longest sequence is padded to {lattice.sizes[-1]:,} tokens, a batch holds {budget:,}; raise the "
+            "budget or cut longer sequences"
         )
-    return SizeBuckets(sizes=found.sizes, num_tokens=found.num_tokens, num_padding=found.num_padding, budget=budget)
+    return SizeBuckets(
+        sizes=lattice.sizes, num_tokens=lattice.num_tokens, num_padding=lattice.num_padding, budget=budget
+    )
 
 
 def least_padding(sizes: np.ndarray, counts: np.ndarray, *, most: int) -> tuple[np.ndarray, int]:
-    """Those of ``sizes`` to fill up to, the largest among them, and how many tokens are computed then.
+    """Choose the ``sizes`` to pad to, the largest among them; also how many tokens are computed then.
 
     Args:
         sizes: [n] ascending, distinct.
@@ -129,13 +131,13 @@ def least_padding(sizes: np.ndarray, counts: np.ndarray, *, most: int) -> tuple[
         # With a size more, the last one may begin behind any other; beginning at 0 is to use one size less.
         computed, best = _one_more(np.concatenate([[0], computed]), sizes, below)
         before.append(best)
-    chosen, at = [], len(sizes)
+    chosen, index = [], len(sizes)
     for best in reversed(before):
-        if at:
-            chosen.append(at - 1)
-            at = int(best[at - 1])
-    if at:
-        chosen.append(at - 1)
+        if index:
+            chosen.append(index - 1)
+            index = int(best[index - 1])
+    if index:
+        chosen.append(index - 1)
     return sizes[np.array(chosen[::-1])], int(computed[-1])
 
 
@@ -147,19 +149,19 @@ def _one_more(base: np.ndarray, sizes: np.ndarray, below: np.ndarray) -> tuple[n
     first, last, low, high = (np.array([x]) for x in (0, count - 1, 0, count - 1))
     while len(first):
         middle = (first + last) // 2
-        most = np.minimum(high, middle)
-        widths = most - low + 1
+        ends = np.minimum(high, middle)
+        widths = ends - low + 1
         starts = np.cumsum(widths) - widths
         i = np.arange(int(widths.sum())) + np.repeat(low - starts, widths)
         costs = base[i] - np.repeat(sizes[middle], widths) * below[i]
         least = np.minimum.reduceat(costs, starts)
         hits = np.flatnonzero(costs == np.repeat(least, widths))
-        found = i[hits[np.searchsorted(hits, starts)]]
-        value[middle], best[middle] = least + sizes[middle] * below[middle + 1], found
+        argmins = i[hits[np.searchsorted(hits, starts)]]
+        value[middle], best[middle] = least + sizes[middle] * below[middle + 1], argmins
         first, last = np.concatenate([first, middle + 1]), np.concatenate([middle - 1, last])
-        low, high = np.concatenate([low, found]), np.concatenate([found, high])
-        kept = first <= last
-        first, last, low, high = first[kept], last[kept], low[kept], high[kept]
+        low, high = np.concatenate([low, argmins]), np.concatenate([argmins, high])
+        is_nonempty = first <= last
+        first, last, low, high = first[is_nonempty], last[is_nonempty], low[is_nonempty], high[is_nonempty]
     return value, best
 
 

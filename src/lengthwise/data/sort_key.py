@@ -26,7 +26,7 @@ class MetricValues:
 
 
 def difficulty(given: Any, lengths: LengthIndex, settings: OrderSettings) -> MetricValues:
-    """Of numbers that a user gives, or None: the lengths.
+    """Difficulty from numbers that a user passes; None: the lengths.
 
     Raises:
         InputError: they are not one finite number per sequence, or the order follows none.
@@ -57,8 +57,10 @@ def of_corpus(corpus: Corpus, metric: str) -> MetricValues:
     if metric == LENGTH:
         return by_length(corpus.lengths)
     saved = [open_metric(part.store.path, metric, digest=part.store.digest) for part in corpus.parts]
-    values = [one.values[part.view.base_ids] for one, part in zip(saved, corpus.parts)]
-    return MetricValues(values=np.concatenate(values), digest=f"{metric} {'+'.join(one.digest for one in saved)}")
+    values = [saved_metric.values[part.view.base_ids] for saved_metric, part in zip(saved, corpus.parts)]
+    return MetricValues(
+        values=np.concatenate(values), digest=f"{metric} {'+'.join(saved_metric.digest for saved_metric in saved)}"
+    )
 
 
 def of_values(given: Any, num_sequences: int) -> MetricValues:

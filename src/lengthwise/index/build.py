@@ -146,8 +146,8 @@ def _tokenizer_spec(
     chosen = settings.tokenizer or ("--train-bpe" if settings.train_bpe else "")
     field = settings.field_of(sources)
     if sources.format is Format.NPY or (units and holds_tokens(units[0], field=field, limits=settings.limits)):
-        told = f" (field {field!r})" if field else ""
-        holding = "lengths alone" if sources.format is Format.NPY else f"tokens already{told}"
+        field_words = f" (field {field!r})" if field else ""
+        holding = "lengths alone" if sources.format is Format.NPY else f"tokens already{field_words}"
         if chosen:
             raise InputError(f"{sources.label} holds {holding}, there is no text to encode; leave {chosen} out")
         return TokenizerSpec(kind="lengths" if sources.format is Format.NPY else "tokens", append_eos=False)

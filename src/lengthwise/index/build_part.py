@@ -87,9 +87,9 @@ def _write_part(job: PartJob, unit: WorkUnit, folder: Path) -> None:
     origins: list[np.ndarray] = [np.empty((0, 2), dtype=np.int64)]
     with (folder / "tokens.bin").open("wb") as tokens:
         for batch in _batches(job, unit, tally):
-            kept = _without_empty(job, unit, batch, tally)
-            lengths.append(_write_tokens(job, kept, tokens, tally))
-            origins.append(kept.origins)
+            non_empty = _without_empty(job, unit, batch, tally)
+            lengths.append(_write_tokens(job, non_empty, tokens, tally))
+            origins.append(non_empty.origins)
         _sync(tokens)
     all_lengths = np.concatenate(lengths)
     counts = {

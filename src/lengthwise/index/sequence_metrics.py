@@ -63,7 +63,7 @@ class MetricFiles:
 
     @property
     def folder(self) -> Path:
-        """Of all metrics of the index."""
+        """Folder of all metrics of the index."""
         return self.index / FOLDER
 
     @property
@@ -78,7 +78,7 @@ class MetricFiles:
 
     @property
     def info(self) -> Path:
-        """What they are; its presence says that they are whole."""
+        """File that describes the metric; its presence says that the others are complete."""
         return self.folder / f"{self.name}.json"
 
     @property
@@ -105,13 +105,13 @@ class MetricFiles:
                 f"{self.info} has schema version {brief(version)}, this program reads {METRIC_VERSION}; {self._again}"
             )
         files = info.get("files")
-        known = {self.values.name, self.order.name}
+        file_names = {self.values.name, self.order.name}
         is_whole = (
             all(isinstance(info.get(name), str) for name in ("index_digest", "digest"))
             and type(info.get("num_sequences")) is int
             and isinstance(files, dict)
             and self.values.name in files
-            and files.keys() <= known
+            and files.keys() <= file_names
             and all(type(size) is int for size in files.values())
             and (self.order.name not in files or isinstance(info.get("order_digest"), str))
         )
@@ -125,8 +125,8 @@ class MetricFiles:
                 f"the analysis of metric {self.name!r} of {self.index} is not finished; run the same "
                 "`lengthwise analyze` command again to finish it"
             )
-        known = metric_names(self.index)
-        there = f"the metrics there are {', '.join(known)}" if known else "there is none yet"
+        names = metric_names(self.index)
+        there = f"the metrics there are {', '.join(names)}" if names else "there is none yet"
         return (
             f"no metric {self.name!r} beside {self.index}; {there}; make one with: "
             f"lengthwise analyze {self.index} --metric loss=MODEL --name {self.name}"
@@ -163,9 +163,11 @@ def open_metric(index_folder: Path, name: str, *, digest: str) -> Metric:
         )
     for file, size in info["files"].items():
         path = files.folder / file
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            raise files.damaged(f"{file} " + ("is missing" if found is None else f"has {found:,} bytes, not {size:,}"))
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            raise files.damaged(
+                f"{file} " + ("is missing" if actual is None else f"has {actual:,} bytes, not {size:,}")
+            )
     values = _load(files, files.values)
     order = _load(files, files.order) if files.order.name in info["files"] else None
     if values.dtype.str not in DTYPES or values.shape != (info["num_sequences"],):
@@ -222,12 +224,12 @@ def finish(files: MetricFiles, *, index_digest: str, lengths: np.ndarray, detail
 def summary(values: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
     """Smallest, mean and largest value, quantiles, and the correlation with length (None where nothing varies)."""
     wide = values.astype(np.float64)
-    found = np.quantile(wide, QUANTILES)
+    quantiles = np.quantile(wide, QUANTILES)
     return {
         "min": values.min().item(),
         "mean": float(wide.mean()),
         "max": values.max().item(),
-        "quantiles": {f"p{round(100 * share)}": float(value) for share, value in zip(QUANTILES, found)},
+        "quantiles": {f"p{round(100 * share)}": float(value) for share, value in zip(QUANTILES, quantiles)},
         "correlation_with_length": {
             "pearson": pearson(wide, lengths.astype(np.float64)),
             "spearman": pearson(ranks(values), ranks(lengths)),

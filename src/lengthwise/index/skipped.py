@@ -29,9 +29,9 @@ class SkippedDocuments:
             self._remember(reason, names)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the counts, for JSON."""
         return {"documents": self.documents, **self.left_out, "examples": self.examples}
 
     def _remember(self, reason: str, names: list[str]) -> None:
-        known = self.examples.setdefault(reason, [])
-        known += [name for name in dict.fromkeys(names) if name not in known][: _MAX_EXAMPLES - len(known)]
+        examples = self.examples.setdefault(reason, [])
+        examples += [name for name in dict.fromkeys(names) if name not in examples][: _MAX_EXAMPLES - len(examples)]

@@ -125,8 +125,8 @@ def _format_of(path: Path) -> Format:
     if suffix in _MEGATRON:
         other = _MEGATRON[1 - _MEGATRON.index(suffix)]
         return Format.MEGATRON if _has_twin(path.with_suffix(""), other) else Format.TEXT
-    whole = ".tar.gz" if path.name.lower().endswith(".tar.gz") else suffix
-    return _FORMAT_OF_SUFFIX.get(whole, Format.TEXT)
+    full_suffix = ".tar.gz" if path.name.lower().endswith(".tar.gz") else suffix
+    return _FORMAT_OF_SUFFIX.get(full_suffix, Format.TEXT)
 
 
 def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:

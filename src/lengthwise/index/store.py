@@ -90,10 +90,10 @@ class TokenStore:
                 if on_read is not None:
                     on_read(len(block))
 
-        found = token_digest(blocks(), dtype)
-        if found != self.info["corpus_digest"]:
+        digest = token_digest(blocks(), dtype)
+        if digest != self.info["corpus_digest"]:
             raise CheckError(
-                f"the tokens in {self.path} are not the ones indexed: digest {found}, index.json says "
+                f"the tokens in {self.path} are not the ones indexed: digest {digest}, index.json says "
                 f"{self.info['corpus_digest']}; index again with --restart"
             )
         if largest >= self.vocab_size:
@@ -117,9 +117,9 @@ def open_index(path: str | Path) -> TokenStore:
     path = Path(path)
     info = read_info(path)
     for name, size in info["files"].items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            state = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        actual = (path / name).stat().st_size if (path / name).is_file() else None
+        if actual != size:
+            state = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
             raise InputError(f"the index at {path} is damaged: {name} {state}; index again with --restart")
     damaged = f"the index at {path} is damaged; index again with --restart"
     values = load_array(path / "lengths.npy", way_out=damaged)

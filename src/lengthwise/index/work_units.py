@@ -21,7 +21,7 @@ def split_units(sources: Sources, *, unit_bytes: int) -> list[WorkUnit]:
         groups = enumerate(_text_groups(sources.files, unit_bytes))
         return [WorkUnit(number=number, format=Format.TEXT, files=files) for number, files in groups]
     width = 2 if sources.format is Format.MEGATRON else 1
-    sliced = [sources.files[at : at + width] for at in range(0, len(sources.files), width)]
+    sliced = [sources.files[first : first + width] for first in range(0, len(sources.files), width)]
     slices = ((files, start, stop) for files in sliced for start, stop in _slices(files, sources.format, unit_bytes))
     return [
         WorkUnit(number=number, format=sources.format, files=files, start=start, stop=stop)
@@ -86,6 +86,6 @@ def open_lengths(file: SourceFile) -> np.ndarray:
         warnings.simplefilter("ignore")  # of sizes that overflow, which are refused
         lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
     if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        found = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
-        raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {found}")
+        description = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"
+        raise InputError(f"{file.name} must hold one row of integers, one length per sequence, not {description}")
     return lengths

@@ -231,12 +231,12 @@ def hf_config(spec: ModelSpec, *, dtype: str, extra: Mapping[str, Any] | None = 
         raise InputError(
             f"model {spec.name}: transformers has no {spec.family}; only {', '.join(makers)} are exchanged"
         )
-    given = dict(extra or {})
+    extra_keys = dict(extra or {})
     if spec.family == "gpt":
-        given = {key: value for key, value in given.items() if key not in _GPT2_ALIASES}
+        extra_keys = {key: value for key, value in extra_keys.items() if key not in _GPT2_ALIASES}
     common = {"dtype": dtype, "vocab_size": spec.vocab_size, "tie_word_embeddings": spec.tied_embeddings}
     defaults = {"bos_token_id": None, "eos_token_id": None, **_UNUSED[spec.family]}
-    return {**defaults, **given, **makers[spec.family](spec), **common}
+    return {**defaults, **extra_keys, **makers[spec.family](spec), **common}
 
 
 def _llama_config(spec: ModelSpec) -> dict[str, Any]:

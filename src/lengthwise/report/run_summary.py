@@ -123,7 +123,7 @@ def summarise_record(record: RunRecord, *, warmup: int = 1) -> RunSummary:
 
 
 def typical_step(summary: RunSummary, among: Iterable[int]) -> int | None:
-    """Of the timed steps in ``among``, the one whose time is nearest to the median; None without any."""
+    """The timed step in ``among`` whose time is nearest to the median; None without any."""
     if summary.step_time_s is None:
         return None
     middle_s = summary.step_time_s
@@ -131,7 +131,7 @@ def typical_step(summary: RunSummary, among: Iterable[int]) -> int | None:
 
 
 def worst_step(summary: RunSummary, among: Iterable[int]) -> int | None:
-    """Of the timed steps in ``among``, the one that loses most time to idling; None without any."""
+    """The timed step in ``among`` that loses most time to idling; None without any."""
     return _chosen(summary, among, lambda step: step.idle_s or 0.0)
 
 
@@ -188,34 +188,34 @@ def _num_ranks(record: RunRecord) -> int:
 
 
 def _tokens_per_s(steps: Sequence[StepSummary]) -> float | None:
-    known = [(s.num_tokens, s.time_s) for s in steps if s.num_tokens is not None and s.time_s]
-    return sum(tokens for tokens, _ in known) / sum(time_s for _, time_s in known) if known else None
+    measured = [(s.num_tokens, s.time_s) for s in steps if s.num_tokens is not None and s.time_s]
+    return sum(tokens for tokens, _ in measured) / sum(time_s for _, time_s in measured) if measured else None
 
 
 def _padding(steps: Sequence[StepSummary]) -> float | None:
-    known = [
+    measured = [
         (s.num_tokens, s.padding_fraction)
         for s in steps
         if s.num_tokens and s.padding_fraction is not None and s.padding_fraction < 1
     ]
-    computed = sum(tokens / (1.0 - padding) for tokens, padding in known)
-    return 1.0 - sum(tokens for tokens, _ in known) / computed if known else None
+    computed = sum(tokens / (1.0 - padding) for tokens, padding in measured)
+    return 1.0 - sum(tokens for tokens, _ in measured) / computed if measured else None
 
 
 def _idle(steps: Sequence[StepSummary]) -> float | None:
-    known = [(s.idle_s, s.time_s) for s in steps if s.idle_s is not None and s.time_s]
-    return sum(idle_s for idle_s, _ in known) / sum(time_s for _, time_s in known) if known else None
+    measured = [(s.idle_s, s.time_s) for s in steps if s.idle_s is not None and s.time_s]
+    return sum(idle_s for idle_s, _ in measured) / sum(time_s for _, time_s in measured) if measured else None
 
 
 def _data_wait(rows: Sequence[dict[str, Any]]) -> float | None:
     pairs = [(row.get("time/data_wait_s"), row.get("perf/step_time_s")) for row in rows]
-    known = [(wait_s, time_s) for wait_s, time_s in pairs if wait_s is not None and time_s]
-    return sum(wait_s for wait_s, _ in known) / sum(time_s for _, time_s in known) if known else None
+    measured = [(wait_s, time_s) for wait_s, time_s in pairs if wait_s is not None and time_s]
+    return sum(wait_s for wait_s, _ in measured) / sum(time_s for _, time_s in measured) if measured else None
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    values_known = [value for value in values if value is not None]
+    return median(values_known) if values_known else None
 
 
 def _chosen(summary: RunSummary, among: Iterable[int], merit: Callable[[StepSummary], float]) -> int | None:

@@ -151,7 +151,7 @@ def _check_order():
             if not route.shard:
                 first, end = state.table.bounds[unit], state.table.bounds[unit + 1]
                 own = [expected[a:b] for a, b in state.owned_layout.intervals[world.rank] if first <= a < end]
-                assert torch.equal(results[0][route.own], torch.cat([expected[:0], *own]))
+                assert torch.equal(results[0][route.own_share], torch.cat([expected[:0], *own]))
                 checked += 1
     return checked
 
@@ -324,6 +324,6 @@ def _check_going():
     route = state.routes.units[last]
     expected = own_part(state, summed_by_all_reduce(state, holdings, seed=(0, 0)))
     assert not state._going
-    torch.testing.assert_close(pushed(state)[route.own], expected[route.own], rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(pushed(state)[route.own_share], expected[route.own_share], rtol=EXACT, atol=EXACT)
     state.finish_push()
     torch.testing.assert_close(pushed(state), expected, rtol=EXACT, atol=EXACT)

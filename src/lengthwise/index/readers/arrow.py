@@ -44,7 +44,7 @@ def arrow_slices(file: SourceFile, unit_bytes: int) -> list[tuple[int, int]]:
 
 
 def arrow_schema(file: SourceFile) -> Any:
-    """The schema."""
+    """Schema of an Arrow file."""
     arrow = _import_arrow()
     with explaining(f"{file.name} is not an Arrow file"), arrow.memory_map(file.path) as source:
         return _open_reader(arrow, source).schema

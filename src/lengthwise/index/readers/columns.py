@@ -27,9 +27,9 @@ def column_kind(unit: WorkUnit, field: str) -> Literal["text", "tokens"]:
         names = list(schema.names)
     count = names.count(field)
     if count != 1:
-        known = f"(columns: {', '.join(names)})"
+        available = f"(columns: {', '.join(names)})"
         raise InputError(
-            f"{file.name} has {count or 'no'} column{'s' * (count > 1)} {field!r}; choose with --field {known}"
+            f"{file.name} has {count or 'no'} column{'s' * (count > 1)} {field!r}; choose with --field {available}"
         )
     kind = schema.field(field).type
     plain = kind.value_type if pa.types.is_dictionary(kind) else kind

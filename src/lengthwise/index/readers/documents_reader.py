@@ -162,8 +162,8 @@ def _json_value(data: bytes, key: str, unit: WorkUnit, row: int) -> Any:
     if not isinstance(document, dict):
         raise InputError(f"{where(unit, row)}: expected a JSON object, found {type(document).__name__}")
     if key not in document:
-        known = ", ".join(sorted(document)[:8]) or "none"
-        raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {known})")
+        keys = ", ".join(sorted(document)[:8]) or "none"
+        raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {keys})")
     return document[key]
 
 

@@ -48,8 +48,8 @@ def open_megatron(index: SourceFile, data: SourceFile) -> Megatron:
     if version != 1:
         raise InputError(f"{index.name} has version {version} of Megatron's index; version 1 can be read")
     if code not in _DTYPES or np.dtype(_DTYPES[code]).kind == "f":
-        found = f"type code {code} ({_DTYPES[code]})" if code in _DTYPES else f"unknown type code {code}"
-        raise InputError(f"{index.name} holds {found}; token ids are integers (codes 1 to 5 and 8)")
+        type_words = f"type code {code} ({_DTYPES[code]})" if code in _DTYPES else f"unknown type code {code}"
+        raise InputError(f"{index.name} holds {type_words}; token ids are integers (codes 1 to 5 and 8)")
     expected = _HEADER.size + 12 * num_sequences + 8 * num_bounds
     if index.size == expected + num_sequences and num_sequences:
         raise InputError(f"{index.name} gives every sequence a mode (multimodal data), which is not read here")

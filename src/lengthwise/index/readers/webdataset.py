@@ -119,28 +119,28 @@ def _open(file: SourceFile) -> BinaryIO:
 def _members(file: SourceFile, start: int, limits: Limits) -> Iterator[tuple[_Member, BinaryIO]]:
     """Regular files and links of the archive from ``start`` on, each with the stream placed at its data."""
     position = begun = start
-    told: dict[bytes, bytes] = {}  # what extension headers say of the member after them
+    extended: dict[bytes, bytes] = {}  # what extension headers say of the member after them
     with _open(file) as stream:
         try:
             while header := _header(file, stream, position, limits):
                 kind, size = header[156:157], _number(header[124:136])
-                name = told.get(b"path", _plain_name(header)).decode(errors="backslashreplace")
-                if kind == _SPARSE or any(key.startswith(b"GNU.sparse.") for key in told):
+                name = extended.get(b"path", _plain_name(header)).decode(errors="backslashreplace")
+                if kind == _SPARSE or any(key.startswith(b"GNU.sparse.") for key in extended):
                     raise InputError(f"{file.name}: the member at byte {position:,} is a sparse file; pack it plainly")
                 if kind in _REGULAR:
-                    size = _pax_size(told, size)
+                    size = _pax_size(extended, size)
                 elif kind in _EMPTY:
                     size = 0
                 _check_size(file, position, kind, size, limits)
                 if kind in _REGULAR + _LINK:
                     yield _Member(name, begun, size, kind in _LINK), stream
                 elif kind == _PAX:
-                    told |= _pax_records(_read(file, stream, size))
+                    extended |= _pax_records(_read(file, stream, size))
                 elif kind == _LONG_NAME:
-                    told[b"path"] = _read(file, stream, size).rstrip(b"\0")
+                    extended[b"path"] = _read(file, stream, size).rstrip(b"\0")
                 position += _BLOCK - (-size // _BLOCK) * _BLOCK
                 if kind in _REGULAR + _EMPTY:
-                    begun, told = position, {}
+                    begun, extended = position, {}
         except _CUT_OFF as error:
             raise _damaged(file, error) from None
 
@@ -165,9 +165,9 @@ def _check_size(file: SourceFile, position: int, kind: bytes, size: int, limits:
 
 
 def _check_unpacked(file: SourceFile, num_bytes: int, limits: Limits) -> None:
-    if is_compressed(file) and num_bytes > (most := limits.unpacked(file.size)):
+    if is_compressed(file) and num_bytes > (max_bytes := limits.unpacked(file.size)):
         raise InputError(
-            f"{file.name} ({file.size:,} bytes) unpacks to {num_bytes:,} bytes or more; {most:,} are allowed, "
+            f"{file.name} ({file.size:,} bytes) unpacks to {num_bytes:,} bytes or more; {max_bytes:,} are allowed, "
             f"{limits.ratio:,} times its size: if it is sound, raise --max-ratio or unpack it first"
         )
 

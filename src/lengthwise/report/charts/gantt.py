@@ -27,12 +27,12 @@ Stretch = tuple[float, float, SpanKind]
 def gantt_chart(measured: Timeline | None, predicted: Timeline | None, *, label: str) -> Chart | None:
     """Both timelines, or the one there is; None when neither lasts."""
     pair = (("measured", measured), ("predicted", predicted))
-    groups = [(name, one) for name, one in pair if one and one.step_time_s > 0]
+    groups = [(name, timeline) for name, timeline in pair if timeline and timeline.step_time_s > 0]
     if not groups:
         return None
     end_s = max(timeline.step_time_s for _, timeline in groups)
     x = range_axis(0.0, end_s, title="time since the start of the step", labels=second_labels)
-    ranks = [rank for rank in shown_ranks(groups[0][1]) if rank < min(one.num_ranks for _, one in groups)]
+    ranks = [rank for rank in shown_ranks(groups[0][1]) if rank < min(timeline.num_ranks for _, timeline in groups)]
     row = 22 if len(ranks) <= 8 else 14
     height = len(groups) * (len(ranks) * row + 26) - 8
     shapes: list[str] = []

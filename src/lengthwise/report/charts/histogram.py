@@ -46,8 +46,8 @@ def length_histogram(bins: Sequence[LengthBin], *, label: str) -> Chart | None:
         legend=(("s0", "share of sequences"), ("s1", "share of tokens")),
         columns=("length in tokens", "sequences", "share", "tokens", "share"),
         rows=tuple(
-            (b.name, count(b.num_sequences), share(one), count(b.num_tokens), share(other))
-            for b, (one, other) in zip(bins, shares)
+            (b.name, count(b.num_sequences), share(share_of_bin), count(b.num_tokens), share(other))
+            for b, (share_of_bin, other) in zip(bins, shares)
         ),
     )
 

@@ -85,17 +85,17 @@ def _widest_phase(plan: StepPlan) -> list[Pipeline]:
 
 
 def _chosen(pipelines: Sequence[Pipeline]) -> list[Pipeline]:
-    """As many as there are rows for, at least one: in turn from each scheme, from both ends of its loads."""
+    """Choose as many lanes as rows, at least one: in turn from each scheme, from both ends of its loads."""
     by_scheme: dict[str, list[Pipeline]] = {}
     for pipeline in sorted(pipelines, key=lambda p: -sum(m.time_s for m in p.micro_batches)):
         by_scheme.setdefault(pipeline.scheme.name, []).append(pipeline)
     chosen: list[Pipeline] = []
     num_rows = 0
     for turn in range(MOST_ROWS):
-        for held in by_scheme.values():
-            if not held:
+        for lanes_of_scheme in by_scheme.values():
+            if not lanes_of_scheme:
                 continue
-            pipeline = held.pop(0 if turn % 2 == 0 else -1)
+            pipeline = lanes_of_scheme.pop(0 if turn % 2 == 0 else -1)
             if not chosen or num_rows + pipeline.scheme.num_stages <= MOST_ROWS:
                 chosen.append(pipeline)
                 num_rows += pipeline.scheme.num_stages

@@ -45,10 +45,10 @@ def memory_chart(timeline: Timeline, *, label: str) -> Chart | None:
     groups = _shown(_groups(timeline))
     if not groups or end_s <= 0:
         return None
-    most = max(group.peak[0] for group in groups)
-    unit, word = (GIB, "GiB") if most >= GIB / 10 else (_MIB, "MiB")
+    highest = max(group.peak[0] for group in groups)
+    unit, word = (GIB, "GiB") if highest >= GIB / 10 else (_MIB, "MiB")
     x = range_axis(0.0, end_s, title="time since the start of the step", labels=second_labels)
-    y = value_axis([0.0, most / unit], title=f"{word} per device", zero=True)
+    y = value_axis([0.0, highest / unit], title=f"{word} per device", zero=True)
     peaks = [_size(group.peak[0], unit, word) for group in groups]
     shapes = [
         path(_staircase(group, unit, end_s, x, y), f"line s{k}", f"{group.name}, peak {peaks[k]}")
@@ -78,7 +78,7 @@ def _groups(timeline: Timeline) -> list[_Group]:
 
 
 def _shown(groups: Sequence[_Group]) -> list[_Group]:
-    """As many groups as there are colours, evenly chosen, the first and the last among them."""
+    """Choose as many groups as there are colours, evenly, the first and the last among them."""
     if len(groups) <= NUM_COLOURS:
         return list(groups)
     return [groups[k * (len(groups) - 1) // (NUM_COLOURS - 1)] for k in range(NUM_COLOURS)]
@@ -87,7 +87,7 @@ def _shown(groups: Sequence[_Group]) -> list[_Group]:
 def _staircase(group: _Group, unit: int, end_s: float, x: Axis, y: Axis) -> str:
     """Level until the next change, then straight up or down; level until the step ends."""
     changes: list[Point] = thin([(time_s, num_bytes / unit) for time_s, num_bytes in group.samples])
-    steps = [f"H{brief(x.at(time_s) * WIDTH)}V{brief((1 - y.at(held)) * _HEIGHT)}" for time_s, held in changes[1:]]
+    steps = [f"H{brief(x.at(time_s) * WIDTH)}V{brief((1 - y.at(size)) * _HEIGHT)}" for time_s, size in changes[1:]]
     first_s, first = changes[0]
     start = f"M{brief(x.at(first_s) * WIDTH)} {brief((1 - y.at(first)) * _HEIGHT)}"
     return "".join([start, *steps, f"H{brief(x.at(end_s) * WIDTH)}"])

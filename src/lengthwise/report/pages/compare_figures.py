@@ -27,11 +27,12 @@ def speed_figure(cluster: ClusterResult) -> Figure:
     """Tokens per second by policy, the fastest first."""
     ranked = cluster.ranked
     words = [
-        count(one.tokens_per_s) + (f"  ({ratio(over)})" if (over := cluster.over_static(one)) else "") for one in ranked
+        count(result.tokens_per_s) + (f"  ({ratio(over)})" if (over := cluster.over_static(result)) else "")
+        for result in ranked
     ]
     bars = [
-        Bar(name=one.policy, parts=(("s0" if k == 0 else "s5", "", one.tokens_per_s),), words=said, strong=k == 0)
-        for k, (one, said) in enumerate(zip(ranked, words))
+        Bar(name=result.policy, parts=(("s0" if k == 0 else "s5", "", result.tokens_per_s),), words=said, strong=k == 0)
+        for k, (result, said) in enumerate(zip(ranked, words))
     ]
     return Figure(
         title="Tokens per second",
@@ -41,7 +42,9 @@ def speed_figure(cluster: ClusterResult) -> Figure:
         chart=Chart(
             svg=stacked_bars(bars, label="Tokens per second of each policy"),
             columns=("policy", "tokens/s", f"over {YARDSTICK}"),
-            rows=tuple((one.policy, count(one.tokens_per_s), ratio(cluster.over_static(one))) for one in ranked),
+            rows=tuple(
+                (result.policy, count(result.tokens_per_s), ratio(cluster.over_static(result))) for result in ranked
+            ),
         ),
     )
 
@@ -49,20 +52,20 @@ def speed_figure(cluster: ClusterResult) -> Figure:
 def time_figure(cluster: ClusterResult) -> Figure:
     """What each policy spends device time on, for the same tokens: shorter is better."""
     ranked = cluster.ranked
-    per_token_s = {one.policy: cluster.num_devices / one.tokens_per_s for one in ranked}
-    spent = {one.policy: _scaled(one.spent_s, per_token_s[one.policy] * 1e6) for one in ranked}
+    per_token_s = {result.policy: cluster.num_devices / result.tokens_per_s for result in ranked}
+    spent = {result.policy: _scaled(result.spent_s, per_token_s[result.policy] * 1e6) for result in ranked}
     used = [part for part in PARTS if any(parts[part] > 0 for parts in spent.values())]
     bars = [
         Bar(
-            name=one.policy,
+            name=result.policy,
             parts=tuple(
-                (f"p-{part}", f"{PARTS[part]}: {seconds(spent[one.policy][part])}", spent[one.policy][part])
+                (f"p-{part}", f"{PARTS[part]}: {seconds(spent[result.policy][part])}", spent[result.policy][part])
                 for part in used
             ),
-            words=f"{per_token_s[one.policy] * 1e6:,.0f} device-s",
+            words=f"{per_token_s[result.policy] * 1e6:,.0f} device-s",
             strong=k == 0,
         )
-        for k, one in enumerate(ranked)
+        for k, result in enumerate(ranked)
     ]
     return Figure(
         title="Where the time goes",
@@ -72,8 +75,11 @@ def time_figure(cluster: ClusterResult) -> Figure:
             legend=tuple((f"p-{part}", PARTS[part]) for part in used),
             columns=("policy", *(PARTS[part] for part in used)),
             rows=tuple(
-                (one.policy, *(share(spent[one.policy][part] / sum(spent[one.policy].values())) for part in used))
-                for one in ranked
+                (
+                    result.policy,
+                    *(share(spent[result.policy][part] / sum(spent[result.policy].values())) for part in used),
+                )
+                for result in ranked
             ),
         ),
         missing="No time was spent.",
@@ -81,17 +87,17 @@ def time_figure(cluster: ClusterResult) -> Figure:
 
 
 def _scaled(spent_s: dict[str, float], total: float) -> dict[str, float]:
-    """The same shares of another whole; every part is named."""
-    whole = sum(spent_s.values())
-    return {part: spent_s.get(part, 0.0) / whole * total if whole else 0.0 for part in PARTS}
+    """Scale the shares to another total; every part is named."""
+    total_spent_s = sum(spent_s.values())
+    return {part: spent_s.get(part, 0.0) / total_spent_s * total if total_spent_s else 0.0 for part in PARTS}
 
 
 def step_figures(cluster: ClusterResult) -> list[Figure]:
-    """The same typical step under every policy."""
+    """Timelines of the same typical step under every policy."""
     fastest_s = min((step.timeline.step_time_s for step in cluster.steps.values()), default=0.0)
     figures = []
-    for one in cluster.ranked:
-        if (step := cluster.steps.get(one.policy)) is None:
+    for result in cluster.ranked:
+        if (step := cluster.steps.get(result.policy)) is None:
             continue
         own_s = step.timeline.step_time_s
         end_s = own_s if own_s > TIME_SCALE * fastest_s else _common_end_s(cluster, fastest_s)
@@ -104,10 +110,10 @@ def step_figures(cluster: ClusterResult) -> list[Figure]:
             )
         figures.append(
             Figure(
-                title=one.policy,
+                title=result.policy,
                 caption=" ".join(sentences),
                 chart=step_chart(
-                    step.plan, step.timeline, end_s=end_s, label=f"Timeline of one step under {one.policy}"
+                    step.plan, step.timeline, end_s=end_s, label=f"Timeline of one step under {result.policy}"
                 ),
             )
         )
@@ -124,9 +130,9 @@ def scaling_figure(clusters: Sequence[ClusterResult]) -> Figure:
     names = fastest_first(clusters)
     drawn_names = _drawn(names)
     speeds = {
-        (one.policy, cluster.num_devices): one.tokens_per_s / cluster.num_devices
+        (result.policy, cluster.num_devices): result.tokens_per_s / cluster.num_devices
         for cluster in clusters
-        for one in cluster.ranked
+        for result in cluster.ranked
     }
     sizes = sorted(cluster.num_devices for cluster in clusters)
     series = [
@@ -157,11 +163,11 @@ def scaling_figure(clusters: Sequence[ClusterResult]) -> Figure:
 
 
 def _drawn(names: Sequence[str]) -> list[str]:
-    """As many as there are colours: the fastest, and the two baselines everyone knows."""
+    """Choose as many policies as there are colours: the fastest, and the two common baselines."""
     baselines = [name for name in (YARDSTICK, "padded") if name in names]
     others = [name for name in names if name not in baselines]
-    kept = {*others[: NUM_COLOURS - len(baselines)], *baselines}
-    return [name for name in names if name in kept]
+    drawn = {*others[: NUM_COLOURS - len(baselines)], *baselines}
+    return [name for name in names if name in drawn]
 
 
 def _powers(ticks: Sequence[float]) -> tuple[str, ...]:
@@ -172,12 +178,14 @@ def length_figure(comparison: Comparison) -> Figure:
     """How long the sequences are."""
     bins = comparison.length_bins
     caption = ""
-    long = [one for one in bins if one.low >= 8192]
-    if long and (num_tokens := sum(one.num_tokens for one in bins)):
-        sequences = sum(one.num_sequences for one in long) / sum(one.num_sequences for one in bins)
+    long = [length_bin for length_bin in bins if length_bin.low >= 8192]
+    if long and (num_tokens := sum(length_bin.num_tokens for length_bin in bins)):
+        sequences = sum(length_bin.num_sequences for length_bin in long) / sum(
+            length_bin.num_sequences for length_bin in bins
+        )
         caption = (
             f"Sequences of {tokens(long[0].low)} tokens and more are {share(sequences)} of the sequences "
-            f"and hold {share(sum(one.num_tokens for one in long) / num_tokens)} of the tokens."
+            f"and hold {share(sum(length_bin.num_tokens for length_bin in long) / num_tokens)} of the tokens."
         )
     return Figure(
         title="Sequence lengths",

@@ -52,7 +52,7 @@ def _section(cluster: ClusterResult, many: bool) -> dict[str, Any]:
         "sentence": certificate(cluster) if many else "",
         "tiles": tiles(cluster),
         "columns": COLUMNS,
-        "rows": [row(cluster, one) for one in cluster.ranked],
+        "rows": [row(cluster, result) for result in cluster.ranked],
         "refused": _refusals(cluster),
         "figures": [speed_figure(cluster), time_figure(cluster)],
         "steps": step_figures(cluster),

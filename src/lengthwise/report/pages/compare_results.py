@@ -93,16 +93,16 @@ class ClusterResult:
     @property
     def ranked(self) -> list[PolicyResult]:
         """Policies that can run, the fastest first; of equally fast ones, the last asked for."""
-        running = [one for one in reversed(self.policies) if not one.refused]
-        return sorted(running, key=lambda one: -float(f"{one.tokens_per_s:.9g}"))
+        running = [result for result in reversed(self.policies) if not result.refused]
+        return sorted(running, key=lambda result: -float(f"{result.tokens_per_s:.9g}"))
 
     @property
     def refusals(self) -> dict[str, list[str]]:
         """Policies that cannot run, by reason."""
         refusals: dict[str, list[str]] = {}
-        for one in self.policies:
-            if one.refused:
-                refusals.setdefault(one.refused, []).append(one.policy)
+        for result in self.policies:
+            if result.refused:
+                refusals.setdefault(result.refused, []).append(result.policy)
         return refusals
 
     def over_static(self, one: PolicyResult) -> float | None:
@@ -116,14 +116,14 @@ class ClusterResult:
         return one.tokens_per_s / other.tokens_per_s if other and not one.refused else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values of the result, for JSON."""
         return {
             "gpus": self.num_devices,
             "cluster": self.cluster,
             "tokens_per_step": self.tokens_per_step,
             "policies": [
-                one.to_json(over_static=self.over_static(one), over_best_other=self.over_best_other(one))
-                for one in self.policies
+                result.to_json(over_static=self.over_static(result), over_best_other=self.over_best_other(result))
+                for result in self.policies
             ],
         }
 
@@ -210,6 +210,6 @@ def row(cluster: ClusterResult, one: PolicyResult) -> tuple[str, ...]:
 def fastest_first(clusters: Sequence[ClusterResult]) -> list[str]:
     """Names of the policies that can run somewhere, ranked on the largest cluster, those refused there last."""
     names: dict[str, None] = {}
-    for cluster in sorted(clusters, key=lambda one: -one.num_devices):
-        names.update(dict.fromkeys(one.policy for one in cluster.ranked))
+    for cluster in sorted(clusters, key=lambda result: -result.num_devices):
+        names.update(dict.fromkeys(result.policy for result in cluster.ranked))
     return list(names)

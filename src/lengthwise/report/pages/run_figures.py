@@ -149,8 +149,10 @@ def _share_figure(title: str, whole: str, points: list[tuple[float, float]], mis
 
 def prediction_figure(run: RunReport) -> Figure:
     """Predicted against measured step time."""
-    known = [(s.step, s.predicted_s, s.time_s) for s in run.summary.timed if s.predicted_s is not None and s.time_s]
-    points = [(step, float(predicted), float(measured)) for step, predicted, measured in known]
+    predictions = [
+        (s.step, s.predicted_s, s.time_s) for s in run.summary.timed if s.predicted_s is not None and s.time_s
+    ]
+    points = [(step, float(predicted), float(measured)) for step, predicted, measured in predictions]
     near = sum(abs(p / m - 1.0) <= BAND for _, p, m in points)
     return Figure(
         title="Predicted and measured step time",

@@ -171,14 +171,14 @@ def _length_rule(record: RunRecord) -> str:
 
 def _counted(ledger: dict[str, Any]) -> str:
     """What the limit did, as the ledger counted it."""
-    found = {key: count(value) for key, value in ledger.items() if isinstance(value, int) and value}
+    counts = {key: count(value) for key, value in ledger.items() if isinstance(value, int) and value}
     parts = []
-    if "dropped" in found:
-        parts.append(f"{found['dropped']} sequences ({found.get('tokens_dropped', '0')} tokens) were left out")
-    if "truncated" in found:
-        parts.append(f"{found['truncated']} sequences were cut, losing {found.get('tokens_cut', '0')} tokens")
-    if "split" in found:
-        parts.append(f"{found['split']} sequences were split into {found.get('pieces', '0')} pieces, losing none")
+    if "dropped" in counts:
+        parts.append(f"{counts['dropped']} sequences ({counts.get('tokens_dropped', '0')} tokens) were left out")
+    if "truncated" in counts:
+        parts.append(f"{counts['truncated']} sequences were cut, losing {counts.get('tokens_cut', '0')} tokens")
+    if "split" in counts:
+        parts.append(f"{counts['split']} sequences were split into {counts.get('pieces', '0')} pieces, losing none")
     return "; ".join(parts) or "every token of every sequence is kept"
 
 
@@ -202,8 +202,8 @@ def _step_time(summary: RunSummary) -> str:
     if summary.step_time_s is None:
         return ""
     words = f"median {seconds(summary.step_time_s)} measured"
-    known = summary.predicted_step_time_s is not None
-    return f"{words}, {seconds(summary.predicted_step_time_s)} predicted" if known else words
+    has_prediction = summary.predicted_step_time_s is not None
+    return f"{words}, {seconds(summary.predicted_step_time_s)} predicted" if has_prediction else words
 
 
 def _balance(summary: RunSummary) -> str:

@@ -46,11 +46,11 @@ def table(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
 
 def verdict(summaries: Sequence[RunSummary]) -> str:
     """The comparison in one sentence; empty when speeds are not known."""
-    known = [(s.tokens_per_s, label) for s, label in zip(summaries, labels(summaries)) if s.tokens_per_s]
-    if len(known) < 2:
+    speeds = [(s.tokens_per_s, label) for s, label in zip(summaries, labels(summaries)) if s.tokens_per_s]
+    if len(speeds) < 2:
         return ""
-    (most, best), (least, last) = max(known), min(known)
-    return f"{best} trains {most / least:.2f} times as many tokens per second as {last}." if most > least else ""
+    (highest, best), (least, last) = max(speeds), min(speeds)
+    return f"{best} trains {highest / least:.2f} times as many tokens per second as {last}." if highest > least else ""
 
 
 def figures(runs: Sequence[RunReport]) -> list[Figure]:

@@ -31,11 +31,11 @@ class Scorer(Protocol):
     """Makes the values of a metric, block by block."""
 
     def identity(self) -> dict[str, Any]:
-        """What tells its values from others, in plain values."""
+        """Plain values that identify the scores: equal identities, equal scores."""
         ...
 
     def blocks(self) -> Blocks:
-        """Of the whole corpus, in the order they are to be scored in."""
+        """Blocks of the whole corpus, in the order in which they are scored."""
         ...
 
     def start(self, device: torch.device) -> None:
@@ -59,7 +59,7 @@ class Analysis:
 
 
 def make_scorer(request: AnalysisRequest, store: TokenStore) -> Scorer:
-    """What makes the values that ``request`` asks for; loads no model yet.
+    """Make the scorer of the metric that ``request`` asks for; loads no model yet.
 
     Raises:
         InputError: the index or the model or the function cannot be used.

@@ -33,7 +33,7 @@ class Blocks:
 
     @property
     def num_tokens(self) -> int:
-        """That are scored in all."""
+        """Number of tokens that are scored in all."""
         return int(self.tokens.sum(dtype=np.int64))
 
     def of(self, number: int) -> np.ndarray:

@@ -18,17 +18,17 @@ class LengthScorer:
         self._lengths = store.lengths.lengths
 
     def identity(self) -> dict[str, Any]:
-        """Its kind."""
+        """Identity of the metric: its kind."""
         return {"kind": "length"}
 
     def blocks(self) -> Blocks:
-        """In corpus order."""
+        """Blocks in corpus order."""
         return cut_blocks(np.arange(len(self._lengths)), self._lengths, block_cost=_BLOCK_TOKENS)
 
     def start(self, device: torch.device) -> None:
-        """Nothing."""
+        """Do nothing: lengths need no device."""
 
     def score(self, ids: np.ndarray) -> np.ndarray:
-        """int64"""
+        """Lengths of these sequences, int64."""
         lengths: np.ndarray = self._lengths[ids].astype(np.int64)
         return lengths

@@ -22,7 +22,7 @@ _BLOCK_BYTES = 8 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceModel:
-    """Where the model's weights are."""
+    """A reference model and the files that hold its weights."""
 
     folder: Path
     """Of Hugging Face, or a run's."""

@@ -1,4 +1,4 @@
-"""What an analysis is asked for."""
+"""The request of an analysis."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -44,7 +44,7 @@ class AnalysisRequest:
 
     @property
     def metric(self) -> str:
-        """As it was asked for."""
+        """The metric as it was asked for, in the words of the command line."""
         return {"length": LENGTH, "loss": _LOSS + self.target, "function": self.target}[self.kind]
 
 

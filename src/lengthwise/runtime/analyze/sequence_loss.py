@@ -67,7 +67,7 @@ class LossScorer:
         self._model = self._reference.load(getattr(torch, self._request.dtype), device)
 
     def score(self, ids: np.ndarray) -> np.ndarray:
-        """float64 if the model computes in it, else float32.
+        """Mean loss of each sequence: float64 if the model computes in it, else float32.
 
         Raises:
             InputError: a loss is not finite.
@@ -83,7 +83,7 @@ class LossScorer:
         return losses.astype(np.float64 if self._request.dtype == "float64" else np.float32)
 
     def tokens(self, sequence: int, /) -> np.ndarray:
-        """What the model is given of a sequence."""
+        """Tokens of a sequence that the model reads."""
         return self._store.tokens(sequence)[: self._request.max_length]
 
     def _score_pack(self, pack: Pack) -> np.ndarray:

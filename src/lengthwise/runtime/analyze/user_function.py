@@ -43,13 +43,13 @@ class FunctionScorer:
         return {"kind": "function", "function": self._label, "source_digest": source}
 
     def blocks(self) -> Blocks:
-        """In corpus order, as files are read fastest."""
+        """Blocks in corpus order, as files are read fastest."""
         lengths = self._store.lengths.lengths
         ids = np.arange(len(lengths))
         return cut_blocks(ids, lengths, block_cost=_BLOCK_COST, sequence_cost=_SEQUENCE_COST)
 
     def start(self, device: torch.device) -> None:
-        """Nothing: the function is imported."""
+        """Do nothing: the function has been imported."""
 
     def score(self, ids: np.ndarray) -> np.ndarray:
         """One number per sequence: int64 if all are whole numbers, float32 if all are, else float64.
@@ -115,7 +115,7 @@ def _load(label: str) -> tuple[Any, SequenceFunction]:
     if "" not in sys.path and here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = module = import_module(module_name)
+        target = module = import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise InputError(
@@ -125,10 +125,12 @@ def _load(label: str) -> tuple[Any, SequenceFunction]:
     except (Exception, SystemExit) as error:
         raise InputError(f"metric {label}: importing {module_name} fails: {type(error).__name__}: {error}") from error
     for name in path.split("."):
-        if not hasattr(found, name):
-            known = [other for other in vars(found) if not other.startswith("_")] if hasattr(found, "__dict__") else []
-            raise InputError(f"metric {label}: {module_name} has no {name!r}; {nearest(name, known)}")
-        found = getattr(found, name)
-    if not callable(found):
-        raise InputError(f"metric {label}: it is a {type(found).__name__}, not a function f(tokens, id)")
-    return module, found
+        if not hasattr(target, name):
+            public_names = (
+                [other for other in vars(target) if not other.startswith("_")] if hasattr(target, "__dict__") else []
+            )
+            raise InputError(f"metric {label}: {module_name} has no {name!r}; {nearest(name, public_names)}")
+        target = getattr(target, name)
+    if not callable(target):
+        raise InputError(f"metric {label}: it is a {type(target).__name__}, not a function f(tokens, id)")
+    return module, target

@@ -1,4 +1,4 @@
-"""Who scores which block: whoever is free takes the next one, and all know how far they are."""
+"""Work queue over ranks: a rank that is free takes the next block, and all know how far they are."""
 
 import os
 import socket
@@ -82,7 +82,7 @@ class WorkQueue:
 
 
 def from_first(world: DistContext, step: Callable[[], T]) -> T:
-    """What ``step`` returns on the first rank, which alone runs it. Every rank calls this.
+    """Run ``step`` on the first rank alone and return its result on all. Every rank calls this.
 
     Raises:
         LengthwiseError: on all ranks, what it raised.
@@ -93,7 +93,7 @@ def from_first(world: DistContext, step: Callable[[], T]) -> T:
 
 
 def on_all(world: DistContext, step: Callable[[], T]) -> T:
-    """What ``step`` returns on this rank. Every rank calls this.
+    """Run ``step`` on all ranks, and fail on all if it fails on one. Every rank calls this.
 
     Raises:
         LengthwiseError: on all ranks, what the first one that failed raised.

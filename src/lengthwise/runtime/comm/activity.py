@@ -1,4 +1,4 @@
-"""What this process is doing, for the message of whoever waits for it in vain; and errors that name who is missing.
+"""The current activity of a rank, for errors of collectives that name the missing ranks and what they are doing.
 
 One activity per process, as torch has one default process group per process. Noting one takes a few assignments.
 """
@@ -20,7 +20,7 @@ _LOST_WORDS = ("gloo", "connection", "closed by peer", "reset by peer", "broken 
 
 
 class PeerProbe(Protocol):
-    """The other ranks, as one that fails sees them; :class:`lengthwise.runtime.comm.liveness.Liveness` is one."""
+    """Asks the other ranks why a collective failed; :class:`lengthwise.runtime.comm.liveness.Liveness` is one."""
 
     def explain(self, operation: str, error: BaseException) -> CommunicationError:
         """The error to raise where ``operation`` failed with ``error``."""
@@ -31,7 +31,7 @@ class PeerProbe(Protocol):
         ...
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering other ranks."""
         ...
 
 
@@ -55,11 +55,11 @@ class Activity:
 
     @property
     def place(self) -> str:
-        """Where the thread is, such as ``step 5, forward 0``."""
+        """Step and operation of the thread, such as ``step 5, forward 0``."""
         return ", ".join(part for part in ("" if self.step is None else f"step {self.step}", self.name) if part)
 
     def to_json(self) -> dict[str, Any]:
-        """What other ranks are answered."""
+        """Plain values that answer other ranks."""
         return {"place": self.place, "since_s": time.monotonic() - self.since_s, "waits_for": self.waits_for}
 
 
@@ -68,7 +68,7 @@ ACTIVITY = Activity()
 
 
 class CollectiveWait:
-    """Around a wait for other ranks: an error of the transport becomes one that names the operation and the missing.
+    """Context of a wait for other ranks: turns transport errors into ones that name the operation and missing ranks.
 
     Raises:
         CommunicationError: instead of what Gloo or NCCL raise where a rank is too late or gone.

@@ -34,25 +34,25 @@ def reduce_scatter(shard: Tensor, whole: Tensor, *, group: Handle = None, async_
 def all_to_all(
     out: Tensor, x: Tensor, *, receive: Sequence[int], send: Sequence[int], group: Handle = None, async_op: bool = False
 ) -> Any:
-    """The first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r. Returns as the others."""
+    """Send the first ``send[0]`` of ``x`` to rank 0, and so on; ``receive[r]`` come from rank r. May be async."""
     with CollectiveWait("all-to-all"):
         return dist.all_to_all_single(out, x, list(receive), list(send), group=group, async_op=async_op)
 
 
 def all_reduce(values: Tensor, operation: Any = dist.ReduceOp.SUM, *, group: Handle = None) -> Tensor:
-    """``values`` summed (or another operation) over the ranks, in place."""
+    """Sum ``values`` (or reduce them by another operation) over the ranks, in place."""
     with CollectiveWait("all-reduce"):
         dist.all_reduce(values, operation, group=group)
     return values
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """``values`` summed over all ranks, in place."""
+    """Sum ``values`` over all ranks, in place."""
     return all_reduce(values)
 
 
 def gather_rows(row: Tensor) -> Tensor:
-    """[ranks, n] from every rank's ``row`` [n]."""
+    """Gather every rank's ``row`` [n] into [ranks, n]."""
     rows = torch.empty(dist.get_world_size() * len(row), dtype=row.dtype, device=row.device)
     all_gather(rows, row)
     return rows.view(-1, len(row))

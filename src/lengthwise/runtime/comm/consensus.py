@@ -1,4 +1,4 @@
-"""What must agree over ranks is compared before they train.
+"""Comparison of what must be equal on all ranks before they train.
 
 Ranks that were started with other settings, data, code or weights would wait for each other for ever, or train on with
 different values. One small all-gather compares digests; values travel, as JSON, only where the digests differ.

@@ -16,7 +16,7 @@ CPU_SHARE = 0.8
 
 
 def local_size() -> int:
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -29,11 +29,11 @@ def find_device(world: DistContext) -> DeviceSpec:
     if world.device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return replace(DEVICES["cpu"], memory_bytes=_smallest(int(CPU_SHARE * total / local_size()), world))
-    found = torch.cuda.get_device_name(world.device)
-    known = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in found]
-    if not known:
-        raise InputError(f"no speeds known for GPU {found!r}; set cluster.name ({nearest(found, DEVICES)})")
-    return replace(known[0], memory_bytes=memory_of_gpu(world) or 0)
+    gpu_name = torch.cuda.get_device_name(world.device)
+    known_specs = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in gpu_name]
+    if not known_specs:
+        raise InputError(f"no speeds known for GPU {gpu_name!r}; set cluster.name ({nearest(gpu_name, DEVICES)})")
+    return replace(known_specs[0], memory_bytes=memory_of_gpu(world) or 0)
 
 
 def memory_of_gpu(world: DistContext) -> int | None:
@@ -44,6 +44,6 @@ def memory_of_gpu(world: DistContext) -> int | None:
 
 
 def _smallest(num_bytes: int, world: DistContext) -> int:
-    """Machines of one kind differ by a little, and plans must not."""
+    """Minimum over ranks: machines of one kind differ by a little, and plans must not."""
     smallest = torch.tensor([num_bytes], device=world.device)
     return int(all_reduce(smallest, dist.ReduceOp.MIN)) if world.size > 1 else num_bytes

@@ -32,15 +32,15 @@ class Difference:
 def differences(values: Mapping[int, Mapping[str, Any]]) -> list[Difference]:
     """The keys whose values differ, sorted; ``values[r]`` is the tree of rank r. Keys of inner trees follow a dot."""
     flat = {rank: dict(_leaves(tree)) for rank, tree in sorted(values.items())}
-    found = []
+    differing = []
     for key in sorted({key for leaves in flat.values() for key in leaves}):
         ranks_by_value: dict[str, tuple[int, ...]] = {}
         for rank, leaves in flat.items():
             value = leaves.get(key, NOT_SET)
             ranks_by_value[value] = (*ranks_by_value.get(value, ()), rank)
         if len(ranks_by_value) > 1:
-            found.append(Difference(key=key, ranks_by_value=ranks_by_value))
-    return found
+            differing.append(Difference(key=key, ranks_by_value=ranks_by_value))
+    return differing
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
@@ -49,18 +49,18 @@ def digest_of(values: Mapping[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def message_of(found: Sequence[Difference]) -> str:
+def message_of(differing: Sequence[Difference]) -> str:
     """One sentence on what differs, and the way out."""
-    told = "; ".join(map(str, found[:MOST_TOLD]))
-    more = f"; and {len(found) - MOST_TOLD} more" if len(found) > MOST_TOLD else ""
-    if all(difference.key.startswith(OF_WEIGHTS) for difference in found):
+    listed = "; ".join(map(str, differing[:MOST_TOLD]))
+    more = f"; and {len(differing) - MOST_TOLD} more" if len(differing) > MOST_TOLD else ""
+    if all(difference.key.startswith(OF_WEIGHTS) for difference in differing):
         way_out = (
             "Make the model the same on all ranks: seed its random weights (torch.manual_seed(0) before it is made), "
             "or load them from the same file"
         )
     else:
         way_out = "Start all ranks with the same configuration, data, weights and versions"
-    return f"the ranks do not agree: {told}{more}. {way_out}"
+    return f"the ranks do not agree: {listed}{more}. {way_out}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

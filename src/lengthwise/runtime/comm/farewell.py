@@ -1,4 +1,4 @@
-"""What a rank whose program ends says to those that wait for it: that it ended, and by which error.
+"""Tells waiting ranks that this rank's program has ended, and by which error.
 
 For programs of users, which end wherever they end; ``lengthwise train`` says it itself.
 """
@@ -11,7 +11,7 @@ from lengthwise.runtime.comm.activity import ACTIVITY
 
 
 class Farewell:
-    """Says it at the end of the process."""
+    """Reports the end of this process to ranks that wait for it."""
 
     def __init__(self) -> None:
         self._reason = "its program ended"

@@ -83,7 +83,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """p"""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
     def gather(self, x: Tensor, sizes: Sequence[int]) -> AsyncResult:
@@ -95,16 +95,16 @@ class Group:
             return AsyncResult(lambda: x)
         longest = max(sizes)
         padded = _padded(x.contiguous(), longest)
-        whole = x.new_empty(self.size * longest, *x.shape[1:])
-        self.sent.add("all_gather", _bytes(whole) * (self.size - 1) / self.size)
+        gathered = x.new_empty(self.size * longest, *x.shape[1:])
+        self.sent.add("all_gather", _bytes(gathered) * (self.size - 1) / self.size)
 
         def make(keep: Tensor = padded) -> Tensor:
-            if len(whole) == sum(sizes):
-                return whole
-            parts = whole.unflatten(0, (self.size, longest)).unbind()
+            if len(gathered) == sum(sizes):
+                return gathered
+            parts = gathered.unflatten(0, (self.size, longest)).unbind()
             return torch.cat([part[:size] for part, size in zip(parts, sizes)])
 
-        work = all_gather(whole, padded, group=self.handle, async_op=True)
+        work = all_gather(gathered, padded, group=self.handle, async_op=True)
         return AsyncResult(make, [work], "all-gather", self.ranks)
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int]) -> AsyncResult:
@@ -115,12 +115,12 @@ class Group:
         if longest * self.size != sum(sizes):
             x = torch.cat([_padded(part, longest) for part in x.split(list(sizes))])
         x = x.contiguous()
-        own = x.new_empty(longest, *x.shape[1:])
+        own_rows = x.new_empty(longest, *x.shape[1:])
         self.sent.add("reduce_scatter", _bytes(x) * (self.size - 1) / self.size)
-        work = reduce_scatter(own, x, group=self.handle, async_op=True)
+        work = reduce_scatter(own_rows, x, group=self.handle, async_op=True)
 
         def make(keep: Tensor = x) -> Tensor:
-            return own[: sizes[self.rank]]
+            return own_rows[: sizes[self.rank]]
 
         return AsyncResult(make, [work], "reduce-scatter", self.ranks)
 
@@ -156,7 +156,7 @@ class Group:
         return AsyncResult(make, works, "ring exchange", self.ranks)
 
     def broadcast(self, x: Tensor, owner: int) -> AsyncResult:
-        """``x`` of rank ``owner`` on every rank, in place."""
+        """Broadcast ``x`` of rank ``owner`` to every rank, in place."""
         if self.size == 1:
             return AsyncResult(lambda: x)
         self.sent.add("broadcast", _bytes(x) * (self.size - 1) / self.size)
@@ -166,7 +166,7 @@ class Group:
         return AsyncResult(lambda: x, [work], "broadcast", self.ranks)
 
     def reduce(self, x: Tensor, owner: int) -> AsyncResult:
-        """The sum over ranks of ``x`` on rank ``owner``, in place; elsewhere nothing that means anything."""
+        """Sum ``x`` over ranks onto rank ``owner``, in place; elsewhere the values mean nothing."""
         if self.size == 1:
             return AsyncResult(lambda: x)
         self.sent.add("reduce", _bytes(x) * (self.size - 1) / self.size)
@@ -176,7 +176,7 @@ class Group:
         return AsyncResult(lambda: x, [work], "reduce", self.ranks)
 
     def send(self, x: Tensor, to: int, *, tag: int = 0) -> AsyncResult:
-        """``x`` to the rank at place ``to``."""
+        """Send ``x`` to the rank at place ``to``."""
         x = x.contiguous()
         self.sent.add("message", _bytes(x))
         with CollectiveWait("send", self.ranks):
@@ -184,13 +184,13 @@ class Group:
         return AsyncResult(lambda: x, [work] if work else [], f"send to rank {self.ranks[to]}", self.ranks)
 
     def receive(self, x: Tensor, source: int, *, tag: int = 0) -> AsyncResult:
-        """What the rank at place ``source`` sends, in ``x``."""
+        """Receive into ``x`` what the rank at place ``source`` sends."""
         with CollectiveWait("receive", self.ranks):
             work = dist.irecv(x, self.ranks[source], group=self.handle, tag=tag) if x.numel() else None
         return AsyncResult(lambda: x, [work] if work else [], f"receive from rank {self.ranks[source]}", self.ranks)
 
     def all_reduce(self, x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        """Sum or maximum over ranks, in place. One all-reduce."""
+        """Reduce ``x`` over ranks, to a sum or maximum, in place. One all-reduce."""
         if self.size > 1:
             self.sent.add("all_reduce", 2 * _bytes(x) * (self.size - 1) / self.size)
             all_reduce(x, operation, group=self.handle)

@@ -67,7 +67,7 @@ class GroupRegistry:
             self.of(*key)
 
     def close(self) -> None:
-        """Let all groups go; none can be used any more."""
+        """Release all groups; none can be used any more."""
         for group in self._made.values():
             group.handle = None
 
@@ -102,7 +102,7 @@ class GroupRegistry:
 
     @staticmethod
     def _usage(keys: Iterable[Key]) -> tuple[Counter[int], Counter[int]]:
-        """Files, and groups, of each rank."""
+        """Numbers of files and groups of each rank."""
         files: Counter[int] = Counter()
         counts: Counter[int] = Counter()
         for ranks, _ in keys:
@@ -124,7 +124,7 @@ class GroupRegistry:
 
 
 class _Released:
-    """Instead of the handle of a group that was released: whatever uses it fails, instead of using all ranks."""
+    """Placeholder for the handle of a released group: whatever uses it fails, instead of using all ranks."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError("this group of ranks was released; ask for it again")

@@ -1,4 +1,4 @@
-"""Why a collective failed: which ranks did not come to it, and what they do instead.
+"""Diagnosis of failed collectives: which ranks did not join, and what they do instead.
 
 While all goes well, a thread of each rank looks once a second whether somebody asks, and that is all this costs. A rank
 whose collective fails asks. Every rank that can answers from that thread, even if its main thread is in an endless
@@ -44,7 +44,7 @@ class Liveness:
         atexit.register(self.close)  # a thread inside the store while the interpreter ends aborts the process
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering other ranks."""
         atexit.unregister(self.close)
         self._is_over.set()
         self._thread.join()
@@ -105,7 +105,7 @@ class Liveness:
 
 
 def _reasons(answers: Answers, *, rank: int, size: int) -> list[str]:
-    """Why ranks other than this did not come, as far as ``answers`` say."""
+    """Reasons, from ``answers``, why other ranks did not join."""
     silent = [other for other in range(size) if other not in answers]
     reasons = [f"no answer from {ranks_text(silent)} (killed, stopped, or cut off)"] if silent else []
     for other, answer in sorted(answers.items()):

@@ -16,21 +16,21 @@ _DIGEST_WORDS = 2
 
 
 def gather_same(world: DistContext, digest: str) -> bool:
-    """Whether all ranks gave the same 32 hex digits; every rank calls this."""
+    """Whether all ranks pass the same digest of 32 hex digits; every rank calls this."""
     words = [int(digest[start : start + 16], 16) - (1 << 63) for start in range(0, 16 * _DIGEST_WORDS, 16)]
-    own = torch.tensor(words, dtype=torch.int64, device=world.device)
-    rows = own.new_empty(world.size * _DIGEST_WORDS)
-    all_gather(rows, own)
-    return bool((rows.view(-1, _DIGEST_WORDS) == own).all())
+    own_words = torch.tensor(words, dtype=torch.int64, device=world.device)
+    rows = own_words.new_empty(world.size * _DIGEST_WORDS)
+    all_gather(rows, own_words)
+    return bool((rows.view(-1, _DIGEST_WORDS) == own_words).all())
 
 
 def gather_json(world: DistContext, value: Any) -> list[Any]:
-    """The values of all ranks, by rank; every rank calls this. Two all-gathers."""
+    """Gather the values of all ranks, by rank; every rank calls this. Two all-gathers."""
     return gather_values(value, size=world.size, device=world.device)
 
 
 def broadcast_json(world: DistContext, value: Any, *, source: int = 0) -> Any:
-    """The value of rank ``source``; every rank calls this. Two broadcasts."""
+    """Broadcast the value of rank ``source``; every rank calls this. Two broadcasts."""
     return broadcast_value(value, is_source=world.rank == source, source=source, device=world.device)
 
 
@@ -38,15 +38,15 @@ def gather_values(
     value: Any, *, size: int, device: torch.device, group: Handle = None, activity: Activity = ACTIVITY
 ) -> list[Any]:
     """:func:`gather_json` over the ``size`` ranks of ``group``."""
-    own = _to_bytes(value).to(device)
+    own_bytes = _to_bytes(value).to(device)
     sizes = torch.empty(size, dtype=torch.int64, device=device)
-    all_gather(sizes, torch.tensor([len(own)], device=device), group=group, activity=activity)
+    all_gather(sizes, torch.tensor([len(own_bytes)], device=device), group=group, activity=activity)
     longest = int(sizes.max())
-    padded = own.new_zeros(longest)
-    padded[: len(own)] = own
-    whole = own.new_empty(size * longest)
-    all_gather(whole, padded, group=group, activity=activity)
-    return [_from_bytes(row[:length]) for row, length in zip(whole.view(size, longest), sizes.tolist())]
+    padded = own_bytes.new_zeros(longest)
+    padded[: len(own_bytes)] = own_bytes
+    gathered = own_bytes.new_empty(size * longest)
+    all_gather(gathered, padded, group=group, activity=activity)
+    return [_from_bytes(row[:length]) for row, length in zip(gathered.view(size, longest), sizes.tolist())]
 
 
 def broadcast_value(
@@ -59,11 +59,11 @@ def broadcast_value(
     activity: Activity = ACTIVITY,
 ) -> Any:
     """:func:`broadcast_json` over the ranks of ``group``, which rank ``source`` of the world is in."""
-    own = _to_bytes(value if is_source else None).to(device)
-    size = torch.tensor([len(own)], device=device)
+    own_bytes = _to_bytes(value if is_source else None).to(device)
+    size = torch.tensor([len(own_bytes)], device=device)
     with CollectiveWait("broadcast", activity=activity):
         dist.broadcast(size, source, group=group)
-    content = own if is_source else own.new_empty(int(size))
+    content = own_bytes if is_source else own_bytes.new_empty(int(size))
     with CollectiveWait("broadcast", activity=activity):
         dist.broadcast(content, source, group=group)
     return _from_bytes(content)

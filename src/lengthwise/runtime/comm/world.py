@@ -39,7 +39,7 @@ class DistContext:
 
     @cached_property
     def groups(self) -> GroupRegistry:
-        """Groups of some of the ranks."""
+        """Registry of the groups of some of the ranks."""
         return GroupRegistry(self.rank, self.timeout, device=self.device)
 
     @property
@@ -103,7 +103,7 @@ def start_world(device: str = "auto", *, timeout_s: float | None = None) -> Dist
 
 
 def _join(kind: str, timeout: timedelta) -> None:
-    """Start torch.distributed."""
+    """Initialize torch.distributed, under torchrun or for one process."""
     backend = "nccl" if kind == "cuda" else "gloo"
     if not under_torchrun():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -130,8 +130,8 @@ def rendezvous(store: dist.Store, started: dict[str, object], *, rank: int, size
         time.sleep(look_s)
         look_s = min(2 * look_s, longest_s)
     come = {other: json.loads(store.get(key)) for other, key in enumerate(keys) if store.check([key])}
-    if found := differences(come):
-        raise InputError(message_of(found))
+    if differing := differences(come):
+        raise InputError(message_of(differing))
     if missing := [other for other in range(size) if other not in come]:
         raise CommunicationError(
             f"{ranks_text(missing)} of {size} did not start within {timeout_s:g} s; look at what they say, or raise "
@@ -164,7 +164,7 @@ def stop_world(world: DistContext | None = None) -> None:
     """Leave the other ranks, and the groups of ``world``; waits for collectives that are under way.
 
     Threads of Gloo free tensors, which aborts a process whose interpreter is ending, and they live as long as anything
-    refers to their group. So all groups are let go.
+    refers to their group. So all groups are released.
     """
     if ACTIVITY.peers is not None:
         ACTIVITY.peers.close()
@@ -176,7 +176,7 @@ def stop_world(world: DistContext | None = None) -> None:
 
 
 def shutdown_at_exit(world: DistContext) -> Callable[[], None]:
-    """:func:`stop_world` for the end of a process, which may come while others never join what is under way.
+    """Make a handler for the end of the process: :func:`stop_world` with a time limit, as others may never join.
 
     Then the process goes on to its end after ``LEAVING_S``, which ends the others too. On GPUs it is that function.
     """

@@ -26,7 +26,7 @@ OnSize = Callable[[int, int], None]
 
 @runtime_checkable
 class Apart(Protocol):
-    """Operators that only meet other tokens between two halves, with weights that are there."""
+    """Operators whose attention core is separate from the token-wise halves, with weights that are there."""
 
     @property
     def tables(self) -> Tables | None:
@@ -35,7 +35,7 @@ class Apart(Protocol):
 
     @property
     def attend(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """From this rank's queries, keys and values to its outputs ``[t, N, H]``."""
+        """Attention core: this rank's queries, keys and values to its outputs ``[t, N, H]``."""
         ...
 
     @property
@@ -75,7 +75,7 @@ class CompiledLayers:
         self._count = GraphCount()
 
     def __call__(self, layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
-        """The layer's output, ``[t, D]``."""
+        """Run a layer by compiled code; its output ``[t, D]``."""
         if torch.is_grad_enabled():
             return self._run(layer, x_tD, operators)
         with torch.enable_grad():  # else what recompute runs first, without gradients, would be other graphs
@@ -128,7 +128,7 @@ class CompiledLayers:
 
 
 def _made_up(model: Transformer, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A layer like those of ``model``, its weights zeros."""
+    """Make a layer like those of ``model`` with zeros as weights."""
     layer = type(model.layers[0])(model.spec, dtype=dtype, device=device)
     with torch.no_grad():
         for weight in layer.parameters():

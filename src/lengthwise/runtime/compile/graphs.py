@@ -1,4 +1,4 @@
-"""What compiling costs and how it is watched: which mode, whether it can work here, how many graphs there are."""
+"""Settings and counters of torch.compile: its mode, whether it can work here, how many graphs it made."""
 
 import shutil
 
@@ -44,7 +44,7 @@ def mode_of(device: torch.device, *, cuda_graphs: bool) -> str | None:
 
 
 class GraphCount:
-    """Graphs that this process compiles."""
+    """Counts the graphs that this process compiles."""
 
     def __init__(self) -> None:
         self._seen = _num_graphs()

@@ -90,7 +90,7 @@ class CompiledModel(nn.Module):
         self.start_counting()
 
     def start_counting(self) -> None:
-        """What is compiled from now on are recompiles."""
+        """Count whatever is compiled from now on as a recompile."""
         self._count, self._recompiles, self._is_wrapped = GraphCount(), 0, None
 
     @property
@@ -100,7 +100,7 @@ class CompiledModel(nn.Module):
         return self._recompiles
 
     def forward(self, **batch: Any) -> Any:
-        """What the model returns for a batch of one of the shapes.
+        """Run the compiled model on a batch of one of the shapes.
 
         Raises:
             InputError: it is of another shape, there is no tensor in it, or its gradients would not be summed.
@@ -108,10 +108,10 @@ class CompiledModel(nn.Module):
         self._check_sums_gradients()
         shape = next((tuple(value.shape[:2]) for value in batch.values() if isinstance(value, Tensor)), None)
         if shape not in self.shapes:
-            known = ", ".join(f"{rows} x {length:,}" for rows, length in self.shapes)
+            shapes = ", ".join(f"{rows} x {length:,}" for rows, length in self.shapes)
             what = "no tensor" if shape is None else f"shape {' x '.join(f'{size:,}' for size in shape)}"
             raise InputError(
-                f"a batch of {what} is none that the model is compiled for: {known}; pad it to one of them, with rows "
+                f"a batch of {what} is none that the model is compiled for: {shapes}; pad it to one of them, with rows "
                 "of padding alone where there are too few, or compile for its shape too"
             )
         return self._run(**batch)
@@ -124,8 +124,8 @@ class CompiledModel(nn.Module):
         if self._is_alone or not torch.is_grad_enabled() or DistributedDataParallel._active_ddp_module is not None:
             return
         if self._is_wrapped is None:
-            wrappers = (each for each in gc.get_objects() if type(each) is DistributedDataParallel)
-            self._is_wrapped = any(each.module is self.model or each.module is self for each in wrappers)
+            wrappers = (wrapper for wrapper in gc.get_objects() if type(wrapper) is DistributedDataParallel)
+            self._is_wrapped = any(wrapper.module is self.model or wrapper.module is self for wrapper in wrappers)
         if self._is_wrapped:
             raise InputError(
                 "the compiled model was called beside DistributedDataParallel, which sums gradients only of calls that "

@@ -1,1 +1,1 @@
-"""One-device Transformers over packs: the right-hand side of every equality."""
+"""One-device Transformers over packed sequences: the reference that every parallel execution must equal."""

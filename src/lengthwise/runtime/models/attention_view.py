@@ -1,4 +1,4 @@
-"""In which order attention sees the tokens of a pack, and where its sequences end in that order. Pure integers.
+"""Token orders for attention over a pack, and where sequences end in each. Pure integers.
 
 Most models attend in the pack's own order. One that attends along several axes of its sequences has a view per axis:
 the same tokens, other neighbours.
@@ -27,12 +27,12 @@ class AttentionView:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens of the pack, T."""
         return self.cu_seqlens[-1]
 
     @cached_property
     def places(self) -> np.ndarray:
-        """[T] where in this order each token of the pack is."""
+        """Place in this order of each token of the pack, [T]."""
         if self.order is None:
             return np.arange(self.num_tokens)
         places = np.empty(self.num_tokens, dtype=np.int64)
@@ -41,13 +41,13 @@ class AttentionView:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """[T] how many tokens of its sequence are before each token of the pack."""
+        """Position within its sequence of each token of the pack, [T]."""
         starts = np.repeat(self.cu_seqlens[:-1], [end - start for start, end in pairwise(self.cu_seqlens)])
         return (np.arange(self.num_tokens) - starts)[self.places]
 
 
 def in_order(cu_seqlens: tuple[int, ...], *, causal: bool) -> AttentionView:
-    """The pack's own order."""
+    """View in the pack's own order."""
     return AttentionView(cu_seqlens=cu_seqlens, causal=causal)
 
 
@@ -62,13 +62,13 @@ def check_positions(cu_seqlens: tuple[int, ...], spec: ModelSpec) -> None:
 
 
 def within_frames(cu_seqlens: tuple[int, ...], *, frame_size: int) -> AttentionView:
-    """Each sequence cut into frames of ``frame_size`` tokens, the last one with what is left."""
+    """View of each sequence cut into frames of ``frame_size`` tokens, the last one with what is left."""
     cuts = [cut for start, end in pairwise(cu_seqlens) for cut in range(start, end, frame_size)]
     return AttentionView(cu_seqlens=(*cuts, cu_seqlens[-1]), causal=False)
 
 
 def across_frames(cu_seqlens: tuple[int, ...], *, frame_size: int) -> AttentionView:
-    """The tokens at one place of every frame of a sequence, then those at the next place."""
+    """View across frames: the tokens at one place of every frame of a sequence, then those at the next place."""
     order, lengths = [], []
     for start, end in pairwise(cu_seqlens):
         place = np.arange(end - start) % frame_size

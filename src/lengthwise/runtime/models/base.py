@@ -1,4 +1,4 @@
-"""What the one-device models share: the way from tokens through layers to a loss, over one pack.
+"""Base of the Transformers: embedding, layers, final norm and loss over one pack.
 
 T tokens of the pack, t of them on this rank, D hidden size, V vocabulary.
 """
@@ -19,10 +19,10 @@ from lengthwise.runtime.models.operators import Operators, Tables
 
 
 class RunLayer(Protocol):
-    """How one layer is run: as it is, or compiled."""
+    """Runs one layer: eagerly, or by compiled code."""
 
     def __call__(self, layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
-        """The layer's output ``[t, D]``."""
+        """Compute the layer's output ``[t, D]``."""
         ...
 
 
@@ -53,24 +53,24 @@ class Transformer(nn.Module, ABC):
 
     @abstractmethod
     def tables(self, offsets: np.ndarray) -> Tables | None:
-        """Rotary tables of tokens at ``offsets`` [t] of their sequences; None if positions are told otherwise."""
+        """Rotary tables of tokens at ``offsets`` [t] of their sequences; None if it needs none."""
 
     @abstractmethod
     def embed(self, execution: Execution) -> Tensor:
-        """What the first layer gets, ``[t, D]``."""
+        """Input of the first layer, ``[t, D]``."""
 
     @abstractmethod
     def norm(self, x_tD: Tensor) -> Tensor:
-        """From the last layer's output to what the head multiplies, ``[t, D]``."""
+        """Final norm: the last layer's output to the input of the head, ``[t, D]``."""
 
     @property
     @abstractmethod
     def output(self) -> tuple[Tensor, Tensor | None]:
-        """``[V, D]`` and, where there is one, ``[V]``: logits = norm @ head^T + bias."""
+        """Weights of the output head, ``[V, D]``, and its bias ``[V]`` or None: logits = norm @ head^T + bias."""
 
     @property
     def num_units(self) -> int:
-        """Parts of the model whose weights come and go together: the input, each layer, the output."""
+        """Number of units, whose weights are gathered and freed together: the input, each layer, the output."""
         return len(self.layers) + 2
 
     def unit_of(self, name: str) -> int:
@@ -104,13 +104,13 @@ class Transformer(nn.Module, ABC):
         return self.run_layers(self._alone(tokens_T, cu_seqlens, None, recompute=recompute))
 
     def logits(self, tokens_T: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
-        """``[T, V]`` at once, for evaluation and tests."""
+        """Logits ``[T, V]``, all at once, for evaluation and tests."""
         head_VD, bias_V = self.output
         logits_TV = self.norm(self.hidden(tokens_T, cu_seqlens)) @ head_VD.T
         return logits_TV if bias_V is None else logits_TV + bias_V
 
     def run(self, execution: Execution, x_tD: Tensor | None = None) -> Tensor:
-        """The layers of ``execution``, from ``x_tD`` or, with the first layer among them, from this rank's tokens.
+        """Run the layers of ``execution``, from ``x_tD`` or, with the first layer among them, from this rank's tokens.
 
         Returns:
             The last layer's output ``[t, D]``; after the last layer of all, the sum of the losses of this rank's
@@ -150,5 +150,5 @@ class Transformer(nn.Module, ABC):
 
 
 def parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
-    """A weight without values."""
+    """Make a weight without values."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))

@@ -29,11 +29,11 @@ class BertLayer(BiasedLayer):
     activation = "gelu"
 
     def pre_attention(self, x_tD: Tensor) -> Tensor:
-        """``x`` as it is."""
+        """Return ``x``: post-norm layers attend to their input as it is."""
         return x_tD
 
     def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
-        """Bias, residual and norm; feed-forward, residual and norm."""
+        """Add bias and residual and norm them; then feed-forward, residual and norm."""
         summed_tD = x_tD + (attended_tD + self.proj_bias)
         del attended_tD
         x_tD = layer_norm(summed_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
@@ -72,7 +72,7 @@ class Bert(Transformer):
         return (in_order(cu_seqlens, causal=False),)
 
     def tables(self, offsets: np.ndarray) -> None:
-        """None: positions are added to the embeddings."""
+        """None: BERT adds learned positions to the embeddings."""
 
     def embed(self, execution: Execution) -> Tensor:
         """Embeddings of tokens, of their positions and of type 0, normed: ``[t, D]``."""

@@ -16,7 +16,7 @@ def weight_checksums(model: nn.Module) -> dict[str, str]:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Over dtype, shape and bits; where the tensor is, blocks of 64 KiB are added up, and only the sums are hashed."""
+    """Hash dtype, shape and bits; on its device, blocks of 64 KiB are added up, and only the sums are hashed."""
     state = hashlib.blake2b(f"{tensor.dtype} {list(tensor.shape)}".encode(), digest_size=8)
     if tensor.numel():
         flat = tensor.contiguous().view(-1).view(torch.uint8)

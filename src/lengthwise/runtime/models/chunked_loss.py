@@ -1,4 +1,4 @@
-"""A cross-entropy that never holds the logits of a whole pack.
+"""Chunked cross-entropy, which never materializes the logits of a whole pack.
 
 T tokens, D hidden size, V vocabulary; C tokens of one chunk. The idea of computing the gradient with the loss, chunk by
 chunk, is Liger Kernel's fused linear cross-entropy (Hsu et al. 2024).
@@ -17,7 +17,7 @@ _MIN_CHUNK_TOKENS = 128
 
 
 def chunk_tokens(vocab_size: int, device: torch.device) -> int:
-    """Tokens whose logits are to be held at once on ``device``."""
+    """Number of tokens whose logits are materialized at once on ``device``."""
     return max(_MIN_CHUNK_TOKENS, _CHUNK_LOGITS.get(device.type, _CHUNK_LOGITS["cuda"]) // max(1, vocab_size))
 
 

@@ -1,4 +1,4 @@
-"""How one rank computes a model on its share of a pack. A model asks; who holds what is answered here or by a stage.
+"""Execution of a model on one rank: which tokens and weights it has. A model asks; one device or a stage answers.
 
 t tokens of this rank, D hidden size, V vocabulary.
 """
@@ -21,7 +21,7 @@ MakeTables = Callable[[np.ndarray], Tables | None]
 
 
 class ExecutionWatch:
-    """Told when the weights of a unit are about to be used, and when their gradients are complete. Does nothing itself.
+    """Hooks called before the weights of a unit are used and when their gradients are complete; these do nothing.
 
     Units are those of :meth:`~lengthwise.runtime.models.base.Transformer.unit_of`.
     """
@@ -33,9 +33,9 @@ class ExecutionWatch:
         """The backward of this micro-batch has added all it adds to the gradients of ``unit``."""
 
     def enter(self, unit: int, x_tD: Tensor) -> Tensor:
-        """``x_tD``, the input of ``unit``: whose gradient is known only once those of its weights are complete.
+        """Return ``x_tD``, the input of ``unit``; its gradient comes once those of the unit's weights are complete.
 
-        Of the first unit of a stage, completion is not told: there is nothing behind it.
+        Completion of a stage's first unit is not reported: nothing comes after it in the backward.
         """
         self.need(unit)
         if x_tD.grad_fn is not None:
@@ -47,14 +47,14 @@ class ExecutionWatch:
 
 
 class Execution(Protocol):
-    """One micro-batch on one rank."""
+    """One micro-batch on one rank: its tokens, its operators and its loss."""
 
     layers: range
     """Those that this rank computes."""
     watch: ExecutionWatch
 
     def offsets(self) -> Tensor:
-        """[t] int64: where in its sequence each token of this rank is."""
+        """Positions of this rank's tokens in their sequences, [t] int64."""
         ...
 
     def lookup(self, table_VD: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Execution(Protocol):
         ...
 
     def operators(self, layer: int) -> Operators:
-        """Of a layer, counted from 0."""
+        """Operators of ``layer``, counted from 0."""
         ...
 
     def is_recomputed(self, layer: int) -> bool:
@@ -75,7 +75,7 @@ class Execution(Protocol):
 
 
 class OneDevice:
-    """The whole pack with whole weights."""
+    """Execution on one device: the whole pack with whole weights."""
 
     def __init__(
         self,
@@ -94,23 +94,23 @@ class OneDevice:
         self._dense = [Dense(view, tables(view.offsets)) for view in views]
 
     def offsets(self) -> Tensor:
-        """[T]"""
+        """Positions of all tokens in their sequences, [T]."""
         return torch.from_numpy(self.views[0].offsets).to(self.tokens_T.device)
 
     def lookup(self, table_VD: Tensor) -> Tensor:
-        """[T, D]"""
+        """Embeddings of all tokens, [T, D]."""
         return F.embedding(self.tokens_T, table_VD)
 
     def operators(self, layer: int) -> Operators:
-        """Dense, in the layer's view."""
+        """One-device operators in the layer's view."""
         return self._dense[layer % len(self._dense)]
 
     def is_recomputed(self, layer: int) -> bool:
-        """As it was given."""
+        """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
         return bool(self.recompute) and self.recompute[layer]
 
     def cross_entropy(self, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-        """Of the whole pack."""
+        """Sum of the cross-entropy over the targets of the whole pack: a scalar."""
         assert self.targets_T is not None, "a loss needs targets"
         size = chunk_tokens(len(head_VD), hidden_TD.device)
         return chunked_cross_entropy(hidden_TD, head_VD, self.targets_T, bias_V=bias_V, chunk_tokens=size)

@@ -47,14 +47,14 @@ class BiasedLayer(TransformerLayer):
 
     @property
     def attention_weights(self) -> AttentionWeights:
-        """For the layer's operators."""
+        """The weights that the layer's operators need."""
         return AttentionWeights(
             qkv=self.qkv, qkv_bias=self.qkv_bias, proj=self.proj, group_size=self.group_size, head_size=self.head_size
         )
 
     @property
     def ffn_weights(self) -> FfnWeights:
-        """For the layer's operators."""
+        """The weights that the layer's operators need."""
         return FfnWeights(up=self.up, up_bias=self.up_bias, down=self.down, activation=self.activation)
 
     def feed(self, x_tD: Tensor, ffn: Ffn) -> Tensor:
@@ -68,11 +68,11 @@ class GptLayer(BiasedLayer):
     activation = "gelu_tanh"
 
     def pre_attention(self, x_tD: Tensor) -> Tensor:
-        """The norm."""
+        """Norm the layer's input."""
         return layer_norm(x_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
 
     def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
-        """Bias and residual; norm, feed-forward and residual."""
+        """Add bias and residual; then norm, feed-forward and residual."""
         x_tD = x_tD + (attended_tD + self.proj_bias)
         del attended_tD
         normed_tD = layer_norm(x_tD, self.ffn_norm, self.ffn_norm_bias, self.norm_eps)
@@ -104,7 +104,7 @@ class Gpt(Transformer):
         return (in_order(cu_seqlens, causal=True),)
 
     def tables(self, offsets: np.ndarray) -> None:
-        """None: positions are added to the embeddings."""
+        """None: GPT-2 adds learned positions to the embeddings."""
 
     def embed(self, execution: Execution) -> Tensor:
         """Embeddings of tokens and of their positions, ``[t, D]``."""

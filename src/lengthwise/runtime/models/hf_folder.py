@@ -29,12 +29,12 @@ _FUSED = ("qkv", "qkv_bias")
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Our weights of ``spec`` and their shapes, in the model's order."""
+    """Names and shapes of this library's weights for ``spec``, in the model's order."""
     return {name: tuple(weight.shape) for name, weight in empty_model(spec).named_parameters()}
 
 
 def split_weight(spec: ModelSpec, name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Our weight ``name`` as Hugging Face's tensors."""
+    """Convert this library's weight ``name`` to Hugging Face's tensors."""
     naming, kind, parts = naming_of(spec), name.rpartition(".")[2], [weight]
     names = naming.of(name)
     if kind in _FUSED:
@@ -45,7 +45,7 @@ def split_weight(spec: ModelSpec, name: str, weight: Tensor) -> dict[str, Tensor
 
 
 def fuse_weight(spec: ModelSpec, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Our weight ``name`` from Hugging Face's tensors; the inverse of :func:`split_weight`."""
+    """Convert Hugging Face's tensors to this library's weight ``name``; the inverse of :func:`split_weight`."""
     naming, kind = naming_of(spec), name.rpartition(".")[2]
     parts = [tensors[theirs].T if kind in naming.transposed else tensors[theirs] for theirs in naming.of(name)]
     if kind not in _FUSED:
@@ -57,12 +57,12 @@ def fuse_weight(spec: ModelSpec, name: str, tensors: Mapping[str, Tensor]) -> Te
 
 
 def to_hf(spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All our weights as Hugging Face's tensors. Tied embeddings appear once, as theirs do."""
+    """Convert a state dict to Hugging Face's tensors. Tied embeddings appear once, as in Hugging Face's files."""
     return {k: v for name, weight in state_dict.items() for k, v in split_weight(spec, name, weight).items()}
 
 
 def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of ours from Hugging Face's tensors.
+    """Convert Hugging Face's tensors to a state dict of this library's model.
 
     Raises:
         InputError: names or shapes are not those of ``spec``; all are listed.
@@ -116,8 +116,8 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{file} cannot be read as safetensors: {error}") from None
             tensors.update({naming.today(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
-        found = {name: tuple(handle.get_slice(stored).get_shape()) for name, (handle, stored) in tensors.items()}
-        check_tensors(model.spec, found, f"the weights in {folder}")
+        shapes = {name: tuple(handle.get_slice(stored).get_shape()) for name, (handle, stored) in tensors.items()}
+        check_tensors(model.spec, shapes, f"the weights in {folder}")
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 stored = {theirs: tensors[theirs] for theirs in naming.of(name)}

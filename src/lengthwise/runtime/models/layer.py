@@ -1,4 +1,4 @@
-"""A layer as two halves around attention: what depends on a token alone comes before it and after it.
+"""A Transformer layer as two token-wise halves around attention.
 
 t tokens of this rank, D hidden size.
 """
@@ -19,23 +19,23 @@ class TransformerLayer(nn.Module, ABC):
     @property
     @abstractmethod
     def attention_weights(self) -> AttentionWeights:
-        """For the layer's operators."""
+        """The weights that the layer's operators need."""
 
     @property
     @abstractmethod
     def ffn_weights(self) -> FfnWeights:
-        """For the layer's operators."""
+        """The weights that the layer's operators need."""
 
     @abstractmethod
     def pre_attention(self, x_tD: Tensor) -> Tensor:
-        """What attention is given of the layer's input, ``[t, D]``."""
+        """Input of attention ``[t, D]``, made from the layer's input."""
 
     @abstractmethod
     def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
-        """The layer's output ``[t, D]`` from its input and what attention gave, projected back, without bias."""
+        """The layer's output ``[t, D]``, from its input and the projected output of attention, without bias."""
 
     def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
-        """One layer; returns ``[t, D]``."""
+        """Run the layer; returns ``[t, D]``."""
         return self.post_attention(
             x_tD, operators.attention(self.pre_attention(x_tD), self.attention_weights), operators.ffn
         )

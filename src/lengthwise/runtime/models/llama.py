@@ -43,22 +43,22 @@ class LlamaLayer(TransformerLayer):
 
     @property
     def attention_weights(self) -> AttentionWeights:
-        """For the layer's operators."""
+        """The weights that the layer's operators need."""
         return AttentionWeights(
             qkv=self.qkv, qkv_bias=self.qkv_bias, proj=self.proj, group_size=self.group_size, head_size=self.head_size
         )
 
     @property
     def ffn_weights(self) -> FfnWeights:
-        """For the layer's operators."""
+        """The weights that the layer's operators need."""
         return FfnWeights(gate=self.gate, up=self.up, down=self.down, activation="gelu")
 
     def pre_attention(self, x_tD: Tensor) -> Tensor:
-        """The norm."""
+        """Norm the layer's input."""
         return rms_norm(x_tD, self.attention_norm, self.norm_eps)
 
     def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
-        """Residual; norm, feed-forward and residual."""
+        """Add the residual; then norm, feed-forward and residual."""
         x_tD = x_tD + attended_tD
         del attended_tD
         return x_tD + ffn(rms_norm(x_tD, self.ffn_norm, self.norm_eps), self.ffn_weights)
@@ -76,14 +76,14 @@ class Llama(Transformer):
         self.head = None if spec.tied_embeddings else new(spec.vocab_size, spec.hidden_size)
 
     def views(self, cu_seqlens: tuple[int, ...]) -> tuple[AttentionView, ...]:
-        """One, or of a Transformer-2D two: within frames and across them."""
+        """One view of the pack; two for a Transformer-2D, within frames and across them."""
         if self.spec.family == "transformer-2d":
             frame_size = self.spec.frame_size
             return within_frames(cu_seqlens, frame_size=frame_size), across_frames(cu_seqlens, frame_size=frame_size)
         return (in_order(cu_seqlens, causal=self.spec.causal),)
 
     def tables(self, offsets: np.ndarray) -> Tables:
-        """Rotary tables."""
+        """Rotary tables of tokens at ``offsets`` [t] of their sequences."""
         return rotary_tables(self.spec, offsets, dtype=self.final_norm.dtype, device=self.final_norm.device)
 
     def embed(self, execution: Execution) -> Tensor:

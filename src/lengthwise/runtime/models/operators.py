@@ -1,4 +1,4 @@
-"""What a layer needs done for it: attention and feed-forward, each on the tokens and weights that this rank holds.
+"""The two sharded operations of a layer, attention and feed-forward; one implementation per parallel method.
 
 A layer knows norms, residuals and weights; how tokens meet each other, and where the rest of a weight is, is its
 operators' business. :class:`Dense` is the operators of one device and the right-hand side of every equality.
@@ -25,13 +25,13 @@ Tables = tuple[Tensor, Tensor]
 
 
 class LayerWeights:
-    """The weights of one operation."""
+    """The weights of one operator of a layer."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that it has, by name."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
-        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        """The tensors of the operator's weights, by name; absent ones are left out."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class FfnWeights(LayerWeights):
     """Of a feed-forward without gate: one of ``ACTIVATIONS``."""
 
     def activate(self, up_tF: Tensor, gate_tF: Tensor | None) -> Tensor:
-        """From the products with ``up`` and ``gate`` to what ``down`` multiplies."""
+        """Activation of the feed-forward: the products with ``up`` and ``gate`` to the input of ``down``."""
         if gate_tF is not None:
             return silu_mul(gate_tF, up_tF)
         return ACTIVATIONS[self.activation](up_tF)
@@ -101,7 +101,7 @@ class Operators(Protocol):
 
 
 class Dense:
-    """One device that holds every token and every weight."""
+    """Operators of one device, which holds every token and every weight."""
 
     has_whole_weights = True
 
@@ -113,11 +113,11 @@ class Dense:
         return self.attend(*weights.project(x_TD, self.tables)).flatten(1) @ weights.proj
 
     def attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
-        """Attention between projections, ``[T, N, H]``."""
+        """Attention of projected queries, keys and values, ``[T, N, H]``."""
         return attend_in(self.view, q_TNH, k_TKH, v_TKH)
 
     def ffn(self, x_TD: Tensor, weights: FfnWeights) -> Tensor:
-        """Up, activation, down."""
+        """Feed-forward of all tokens: up, activation, down."""
         return feed_forward(x_TD, weights)
 
 

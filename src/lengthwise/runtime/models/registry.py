@@ -1,4 +1,4 @@
-"""Models by their family, with random weights."""
+"""Registry of model families, and models with random weights."""
 
 from hashlib import blake2b
 
@@ -25,7 +25,7 @@ FAMILIES: dict[str, type[Transformer]] = {
 def empty_model(
     spec: ModelSpec, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "meta"
 ) -> Transformer:
-    """The model of ``spec``, its weights without values.
+    """Build the model of ``spec`` without values for its weights.
 
     Raises:
         InputError: no model of this family, or sizes that its family cannot have.
@@ -58,7 +58,7 @@ def _check_family(spec: ModelSpec) -> None:
 def build_model(
     spec: ModelSpec, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", seed: int = 0
 ) -> Transformer:
-    """The model of ``spec`` with random weights that depend on ``seed`` alone, not on dtype or device.
+    """Build the model of ``spec`` with random weights that depend on ``seed`` alone, not on dtype or device.
 
     Each weight is drawn in float32 from its own generator, seeded by its name: normal, standard deviation 0.02, divided
     by sqrt(2 L) in the two projections into the residual stream (GPT-2). On device ``meta`` nothing is drawn.

@@ -1,4 +1,4 @@
-"""What each token of a pack should predict. T tokens."""
+"""Training targets of a pack's tokens, next or masked ones. T tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ def next_token_targets(tokens_T: Tensor, pack: Pack) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMasking:
-    """How tokens are hidden that a model is to predict (Devlin et al. 2019, section 3.1).
+    """Token masking of masked language models (Devlin et al. 2019, section 3.1).
 
-    Of each sequence :func:`~lengthwise.core.batch.num_masked` tokens are drawn. Of the drawn ones, 80 % are replaced by
+    In each sequence :func:`~lengthwise.core.batch.num_masked` tokens are drawn. Of the drawn ones, 80 % are replaced by
     the mask token, 10 % by any other token and 10 % stay. The draw depends on the seed and the sequence's id alone:
     neither on the pack, nor on the epoch.
     """

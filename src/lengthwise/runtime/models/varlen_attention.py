@@ -40,7 +40,7 @@ def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, .
 def attend_by_run(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, ...], *, causal: bool = True
 ) -> Tensor:
-    """The same on any device and in any dtype: one call per run of neighbouring sequences of equal length."""
+    """Attention on any device and in any dtype: one call per run of neighbouring sequences of equal length."""
     runs = equal_runs(cu_seqlens)
     # split and cat, not slices: the backward of a slice fills a whole pack with zeros, once per sequence.
     tokens = [num_sequences * length for num_sequences, length in runs]
@@ -57,22 +57,22 @@ def attend_by_run(
 def attend_varlen(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, ...], *, causal: bool = True
 ) -> Tensor:
-    """The same by ``torch.nn.attention.varlen``: CUDA, float16 or bfloat16, one kernel for the whole pack.
+    """Attention by ``torch.nn.attention.varlen``: CUDA, float16 or bfloat16, one kernel for the whole pack.
 
     Raises:
         InputError: this PyTorch has no varlen attention.
     """
-    known = _varlen_parameters()
-    if not known:
+    accepted = _varlen_parameters()
+    if not accepted:
         raise InputError(f"torch {torch.__version__} has no torch.nn.attention.varlen; torch 2.10 or later has")
     options: dict[str, Any] = {}
-    if "window_size" in known:
+    if "window_size" in accepted:
         # Causality is recognised by comparing with the tuple (-1, 0); a list would not be.
         options["window_size"] = _CAUSAL_WINDOW if causal else _FULL_WINDOW
     else:
         options["is_causal"] = causal
     if q_TNH.shape[1] != k_TKH.shape[1]:
-        if "enable_gqa" in known:
+        if "enable_gqa" in accepted:
             options["enable_gqa"] = True
         else:
             group_size = q_TNH.shape[1] // k_TKH.shape[1]

@@ -1,1 +1,1 @@
-"""How p devices share a layer: one file per method, one boundary layout for all of them."""
+"""Parallel methods, by which p ranks share a layer: one file each, all with the same token layout at its boundary."""

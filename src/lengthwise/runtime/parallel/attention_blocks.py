@@ -1,4 +1,4 @@
-"""Attention between some queries and some keys, with the log-sum-exps that let partial results be put together.
+"""Blockwise attention: some queries over some keys, with the log-sum-exps that let partial results be merged.
 
 t queries, s keys, N query heads, K key/value heads, H head size; B equal blocks of L queries and S keys.
 
@@ -36,22 +36,22 @@ class Task:
 
 
 def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: int) -> tuple[Task, ...]:
-    """What the queries of ``rank`` see of the keys of ``source``, both in the order of ``view``.
+    """Attention tasks between the queries of ``rank`` and the keys of ``source``, both in the order of ``view``.
 
     Every query is in one task at most: what it sees of another rank's keys of its sequence are the first ones.
     """
-    queries, keys = (np.sort(view.places[shards.places[one]]) for one in (rank, source))
+    queries, keys = (np.sort(view.places[shards.places[shard_rank]]) for shard_rank in (rank, source))
     bounds = np.asarray(view.cu_seqlens)
     sequence = np.searchsorted(bounds, queries, side="right") - 1
     starts = np.searchsorted(keys, bounds[sequence])
-    own = view.causal and rank == source
-    ends = np.searchsorted(keys, queries if view.causal and not own else bounds[sequence + 1])
+    is_local_causal = view.causal and rank == source
+    ends = np.searchsorted(keys, queries if view.causal and not is_local_causal else bounds[sequence + 1])
     changes = np.flatnonzero((np.diff(sequence, prepend=-1) != 0) | (np.diff(ends, prepend=-1) != 0))
     tasks: list[Task] = []
     for first, end in zip(changes.tolist(), [*changes[1:].tolist(), len(queries)]):
         task = Task(
             query=first, num_queries=end - first, key=int(starts[first]), num_keys=int(ends[first] - starts[first]),
-            causal=own,
+            causal=is_local_causal,
         )  # fmt: skip
         if task.num_keys:
             tasks.append(task)
@@ -59,7 +59,7 @@ def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: 
 
 
 def _joined(tasks: Sequence[Task]) -> list[Task]:
-    """Equal neighbours as one task."""
+    """Merge neighbouring tasks of equal size into one."""
     joined: list[Task] = []
     for task in tasks:
         if joined and _continues(joined[-1], task):
@@ -146,7 +146,7 @@ def _masked(logits: Tensor, *, causal: bool) -> Tensor:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """For devices and dtypes without a kernel; ``[B, N, L, H]``, all logits of a block at once."""
+    """Unfused attention for devices and dtypes without a kernel; ``[B, N, L, H]``, all logits of a block at once."""
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = _masked((q @ k.transpose(2, 3)).to(wide) * q.shape[-1] ** -0.5, causal=causal)
     lse = logits.logsumexp(-1)

@@ -5,5 +5,5 @@ from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
-    """Of one layer of one micro-batch."""
+    """Make the one-device operators of one layer for one micro-batch."""
     return Dense(stage.view.view, stage.view.tables)

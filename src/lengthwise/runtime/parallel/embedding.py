@@ -1,4 +1,4 @@
-"""The vocabulary on sharded weights: every rank holds some rows of embedding and head.
+"""Vocabulary-parallel embedding and cross-entropy: every rank holds some rows of embedding and head.
 
 T tokens of the pack, t of this rank, D hidden size, V vocabulary, v rows of it on this rank, C tokens of one chunk, p
 ranks. Tokens are whole on every rank, they are only integers; so ranks know without asking who needs which row, and
@@ -27,8 +27,8 @@ def sharded_lookup(table_vD: Tensor, tokens: Sequence[np.ndarray], bounds: Seque
         bounds: rank r holds rows ``bounds[r]`` to ``bounds[r + 1]``.
         group: the ranks.
     """
-    owners = [np.searchsorted(bounds, each, side="right") - 1 for each in tokens]
-    wanted = np.concatenate([each[owner == group.rank] for each, owner in zip(tokens, owners)]) - bounds[group.rank]
+    owners = [np.searchsorted(bounds, ids, side="right") - 1 for ids in tokens]
+    wanted = np.concatenate([ids[owner == group.rank] for ids, owner in zip(tokens, owners)]) - bounds[group.rank]
     send = [int((owner == group.rank).sum()) for owner in owners]
     mine = owners[group.rank]
     receive = np.bincount(mine, minlength=group.size).tolist()
@@ -89,17 +89,17 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         dhead_vD = torch.zeros_like(head_vD, dtype=wide)
         dbias_v = None if bias_v is None else torch.zeros_like(bias_v, dtype=wide)
         at_once = max(1, chunk_tokens(len(head_vD), hidden_tD.device) // group.size)
-        rows = [np.flatnonzero(each != IGNORE) for each in targets]
+        rows = [np.flatnonzero(values != IGNORE) for values in targets]
         for start in range(0, max(map(len, rows)), at_once):
-            chunk = [each[start : start + at_once] for each in rows]
-            sizes = [len(each) for each in chunk]
-            own = torch.from_numpy(chunk[group.rank]).to(hidden_tD.device)
-            wanted = np.concatenate([each[at] for each, at in zip(targets, chunk)])
+            chunk = [values[start : start + at_once] for values in rows]
+            sizes = [len(values) for values in chunk]
+            own_rows = torch.from_numpy(chunk[group.rank]).to(hidden_tD.device)
+            wanted = np.concatenate([values[index] for values, index in zip(targets, chunk)])
             is_mine = (wanted >= bounds[group.rank]) & (wanted < bounds[group.rank + 1])
             mine = torch.from_numpy(np.flatnonzero(is_mine)).to(hidden_tD.device)
             target = torch.from_numpy(wanted[is_mine] - bounds[group.rank]).to(hidden_tD.device)
 
-            hidden_CD = group.gather(hidden_tD[own], sizes).wait()
+            hidden_CD = group.gather(hidden_tD[own_rows], sizes).wait()
             exps_Cv, sums_C, losses_C = _softmax(hidden_CD, head_vD, bias_v, mine, target, group)
             loss += losses_C.split(sizes)[group.rank].sum()
             if not needs_grad:
@@ -108,7 +108,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             scaled_CD = hidden_CD.to(wide) / sums_C[:, None]
             dhidden_CD = (exps_Cv @ head_vD).to(wide) / sums_C[:, None]
             dhidden_CD.index_add_(0, mine, head_vD[target].to(wide), alpha=-1)
-            dhidden_tD[own] = group.reduce_scatter(dhidden_CD.to(hidden_tD.dtype), sizes).wait()
+            dhidden_tD[own_rows] = group.reduce_scatter(dhidden_CD.to(hidden_tD.dtype), sizes).wait()
             dhead_vD += exps_Cv.T @ scaled_CD.to(exps_Cv.dtype)
             dhead_vD.index_add_(0, target, hidden_CD[mine].to(wide), alpha=-1)
             if dbias_v is not None:

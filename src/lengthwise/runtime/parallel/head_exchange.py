@@ -1,5 +1,5 @@
-"""Tokens for heads and back: every rank attends with some of the heads over the whole pack (DeepSpeed-Ulysses, Jacobs
-et al. 2023).
+"""Ulysses attention: all-to-alls trade tokens for heads and back, and every rank attends with some of the heads over
+the whole pack (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
 T tokens of the pack, t of this rank, N query heads, n of this rank, K key/value heads, k of them that this rank's
 queries read, H head size, p ranks. Heads are split in consecutive runs, by whole key/value groups where there are
@@ -21,7 +21,7 @@ from lengthwise.runtime.models.varlen_attention import attend
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UlyssesShards:
-    """What one rank gives and gets."""
+    """Sizes and token order of the all-to-alls of Ulysses attention, as one rank needs them."""
 
     group: Group
     sizes: tuple[int, ...]
@@ -30,7 +30,7 @@ class UlyssesShards:
     into: Tensor | None
     """[T] index that puts gathered tokens into the view's order; None: they are in it."""
     back: Tensor | None
-    """[T] the inverse."""
+    """[T] index that undoes ``into``."""
 
 
 Core = Callable[[Tensor, Tensor, Tensor, int], Tensor]

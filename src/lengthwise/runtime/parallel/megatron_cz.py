@@ -13,7 +13,7 @@ from lengthwise.runtime.parallel.token_local import TokenLocal
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
-    """Of one layer of one micro-batch."""
+    """Make the ``megatron_cz`` operators of one layer for one micro-batch."""
     return TokenLocal(
         whole_attention=stage.gathered(attention),
         whole_ffn=stage.gathered(ffn),

@@ -21,7 +21,7 @@ from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
-    """Of one layer of one micro-batch.
+    """Make the tensor- and sequence-parallel operators of one layer for one micro-batch.
 
     Raises:
         InputError: some rank has no key/value head.
@@ -36,7 +36,7 @@ def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -
 
 
 class MegatronTs:
-    """The two operators."""
+    """Attention and feed-forward of one layer under tensor and sequence parallelism."""
 
     def __init__(self, stage: LayerStage) -> None:
         self._view, self._group, self._sizes = stage.view, stage.group, stage.view.shards.sizes

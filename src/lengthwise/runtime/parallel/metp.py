@@ -33,12 +33,12 @@ _SHARDS, _GRADIENTS = 3, 4  # tags of hops
 
 
 def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
-    """Of one layer of one micro-batch."""
+    """Make the METP operators of one layer for one micro-batch."""
     return Metp(stage)
 
 
 class Metp:
-    """The two operators."""
+    """Attention and feed-forward of one layer under METP: tokens stay, weight shards visit every rank."""
 
     def __init__(self, stage: LayerStage) -> None:
         self._stage = stage
@@ -59,26 +59,26 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, x_tD, stage, weights, *shards):  # type: ignore[no-untyped-def]
         ctx.stage, ctx.weights = stage, weights
         ring = stage.view.ring
-        y_tD, kept = torch.zeros_like(x_tD), []
+        y_tD, saved = torch.zeros_like(x_tD), []
         for _, shard in _broadcasts(weights, stage):
             qkv = shard.heads(F.linear(x_tD, shard.qkv, shard.qkv_bias), stage.view.tables)
             q, k, v = ring.ordered(*qkv)
             out, lse = ring_forward(q, k, v, ring)
             y_tD += ring.restored(out)[0].flatten(1) @ shard.proj
-            kept += [out, lse]
-        ctx.save_for_backward(x_tD, *kept)
+            saved += [out, lse]
+        ctx.save_for_backward(x_tD, *saved)
         return y_tD
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_tD):  # type: ignore[no-untyped-def]
         stage, ring = ctx.stage, ctx.stage.view.ring
-        x_tD, *kept = ctx.saved_tensors
+        x_tD, *saved = ctx.saved_tensors
         flat, master = _flat(ctx.weights, stage), torch.promote_types(x_tD.dtype, torch.float32)
         dx_tD = torch.zeros_like(x_tD, dtype=master)
         mine = x_tD.new_zeros(flat.sizes[stage.group.rank], dtype=master)  # a rank may own no head
         reducing: tuple[int, AsyncResult] | None = None
-        for (owner, shard), out, lse in zip(_broadcasts(ctx.weights, stage), kept[::2], kept[1::2]):
+        for (owner, shard), out, lse in zip(_broadcasts(ctx.weights, stage), saved[::2], saved[1::2]):
             with torch.enable_grad():
                 local = x_tD.detach().requires_grad_()
                 inputs = [local, *(w.requires_grad_() for w in (shard.qkv, shard.qkv_bias) if w is not None)]
@@ -97,7 +97,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _finished(reducing: tuple[int, AsyncResult] | None, mine: Tensor, rank: int) -> Tensor:
-    """What a reduction gave if it was this rank's, else ``mine``."""
+    """The result of a finished reduction if this rank owns it, else ``mine``."""
     if reducing is None:
         return mine
     owner, pending = reducing
@@ -146,7 +146,7 @@ def _flat(weights: AttentionWeights | FfnWeights, stage: LayerStage) -> FlatShar
 def _gradients(
     flat_gradient: Tensor, weights: AttentionWeights | FfnWeights, flat: FlatShards, group: Group
 ) -> list[Tensor]:
-    """Of this rank's shards, in their order and dtype."""
+    """Gradients of this rank's weight shards, in their order and dtype."""
     pieces = flat.split(flat_gradient, group.rank)
     return [pieces[name].to(shard.dtype) for name, shard in weights.tensors.items()]
 
@@ -158,11 +158,11 @@ def _with_shards(weights: AnyWeights, pieces: dict[str, Tensor]) -> AnyWeights:
 def _broadcasts(weights: AttentionWeights, stage: LayerStage) -> Iterator[tuple[int, AttentionWeights]]:
     """Every owner with its shard, in turn; the next one is on its way while one is used."""
     flat, group = _flat(weights, stage), stage.group
-    own = flat.join(weights.tensors)
+    own_flat = flat.join(weights.tensors)
     owners = [rank for rank, size in enumerate(flat.sizes) if size]
 
     def start(owner: int) -> AsyncResult:
-        buffer = own if owner == group.rank else own.new_empty(flat.sizes[owner])
+        buffer = own_flat if owner == group.rank else own_flat.new_empty(flat.sizes[owner])
         return group.broadcast(buffer, owner)
 
     coming = start(owners[0])

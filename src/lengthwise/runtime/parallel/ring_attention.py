@@ -27,7 +27,7 @@ _BLOCKS, _GRADIENTS = 1, 2  # tags of hops
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ring:
-    """What one rank computes at each step of the ring."""
+    """Attention tasks of one rank at each step of the ring, and the order of its tokens."""
 
     group: Group
     sizes: tuple[int, ...]
@@ -37,14 +37,14 @@ class Ring:
     into: Tensor | None = None
     """[t] index that puts this rank's tokens into the order of the view; None: they are in it."""
     back: Tensor | None = None
-    """[t] the inverse."""
+    """[t] index that undoes ``into``."""
 
     def ordered(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's rows in the order of the view."""
+        """Reorder this rank's rows into the order of the view."""
         return tensors if self.into is None else tuple(x[self.into] for x in tensors)
 
     def restored(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The inverse."""
+        """Reorder this rank's rows from the view's order back into the pack's."""
         return tensors if self.back is None else tuple(x[self.back] for x in tensors)
 
     def source(self, step: int) -> int:
@@ -99,15 +99,15 @@ def ring_forward(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> tup
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Put a part into ``out`` and ``lse``, in place."""
+    """Merge a partial attention result into ``out`` and ``lse``, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(part.to(out.dtype), (part_lse - total).exp_()[..., None])
     lse.copy_(total)
 
 
 def two_round_ring(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
-    """The same in two rounds (ring self-attention, Li et al. 2023): first the keys go round for the softmax' sums, then
-    the values for the outputs.
+    """Ring attention in two rounds (ring self-attention, Li et al. 2023): first the keys go round for the sums of the
+    softmax, then the values for the outputs.
 
     Theirs holds the scores [N, t, T] between the rounds, which is what runs out of memory; here the keys come again
     with the values. (p - 1) hops of t K H numbers and as many of 2 t K H.
@@ -149,8 +149,8 @@ def ring_backward(
         dblock = torch.zeros_like(block, dtype=wide)
         for task in ring.tasks[ring.source(step)]:
             qkv = rows_of_queries(task, q), rows_of_keys(task, block[0]), rows_of_keys(task, block[1])
-            given, of_all, sums = (rows_of_queries(task, x) for x in (dout, out, lse))
-            parts = attend_block_backward(given, qkv, of_all, sums, causal=task.causal)
+            dout_rows, out_rows, lse_rows = (rows_of_queries(task, x) for x in (dout, out, lse))
+            parts = attend_block_backward(dout_rows, qkv, out_rows, lse_rows, causal=task.causal)
             rows_of_queries(task, dq).add_(parts[0])
             for dx, part in zip(dblock, parts[1:]):
                 rows_of_keys(task, dx).add_(part)

@@ -1,4 +1,4 @@
-"""A model on one rank of a stage: its tokens, the operators of its layers by method, the vocabulary.
+"""Execution of a model on one rank of a pipeline stage: its tokens, its layers' operators by method, the vocabulary.
 
 t tokens of this rank, D hidden size, V vocabulary or this rank's rows of it.
 """
@@ -28,13 +28,13 @@ MakeOperators = Callable[[LayerStage, AttentionWeights, FfnWeights], Operators]
 
 
 def make_operators(method: Method) -> MakeOperators:
-    """``operators`` of the file of ``method``: what it makes of a layer's place and weights."""
-    found: MakeOperators = import_module(f"lengthwise.runtime.parallel.{method}").operators
-    return found
+    """The function ``operators`` of the module that implements ``method``."""
+    factory: MakeOperators = import_module(f"lengthwise.runtime.parallel.{method}").operators
+    return factory
 
 
 class StageExecution:
-    """One micro-batch of a model on the ranks of ``group``; whole pack given, this rank's share computed."""
+    """Execution of one micro-batch on the ranks of ``group``: takes the whole pack, computes this rank's share."""
 
     def __init__(
         self,
@@ -88,26 +88,26 @@ class StageExecution:
             self._operators[number] = make_operators(methods[number])(stage, attention, ffn)
 
     def offsets(self) -> Tensor:
-        """[t]"""
+        """Positions of this rank's tokens in their sequences, ``[t]``."""
         return torch.from_numpy(self._offsets[self._places[self._group.rank]]).to(self._tokens_T.device)
 
     def lookup(self, table_VD: Tensor) -> Tensor:
-        """[t, D]"""
+        """Embeddings of this rank's tokens, ``[t, D]``."""
         if not self._is_sharded or self._group.size == 1:
             return F.embedding(self._own(self._tokens_T), table_VD)
         assert self._vocabulary is not None
         return sharded_lookup(table_VD, self._of_ranks(self._tokens_T), self._vocabulary, self._group)
 
     def operators(self, layer: int) -> Operators:
-        """By the layer's method."""
+        """Operators of ``layer``, as its parallel method makes them."""
         return self._operators[layer]
 
     def is_recomputed(self, layer: int) -> bool:
-        """As it was given."""
+        """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
         return bool(self._recompute) and self._recompute[layer]
 
     def cross_entropy(self, hidden_tD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
-        """Of this rank's targets."""
+        """Sum of the cross-entropy over this rank's targets: a scalar."""
         if not self._is_sharded or self._group.size == 1:
             size = chunk_tokens(len(head_VD), hidden_tD.device)
             targets_t = self._own(self._targets_T)
@@ -125,7 +125,7 @@ class StageExecution:
 
 
 def _bounds(model: Transformer, degree: int) -> Mapping[str, Sequence[int]]:
-    """Rows by rank of every kind of weight that layers shard."""
+    """Row boundaries by rank of every layer weight that is sharded."""
     names = {name.rpartition(".")[2] for name, _ in model.layers.named_parameters()}
-    found = {name: row_bounds(name, model.spec, degree=degree) for name in names}
-    return {name: bounds for name, bounds in found.items() if bounds is not None}
+    bounds_by_name = {name: row_bounds(name, model.spec, degree=degree) for name in names}
+    return {name: bounds for name, bounds in bounds_by_name.items() if bounds is not None}

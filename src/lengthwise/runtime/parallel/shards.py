@@ -10,7 +10,7 @@ from lengthwise.core.specs import ModelSpec
 
 
 def keep_own_rows(model: nn.Module, spec: ModelSpec, *, rank: int, degree: int) -> None:
-    """Make every sharded parameter of ``model`` this rank's rows of it, in place; the rest is freed."""
+    """Replace every sharded parameter of ``model`` by this rank's rows, in place; the rest is freed."""
     for name, parameter in model.named_parameters():
         bounds = row_bounds(name, spec, degree=degree)
         if bounds is not None and degree > 1:
@@ -18,7 +18,7 @@ def keep_own_rows(model: nn.Module, spec: ModelSpec, *, rank: int, degree: int) 
 
 
 class FlatShards:
-    """The shards of one operator's weights, laid end to end: what moves between ranks in one piece."""
+    """Flattens the shards of one operator's weights into one buffer, which moves between ranks in one piece."""
 
     def __init__(self, shards: Mapping[str, Tensor], bounds: Mapping[str, Sequence[int]]) -> None:
         """``shards``: of any one rank; ``bounds``: of each, as :func:`~lengthwise.core.layout.row_bounds` says."""
@@ -32,16 +32,16 @@ class FlatShards:
         """Numbers of each rank."""
 
     def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """Some rank's tensors as one flat one."""
+        """Flatten one rank's tensors into one."""
         return torch.cat([tensors[name].detach().flatten().to(dtype or tensors[name].dtype) for name in self.bounds])
 
     def split(self, flat: Tensor, rank: int) -> dict[str, Tensor]:
-        """The inverse for the tensors of ``rank``: views of ``flat``."""
-        tensors, at = {}, 0
+        """Split a flat tensor of :meth:`join` into the tensors of ``rank``, views of ``flat``."""
+        tensors, start = {}, 0
         for name, trailing in self._trailing.items():
-            end = at + self._num_rows(name, rank) * trailing.numel()
-            tensors[name] = flat[at:end].view(self._num_rows(name, rank), *trailing)
-            at = end
+            end = start + self._num_rows(name, rank) * trailing.numel()
+            tensors[name] = flat[start:end].view(self._num_rows(name, rank), *trailing)
+            start = end
         return tensors
 
     def whole(self, gathered: Tensor) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class FlatShards:
         return {name: torch.cat([share[name] for share in shares]) for name in self.bounds}
 
     def apart(self, wholes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The inverse."""
+        """Flatten whole weights shard by shard, in rank order: undoes :meth:`whole`."""
         ranks = range(len(self.sizes))
         return torch.cat(
             [

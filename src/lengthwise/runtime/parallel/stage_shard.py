@@ -24,7 +24,7 @@ from lengthwise.runtime.parallel.weights import GatheredWeights, Prefetch, Whole
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageView:
-    """One view of the pack, as one rank of a stage needs it. What a method asks for is made once, then kept."""
+    """One attention view of a pack, sharded for one rank of a stage. Each index is made at first use and cached."""
 
     view: AttentionView
     shards: TokenShards
@@ -45,7 +45,7 @@ class StageView:
 
     @cached_property
     def exchange(self) -> UlyssesShards:
-        """How all tokens come together, and apart again."""
+        """Sizes and token order of Ulysses' all-to-alls in this view."""
         into = self.shards.into(self.view)
         return UlyssesShards(
             group=self.group,
@@ -57,19 +57,19 @@ class StageView:
 
     @cached_property
     def ring(self) -> Ring:
-        """What this rank computes as keys and values come by."""
+        """Ring-attention tasks of this rank, for the keys and values of every rank."""
         tasks = [
             block_tasks(self.view, self.shards, rank=self.group.rank, source=source)
             for source in range(self.group.size)
         ]
-        own = self.view.places[self.shards.places[self.group.rank]]
-        is_sorted = bool(np.all(np.diff(own) > 0))
+        own_places = self.view.places[self.shards.places[self.group.rank]]
+        is_sorted = bool(np.all(np.diff(own_places) > 0))
         return Ring(
             group=self.group,
             sizes=self.shards.sizes,
             tasks=tuple(tasks),
-            into=None if is_sorted else self._index(np.argsort(own)),
-            back=None if is_sorted else self._index(np.argsort(np.argsort(own))),
+            into=None if is_sorted else self._index(np.argsort(own_places)),
+            back=None if is_sorted else self._index(np.argsort(np.argsort(own_places))),
         )
 
     def _index(self, places: Sequence[int] | np.ndarray) -> Tensor:
@@ -78,7 +78,7 @@ class StageView:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerStage:
-    """One layer of one micro-batch: all that a method needs beyond tokens and weights."""
+    """Context of one layer of one micro-batch: all that a parallel method needs beyond tokens and weights."""
 
     view: StageView
     bounds: Mapping[str, Sequence[int]]
@@ -94,11 +94,11 @@ class LayerStage:
         return self.view.group
 
     def whole(self, weights: LayerWeights) -> WholeWeights:
-        """Weights that this rank holds whole."""
+        """Wrap weights that this rank holds whole."""
         return WholeWeights(weights.tensors)
 
     def gathered(self, weights: LayerWeights) -> GatheredWeights:
-        """Weights that are gathered when they are needed."""
+        """Wrap sharded weights that are gathered when they are needed."""
         return GatheredWeights(
             weights.tensors, self.bounds, self.group, self.prefetch, layer=self.layer, is_recomputed=self.is_recomputed,
             need=partial(self.watch.need, self.layer + 1),

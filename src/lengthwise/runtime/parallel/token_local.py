@@ -1,4 +1,5 @@
-"""What methods share whose ranks multiply their own tokens by whole weights; only attention meets other ranks' tokens.
+"""Operators of sequence-parallel methods: ranks multiply their own tokens by whole weights, and only attention
+communicates.
 
 t tokens of this rank, D hidden size, N heads, K key/value heads, H head size.
 """
@@ -12,12 +13,12 @@ from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Ta
 from lengthwise.runtime.parallel.weights import OperatorWeights, WholeWeights
 
 CrossTokenAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From this rank's queries [t, N, H], keys and values [t, K, H] to its outputs [t, N, H]."""
+"""Attention across ranks: this rank's queries [t, N, H], keys and values [t, K, H] to its outputs [t, N, H]."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLocal:
-    """Operators of one layer; the bundles they are given tell sizes alone, the numbers are in ``whole``."""
+    """Operators of one sequence-parallel layer; they multiply by ``whole_attention`` and ``whole_ffn``."""
 
     whole_attention: OperatorWeights
     whole_ffn: OperatorWeights
@@ -26,20 +27,22 @@ class TokenLocal:
 
     @property
     def has_whole_weights(self) -> bool:
-        """Whether this rank holds all that it multiplies with, or gathers it."""
+        """Whether this rank holds all the weights that it multiplies with, rather than gathers them."""
         return isinstance(self.whole_attention, WholeWeights)
 
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """Project, rotate, attend, project back: ``[t, D]``."""
-        whole = self.whole_attention
-        qkv_tE = whole.linear(whole.enter(x_tD), "qkv", None if weights.qkv_bias is None else "qkv_bias")
+        layer_weights = self.whole_attention
+        qkv_tE = layer_weights.linear(
+            layer_weights.enter(x_tD), "qkv", None if weights.qkv_bias is None else "qkv_bias"
+        )
         out_tNH = self.attend(*weights.heads(qkv_tE, self.tables))
-        return whole.leave(whole.matmul(out_tNH.flatten(1), "proj"))
+        return layer_weights.leave(layer_weights.matmul(out_tNH.flatten(1), "proj"))
 
     def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
         """Up, activation, down: ``[t, D]``."""
-        whole = self.whole_ffn
-        x_tD = whole.enter(x_tD)
-        gate_tF = None if weights.gate is None else whole.linear(x_tD, "gate")
-        up_tF = whole.linear(x_tD, "up", None if weights.up_bias is None else "up_bias")
-        return whole.leave(whole.matmul(weights.activate(up_tF, gate_tF), "down"))
+        layer_weights = self.whole_ffn
+        x_tD = layer_weights.enter(x_tD)
+        gate_tF = None if weights.gate is None else layer_weights.linear(x_tD, "gate")
+        up_tF = layer_weights.linear(x_tD, "up", None if weights.up_bias is None else "up_bias")
+        return layer_weights.leave(layer_weights.matmul(weights.activate(up_tF, gate_tF), "down"))

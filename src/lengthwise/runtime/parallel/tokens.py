@@ -16,7 +16,7 @@ from lengthwise.runtime.models.attention_view import AttentionView
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenShards:
-    """The places in the pack of every rank's tokens."""
+    """Assignment of a pack's tokens to ranks: the places in the pack of every rank's tokens."""
 
     places: tuple[np.ndarray, ...]
     """For each rank, ascending."""
@@ -44,11 +44,11 @@ def shard_tokens(cu_seqlens: tuple[int, ...], *, degree: int, causal: bool) -> T
     if degree == 1:
         return TokenShards(places=(np.arange(cu_seqlens[-1]),))
     rank_of_chunk = np.array([*range(degree), *reversed(range(degree))] if causal else range(degree))
-    each, rest = np.divmod(np.diff(cu_seqlens), len(rank_of_chunk))
+    chunk_size, rest = np.divmod(np.diff(cu_seqlens), len(rank_of_chunk))
     # Left-over tokens are dealt in turn: rank r is so many ranks behind the one whose turn it is. Whoever is dealt a
     # second one of a sequence takes it in its second chunk.
     turn = (np.cumsum(rest) - rest) % degree
     behind = (rank_of_chunk[None, :] - turn[:, None]) % degree + degree * (np.arange(len(rank_of_chunk)) >= degree)
-    sizes = each[:, None] + (behind < rest[:, None])
-    rank_of_token = np.repeat(np.tile(rank_of_chunk, len(each)), sizes.ravel())
+    sizes = chunk_size[:, None] + (behind < rest[:, None])
+    rank_of_token = np.repeat(np.tile(rank_of_chunk, len(chunk_size)), sizes.ravel())
     return TokenShards(places=tuple(np.flatnonzero(rank_of_token == rank) for rank in range(degree)))

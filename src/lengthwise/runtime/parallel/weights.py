@@ -25,7 +25,7 @@ class OperatorWeights(Protocol):
     """The weights of one operator, by name."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x``; from here on products may be taken."""
+        """Return ``x``; from here on products may be taken."""
         ...
 
     def linear(self, x_tI: Tensor, weight: str, bias: str | None = None) -> Tensor:
@@ -37,7 +37,7 @@ class OperatorWeights(Protocol):
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """``x``; no more products."""
+        """Return ``x``; no more products may be taken."""
         ...
 
 
@@ -48,7 +48,7 @@ class WholeWeights:
     tensors: Mapping[str, Tensor]
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x``"""
+        """Return ``x``: there is nothing to gather or to free."""
         return x
 
     def linear(self, x_tI: Tensor, weight: str, bias: str | None = None) -> Tensor:
@@ -60,30 +60,30 @@ class WholeWeights:
         return x_tI @ self.tensors[weight]
 
     def leave(self, x: Tensor) -> Tensor:
-        """``x``"""
+        """Return ``x``: there is nothing to gather or to free."""
         return x
 
 
 @dataclass(eq=False)
 class Prefetch:
-    """Gathered weights of one micro-batch in the order of their operators."""
+    """Order in which one micro-batch gathers the weights of its operators, to prefetch the next ones."""
 
     queue: list["GatheredWeights"] = field(default_factory=list)
 
     def after(self, gathered: "GatheredWeights", *, again: bool) -> "GatheredWeights | None":
-        """Whose weights are needed next when ``gathered`` runs forward, for the first time or ``again``."""
-        at = gathered.place + 1
-        if at == len(self.queue) or (again and self.queue[at].layer != gathered.layer):
+        """The weights needed next when ``gathered`` runs forward, for the first time or ``again``."""
+        following = gathered.place + 1
+        if following == len(self.queue) or (again and self.queue[following].layer != gathered.layer):
             return None
-        return self.queue[at]
+        return self.queue[following]
 
     def before(self, gathered: "GatheredWeights") -> "GatheredWeights | None":
-        """Whose weights are needed next when ``gathered`` runs backward; a recomputed layer begins at its front."""
+        """The weights needed next when ``gathered`` runs backward; a recomputed layer begins at its front."""
         if gathered.place == 0:
             return None
         last = self.queue[gathered.place - 1]
         if last.is_recomputed and last.layer != gathered.layer:
-            return next(one for one in self.queue if one.layer == last.layer)
+            return next(queued for queued in self.queue if queued.layer == last.layer)
         return last
 
 
@@ -116,7 +116,7 @@ class GatheredWeights:
         self._ran_forward = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """``x``; gathers the weights, and reduces their gradients when the backward comes back here."""
+        """Return ``x``; gathers the weights, and in the backward reduces their gradients."""
         out: Tensor = _Enter.apply(x, self, *self.shards.values())
         return out
 
@@ -131,18 +131,18 @@ class GatheredWeights:
         return out
 
     def leave(self, x: Tensor) -> Tensor:
-        """``x``; drops the weights, and gathers them again when the backward comes by here."""
+        """Return ``x``; frees the gathered weights, and in the backward gathers them again."""
         out: Tensor = _Leave.apply(x, self)
         return out
 
     def start(self) -> None:
-        """Set the gather going, unless it is or the weights are there."""
+        """Start the all-gather, unless it has started or the weights are there."""
         if self._coming is None and not self._whole:
             self._need()
             self._coming = self.group.gather(self._flat.join(self.shards), self._flat.sizes)
 
     def fill(self, following: "GatheredWeights | None") -> None:
-        """Have the weights, and set the gather of those needed next going."""
+        """Wait for the weights, and start the all-gather of those needed next."""
         self.start()
         if self._coming is not None:
             self._whole = self._flat.whole(self._coming.wait())
@@ -151,7 +151,7 @@ class GatheredWeights:
             following.start()
 
     def forward_order(self) -> "GatheredWeights | None":
-        """What to gather next while this runs forward; called once per forward."""
+        """The weights to gather while this operator runs forward; called once per forward."""
         again, self._ran_forward = self._ran_forward, True
         return self.prefetch.after(self, again=again)
 
@@ -171,8 +171,8 @@ class GatheredWeights:
         """This rank's rows of the gradients summed over ranks, in float32 at least. One reduce-scatter."""
         master = torch.promote_types(next(iter(self.shards.values())).dtype, torch.float32)
         apart, self._grads = self._flat.apart(self._grads, master), {}
-        own = self._flat.split(self.group.reduce_scatter(apart, self._flat.sizes).wait(), self.group.rank)
-        return [own[name].to(shard.dtype) for name, shard in self.shards.items()]
+        own_gradients = self._flat.split(self.group.reduce_scatter(apart, self._flat.sizes).wait(), self.group.rank)
+        return [own_gradients[name].to(shard.dtype) for name, shard in self.shards.items()]
 
 
 class _Enter(torch.autograd.Function):
@@ -210,14 +210,14 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x_tI, gathered, weight, bias, transposed):  # type: ignore[no-untyped-def]
         ctx.gathered, ctx.weight, ctx.bias, ctx.transposed = gathered, weight, bias, transposed
         ctx.save_for_backward(x_tI)
-        whole = gathered.whole(weight)
-        return F.linear(x_tI, whole, gathered.whole(bias) if bias else None) if transposed else x_tI @ whole
+        weight_OI = gathered.whole(weight)
+        return F.linear(x_tI, weight_OI, gathered.whole(bias) if bias else None) if transposed else x_tI @ weight_OI
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_tO):  # type: ignore[no-untyped-def]
-        (x_tI,), whole = ctx.saved_tensors, ctx.gathered.whole(ctx.weight)
+        (x_tI,), weight_OI = ctx.saved_tensors, ctx.gathered.whole(ctx.weight)
         ctx.gathered.add_gradient(ctx.weight, grad_tO.T @ x_tI if ctx.transposed else x_tI.T @ grad_tO)
         if ctx.bias:
             ctx.gathered.add_gradient(ctx.bias, grad_tO.sum(0))
-        return grad_tO @ whole if ctx.transposed else grad_tO @ whole.T, None, None, None, None
+        return grad_tO @ weight_OI if ctx.transposed else grad_tO @ weight_OI.T, None, None, None, None

@@ -1,4 +1,4 @@
-"""What ranks tell one another before they move rows, so that a mistake on one is an error on all and none waits."""
+"""Checks over ranks before rows move, so that a mistake on one is an error on all and none waits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ MESSAGE_BYTES = 512
 
 @dataclass(frozen=True)
 class SortPeers:
-    """This rank among those that sort together; one alone where torch.distributed was not started."""
+    """The ranks that sort together, as this one sees them; one alone where torch.distributed was not started."""
 
     rank: int
     size: int
@@ -26,7 +26,7 @@ class SortPeers:
     device: torch.device
 
     def gather(self, row: Tensor) -> Tensor:
-        """[ranks, k] from every rank's ``row`` [k]."""
+        """Gather every rank's ``row`` [k] into [ranks, k]."""
         rows = row.new_empty(self.size, len(row))
         if self.size == 1:
             return rows.copy_(row)
@@ -34,13 +34,13 @@ class SortPeers:
         return rows
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest of all ranks, in place."""
+        """Maximum over all ranks, in place."""
         if self.size > 1:
             all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-        """The first ``send[0]`` rows to rank 0, and so on; ``receive[r]`` come from rank r, in rank order."""
+        """Send the first ``send[0]`` rows to rank 0, and so on; ``receive[r]`` come from rank r, in rank order."""
         if self.size == 1:
             return rows
         out = rows.new_empty((sum(receive), *rows.shape[1:]))
@@ -53,17 +53,19 @@ class SortPeers:
         Raises:
             InputError: with the rank and the message of the first of them.
         """
-        told = (message or "").encode()[:MESSAGE_BYTES]
-        own = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        own[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8) if told else own[:0]
-        for rank, row in enumerate(self.gather(own.to(self.device)).cpu()):
+        encoded = (message or "").encode()[:MESSAGE_BYTES]
+        own_bytes = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        own_bytes[: len(encoded)] = (
+            torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else own_bytes[:0]
+        )
+        for rank, row in enumerate(self.gather(own_bytes.to(self.device)).cpu()):
             text = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
             if text:
                 raise InputError(text if self.size == 1 else f"rank {rank}: {text}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What an ``OSError`` or an ``InputError`` inside says on one rank is raised on all, at the end."""
+        """Raise on all ranks, at the end, an ``OSError`` or an ``InputError`` that one of them meets inside."""
         message = None
         try:
             yield
@@ -80,7 +82,7 @@ def peers_of(tensor: Tensor, group: Handle) -> SortPeers:
 
 
 def agree_on_rows(peers: SortPeers, rows: Tensor, key: Tensor | None = None) -> list[int]:
-    """How many rows each rank has. Two collectives.
+    """Check that rows match on all ranks, and return how many each has. Two collectives.
 
     Args:
         peers: the ranks.
@@ -104,15 +106,15 @@ def agree_on_rows(peers: SortPeers, rows: Tensor, key: Tensor | None = None) -> 
 
 
 def _fault(rows: Tensor, key: Tensor | None) -> str | None:
-    known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+    supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     if rows.ndim != 2 or rows.shape[1] == 0:
         return f"rows of shape {list(rows.shape)} are not [n, D] with D of at least 1; reshape a list to [n, 1]"
     if rows.dtype not in DTYPES:
-        return f"rows are {rows.dtype}, which has no order here; known are {known}"
+        return f"rows are {rows.dtype}, which has no order here; known are {supported}"
     if key is None:
         return None
     if key.dtype not in DTYPES:
-        return f"the key is {key.dtype}, which has no order here; known are {known}"
+        return f"the key is {key.dtype}, which has no order here; known are {supported}"
     if key.shape != rows.shape[:1]:
         return f"the key has shape {list(key.shape)} and there are {len(rows):,} rows; give one number a row"
     return None
@@ -124,5 +126,5 @@ def _said(dtype: int, width: int, key: int) -> str:
 
 
 def _as_bytes(rows: Tensor) -> Tensor:
-    """[n, bytes of a row]: bytes travel whatever the dtype."""
+    """View rows as [n, bytes of a row]: bytes travel whatever the dtype."""
     return (rows if rows.ndim == 2 else rows.unsqueeze(1)).view(torch.uint8)

@@ -21,7 +21,7 @@ WRITTEN_BYTES = 1 << 26
 
 
 def deal(block: Tensor, *, group: Handle = None) -> Tensor:
-    """Of all ranks' rows laid end to end, rows rank, rank + p, rank + 2p, ...: [m, D]. One exchange.
+    """Deal rows round-robin: of all ranks' rows end to end, rows rank, rank + p, ...: [m, D]. One all-to-all.
 
     After ``sort_rows``, any p rows that follow one another in the order are on p ranks, and every rank's rows are in
     order: the post's "interleaved" assignment.
@@ -41,13 +41,13 @@ def deal(block: Tensor, *, group: Handle = None) -> Tensor:
     starts = [0, *accumulate(counts)]
     places = [range(starts[source], starts[source + 1]) for source in range(peers.size)]
     send = [_dealt(places[peers.rank], to, peers.size) for to in range(peers.size)]
-    receive = [len(_dealt(own, peers.rank, peers.size)) for own in places]
+    receive = [len(_dealt(rank_places, peers.rank, peers.size)) for rank_places in places]
     rows = torch.cat([block[taken.start :: peers.size] for taken in send])
     return peers.all_to_all(rows, [len(taken) for taken in send], receive)
 
 
 def write_ordered(block: Tensor, path: str | Path, *, flat: bool = False, group: Handle = None) -> None:
-    """All ranks' rows laid end to end as one ``.npy`` file that all ranks see; each writes its own rows.
+    """Write all ranks' rows, end to end, as one ``.npy`` file that all ranks see; each writes its own rows.
 
     The file is there when all ranks have written all of it to the disk, and not before.
 
@@ -91,7 +91,7 @@ def write_ordered(block: Tensor, path: str | Path, *, flat: bool = False, group:
 
 
 def _dealt(places: range, to: int, num_ranks: int) -> range:
-    """Which rows of a rank, whose rows have these places in the whole, go to rank ``to``."""
+    """Rows that a rank, whose rows have these places in the whole order, sends to rank ``to``."""
     return range((to - places.start) % num_ranks, len(places), num_ranks)
 
 

@@ -55,17 +55,17 @@ def find_cuts(words_at: WordsAt, targets: Tensor, *, counts: Sequence[int], rank
 
 
 def _show(words_at: WordsAt, places: Tensor, num_ranks: int, group: Handle) -> Tensor:
-    """Of every rank: the words at ``places`` [C, S] and then the place, -1 where nothing is shown."""
+    """Gather from every rank the words at ``places`` [C, S] and then the place, -1 where nothing is shown."""
     flat = places.flatten()
     words = words_at(flat.clamp(min=0))
-    own = torch.cat([words, flat.unsqueeze(1)], dim=1).view(*places.shape, -1)
-    shown = own.new_empty(num_ranks, *own.shape)
-    all_gather(shown.flatten(), own.flatten(), group=group)
+    own_words = torch.cat([words, flat.unsqueeze(1)], dim=1).view(*places.shape, -1)
+    shown = own_words.new_empty(num_ranks, *own_words.shape)
+    all_gather(shown.flatten(), own_words.flatten(), group=group)
     return shown
 
 
 def _rows_before(words_at: WordsAt, words: Tensor, *, rank: int, low: Tensor, high: Tensor, widest: int) -> Tensor:
-    """[p, C, S]: this rank's rows that come before each row shown, by bisection in this rank's windows.
+    """Count [p, C, S] this rank's rows that come before each row shown, by bisection in this rank's windows.
 
     Rows that equal one of a later rank come before it.
     """

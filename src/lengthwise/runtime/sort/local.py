@@ -12,7 +12,7 @@ _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: t
 
 
 def sort_integers(words: Tensor) -> None:
-    """In place."""
+    """Sort integers in place."""
     if words.device.type == "cpu":
         words.numpy().sort()
     else:

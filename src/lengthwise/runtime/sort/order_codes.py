@@ -16,7 +16,7 @@ _SIGN = torch.iinfo(torch.int64).min
 
 
 def to_codes(x: Tensor) -> Tensor:
-    """int64, as many as there are numbers."""
+    """Convert numbers to as many int64 codes."""
     if x.dtype == torch.uint64:
         return x.contiguous().view(torch.int64) ^ _SIGN
     if not x.dtype.is_floating_point:
@@ -29,7 +29,7 @@ def to_codes(x: Tensor) -> Tensor:
 
 
 def from_codes(codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers; 0.0 for -0.0, and one NaN for all."""
+    """Convert codes back to numbers; 0.0 for -0.0, and one NaN for all."""
     if dtype == torch.uint64:
         return (codes ^ _SIGN).view(torch.uint64)
     if not dtype.is_floating_point:

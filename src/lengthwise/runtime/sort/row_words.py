@@ -19,7 +19,7 @@ _INTEGERS = ((8, torch.int8), (16, torch.int16), (32, torch.int32), (64, torch.i
 
 @dataclass(frozen=True)
 class Field:
-    """A column inside a word."""
+    """Bit field of one column inside a word."""
 
     column: int
     low: int
@@ -38,7 +38,7 @@ class Word:
 
     @property
     def num_bits(self) -> int:
-        """Of 64."""
+        """Number of bits in use, of 64."""
         return max(1, self.fields[0].shift + self.fields[0].width)
 
     @property
@@ -48,26 +48,26 @@ class Word:
 
     @property
     def _middle(self) -> int:
-        """Taken off, so that unsigned bits compare as signed integers; modulo 2^64."""
+        """Offset that is subtracted, so that unsigned bits compare as signed integers; modulo 2^64."""
         return 1 << (self.num_bits - 1) if self.num_bits < 64 else -(1 << 63)
 
     def encode(self, rows: Tensor) -> Tensor:
-        """[n] from ``rows`` [n, D]."""
+        """Pack ``rows`` [n, D] into words [n]."""
         words = torch.empty(len(rows), dtype=self.dtype, device=rows.device)
         for block in blocks(len(rows)):
-            whole = torch.zeros(len(rows[block]), dtype=torch.int64, device=rows.device)
+            packed = torch.zeros(len(rows[block]), dtype=torch.int64, device=rows.device)
             for field in self.fields:
-                whole += (to_codes(rows[block, field.column]) - field.low) << field.shift
-            words[block] = whole.sub_(self._middle)
+                packed += (to_codes(rows[block, field.column]) - field.low) << field.shift
+            words[block] = packed.sub_(self._middle)
         return words
 
     def decode(self, words: Tensor, rows: Tensor) -> None:
         """Fill the columns of ``rows`` [n, D] from ``words`` [n]."""
         for block in blocks(len(words)):
-            whole = words[block].to(torch.int64) + self._middle
+            packed = words[block].to(torch.int64) + self._middle
             for field in self.fields:
                 mask = (1 << field.width) - 1 if field.width < 64 else -1
-                codes = ((whole >> field.shift) & mask) + field.low
+                codes = ((packed >> field.shift) & mask) + field.low
                 rows[block, field.column] = from_codes(codes, rows.dtype)
 
 

@@ -54,26 +54,26 @@ def sort_rows(rows: Tensor, *, key: Tensor | None = None, group: Handle = None) 
 
 
 def shares(num_rows: int, num_parts: int) -> list[int]:
-    """``num_rows`` dealt to parts: as equal as can be, larger ones first."""
+    """Divide ``num_rows`` among parts: as equal as can be, larger ones first."""
     return [num_rows // num_parts + (part < num_rows % num_parts) for part in range(num_parts)]
 
 
 def _survey(peers: SortPeers, rows: Tensor) -> tuple[tuple[Word, ...], bool]:
     """The words of ``rows`` over all ranks, and whether rows can be had back from them. One all-reduce."""
     num_columns = rows.shape[1]
-    found = torch.full((2 * num_columns + 1,), _LEAST, device=rows.device)
+    ranges = torch.full((2 * num_columns + 1,), _LEAST, device=rows.device)
     for block in blocks(len(rows)):
         for column in range(num_columns):
             codes = to_codes(rows[block, column])
             ends = torch.stack([codes.max(), ~codes.min()])  # the complement turns the smallest into the largest
-            found[2 * column : 2 * column + 2] = torch.maximum(found[2 * column : 2 * column + 2], ends)
-        found[-1] = torch.maximum(found[-1], shares_a_code(rows[block]).to(torch.int64))
-    values = peers.largest(found).tolist()
+            ranges[2 * column : 2 * column + 2] = torch.maximum(ranges[2 * column : 2 * column + 2], ends)
+        ranges[-1] = torch.maximum(ranges[-1], shares_a_code(rows[block]).to(torch.int64))
+    values = peers.largest(ranges).tolist()
     return layout([(~low, high) for high, low in zip(values[:-1:2], values[1:-1:2])]), values[-1] < 1
 
 
 def _sort_words(peers: SortPeers, word: Word, rows: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows that are one integer each: only the integers are sorted and travel."""
+    """Sort rows that are one integer each: only the integers are sorted and travel."""
     words = word.encode(rows)
     sort_integers(words)
     if peers.size > 1:
@@ -85,7 +85,7 @@ def _sort_words(peers: SortPeers, word: Word, rows: Tensor, counts: Sequence[int
 
 
 def _exchange_words(peers: SortPeers, words: Tensor, counts: Sequence[int]) -> Tensor:
-    """This rank's words, a sorted run of every rank's."""
+    """Exchange words so that this rank gets its share, a sorted run from every rank."""
     moves = _moves(peers, lambda places: _at(words, places).unsqueeze(1).to(torch.int64), counts, num_parts=1)
     return peers.all_to_all(words, moves.send[0], moves.receive[0])
 
@@ -93,15 +93,15 @@ def _exchange_words(peers: SortPeers, words: Tensor, counts: Sequence[int]) -> T
 def _sort_by_order(
     peers: SortPeers, words: tuple[Word, ...], rows: Tensor, key: Tensor | None, counts: Sequence[int]
 ) -> Tensor:
-    """Rows of any kind, in parts: of each part the rows in local order are sent, and those received are merged."""
+    """Sort rows of any kind, in parts: of each part the rows in local order are sent, and those received are merged."""
     by = rows if key is None else key.unsqueeze(1)
     order = order_of(words, by)
     if peers.size == 1:
         return take(rows, order)
 
     def words_at(places: Tensor) -> Tensor:
-        found = _at(by, _at(order, places))
-        return torch.stack([word.encode(found).to(torch.int64) for word in words], dim=1)
+        targets = _at(by, _at(order, places))
+        return torch.stack([word.encode(targets).to(torch.int64) for word in words], dim=1)
 
     num_parts = min(MOST_PARTS, -(-sum(counts) // (peers.size * PART_ROWS)))
     moves = _moves(peers, words_at, counts, num_parts=num_parts)
@@ -118,7 +118,7 @@ def _sort_by_order(
 
 @dataclass(frozen=True)
 class _Moves:
-    """Which of this rank's sorted rows go where, part by part."""
+    """Destinations of this rank's sorted rows, part by part."""
 
     send: list[list[int]]
     """[K][p] rows to every rank."""
@@ -126,7 +126,7 @@ class _Moves:
     """[K][p] rows from every rank."""
 
     def pieces(self, part: int) -> list[slice]:
-        """Of this rank's sorted rows: those of a part that go to rank 0, and so on. A rank's parts lie side by side."""
+        """Slices of this rank's sorted rows in a part, by target rank. A rank's parts lie side by side."""
         sizes = [counts[rank] for rank in range(len(self.send[0])) for counts in self.send]
         ends = [0, *accumulate(sizes)]
         first = range(part, len(sizes), len(self.send))

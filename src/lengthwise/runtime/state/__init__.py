@@ -1,1 +1,1 @@
-"""Optimization layout, pull and push, optimizer, checkpoint."""
+"""Sharded training state: parameter all-gather (pull), gradient reduce-scatter (push), optimizer, checkpoints."""

@@ -124,7 +124,7 @@ def _verify_files(checkpoint: Path, expected: dict[str, Any]) -> None:
 
 
 def _checked_by_all(checkpoint: Path, state: ShardedState, group: HostGroup) -> dict[str, Any]:
-    """What was saved beside the tensors, if no rank finds anything wrong; else all raise what the first one found.
+    """Verify a checkpoint on all ranks and return what was saved beside the tensors; all raise the first rank's error.
 
     Each file is verified by one rank, so that together they read every byte once, whoever will need it.
     """
@@ -134,9 +134,9 @@ def _checked_by_all(checkpoint: Path, state: ShardedState, group: HostGroup) -> 
         _check_model(checkpoint, document, state.table)
         _check_optimizer(checkpoint, document, state)
         _verify_files(checkpoint, dict(list(document["files"].items())[world.rank :: world.size]))
-    except InputError as found:
-        error = str(found)
-    errors = [found for found in group.gather(error) if found]
+    except InputError as message:
+        error = str(message)
+    errors = [message for message in group.gather(error) if message]
     if errors:
         raise InputError(errors[0])
     return document
@@ -148,10 +148,10 @@ def _check_model(checkpoint: Path, document: dict[str, Any], table: ParameterTab
     for name in {**here, **saved}:
         theirs, ours = saved.get(name), here.get(name)
         if theirs is None or ours is None or theirs["shape"] != ours["shape"]:
-            told = [f"of shape {slot['shape']}" if slot else "missing" for slot in (theirs, ours)]
+            shapes = [f"of shape {slot['shape']}" if slot else "missing" for slot in (theirs, ours)]
             raise InputError(
-                f"{checkpoint / STATE_FILE} holds another model: parameter {name!r} is {told[0]} there, {told[1]} here"
-                "; resume with the settings model.* of the run that saved it, or start a new run"
+                f"{checkpoint / STATE_FILE} holds another model: parameter {name!r} is {shapes[0]} there, {shapes[1]} "
+                "here; resume with the settings model.* of the run that saved it, or start a new run"
             )
     _check_digest(checkpoint, document, table.digest, table.spec.name if table.spec else "this model")
     assert saved == here and document["unit_bounds"] == list(table.bounds), "one schema version has one order of units"
@@ -181,7 +181,7 @@ def _check_optimizer(checkpoint: Path, document: dict[str, Any], state: ShardedS
 
 
 def _warn_of_differences(checkpoint: Path, document: dict[str, Any], state: ShardedState) -> None:
-    """What is no reason to refuse a checkpoint, but may be the reason of a difference."""
+    """Warn of what is no reason to refuse a checkpoint, but may make a resumed run differ."""
     here = {
         "lengthwise_version": __version__,
         "torch_version": torch.__version__,
@@ -194,7 +194,7 @@ def _warn_of_differences(checkpoint: Path, document: dict[str, Any], state: Shar
 
 @contextmanager
 def _readable(checkpoint: Path) -> Iterator[None]:
-    """What torch cannot read although the files are those that were written, and what it must not read."""
+    """Raise ``InputError`` for a checkpoint that torch cannot read though its files are intact, or must not read."""
     try:
         yield
     except ForeignMetadataError as error:

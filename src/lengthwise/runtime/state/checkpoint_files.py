@@ -34,19 +34,21 @@ _NAME = re.compile(r"step_\d{8,}")
 
 
 def step_name(step: int) -> str:
-    """Of the checkpoint after ``step`` steps."""
+    """Folder name of the checkpoint after ``step`` steps."""
     return f"step_{step:08d}"
 
 
 def candidates(folder: Path) -> list[Path]:
     """The complete checkpoints in ``folder``, newest first; whether their files are intact is found by reading them."""
-    found: dict[str, Path] = {}
+    checkpoints: dict[str, Path] = {}
     for path in folder.glob("step_*"):
         name = path.name.removesuffix(_REPLACED)
         is_complete = _NAME.fullmatch(name) and (path / STATE_FILE).is_file()
-        if is_complete and (name not in found or path.name == name):  # what was to be replaced counts while it is alone
-            found[name] = path
-    return [found[name] for name in sorted(found, key=_step_of, reverse=True)]
+        if is_complete and (
+            name not in checkpoints or path.name == name
+        ):  # what was to be replaced counts while it is alone
+            checkpoints[name] = path
+    return [checkpoints[name] for name in sorted(checkpoints, key=_step_of, reverse=True)]
 
 
 def latest(folder: Path) -> Path:
@@ -85,7 +87,7 @@ class RetentionPolicy:
 
 
 def lock_of_save(folder: Path) -> FolderLock:
-    """Held while one checkpoint is written to a folder that no run holds as a whole."""
+    """Lock to hold while one checkpoint is written to a folder that no run holds as a whole."""
     return FolderLock(folder / "saving.lock", user="another save", way_out="wait for it, or name another folder")
 
 
@@ -279,7 +281,7 @@ def _step_of(name: str) -> int:
 
 
 def _encoded(document: dict[str, Any]) -> str:
-    """As text that carries its own digest."""
+    """Serialize ``state.json`` as text that carries its own digest."""
     digest = hashlib.blake2b(json.dumps(document).encode(), digest_size=16).hexdigest()
     return json.dumps({**document, _DIGEST: digest}) + "\n"
 

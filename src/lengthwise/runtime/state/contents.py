@@ -30,7 +30,7 @@ class ShardContent:
     """Of the tensor over all ranks; None: this rank has all of it."""
 
     def on(self, mesh: DeviceMesh) -> Tensor:
-        """As torch.distributed.checkpoint takes it: shares over the ranks of ``mesh``, whole ones as they are."""
+        """Wrap the share for torch.distributed.checkpoint: as a DTensor over ``mesh``, or a whole tensor as it is."""
         if self.num_elements is None:
             return self.local
         shape = torch.Size([self.num_elements])
@@ -38,27 +38,29 @@ class ShardContent:
 
 
 def contents(state: ShardedState) -> dict[str, ShardContent]:
-    """Copies by name: what this rank owns and no more. Before the first step the optimizer's tensors are zero."""
-    whole = state.settings.needs_whole_parameters
-    found = {}
+    """Copy what this rank owns to host memory, by name. Before the first step the optimizer's tensors are zero."""
+    is_whole = state.settings.needs_whole_parameters
+    copies = {}
     for part, segments in _by_part(state).items():
         for kind in (MASTER, *state.settings.state_names):
             pieces = [piece for segment in segments if (piece := _value(state, segment, kind)) is not None]
-            if pieces or not whole:
-                shape = pieces[0].shape if whole else torch.Size([sum(piece.numel() for piece in pieces)])
+            if pieces or not is_whole:
+                shape = pieces[0].shape if is_whole else torch.Size([sum(piece.numel() for piece in pieces)])
                 local = _host_copy(pieces, shape, state.master_dtype)
-                found[f"{kind}/{part}"] = ShardContent(local=local, num_elements=None if whole else _size(state, part))
-    return found
+                copies[f"{kind}/{part}"] = ShardContent(
+                    local=local, num_elements=None if is_whole else _size(state, part)
+                )
+    return copies
 
 
 def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[str, ShardContent]:
-    """Empty tensors for this rank's share of a checkpoint; ``saved``: the shape of every tensor in it, by name."""
-    whole = state.settings.needs_whole_parameters
+    """Make empty tensors for this rank's share of a checkpoint; ``saved``: the shape of each tensor, by name."""
+    is_whole = state.settings.needs_whole_parameters
     room = {}
     for part in _by_part(state):
         for kind in (MASTER, *state.settings.state_names):
             name = f"{kind}/{part}"
-            if not whole:
+            if not is_whole:
                 size = fully_sharded(_size(state, part), state.world.size).num_held(state.world.rank)
                 local = torch.empty(size, dtype=state.master_dtype)
                 room[name] = ShardContent(local=local, num_elements=_size(state, part))
@@ -70,28 +72,32 @@ def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[st
 
 
 def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: int) -> None:
-    """Take back what :func:`contents` gave, as it was after ``num_steps`` optimizer steps."""
+    """Restore the state from what :func:`contents` gave, as it was after ``num_steps`` optimizer steps."""
     if state.optimizer is not None:
         state.optimizer.state.clear()
     for part, segments in _by_part(state).items():
-        at = 0
+        position = 0
         for segment in segments:
-            parameter, held = segment.parameter, {}
+            parameter, optimizer_state = segment.parameter, {}
             for kind in (MASTER, *state.settings.state_names):
                 if (content := found.get(f"{kind}/{part}")) is not None:
                     cut = content.num_elements is not None
-                    piece = content.local[at : at + parameter.numel()].view_as(parameter) if cut else content.local
-                    held[kind] = piece.to(parameter.device, copy=True)
-            at += parameter.numel()
+                    piece = (
+                        content.local[position : position + parameter.numel()].view_as(parameter)
+                        if cut
+                        else content.local
+                    )
+                    optimizer_state[kind] = piece.to(parameter.device, copy=True)
+            position += parameter.numel()
             with torch.no_grad():
-                parameter.copy_(held.pop(MASTER))
+                parameter.copy_(optimizer_state.pop(MASTER))
             if state.optimizer is not None and num_steps:
-                state.optimizer.state[parameter] = {**step_state(state.settings, num_steps), **held}
+                state.optimizer.state[parameter] = {**step_state(state.settings, num_steps), **optimizer_state}
     state.forget_weights()
 
 
 def _by_part(state: ShardedState) -> dict[str, list[Segment]]:
-    """This rank's segments; of units also those that it owns nothing of."""
+    """Group this rank's segments by part; units of which it owns nothing are included, empty."""
     parts: dict[str, list[Segment]] = {}
     if not state.settings.needs_whole_parameters:
         parts = {str(unit): [] for unit in range(state.table.num_units)}
@@ -101,26 +107,26 @@ def _by_part(state: ShardedState) -> dict[str, list[Segment]]:
 
 
 def _size(state: ShardedState, part: str) -> int:
-    """Elements of a unit."""
+    """Number of elements of a part."""
     return state.table.bounds[int(part) + 1] - state.table.bounds[int(part)]
 
 
 def _value(state: ShardedState, segment: Segment, kind: str) -> Tensor | None:
-    """None: the optimizer keeps no such tensor of it."""
+    """One tensor of a segment; None if the optimizer keeps no such tensor of it."""
     if kind == MASTER:
         return segment.parameter.detach()
     assert state.optimizer is not None, "a rank with segments has an optimizer"
-    held: dict[str, Tensor] = state.optimizer.state.get(segment.parameter, {})
-    if kind in held:
-        return held[kind]
+    optimizer_state: dict[str, Tensor] = state.optimizer.state.get(segment.parameter, {})
+    if kind in optimizer_state:
+        return optimizer_state[kind]
     return None if state.settings.needs_whole_parameters else torch.zeros_like(segment.parameter, device="cpu")
 
 
 def _host_copy(pieces: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The pieces end to end; piece by piece, so that the device needs no memory for it."""
+    """Copy pieces end to end to host memory; one by one, so that the device needs no memory for it."""
     copy = torch.empty(shape, dtype=dtype)
-    flat, at = copy.view(-1), 0
+    flat, position = copy.view(-1), 0
     for piece in pieces:
-        flat[at : at + piece.numel()].copy_(piece.reshape(-1))
-        at += piece.numel()
+        flat[position : position + piece.numel()].copy_(piece.reshape(-1))
+        position += piece.numel()
     return copy

@@ -52,26 +52,26 @@ class LocalWeights:
         """Whether this rank's copy differs from the master weights that this rank owns."""
         if self.weights is self.master:
             return False
-        at, is_changed = 0, torch.zeros((), dtype=torch.bool, device=self.weights.device)
+        position, is_changed = 0, torch.zeros((), dtype=torch.bool, device=self.weights.device)
         for place in self.places:
             size = place.stop - place.start
-            is_changed |= (self.weights[place] != self.master[at : at + size].to(self.weights.dtype)).any()
-            at += size
+            is_changed |= (self.weights[place] != self.master[position : position + size].to(self.weights.dtype)).any()
+            position += size
         return bool(is_changed)
 
     def adopt(self) -> None:
         """Set the master weights that differ from this rank's copy to what the copy has."""
-        at = 0
+        position = 0
         for place in self.places:
-            copy, master = self.weights[place], self.master[at : at + place.stop - place.start]
+            copy, master = self.weights[place], self.master[position : position + place.stop - place.start]
             master.copy_(torch.where(copy != master.to(copy.dtype), copy.to(master.dtype), master))
-            at += len(copy)
+            position += len(copy)
 
     def fingerprint(self) -> int:
         """An int64 that differs where the copies of two ranks differ, but for chance. Reads every byte twice."""
         octets = self.weights.view(torch.uint8)
-        whole = len(octets) // (8 * ROW) * 8 * ROW
-        rows, rest = octets[:whole].view(torch.int64).view(-1, ROW), octets[whole:].to(torch.int64)
+        num_whole_bytes = len(octets) // (8 * ROW) * 8 * ROW
+        rows, rest = octets[:num_whole_bytes].view(torch.int64).view(-1, ROW), octets[num_whole_bytes:].to(torch.int64)
         sums = [rows.sum(1), rows.sum(0), rest]
         mixed = [(part * (torch.arange(len(part), device=part.device) * 2 + 1) * _ODD).sum() for part in sums]
         first, second, third = torch.stack(mixed).tolist()

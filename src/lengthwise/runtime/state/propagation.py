@@ -23,12 +23,12 @@ Slices = tuple[tuple[slice, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitRoute:
-    """The way of one unit between its owners and the ranks that compute with it, as one rank sees it."""
+    """Route of one unit's weights and gradients between owners and the ranks that compute, as one rank sees it."""
 
     rank: int
     region: slice
     """Of this rank's flat weights and gradients: what it computes with, in the order of the buffer, then padding."""
-    own: slice
+    own_share: slice
     """Of this rank's flat master weights: its share of the unit."""
     shard: int
     """Elements of the largest share where all ranks compute with the whole unit; else 0."""
@@ -42,31 +42,35 @@ class UnitRoute:
     Empty where ``shard`` is not 0."""
     sent: Traffic
 
-    def pull(self, own: Tensor, weights: Tensor) -> AsyncResult:
-        """Fill the region of ``weights`` from every owner's share; ``own``: this rank's, in the compute dtype."""
+    def pull(self, own_share: Tensor, weights: Tensor) -> AsyncResult:
+        """Fill the region of ``weights`` from every owner's share; ``own_share``: this rank's, in the compute dtype."""
         region = weights[self.region]
         if self.shard:
-            own = own if len(own) == self.shard else torch.cat([own, own.new_zeros(self.shard - len(own))])
-            self.sent.add("pull", (len(self.to) - 1) * self.shard * own.element_size())
-            work = all_gather(region, own, async_op=True)
-            return AsyncResult(lambda keep=own: region, [work], "pull of weights")  # type: ignore[misc]
-        outgoing, send, receive = _joined(own, self.to), _sizes(self.to), _sizes(self.come)
-        self.sent.add("pull", (sum(send) - send[self.rank]) * own.element_size())
+            own_share = (
+                own_share
+                if len(own_share) == self.shard
+                else torch.cat([own_share, own_share.new_zeros(self.shard - len(own_share))])
+            )
+            self.sent.add("pull", (len(self.to) - 1) * self.shard * own_share.element_size())
+            work = all_gather(region, own_share, async_op=True)
+            return AsyncResult(lambda keep=own_share: region, [work], "pull of weights")  # type: ignore[misc]
+        outgoing, send, receive = _joined(own_share, self.to), _sizes(self.to), _sizes(self.come)
+        self.sent.add("pull", (sum(send) - send[self.rank]) * own_share.element_size())
         direct = _is_in_order(self.come)
         incoming = region if direct else torch.empty_like(region)
         work = all_to_all(incoming, outgoing, receive=receive, send=send, async_op=True)
 
         def make(keep: Tensor = outgoing) -> Tensor:
             if not direct:
-                for at, piece in _pieces(incoming, self.come):
-                    region[at] = piece
+                for target, piece in _pieces(incoming, self.come):
+                    region[target] = piece
             return region
 
         return AsyncResult(make, [work], "pull of weights")
 
     def push(self, gradients: Tensor, pushed: Tensor) -> AsyncResult:
         """Add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
-        region, target = gradients[self.region], pushed[self.own]
+        region, target = gradients[self.region], pushed[self.own_share]
         if self.shard:
             incoming = region.new_empty(self.shard)
             self.sent.add("push", (len(self.to) - 1) * self.shard * region.element_size())
@@ -79,8 +83,8 @@ class UnitRoute:
         work = all_to_all(incoming, outgoing, receive=receive, send=send, async_op=True)
 
         def make(keep: Tensor = outgoing) -> Tensor:
-            for at, piece in _pieces(incoming, self.to):
-                target[at] += piece
+            for rows, piece in _pieces(incoming, self.to):
+                target[rows] += piece
             return target
 
         return AsyncResult(make, [work], "push of gradients")
@@ -88,44 +92,44 @@ class UnitRoute:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Routes:
-    """Those of all units on one rank, and where what it computes with lies in its flat weights."""
+    """Routes of all units on one rank, and where the intervals that it computes with lie in its flat weights."""
 
     units: tuple[UnitRoute, ...]
     num_elements: int
     """Of this rank's flat weights and gradients, padding included."""
-    held: tuple[Interval, ...]
+    intervals: tuple[Interval, ...]
     """Of the whole buffer: what this rank computes with."""
     places: tuple[int, ...]
     """Where each of them begins in the flat weights."""
 
     def place(self, interval: Interval) -> slice:
-        """Where an interval of the whole buffer, within one that is held, lies in the flat weights."""
+        """Slice of the flat weights for an interval of the whole buffer, which must be within one held here."""
         start, end = interval
         if start == end:
             return slice(0, 0)
-        at = bisect_right(self.held, start, key=_start) - 1
-        assert at >= 0 and end <= self.held[at][1], f"interval [{start}, {end}) is not held here"
-        first = self.places[at] + start - self.held[at][0]
+        index = bisect_right(self.intervals, start, key=_start) - 1
+        assert index >= 0 and end <= self.intervals[index][1], f"interval [{start}, {end}) is not held here"
+        first = self.places[index] + start - self.intervals[index][0]
         return slice(first, first + end - start)
 
 
 def routes(bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int, sent: Traffic) -> Routes:
-    """From the optimization layout ``owned`` to the propagation layout ``computed``, as ``rank`` sees it.
+    """Routes from the optimization layout ``owned`` to the propagation layout ``computed``, as ``rank`` sees them.
 
     ``bounds``: unit u is the elements ``bounds[u]`` to ``bounds[u + 1]`` of the buffer.
     """
-    num_ranks, held = owned.num_ranks, computed.intervals[rank]
+    num_ranks, held_intervals = owned.num_ranks, computed.intervals[rank]
     distinct = set(computed.intervals)
-    whole = [_is_whole(first, end, owned, distinct) for first, end in pairwise(bounds)]
-    moves: list[list[Transfer]] = [[] for _ in whole]
-    for move in transfers_of(rank, owned, _without(computed, bounds, whole)):
+    is_whole_unit = [_is_whole(first, end, owned, distinct) for first, end in pairwise(bounds)]
+    moves: list[list[Transfer]] = [[] for _ in is_whole_unit]
+    for move in transfers_of(rank, owned, _without(computed, bounds, is_whole_unit)):
         moves[bisect_right(bounds, move.start) - 1].append(move)
-    found, places = [], []
+    unit_routes, places = [], []
     region_start = own_start = 0
     for unit, (first, end) in enumerate(pairwise(bounds)):
-        own = [interval for interval in owned.intervals[rank] if first <= interval[0] < end]
-        mine = [interval for interval in held if first <= interval[0] < end]
-        in_own, in_region = _Offsets(own), _Offsets(mine)
+        own_intervals = [interval for interval in owned.intervals[rank] if first <= interval[0] < end]
+        mine = [interval for interval in held_intervals if first <= interval[0] < end]
+        in_own, in_region = _Offsets(own_intervals), _Offsets(mine)
         to: list[list[slice]] = [[] for _ in range(num_ranks)]
         come: list[list[slice]] = [[] for _ in range(num_ranks)]
         for move in moves[unit]:
@@ -133,13 +137,13 @@ def routes(bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int,
                 to[move.target].append(in_own.of(move.start, move.end))
             if move.target == rank:
                 come[move.source].append(in_region.of(move.start, move.end))
-        shard = shard_size(end - first, num_ranks) if whole[unit] else 0
+        shard = shard_size(end - first, num_ranks) if is_whole_unit[unit] else 0
         length = shard * num_ranks if shard else in_region.total
-        found.append(
+        unit_routes.append(
             UnitRoute(
                 rank=rank,
                 region=slice(region_start, region_start + length),
-                own=slice(own_start, own_start + in_own.total),
+                own_share=slice(own_start, own_start + in_own.total),
                 shard=shard,
                 to=tuple(map(tuple, to)),
                 come=tuple(map(tuple, come)),
@@ -149,11 +153,11 @@ def routes(bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int,
         places += [region_start + offset for offset in in_region.starts]
         region_start += length
         own_start += in_own.total
-    return Routes(units=tuple(found), num_elements=region_start, held=held, places=tuple(places))
+    return Routes(units=tuple(unit_routes), num_elements=region_start, intervals=held_intervals, places=tuple(places))
 
 
 class _Offsets:
-    """Intervals laid end to end."""
+    """Offsets of pieces in intervals that are laid end to end."""
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         self._intervals = intervals
@@ -163,9 +167,9 @@ class _Offsets:
             self.total += end - start
 
     def of(self, start: int, end: int) -> slice:
-        """Where a piece of one of the intervals lies."""
-        at = bisect_right(self._intervals, start, key=_start) - 1
-        first = self.starts[at] + start - self._intervals[at][0]
+        """Slice at which a piece of one of the intervals lies."""
+        index = bisect_right(self._intervals, start, key=_start) - 1
+        first = self.starts[index] + start - self._intervals[index][0]
         return slice(first, first + end - start)
 
 
@@ -175,47 +179,49 @@ def _start(interval: tuple[int, ...]) -> int:
 
 def _is_whole(first: int, end: int, owned: Layout, computed: Iterable[tuple[Interval, ...]]) -> bool:
     """Whether every rank computes with all of a unit of which ranks own consecutive shares."""
-    for held in computed:
-        at, reached = bisect_left(held, first, key=_start), first
-        while at < len(held) and held[at][0] == reached < end:
-            reached = held[at][1]
-            at += 1
+    for intervals in computed:
+        index, reached = bisect_left(intervals, first, key=_start), first
+        while index < len(intervals) and intervals[index][0] == reached < end:
+            reached = intervals[index][1]
+            index += 1
         if reached < end:
             return False
-    size, at = shard_size(end - first, owned.num_ranks), bisect_left(owned.owners, first, key=_start)
+    size, index = shard_size(end - first, owned.num_ranks), bisect_left(owned.owners, first, key=_start)
     for rank, start in enumerate(range(first, end, size or 1)):
-        if owned.owners[at + rank] != (start, min(start + size, end), rank):
+        if owned.owners[index + rank] != (start, min(start + size, end), rank):
             return False
     return True
 
 
 def _without(computed: Layout, bounds: Sequence[int], left_out: Sequence[bool]) -> Layout:
-    """A layout without some units."""
-    kept = {
-        held: tuple(interval for interval in held if not left_out[bisect_right(bounds, interval[0]) - 1])
-        for held in set(computed.intervals)
+    """Copy of a layout without some units."""
+    remaining = {
+        intervals: tuple(interval for interval in intervals if not left_out[bisect_right(bounds, interval[0]) - 1])
+        for intervals in set(computed.intervals)
     }
-    return Layout(num_elements=computed.num_elements, intervals=tuple(kept[held] for held in computed.intervals))
+    return Layout(
+        num_elements=computed.num_elements, intervals=tuple(remaining[intervals] for intervals in computed.intervals)
+    )
 
 
 def _sizes(slices: Slices) -> list[int]:
-    return [sum(at.stop - at.start for at in each) for each in slices]
+    return [sum(piece.stop - piece.start for piece in of_rank) for of_rank in slices]
 
 
 def _joined(x: Tensor, slices: Slices) -> Tensor:
-    return torch.cat([x[:0], *(x[at] for each in slices for at in each)])
+    return torch.cat([x[:0], *(x[piece] for of_rank in slices for piece in of_rank)])
 
 
 def _pieces(joined: Tensor, slices: Slices) -> Iterator[tuple[slice, Tensor]]:
     start = 0
-    for each in slices:
-        for at in each:
-            size = at.stop - at.start
-            yield at, joined[start : start + size]
+    for of_rank in slices:
+        for piece in of_rank:
+            size = piece.stop - piece.start
+            yield piece, joined[start : start + size]
             start += size
 
 
 def _is_in_order(slices: Slices) -> bool:
     """Whether the slices, rank by rank, follow one another without gaps."""
-    flat = [at for each in slices for at in each]
+    flat = [piece for of_rank in slices for piece in of_rank]
     return all(before.stop == after.start for before, after in pairwise(flat)) and (not flat or not flat[0].start)

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class HostGroup:
-    """All ranks, to speak of checkpoints through host memory whatever they compute on. Made by all at once."""
+    """Gloo group of all ranks for messages about checkpoints, whatever they compute on. All make it at once."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._activity = Activity(name="checkpoint")  # the threads' own: the step loop has another
@@ -46,7 +46,7 @@ class HostGroup:
         self.mesh = DeviceMesh.from_group(self.handle, "cpu")
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank gives, by rank: plain values."""
+        """Gather plain values of every rank, by rank."""
         size, device = self.handle.size(), torch.device("cpu")
         return gather_values(value, size=size, device=device, group=self.handle, activity=self._activity)
 
@@ -61,7 +61,7 @@ class HostGroup:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises what the disk refused, where torch's own error speaks of positions in a file and hides it."""
+    """Checkpoint writer that raises the disk's error, where torch's error hides it behind file positions."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors."""
@@ -72,7 +72,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class CheckpointSaver:
-    """Every rank of a run has one, and calls the same of it at the same step."""
+    """Writes checkpoints in a background thread; every rank has one and makes the same calls at the same step."""
 
     def __init__(self, folder: Path, state: ShardedState, *, keep: int, makes_parents: bool = False) -> None:
         """``folder``: of all the run's checkpoints; the ``keep`` newest stay in it.
@@ -165,7 +165,7 @@ def _write(
     world: DistContext,
     keep: files.RetentionPolicy,
 ) -> None:
-    """One checkpoint, from the empty folder to its name; on every rank. What fails on one rank fails on all."""
+    """Write one checkpoint, from the empty folder to its name, on every rank; an error on one is raised on all."""
     name = files.step_name(document["step"])
     partial = folder / f"{name}.partial"
     _first_does(lambda: files.begin(folder, name), group, world)
@@ -196,20 +196,20 @@ def _is_broken(name: str, content: ShardContent) -> bool:
 
 
 def _make_and_lock(folder: Path, lock: FolderLock) -> None:
-    """For checkpoints outside of a run folder, which is locked as a whole."""
+    """Make and lock a folder of checkpoints outside of a run folder, which is locked as a whole."""
     folder.mkdir(parents=True, exist_ok=True)
     lock.acquire()
 
 
 def _digests(partial: Path, world: DistContext) -> dict[str, Any]:
-    """Of the files that this rank wrote."""
-    own = sorted(partial.glob(f"__{world.rank}_*"))
-    own += [partial / ".metadata"] if world.is_first else []
-    return {file.name: files.digest_of(file) for file in own}
+    """Digests of the files that this rank wrote."""
+    own_files = sorted(partial.glob(f"__{world.rank}_*"))
+    own_files += [partial / ".metadata"] if world.is_first else []
+    return {file.name: files.digest_of(file) for file in own_files}
 
 
 def _joined(outcomes: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
-    """What all ranks tried, as one."""
+    """Merge the outcomes of all ranks into one."""
     for rank, (_, error) in enumerate(outcomes):
         if error:
             raise OSError(f"rank {rank}: {error}")
@@ -217,14 +217,14 @@ def _joined(outcomes: list[tuple[dict[str, Any], str]]) -> dict[str, Any]:
 
 
 def _first_does(act: Callable[[], object], group: HostGroup, world: DistContext) -> None:
-    """The first rank alone acts; all go on when it has, and its error is raised on all."""
+    """Run ``act`` on the first rank alone; the others wait for it, and its error is raised on all."""
     error = group.broadcast(_tried(act)[1] if world.is_first else "", is_source=world.is_first)
     if error:
         raise OSError(f"rank 0: {error}")
 
 
 def _tried(act: Callable[[], Any]) -> tuple[Any, str]:
-    """What ``act`` returns, or why it failed."""
+    """Return what ``act`` returns, or why it failed."""
     try:
         return act(), ""
     except Exception as error:
@@ -232,7 +232,7 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _description(state: ShardedState) -> dict[str, Any]:
-    """What a checkpoint says of the state it holds, for whoever reads it."""
+    """Description of the saved state that a checkpoint carries for its readers."""
     table, settings = state.table, state.settings
     return {
         "schema_version": files.CHECKPOINT_SCHEMA_VERSION,

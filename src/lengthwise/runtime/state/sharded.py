@@ -39,7 +39,7 @@ MAX_ROUTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Neighbours of what this rank owns that the optimizer treats alike."""
+    """Contiguous elements of this rank's share that the optimizer treats alike."""
 
     name: str
     """Of the unit, or of the parameter where parameters are not cut."""
@@ -63,8 +63,8 @@ class ShardedState:
         self._named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
         self.compute_dtype = next(iter(self._named.values())).dtype
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        whole = settings.needs_whole_parameters
-        self.owned_layout = self.table.whole_parameters(world.size) if whole else self.table.sharded(world.size)
+        is_whole = settings.needs_whole_parameters
+        self.owned_layout = self.table.whole_parameters(world.size) if is_whole else self.table.sharded(world.size)
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
         self._is_alone = world.size == 1
@@ -107,7 +107,7 @@ class ShardedState:
         self.holdings = holdings
 
     def materialize_all(self) -> None:
-        """Every rank the whole model, pulled: for evaluation, measuring and tests."""
+        """Pull the whole model to every rank, for evaluation, measuring and tests."""
         layers = self.table.num_units - 2
         self.hold([WeightShard(first=0, end=layers, num_layers=layers)] * self.world.size)
         self.pull()
@@ -115,7 +115,7 @@ class ShardedState:
             self.need(unit)
 
     def pull(self) -> None:
-        """Set the weights of all units going to the ranks that compute with them, unless they are there.
+        """Start the all-gather of every unit's weights to the ranks that compute with them, unless they are there.
 
         In the order of the units, on every rank, so that the first layer's arrive first. :meth:`need` waits.
         """
@@ -125,29 +125,30 @@ class ShardedState:
                 self.weights.copy_(self.master)
         elif not self._is_pulled:
             self._coming = [
-                route.pull(self.master[route.own].to(self.compute_dtype), self.weights) for route in self.routes.units
+                route.pull(self.master[route.own_share].to(self.compute_dtype), self.weights)
+                for route in self.routes.units
             ]
         self._is_pulled = True
         self._next_push = self.table.num_units - 1
 
     def is_coming(self, unit: int) -> bool:
-        """Whether weights that ``unit`` uses have been set going and not been waited for."""
-        return any(self._coming[one] is not None for one in self._used_by(unit))
+        """Whether weights that ``unit`` uses are in flight: started, and not waited for yet."""
+        return any(self._coming[used_unit] is not None for used_unit in self._used_by(unit))
 
     def need(self, unit: int) -> None:
         """Wait until the weights that ``unit`` uses are there. Where both are tied, the output uses the input's."""
         used = self._used_by(unit)
-        for one, coming in enumerate(self._coming):
-            if coming is not None and (one in used or coming.is_done):  # what was sent of the others is freed
+        for used_unit, coming in enumerate(self._coming):
+            if coming is not None and (used_unit in used or coming.is_done):  # what was sent of the others is freed
                 coming.wait()
-                self._coming[one] = None
+                self._coming[used_unit] = None
 
     def _used_by(self, unit: int) -> tuple[int, ...]:
         is_output = unit == self.table.num_units - 1
         return (0, unit) if is_output and self.table.shared else (unit,)
 
     def push_from(self, unit: int) -> None:
-        """This rank's gradients of ``unit`` and all after it are final: set those going that are not yet.
+        """Start the reduce-scatter of the gradients of ``unit`` and all after it, which are final on this rank.
 
         Pushes are issued in the reverse order of the units, the same on every rank.
         """
@@ -175,7 +176,7 @@ class ShardedState:
         self.gradients.zero_()
 
     def release_params(self) -> None:
-        """Leave the parameters to whoever trains them next: with today's weights, of their own, and no gradient."""
+        """Give the parameters storage of their own again, with the current weights and no gradient."""
         for hook in self._hooks:
             hook.remove()
         for parameter in self._named.values():
@@ -188,13 +189,13 @@ class ShardedState:
         self._next_push = self.table.num_units - 1
 
     def take_gradient(self) -> Tensor:
-        """What backwards added on this rank since the last push, in float64; and forget it."""
+        """Take the gradient that backwards added on this rank since the last push, in float64, and clear it."""
         gradient = self.gradients.to(torch.float64, copy=True)
         self.discard_gradient()
         return gradient
 
     def detached_gradient(self) -> str | None:
-        """A parameter whose gradient would not land in ``gradients``, if there is one."""
+        """Name of a parameter whose gradient would not land in ``gradients``; None if there is none."""
         if self.compute_dtype != self.master_dtype:
             return None
         views = self._grad_views
@@ -202,7 +203,7 @@ class ShardedState:
 
     @property
     def gradient_version(self) -> int:
-        """Grows with whatever is done to gradients."""
+        """Version counter that grows with every change of gradients."""
         return self.gradients._version
 
     def clear_gradient(self) -> None:
@@ -230,7 +231,7 @@ class ShardedState:
         self.optimizer.step()
 
     def local_weights(self) -> LocalWeights:
-        """What this rank computes with, where every rank computes with the whole model."""
+        """This rank's copy of the whole model, where every rank computes with all of it."""
         places = [
             self.routes.place((max(start, first), min(end, last)))
             for start, end in self.owned_layout.intervals[self.world.rank]
@@ -242,11 +243,11 @@ class ShardedState:
         )
 
     def forget_weights(self) -> None:
-        """Master weights were changed: what was pulled is out of date."""
+        """Mark the pulled weights as out of date, after the master weights were changed."""
         self._is_pulled = False
 
     def _owned_values(self) -> Tensor:
-        """This rank's part of the model's weights as they are."""
+        """Values of this rank's share of the model's current weights."""
         pieces = [torch.empty(0, dtype=self.master_dtype, device=self.world.device)]
         for start, end in self.owned_layout.intervals[self.world.rank]:
             for name, (first, last) in self.table.intervals.items():
@@ -259,7 +260,7 @@ class ShardedState:
     def _make_segments(self) -> list[Segment]:
         """Whole parameters, or runs within each unit that decay alike. Matrices decay, vectors do not."""
         runs: list[tuple[str, int, int, bool, tuple[int, ...]]] = []
-        at = 0
+        position = 0
         for start, end in self.owned_layout.intervals[self.world.rank]:
             for slot in self.table.slots.values():
                 size = min(end, slot.interval[1]) - max(start, slot.interval[0])
@@ -267,13 +268,13 @@ class ShardedState:
                     continue
                 name, decays = str(slot.unit), len(slot.shape) > 1
                 if self.settings.needs_whole_parameters:
-                    runs.append((slot.name, at, at + size, decays, slot.shape))
+                    runs.append((slot.name, position, position + size, decays, slot.shape))
                 elif runs and (runs[-1][0], runs[-1][3]) == (name, decays):
                     first = runs[-1][1]
-                    runs[-1] = (name, first, at + size, decays, (at + size - first,))
+                    runs[-1] = (name, first, position + size, decays, (position + size - first,))
                 else:
-                    runs.append((name, at, at + size, decays, (size,)))
-                at += size
+                    runs.append((name, position, position + size, decays, (size,)))
+                position += size
         segments = []
         for name, first, last, decays, shape in runs:
             parameter = nn.Parameter(self.master[first:last].view(shape))
@@ -282,7 +283,7 @@ class ShardedState:
         return segments
 
     def _allocate(self, size: int) -> None:
-        """Weights and gradients of ``size``. One rank alone computes with what it owns: nothing is there twice."""
+        """Allocate weights and gradients of ``size``. A single rank computes with what it owns: no copies."""
         if self._is_alone:
             assert size == len(self.master), "one rank computes with the whole model"
             self.gradients = self._pushed
@@ -298,17 +299,17 @@ class ShardedState:
             self.gradients = torch.zeros(size, dtype=self.master_dtype, device=self.world.device)
 
     def _routes_to(self, holdings: tuple[WeightShard | None, ...]) -> Routes:
-        found = self._routes.pop(holdings, None)
-        if found is None:
+        cached_routes = self._routes.pop(holdings, None)
+        if cached_routes is None:
             computed = self.table.propagation(holdings)
-            found = routes(self.table.bounds, self.owned_layout, computed, rank=self.world.rank, sent=self.sent)
-        self._routes[holdings] = found  # the newest last
+            cached_routes = routes(self.table.bounds, self.owned_layout, computed, rank=self.world.rank, sent=self.sent)
+        self._routes[holdings] = cached_routes  # the newest last
         while len(self._routes) > MAX_ROUTES:
             del self._routes[next(iter(self._routes))]
-        return found
+        return cached_routes
 
     def _release(self) -> None:
-        """Leave no parameter a view of anything."""
+        """Detach all parameters from the flat buffers."""
         self.holdings = None
         self._grad_views, self._weight_views = {}, {}
         for name, parameter in self._named.items():

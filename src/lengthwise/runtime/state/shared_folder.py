@@ -1,4 +1,4 @@
-"""Whether all ranks see one folder: where each machine has its own, files of a run would be scattered over them."""
+"""Check that all ranks see one folder: where each machine has its own, files of a run would be scattered over them."""
 
 import os
 import platform

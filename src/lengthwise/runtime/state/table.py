@@ -22,7 +22,7 @@ from lengthwise.runtime.models.base import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSlot:
-    """The place of one parameter."""
+    """Place of one parameter in the flat buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class ParameterSlot:
 
     @property
     def interval(self) -> Interval:
-        """Its elements of the buffer."""
+        """First and end element of the parameter in the buffer."""
         return self.start, self.start + prod(self.shape)
 
 
@@ -59,7 +59,7 @@ class ParameterTable:
 
     @classmethod
     def of(cls, model: Transformer) -> "ParameterTable":
-        """The table of a model."""
+        """Make the table of a model."""
         units = {name: model.unit_of(name) for name, _ in model.named_parameters()}
         shared = frozenset({"embedding"}) if model.spec.tied_embeddings else frozenset()
         return cls.of_units(model, units, model.num_units, spec=model.spec, shared=shared)
@@ -74,11 +74,11 @@ class ParameterTable:
         spec: ModelSpec | None = None,
         shared: frozenset[str] = frozenset(),
     ) -> "ParameterTable":
-        """The table of those parameters that ``units`` names, by the unit of each."""
-        found = dict(model.named_parameters())
+        """Make the table of those parameters that ``units`` names, by the unit of each."""
+        parameters = dict(model.named_parameters())
         slots, sizes, start = {}, [0] * num_units, 0
         for name in sorted(units, key=lambda name: units[name]):  # stable within a unit
-            shape = tuple(found[name].shape)
+            shape = tuple(parameters[name].shape)
             slots[name] = ParameterSlot(name=name, shape=shape, unit=units[name], start=start)
             start += prod(shape)
             sizes[units[name]] += prod(shape)
@@ -94,66 +94,68 @@ class ParameterTable:
 
     @property
     def num_elements(self) -> int:
-        """Of the whole buffer."""
+        """Number of elements of the whole buffer."""
         return self.bounds[-1]
 
     @property
     def num_units(self) -> int:
-        """Input, layers, output."""
+        """Number of units: input, layers and output."""
         return len(self.bounds) - 1
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:
-        """Where each parameter lies."""
+        """Interval of the buffer of each parameter."""
         return {name: slot.interval for name, slot in self.slots.items()}
 
     def sharded(self, num_ranks: int) -> Layout:
-        """Every unit fully sharded over all ranks."""
+        """Layout in which every unit is fully sharded over all ranks."""
         return sharded_by_unit(self.bounds, num_ranks)
 
     def whole_parameters(self, num_ranks: int) -> Layout:
-        """Every parameter on one rank; the largest first, each to the rank that owns least."""
-        held: list[list[Interval]] = [[] for _ in range(num_ranks)]
+        """Layout in which every parameter is on one rank; the largest first, each to the rank that owns least."""
+        intervals_of_rank: list[list[Interval]] = [[] for _ in range(num_ranks)]
         sizes = [0] * num_ranks
         for start, end in sorted(self.intervals.values(), key=lambda interval: interval[0] - interval[1]):
             rank = sizes.index(min(sizes))
-            held[rank].append((start, end))
+            intervals_of_rank[rank].append((start, end))
             sizes[rank] += end - start
-        return Layout(num_elements=self.num_elements, intervals=tuple(tuple(sorted(each)) for each in held))
+        return Layout(
+            num_elements=self.num_elements, intervals=tuple(tuple(sorted(intervals)) for intervals in intervals_of_rank)
+        )
 
     def parts(self, holding: WeightShard | None) -> list[ParameterRows]:
-        """What a rank with this holding computes with, in the order of the buffer."""
+        """Parameter rows that a rank with this weight shard computes with, in the order of the buffer."""
         if holding is None:
             return []
         units = {layer + 1 for layer in range(holding.first, holding.end)}
         units |= {0} if holding.has_input else set()
         units |= {self.num_units - 1} if holding.has_output else set()
-        held = [
+        rows = [
             slot
             for slot in self.slots.values()
             if slot.unit in units or (holding.has_output and slot.name in self.shared)
         ]
-        return [self._part(slot, holding) for slot in held]
+        return [self._part(slot, holding) for slot in rows]
 
     def propagation(self, holdings: Sequence[WeightShard | None]) -> Layout:
         """The layout in which each rank has what it computes with."""
-        found = {holding: self._intervals(self.parts(holding)) for holding in set(holdings)}
-        return Layout(num_elements=self.num_elements, intervals=tuple(found[holding] for holding in holdings))
+        intervals_of = {holding: self._intervals(self.parts(holding)) for holding in set(holdings)}
+        return Layout(num_elements=self.num_elements, intervals=tuple(intervals_of[holding] for holding in holdings))
 
     def _intervals(self, parts: Sequence[ParameterRows]) -> tuple[Interval, ...]:
-        """What is held, neighbours of one unit as one interval."""
-        found: list[Interval] = []
+        """Intervals of these parts; neighbours of one unit are merged."""
+        intervals: list[Interval] = []
         units: list[int] = []
         for part in parts:
             start, end = part.interval
             if start == end:
                 continue
-            if found and found[-1][1] == start and units[-1] == part.slot.unit:
-                found[-1] = (found[-1][0], end)
+            if intervals and intervals[-1][1] == start and units[-1] == part.slot.unit:
+                intervals[-1] = (intervals[-1][0], end)
             else:
-                found.append((start, end))
+                intervals.append((start, end))
                 units.append(part.slot.unit)
-        return tuple(found)
+        return tuple(intervals)
 
     def _part(self, slot: ParameterSlot, holding: WeightShard) -> ParameterRows:
         start, end = slot.interval

@@ -1,1 +1,1 @@
-"""The training loop and its facade."""
+"""The training loop, and the execution of one step's plan."""

@@ -28,7 +28,7 @@ class StepClock:
 
     @contextmanager
     def span(self, kind: SpanKind, name: str = "") -> Iterator[None]:
-        """Time what happens inside. On a GPU what is computed finishes first, so that spans hold what they name."""
+        """Time the block inside. On a GPU what is computed finishes first, so that spans hold what they name."""
         self._finish()
         self._open = (time.perf_counter(), kind, name)
         ACTIVITY.begin(name)
@@ -38,7 +38,7 @@ class StepClock:
 
     @contextmanager
     def interruption(self, kind: SpanKind, name: str = "") -> Iterator[None]:
-        """Something else within a span, which goes on behind it."""
+        """Time something else within a span, which goes on after it."""
         _, outer, outer_name = self._open
         self._close_span()
         with self.span(kind, name):
@@ -47,7 +47,7 @@ class StepClock:
         ACTIVITY.begin(outer_name)
 
     def _finish(self) -> None:
-        """Wait for what this rank computes, and not for what is on its way from or to other ranks.
+        """Wait for this rank's computation, and not for its communication.
 
         It shall be on its way while the rank computes; and the others may wait for what this rank does next.
         """
@@ -71,7 +71,7 @@ class StepClock:
         self._memory.append((time.perf_counter(), num_bytes))
 
     def timeline(self, step: int) -> Timeline:
-        """What this rank recorded."""
+        """Timeline of what this rank recorded."""
         rank, zero_s = self.world.rank, self._zero_s
         return Timeline(
             step=step,
@@ -80,7 +80,9 @@ class StepClock:
                 Span(start_s=start - zero_s, end_s=end - zero_s, rank=rank, kind=kind, name=name)
                 for start, end, kind, name in self._spans
             ),
-            memory=tuple(MemorySample(time_s=at - zero_s, rank=rank, num_bytes=size) for at, size in self._memory),
+            memory=tuple(
+                MemorySample(time_s=sampled_s - zero_s, rank=rank, num_bytes=size) for sampled_s, size in self._memory
+            ),
         )
 
 

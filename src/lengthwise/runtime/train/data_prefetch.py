@@ -21,13 +21,13 @@ Packs = Sequence[Pack]
 
 
 def packs_of(plan: StepPlan, rank: int) -> list[Pack]:
-    """What ``rank`` computes in a step, in the order in which it is."""
+    """Packs that ``rank`` computes in a step, in their order."""
     ordered = sorted(plan.pipelines, key=lambda pipeline: pipeline.phase)
     return [m.pack for pipeline in ordered if rank in pipeline.ranks for m in pipeline.micro_batches]
 
 
 class Prefetcher:
-    """Up to ``depth`` micro-batches ahead of the one that is computed; the same tensors as :func:`feed` makes.
+    """Makes up to ``depth`` micro-batches ahead of the one that is computed; the same tensors as :func:`feed` makes.
 
     For a GPU they lie in pinned memory, from where they are copied while it computes.
     """

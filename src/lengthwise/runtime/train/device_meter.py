@@ -6,14 +6,14 @@ import torch
 
 
 class DeviceMeter:
-    """Started before and stopped after; waits for the device at both."""
+    """Measures time and peak memory between :meth:`start` and :meth:`stop`; both wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start_s, self._before = 0.0, 0
 
     def start(self) -> "DeviceMeter":
-        """Begin."""
+        """Begin to measure, after the device has finished its work."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -78,8 +78,8 @@ class WeightPhaseRun:
         self.loss = torch.zeros((), dtype=torch.float64, device=self._world.device)
 
     def run(self, stretch: WeightPhase, operations: tuple[Operation, ...]) -> None:
-        """Do all of them."""
-        backwards = [number for number, one in enumerate(operations) if one.kind is OperationKind.BACKWARD]
+        """Execute all operations in their order."""
+        backwards = [number for number, operation in enumerate(operations) if operation.kind is OperationKind.BACKWARD]
         for number, operation in enumerate(operations):
             if operation.kind is OperationKind.PULL:
                 self._pull(stretch)
@@ -120,20 +120,20 @@ class WeightPhaseRun:
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
     def _backward(self, operation: Operation) -> None:
-        one = self._in_flight[operation.pipeline, operation.micro_batch]
+        in_flight = self._in_flight[operation.pipeline, operation.micro_batch]
         gradient, self._received = self._received, None
         with self.clock.span(SpanKind.COMPUTE, f"backward {operation.micro_batch}"):
-            if one.output.requires_grad:
-                one.output.backward(gradient)
-        one.output = one.output.detach()  # what the backward needed goes now
-        if one.sent is not None:
-            one.sent.wait()  # it has arrived: its gradient came back
-        if one.input_tD is None:
+            if in_flight.output.requires_grad:
+                in_flight.output.backward(gradient)
+        in_flight.output = in_flight.output.detach()  # what the backward needed goes now
+        if in_flight.sent is not None:
+            in_flight.sent.wait()  # it has arrived: its gradient came back
+        if in_flight.input_tD is None:
             del self._in_flight[operation.pipeline, operation.micro_batch]
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
     def _receive(self, operation: Operation) -> None:
-        """What the next pass of the list begins with."""
+        """Start receiving the input of the next pass in the list."""
         group, source, _ = self._channel(operation)
         x_tD = torch.empty(
             operation.num_tokens, self.model.spec.hidden_size, dtype=self.state.compute_dtype, device=self._world.device
@@ -144,13 +144,15 @@ class WeightPhaseRun:
 
     def _send(self, operation: Operation) -> None:
         group, _, target = self._channel(operation)
-        one = self._in_flight[operation.pipeline, operation.micro_batch]
+        in_flight = self._in_flight[operation.pipeline, operation.micro_batch]
         if not operation.is_backward:
-            one.sent = group.send(one.output.detach(), target, tag=operation.micro_batch)
+            in_flight.sent = group.send(in_flight.output.detach(), target, tag=operation.micro_batch)
             return
         del self._in_flight[operation.pipeline, operation.micro_batch]
-        assert one.input_tD is not None
-        gradient_tD = torch.zeros_like(one.input_tD) if one.input_tD.grad is None else one.input_tD.grad
+        assert in_flight.input_tD is not None
+        gradient_tD = (
+            torch.zeros_like(in_flight.input_tD) if in_flight.input_tD.grad is None else in_flight.input_tD.grad
+        )
         self._going = [going for going in self._going if not going.is_done]
         self._going.append(group.send(gradient_tD, target, tag=operation.micro_batch))
 

@@ -30,7 +30,7 @@ class DivergedError(LengthwiseError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a step computed; equal on every rank."""
+    """Loss, gradient norm and the like of one step; equal on every rank."""
 
     loss: float
     """Mean over the target tokens of the whole step."""
@@ -41,7 +41,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StepConsensus:
-    """What holds before a step, of any rank and so for all."""
+    """Flags that all ranks share before a step: set if any rank sets them."""
 
     stop: bool
     """A rank was asked to stop."""

@@ -1,4 +1,4 @@
-"""From a pack of sequence ids to the tensors of one forward."""
+"""Make the tensors of one forward from a pack of sequence ids."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +18,7 @@ class SourceError(LengthwiseError):
 
 
 class TokenSource(Protocol):
-    """Where token values come from; :class:`lengthwise.data.corpus.Corpus` is one."""
+    """Source of token values; :class:`lengthwise.data.corpus.Corpus` is one."""
 
     def tokens(self, sequence: int, /) -> np.ndarray:
         """Token ids of one sequence."""
@@ -34,19 +34,19 @@ class MicroBatchTensors:
     cu_seqlens: tuple[int, ...]
 
     def to(self, device: torch.device) -> "MicroBatchTensors":
-        """The same on ``device``; from pinned memory it is copied while the device computes."""
+        """Copy the tensors to ``device``; from pinned memory it is copied while the device computes."""
         moved = (tensor.to(device, non_blocking=True) for tensor in (self.tokens_T, self.targets_T))
         return MicroBatchTensors(tokens_T=next(moved), targets_T=next(moved), cu_seqlens=self.cu_seqlens)
 
     def pinned(self) -> "MicroBatchTensors":
-        """The same in memory that a GPU copies from by itself."""
+        """Copy the tensors to pinned memory, from which a GPU copies asynchronously."""
         return MicroBatchTensors(
             tokens_T=self.tokens_T.pin_memory(), targets_T=self.targets_T.pin_memory(), cu_seqlens=self.cu_seqlens
         )
 
 
 def masking_of(spec: ModelSpec, *, seed: int) -> TokenMasking | None:
-    """How a model's tokens are hidden; None if its objective is the next token.
+    """Token masking that a model is trained with; None if its objective is the next token.
 
     Raises:
         InputError: the model is to predict masked tokens and has no mask token.

@@ -1,4 +1,4 @@
-"""Any scheduler of torch, and on top of it the size of the batch that is being optimised.
+"""Learning rates scaled by batch size, on top of any scheduler of torch.
 
 scheduler = lw.ScaledLR(CosineAnnealingLR(optimizer, 1000), rule="linear", reference=64, by="sequences")
 for batch in loader:
@@ -72,12 +72,12 @@ class ScaledLR(LRScheduler):
 
     @property
     def optimizer(self) -> Optimizer:  # type: ignore[override]
-        """That of the base schedule."""
+        """The optimizer of the base schedule."""
         return self.base.optimizer
 
     @property
     def size(self) -> float | None:
-        """Of the batch that the next optimizer step is for; None: not told yet."""
+        """Size of the batch that the next optimizer step is for; None: not set yet."""
         return self._size
 
     @size.setter
@@ -89,7 +89,7 @@ class ScaledLR(LRScheduler):
 
     @property
     def factor(self) -> float:
-        """Of the batch of the moment.
+        """Factor by which the learning rate of the current batch is multiplied.
 
         Raises:
             CheckError: its size is not known.
@@ -112,7 +112,7 @@ class ScaledLR(LRScheduler):
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the base schedule; factors are the batches' own."""
+        """State of the base schedule; factors follow from the batches."""
         return {"base": self.base.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 class StepCallback(Protocol):
-    """Told of every finished step, on the first rank alone."""
+    """Called after every finished step, on the first rank alone."""
 
     def on_step(self, row: Row) -> None:
         """Take the metrics of one step."""

@@ -1,4 +1,4 @@
-"""Being asked to stop: by a signal, or by a file. Needs no torch, so that it works from a rank's first moment."""
+"""Requests to stop a run, by a signal or by a file. Needs no torch, so that it works from a rank's first moment."""
 
 import os
 import select
@@ -20,7 +20,7 @@ AGAIN_AFTER_S = 0.3
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Those that ask for a stop; SIGHUP is none where it is ignored, as under nohup."""
+    """Signals that ask for a stop; SIGHUP is left out where it is ignored, as under nohup."""
     return tuple(number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
 
 
@@ -54,7 +54,7 @@ class StopRequest:
         return self._is_received or self._file.exists()
 
     def begin_steps(self) -> None:
-        """From now on a step that has begun ends, and is saved, before the process stops."""
+        """Note that steps begin: from now on the step in flight ends, and is saved, before the process stops."""
         self._has_begun.set()
 
     def close(self) -> None:

@@ -36,15 +36,15 @@ from lengthwise.sim.schedule_check import shares_of
 
 
 class BatchStream(Protocol):
-    """Where global batches come from; :class:`lengthwise.data.sampler.Sampler` is one."""
+    """Source of global batches; :class:`lengthwise.data.sampler.Sampler` is one."""
 
     def __next__(self) -> GlobalBatch: ...
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """State of the stream, from which it can go on."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from there."""
+        """Go on from the state of a checkpoint."""
         ...
 
 
@@ -52,7 +52,7 @@ class SequenceLedger(Protocol):
     """Counts what is learned from; :class:`lengthwise.data.run_ledger.RunLedger` is one."""
 
     def count(self, plan: StepPlan, /) -> None:
-        """Take the sequences of a step that was computed."""
+        """Count the sequences of a step that was computed."""
         ...
 
     def check(self, stream_state: dict[str, Any], /) -> None:
@@ -60,15 +60,15 @@ class SequenceLedger(Protocol):
         ...
 
     def to_json(self, stream_state: dict[str, Any], /) -> dict[str, Any]:
-        """What ledger.json holds."""
+        """Document that ledger.json holds."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What was counted."""
+        """Counts so far, for a checkpoint."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from there."""
+        """Go on from the state of a checkpoint."""
         ...
 
 
@@ -112,7 +112,7 @@ class TrainingLoop:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint, about: master weights, and the optimizer's tensors where they are as large."""
+        """Approximate bytes of one checkpoint: master weights, and the optimizer's tensors where they are as large."""
         settings = self.state.settings
         num_copies = 1 + (0 if settings.needs_whole_parameters else len(settings.state_names))
         return self.state.table.bounds[-1] * self.state.master_dtype.itemsize * num_copies
@@ -238,7 +238,7 @@ class TrainingLoop:
         return False
 
     def _following_packs(self) -> list[Pack]:
-        """This rank's of the step after, if its plan is known."""
+        """This rank's packs of the following step, if its plan is known."""
         plan = self.peek() if self.peek is not None else None
         return [] if plan is None else packs_of(plan, self.world.rank)
 
