@@ -47,6 +47,7 @@ from lengthwise.plan.prefetch import PlanAhead
 from lengthwise.runtime.train.stop import StopRequest
 from lengthwise.session.compile_sizes import compiled_layers, sizes_of, tell_sizes
 from lengthwise.session.console import stderr
+from lengthwise.session.model_files import keep_model_files
 from lengthwise.session.planning import (
     check_num_ranks,
     make_cost,
@@ -284,6 +285,8 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
             stderr().print(f"sampling: {warning}", soft_wrap=True)
     for unused in unused_settings(config):
         stderr().print(f"warning: {unused}", soft_wrap=True)
+    for name in keep_model_files(folder, config.model.hf, corpus.parts[0].store):
+        stderr().print(f"warning: {config.model.hf}/{name} is too large to be exported with the model", soft_wrap=True)
     folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})
     folder.write_json(
         "corpus.json",

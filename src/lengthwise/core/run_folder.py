@@ -6,6 +6,7 @@ plans.jsonl     one StepPlan a line             metrics.jsonl    one step a line
 timeline/       one file a rank, a step a line  checkpoints/     step_00000100/, latest
 tensorboard/    event files                     trace.json.gz, report.html
 compiler/       what train.compile compiled
+model/          configuration and tokenizer of the model, for `lengthwise export`
 stop            asks the run to save and end
 launcher.lock, ranks.lock   who is training into it at the moment
 """
@@ -55,6 +56,11 @@ class RunFolder:
     def compiler(self) -> Path:
         """Folder of compiled code; a resumed run loads it."""
         return self.path / "compiler"
+
+    @property
+    def model_files(self) -> Path:
+        """Folder of the model's configuration and tokenizer."""
+        return self.path / "model"
 
     @property
     def tensorboard(self) -> Path:
@@ -143,7 +149,7 @@ class RunFolder:
 
     def _check_folders(self) -> None:
         """Raise ``InputError`` if something else has the name of a folder that a run writes to, perhaps hours later."""
-        for path in (self.checkpoints, self.path / "timeline", self.tensorboard, self.compiler):
+        for path in (self.checkpoints, self.path / "timeline", self.tensorboard, self.compiler, self.model_files):
             if os.path.lexists(path) and not path.is_dir():
                 raise InputError(f"{shown(path)} is a file, or a link to nothing, where a run has a folder; remove it")
 
