@@ -74,3 +74,6 @@ def test_of_a_corpus_with_more_kinds_of_slots_than_are_kept_the_first_are_kept()
     assert kinds.columns()["tokens"].tolist() == [7, 8, 7] and kinds.columns()["labels"].tolist() == [1, 1, -100]
     kinds.add(np.arange(100, 100 + 2 * MOST), np.arange(2 * MOST), {})
     assert len(kinds.columns()["tokens"]) == MOST
+    kinds._first_of = None  # nothing more is looked at
+    kinds.add(np.array([9, 10**6]), np.array([1, 1]), {})
+    assert len(kinds.columns()["tokens"]) == MOST

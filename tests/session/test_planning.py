@@ -158,17 +158,20 @@ def test_degree_and_stages_are_those_of_the_cluster_unless_settings_limit_them(s
         assert {method for scheme in schemes for method in scheme.methods} >= {"ulysses", "ring", "megatron_ts"}
 
 
-def test_policies_are_tuned_on_batches_that_the_run_does_not_compute():
+@pytest.mark.parametrize("order", ["shuffled", "sorted"])
+def test_policies_are_tuned_on_batches_that_the_run_does_not_compute(order):
+    """Random ones, whatever the order: a sorted run's first batches are alike."""
     lengths = LengthIndex(lengths=synthetic_lengths("commoncrawl", 3000, 0))
     view = apply_max_length(lengths, max_length=None, rule="error")
     corpus = Corpus(parts=(CorpusPart(name="made up", store=None, view=view),))
-    config = load(None, ["data.sequences_per_step=50", "plan.policy=static"])
+    config = load(None, ["data.sequences_per_step=50", "plan.policy=static", f"data.order={order}"])
     cluster, spec = cluster_preset("4xcpu"), model_preset("llama-tiny")
     cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")
     samples = make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus).problem.samples
     sampler = make_sampler(config, corpus)
     computed = [np.array(next(sampler).lengths) for _ in samples]
     assert samples and not any(np.array_equal(sample, batch) for sample in samples for batch in computed)
+    assert max(map(np.mean, samples)) < 4 * min(map(np.mean, samples))
 
 
 def test_compiled_runs_plan_a_few_sizes_that_divide_by_every_degree_with_methods_that_are_compiled():

@@ -101,3 +101,24 @@ def test_a_scheme_that_does_not_hold_a_sequence_is_no_part_of_its_bound():
     alone_s = float(large.times_s(np.array([150]))[0]) + large.overhead_s
     for found_s in (bound.floor_s(priced), bound(priced)):
         np.testing.assert_allclose(found_s, alone_s, rtol=1e-2)  # lengths are tabulated by steps of half a percent
+
+
+def test_the_bound_of_a_sequence_alone_is_the_time_of_its_fastest_pipeline_to_the_last_digits():
+    """It is where the search begins, not where it ends: four devices of a degree beat four stages."""
+    problem = make_problem(SimpleCost(capacity=60, loss=0.1), degrees=[1, 4], stages=[1, 4])
+    priced = PricedBatch(problem, make_batch([50]))
+    bound = SearchSpaceBound(problem, problem.candidates)
+    times_s = [k.num_stages * (float(k.times_s(np.array([50]))[0]) + k.overhead_s) for k in problem.candidates]
+    for bound_s in (bound.floor_s(priced), bound.of(priced.lengths), bound(priced)):
+        np.testing.assert_allclose(bound_s, min(times_s), rtol=1e-8)
+
+
+def test_the_bound_is_tight_where_the_longest_sequence_makes_every_update_slow():
+    """The short ones alone could go through two stages, whose update takes half."""
+    problem = make_problem(StagedUpdate(capacity=100, c_s=0.0, loss=0.0), num_devices=2, max_length=150)
+    priced = PricedBatch(problem, make_batch([150, 10, 10, 10, 10]))
+    (candidate,) = (one for one in problem.candidates if (one.scheme.degree, one.num_stages) == (2, 1))
+    packs = tuple((number,) for number in range(5))
+    draft = DraftPlan(phases=((PipelineDraft(candidate=candidate, ranks=(0, 1), packs=packs),),))
+    bound = SearchSpaceBound(problem, problem.candidates)
+    np.testing.assert_allclose(bound.step_s(priced), sum(step_times_s(priced, draft)), rtol=TOLERANCE)

@@ -20,6 +20,14 @@ def test_digests_are_equal_exactly_where_nothing_differs(one, other):
     assert (digest_of(one) == digest_of(other)) == (differences({0: one, 1: other}) == [])
 
 
+def test_the_order_of_keys_is_no_difference_and_an_empty_tree_is_one():
+    one, other = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"d": 3, "c": 2}, "a": 1}
+    assert digest_of(one) == digest_of(other) and not differences({0: one, 1: other})
+    (difference,) = differences({0: {"a": {}}, 1: {}})
+    assert str(difference) == "a is {} on rank 0, not set on rank 1"
+    assert digest_of({"a": {}}) != digest_of({})
+
+
 def test_a_difference_names_the_key_and_the_ranks_of_each_value():
     values = {rank: {"optim": {"lr": 0.1 if rank in (0, 3) else 0.2, "name": "sgd"}} for rank in range(6)}
     del values[5]["optim"]["lr"]

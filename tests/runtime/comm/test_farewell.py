@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.core.errors import CommunicationError, InputError
+from lengthwise.runtime.comm.activity import ACTIVITY, told_to_peers
 from lengthwise.runtime.comm.farewell import Farewell
 
 
@@ -42,3 +43,17 @@ def test_a_program_that_ends_by_an_error_tells_it_and_shows_it_as_before(peers, 
 def test_a_program_that_ends_without_one_tells_that(peers):
     Farewell().say()
     assert peers.said == ["its program ended"]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (InputError("sequence 7 cannot be read"), ["sequence 7 cannot be read"]),
+        (KeyError("lengths"), ["KeyError('lengths')"]),
+        (CommunicationError("rank 1 failed: its disk is full"), []),  # no cause of its own
+    ],
+)
+def test_a_command_that_fails_tells_errors_of_its_own(peers, error, expected):
+    with pytest.raises(type(error)) as raised, told_to_peers():
+        raise error
+    assert raised.value is error and peers.said == expected

@@ -35,6 +35,22 @@ def rank(monkeypatch):
         one.close()
 
 
+WAITS = {"place": "step 3", "since_s": 1.0, "waits_for": "broadcast"}
+
+
+def told_at_once(answers, monkeypatch):
+    """What rank 0 of three is told where ``answers`` are there when it asks."""
+    monkeypatch.setattr(liveness, "POLL_S", "it need not wait")
+    store = dist.HashStore()
+    for other, answer in answers.items():
+        store.set(f"lengthwise/liveness/rank_{other}", json.dumps(answer))
+    asking = Liveness(store, rank=0, size=3, timeout_s=5.0)
+    try:
+        return str(asking.explain("all-gather", CLOSED))
+    finally:
+        asking.close()
+
+
 def test_a_rank_that_computes_instead_of_coming_answers_where_it_is(rank):
     first, _, _ = rank(0), rank(1), rank(2)
     message = str(first.explain("pull of weights", TIMED_OUT))
@@ -55,12 +71,33 @@ def test_the_error_of_the_rank_that_failed_first_is_told_instead(rank):
     assert str(first.explain("all-gather", CLOSED)) == "rank 1 failed: sequence 7 cannot be read"
 
 
+def test_of_several_ranks_that_failed_the_first_is_told(monkeypatch):
+    assert told_at_once({1: {"failed": "its disk is full"}, 2: {"failed": "its disk is full too"}}, monkeypatch) == (
+        "rank 1 failed: its disk is full"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [({1: {"failed": "its disk is full"}}, "rank 1 failed"), ({1: WAITS, 2: WAITS}, "rank 1 waits at step 3")],
+)
+def test_nobody_is_waited_for_once_a_rank_has_failed_or_all_have_answered(answers, expected, monkeypatch):
+    assert expected in told_at_once(answers, monkeypatch)
+
+
+def test_a_rank_that_said_why_it_fails_is_not_said_to_compute_when_it_is_asked_later(rank):
+    first, second, third = rank(0), rank(1), rank(2)
+    second.say_failed("sequence 7 cannot be read")
+    first.explain("all-gather", CLOSED)
+    second._thread.join()  # it has seen that somebody asks
+    assert str(third.explain("all-gather", CLOSED)) == "rank 1 failed: sequence 7 cannot be read"
+
+
 def test_ranks_that_wait_for_different_things_are_told(rank):
     first, _, _ = rank(0), rank(1), rank(2)
     ACTIVITY.waits_for = "broadcast"
-    assert "rank 1 waits at step 7, forward 1: broadcast; rank 2 waits at" in str(
-        first.explain("all-gather", TIMED_OUT)
-    )
+    message = str(first.explain("all-gather", TIMED_OUT))
+    assert "rank 1 waits at step 7, forward 1: broadcast; rank 2 waits at" in message and "rank 0" not in message
 
 
 @pytest.mark.parametrize("error", [TIMED_OUT, CLOSED, dist.DistBackendError("NCCL communicator was aborted")])
@@ -69,6 +106,13 @@ def test_errors_of_the_transport_name_the_operation(rank, error):
     waiting = CollectiveWait("reduce-scatter", (0, 2), activity=activity)
     with pytest.raises(CommunicationError, match=r"step 3, push: reduce-scatter of ranks 0 and 2"), waiting:
         raise error
+
+
+def test_a_rank_is_said_to_wait_only_while_it_waits():
+    activity = Activity()
+    with CollectiveWait("all-gather", activity=activity):
+        assert activity.to_json()["waits_for"] == "all-gather"
+    assert activity.to_json()["waits_for"] == ""
 
 
 @pytest.mark.parametrize("error", [RuntimeError("expected scalar type Float"), InputError("no"), KeyError("socket")])

@@ -1,6 +1,7 @@
 """Which checkpoints stay when there is a new one, and which of them a run goes on from."""
 
 import json
+import shutil
 
 import pytest
 
@@ -95,3 +96,16 @@ def test_a_state_of_another_schema_is_told_from_a_damaged_one(tmp_path):
         (checkpoint / STATE_FILE).write_text(json.dumps(changed) + "\n")
         with pytest.raises(InputError, match="has changed since it was written"):
             read_state(checkpoint)
+
+
+@pytest.mark.parametrize(("left", "is_refused"), [("data", True), (".nfs00ab", False)])
+def test_a_new_checkpoint_begins_beside_files_that_others_hold_open_alone(tmp_path, monkeypatch, left, is_refused):
+    partial = tmp_path / "step_00000010.partial"
+    partial.mkdir()
+    (partial / left).touch()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as a network file system keeps what is open
+    if is_refused:
+        with pytest.raises(OSError, match="data of an earlier save cannot be removed"):
+            begin(tmp_path, step_name(10))
+    else:
+        assert begin(tmp_path, step_name(10)) == partial

@@ -242,6 +242,14 @@ def test_a_mask_of_minus_infinity_is_not_a_bias():
         assert tables.kind(0, given, shard) == {"causal": False, "window": None}
 
 
+def test_a_mask_that_is_open_on_one_side_is_a_window():
+    seen = torch.ones(9, 9, dtype=torch.bool)
+    for given, window in ((seen.tril(2), (1 << 62, 2)), (seen.triu(-2), (2, 1 << 62))):
+        tables = MaskTables("Model")
+        tables.note(0, given, (1, 4, 9, 8))
+        assert tables.kind(0, given, shard_of((9,))) == {"causal": False, "window": window}
+
+
 @pytest.mark.parametrize("mask", ["sinks", "filled"])
 def test_dropout_of_masked_attention_is_the_same_for_a_sequence_in_every_pack(mask):
     model = prepared(built(GPT, mask=mask, dropout=0.3))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.wrap.loss_backward import roots_of
 from tests.runtime.loop.loops import (
     labels_of_some,
     make_run,
@@ -34,6 +35,17 @@ def test_a_mean_over_no_targets_poisons_no_gradient(ranks, num_ranks, degree, re
     for mine, theirs, _ in found:
         assert mine == pytest.approx(loss, abs=1e-12)
         torch.testing.assert_close(theirs, weights, rtol=0, atol=1e-11)
+
+
+def test_a_backward_of_outputs_without_a_loss_leaves_the_loss_out():
+    values = torch.ones(3, requires_grad=True)
+    output = {"loss": (values * 0).sum() / 0, "logits": values * 2}
+    ((_, zeros),) = roots_of(output, None)
+    assert zeros.shape == (3,) and not zeros.any()
+    ((edge, zeros),) = roots_of((output["loss"], None), [values * 3])
+    torch.autograd.backward([edge], [zeros])
+    assert values.grad.tolist() == [0.0, 0.0, 0.0]
+    assert roots_of(output["loss"], None) == ()
 
 
 WAYS = ("side", "declared", "tokens", "step")

@@ -9,7 +9,7 @@ before. Questions go through the store by which the ranks met.
 import atexit
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from threading import Event, Thread
 from typing import Any
 
@@ -37,7 +37,8 @@ class Liveness:
         """``store``: where all ranks meet; this takes a connection of its own. ``timeout_s``: to be told."""
         clone = getattr(store, "clone", None)
         self._store = dist.PrefixStore("lengthwise/liveness", clone() if clone else store)
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._rank, self._timeout_s = rank, timeout_s
+        self._others = [other for other in range(size) if other != rank]
         self._is_over = Event()
         self._thread = Thread(target=self._answer_when_asked, name="liveness", daemon=True)
         self._thread.start()
@@ -68,7 +69,7 @@ class Liveness:
         failed = {rank: str(answer["failed"]) for rank, answer in answers.items() if "failed" in answer}
         if failed:
             return CommunicationError(f"rank {min(failed)} failed: {failed[min(failed)]}")
-        why = "; ".join(_reasons(answers, rank=self._rank, size=self._size)) or first_line(error)
+        why = "; ".join(_reasons(answers, self._others)) or first_line(error)
         if not is_timeout(error):
             return CommunicationError(f"{ACTIVITY.place}: {operation} lost a rank: {why}")
         return CommunicationError(
@@ -82,11 +83,11 @@ class Liveness:
         answers: dict[int, dict[str, Any]] = {}
         end_s = time.monotonic() + ANSWER_S
         while True:
-            for rank in range(self._size):
+            for rank in self._others:
                 if rank not in answers and self._store.check([_key(rank)]):
                     answers[rank] = json.loads(self._store.get(_key(rank)))
             has_cause = any("failed" in answer for answer in answers.values())
-            if has_cause or len(answers) == self._size or time.monotonic() > end_s:
+            if has_cause or len(answers) == len(self._others) or time.monotonic() > end_s:
                 return answers
             time.sleep(POLL_S)
 
@@ -104,16 +105,17 @@ class Liveness:
             return
 
 
-def _reasons(answers: Answers, *, rank: int, size: int) -> list[str]:
-    """Reasons, from ``answers``, why other ranks did not join."""
-    silent = [other for other in range(size) if other not in answers]
+def _reasons(answers: Answers, ranks: Sequence[int]) -> list[str]:
+    """Reasons, from their ``answers``, why ``ranks`` did not join."""
+    silent = [rank for rank in ranks if rank not in answers]
     reasons = [f"no answer from {ranks_text(silent)} (killed, stopped, or cut off)"] if silent else []
-    for other, answer in sorted(answers.items()):
-        if other != rank and not answer["waits_for"]:
-            reasons.append(f"rank {other} did not come, it is at {answer['place']} for {answer['since_s']:.0f} s")
+    for rank, answer in sorted(answers.items()):
+        if not answer["waits_for"]:
+            reasons.append(f"rank {rank} did not come, it is at {answer['place']} for {answer['since_s']:.0f} s")
     if not reasons:
-        waiting = ((other, answer) for other, answer in sorted(answers.items()) if other != rank)
-        reasons = [f"rank {other} waits at {answer['place']}: {answer['waits_for']}" for other, answer in waiting]
+        reasons = [
+            f"rank {rank} waits at {answer['place']}: {answer['waits_for']}" for rank, answer in sorted(answers.items())
+        ]
     return reasons[:MOST_TOLD]
 
 
