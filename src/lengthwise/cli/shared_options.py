@@ -1,6 +1,7 @@
 """Options that the commands of what-if questions share."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,4 +41,12 @@ Methods = Annotated[
     str | None, typer.Option(metavar="A,B", help="How devices share a layer; default: ulysses,ring,megatron_ts.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="What forward and backward compute in.")]
+TraceSteps = Annotated[
+    str | None, typer.Option(metavar="A-B,C", help="Steps of the trace; default: as many as viewers bear.")
+]
+TraceRanks = Annotated[str | None, typer.Option(metavar="A-B,C", help="Ranks of the trace; default: all.")]
+KinetoFolder = Annotated[
+    Path | None,
+    typer.Option("--kineto", metavar="FOLDER", help="Also write traces as PyTorch's profiler does, one file a rank."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]

@@ -25,6 +25,14 @@ def check_place(path: Path | None, option: str) -> None:
         ) from None
 
 
+def check_folder(path: Path | None, option: str) -> None:
+    """Raise ``InputError`` if no folder can be at ``path``: before the work, so that none is done in vain."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise InputError(f"{option} {path} is a file; give the name of a folder")
+    if path is not None and not path.parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {path.parent}; make it first")
+
+
 def write_whole(files: Mapping[Path, bytes]) -> None:
     """Write all files beside their places first, then move each into place; nothing appears if any write fails.
 

@@ -1,6 +1,6 @@
 """`lengthwise.simulate`: plans in virtual time, and their figures over all steps; needs no torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import fsum
@@ -13,8 +13,6 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import read_jsonl
 from lengthwise.core.specs import GIB, whole_number
 from lengthwise.core.step_plan import StepPlan
-from lengthwise.core.timeline import Timeline
-from lengthwise.report.chrome_trace import MOST_SPANS
 from lengthwise.sim.engine import simulate as simulate_step
 from lengthwise.sim.sim_options import SimOptions
 from lengthwise.sim.step_summary import SimulatedStep, summary
@@ -111,17 +109,6 @@ def figures(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep]) -> dict[s
         "gap_median": median(plan.gap for plan in plans),
         "peak_gib": max(step.peak_bytes for step in steps) / GIB,
     }
-
-
-def first_timelines(plans: Sequence[StepPlan], options: SimOptions) -> Iterator[Timeline]:
-    """Timelines of the first steps, at least one, as many as viewers of traces bear."""
-    num_spans = 0
-    for plan in plans:
-        timeline = simulate_step(plan, options)
-        num_spans += len(timeline.spans)
-        if num_spans > MOST_SPANS and plan is not plans[0]:
-            return
-        yield timeline
 
 
 def _plan(row: dict[str, Any], path: Path) -> StepPlan:

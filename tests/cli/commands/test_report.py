@@ -99,3 +99,23 @@ def test_an_unwritable_place_is_refused_and_nothing_is_written(lengthwise, tmp_p
     code, _, err = lengthwise("report", folder.path, "--out", tmp_path / "page.html")
     assert code == 2 and "is a folder" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+def test_a_trace_holds_the_chosen_steps_and_ranks_measured_and_predicted(lengthwise, tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=6)
+    options = ("--trace-steps", "2-3", "--trace-ranks", "1", "--kineto", tmp_path / "ranks")
+    assert lengthwise("report", folder.path, *options)[0] == 0
+    events = json.loads(gzip.decompress(folder.trace.read_bytes()))["traceEvents"]
+    assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {2, 3}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 1", "predicted rank 1"}
+    assert "It holds 2 of 6 steps." in folder.report.read_text()
+    (path,) = (tmp_path / "ranks").iterdir()
+    kernels = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("cat") == "kernel"]
+    assert {e["args"]["step"] for e in kernels} == {2, 3}
+    assert "ncclDevKernel_ReduceScatter" in {e["name"] for e in kernels}
+
+
+def test_ranks_of_several_runs_have_no_folder_of_traces(lengthwise, tmp_path):
+    folders = [make_run(tmp_path / name, name=name, num_steps=2).path for name in ("a", "b")]
+    code, _, err = lengthwise("report", *folders, "--out", tmp_path / "page.html", "--kineto", tmp_path / "ranks")
+    assert code == 2 and "--kineto takes one run" in err and not (tmp_path / "ranks").exists()

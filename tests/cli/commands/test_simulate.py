@@ -78,19 +78,20 @@ def test_a_trace_has_every_pass_and_switch_and_no_overlaps(cli, staged, tmp_path
     path = tmp_path / "trace.json.gz"
     assert cli("simulate", staged, "--trace", path)[0] == 0
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
+    spans = [event for event in events if event["ph"] == "X" and "kind" in event["args"]]
     for rank in range(4):
-        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == rank)
+        mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["pid"] == rank + 1)
         assert all(before[1] <= after[0] + 1e-3 for before, after in pairwise(mine))
-        names = [e["name"] for e in spans if e["pid"] == rank and e["args"]["step"] == 0 and e["cat"] != "wait"]
+        of_step = [e for e in spans if e["pid"] == rank + 1 and e["args"]["step"] == 0]
+        names = [e["name"] for e in of_step if e["args"]["kind"] != "wait"]
         first = [f"{part} {i}" for part in ("forward", "backward") for i in range(3)] if rank < 2 else None
         if first:
             assert sorted(names) == sorted([*first, "forward 0", "backward 0", "switch", "update"])
-    assert {e["pid"] for e in events if e["ph"] == "C"} == {0, 1, 2, 3}
+    assert {e["pid"] for e in events if e["ph"] == "C"} == {1, 2, 3, 4}
 
 
 def test_a_trace_holds_as_many_steps_as_viewers_bear(cli, staged, tmp_path, monkeypatch):
-    monkeypatch.setattr("lengthwise.session.simulate_plans.MOST_SPANS", 10)
+    monkeypatch.setattr("lengthwise.session.simulation_traces.MOST_SPANS", 10)
     code, _, err = cli("simulate", staged, "--trace", tmp_path / "trace.json.gz")
     events = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
     assert (code, {e["args"]["step"] for e in events if e["ph"] == "X"}) == (0, {0})
@@ -133,3 +134,23 @@ def test_an_empty_plan_file_is_refused(cli, tmp_path):
     code, _, err = cli("simulate", write(tmp_path / "plans.jsonl"))
     assert code == 2
     assert "no plans in" in err
+
+
+def test_a_trace_holds_the_chosen_steps_and_ranks(cli, staged, tmp_path):
+    path = tmp_path / "trace.json.gz"
+    chosen = ("--trace-steps", "1-2", "--trace-ranks", "0,3")
+    assert cli("simulate", staged, "--trace", path, *chosen, "--kineto", tmp_path / "ranks")[0] == 0
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {1, 2}
+    names = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {"predicted rank 0", "predicted rank 3"}
+    assert [file.name[:10] for file in sorted((tmp_path / "ranks").iterdir())] == ["rank_00000", "rank_00003"]
+
+
+def test_a_step_or_rank_that_is_not_there_is_refused_before_anything_is_written(cli, staged, tmp_path):
+    path = tmp_path / "trace.json.gz"
+    code, _, err = cli("simulate", staged, "--trace", path, "--trace-steps", "7")
+    assert code == 2 and "--trace-steps 7: the steps are 0 to 2; choose among them" in err
+    code, _, err = cli("simulate", staged, "--kineto", path, "--trace-ranks", "0-2,9")
+    assert code == 2 and "--trace-ranks 9: the ranks are 0 to 3; choose among them" in err
+    assert not path.exists()

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceSteps
+from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.session.console import emit_json
 
@@ -17,16 +19,25 @@ def run(
         Path | None, typer.Option(help="The page; default: report.html in the run, or for several runs, here.")
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="First steps that the speed figures leave out.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
+    trace_steps: TraceSteps = None,
+    trace_ranks: TraceRanks = None,
+    kineto: KinetoFolder = None,
+    json: Json = False,
 ) -> None:
     """Write one HTML page and a trace of a run."""
     from lengthwise.cli.tables.report_table import print_runs
+    from lengthwise.report.trace_choice import TraceChoice
+    from lengthwise.report.whole_file import check_folder
     from lengthwise.session.run_report import write_report
 
     for path in runs:
         RunFolder(path).check()
     page_path, trace_path = _places(runs, out)
-    summaries = write_report(runs, page_path, trace_path, warmup=warmup)
+    check_folder(kineto, "--kineto")
+    if kineto is not None and len(runs) > 1:
+        raise InputError(f"--kineto takes one run, whose ranks are its files, not {len(runs)}; report each by itself")
+    choice = TraceChoice.parse(trace_steps, trace_ranks)
+    summaries = write_report(runs, page_path, trace_path, warmup=warmup, choice=choice, kineto=kineto)
     if json:
         emit_json({"runs": [s.to_json() for s in summaries], "report": str(page_path), "trace": str(trace_path)})
     else:

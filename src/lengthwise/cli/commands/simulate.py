@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli.launch import split_arguments
+from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceSteps
 from lengthwise.config.limits import MAX_STEPS
 from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
@@ -28,29 +29,32 @@ def run(
         list[str] | None, typer.Option(metavar="RANK:FACTOR", help="a rank that is slower; repeatable")
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace (.json.gz) here")] = None,
+    trace_steps: TraceSteps = None,
+    trace_ranks: TraceRanks = None,
+    kineto: KinetoFolder = None,
     html: Annotated[Path | None, typer.Option(help="write a page with timelines and memory here")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+    as_json: Json = False,
 ) -> None:
     """Predict step time, idle share and throughput of a run's first steps, or of plans made before."""
     from lengthwise.cli.tables.simulate_table import print_simulation
-    from lengthwise.report.chrome_trace import write_trace
-    from lengthwise.report.whole_file import check_place, write_whole
-    from lengthwise.session.simulate_plans import figures, first_timelines, parse_straggler
+    from lengthwise.report.trace_choice import TraceChoice
+    from lengthwise.report.whole_file import check_folder, check_place, write_whole
+    from lengthwise.session.simulate_plans import figures, parse_straggler
     from lengthwise.session.simulation_report import simulation_html
+    from lengthwise.session.simulation_traces import write_traces
     from lengthwise.sim.sim_options import SimOptions
     from lengthwise.sim.step_summary import summary
 
     check_place(trace, "--trace")
     check_place(html, "--html")
+    check_folder(kineto, "--kineto")
+    choice = TraceChoice.parse(trace_steps, trace_ranks)
     options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])))
     plans = _plans(source, overrides, steps)
     simulated = [summary(plan, options) for plan in plans]
     document = figures(plans, simulated)
-    if trace is not None:
-        timelines = list(first_timelines(plans, options))
-        write_trace(trace, [], predicted=timelines)
-        if len(timelines) < len(plans):
-            stderr().print(f"{trace} holds the first {len(timelines):,} of {len(plans):,} steps; viewers bear no more")
+    if (trace or kineto) and (note := write_traces(plans, options, choice, trace=trace, kineto=kineto)):
+        stderr().print(note, soft_wrap=True)
     if html is not None:
         write_whole({html: simulation_html(plans, simulated, options, document).encode()})
     if as_json:

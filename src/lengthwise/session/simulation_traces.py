@@ -1,0 +1,49 @@
+"""Traces of simulated steps: one for Perfetto, or one per rank as PyTorch's profiler writes them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.timeline import Timeline
+from lengthwise.report.chrome_trace import MOST_SPANS, write_trace
+from lengthwise.report.kineto import write_kineto
+from lengthwise.report.trace_choice import TraceChoice
+from lengthwise.sim.engine import simulate
+from lengthwise.sim.sim_options import SimOptions
+
+
+def write_traces(
+    plans: Sequence[StepPlan], options: SimOptions, choice: TraceChoice, *, trace: Path | None, kineto: Path | None
+) -> str:
+    """Simulate the chosen steps and write the traces that have a place.
+
+    Returns:
+        A sentence if not all the chosen steps were written: viewers bear no more; else nothing.
+
+    Raises:
+        InputError: a chosen step or rank is not in the plans, or a place cannot be written.
+    """
+    choice.check(steps=[plan.step for plan in plans], num_ranks=plans[0].num_devices)
+    chosen = {plan.step: plan for plan in plans if choice.has_step(plan.step)}
+    timelines = _timelines(list(chosen.values()), options, choice)
+    ranks = choice.ranks_among(plans[0].num_devices)
+    if trace is not None:
+        write_trace(trace, [], predicted=timelines, plans=chosen, ranks=ranks)
+    if kineto is not None:
+        write_kineto(kineto, timelines, plans=chosen, ranks=ranks)
+    if len(timelines) == len(chosen):
+        return ""
+    return f"{trace or kineto} holds the first {len(timelines):,} of {len(chosen):,} steps; viewers bear no more"
+
+
+def _timelines(plans: Sequence[StepPlan], options: SimOptions, choice: TraceChoice) -> list[Timeline]:
+    """Simulate the first steps, at least one, as many as viewers bear of the chosen ranks."""
+    timelines: list[Timeline] = []
+    num_spans = 0
+    for plan in plans:
+        timeline = simulate(plan, options)
+        num_spans += sum(choice.has_rank(span.rank) for span in timeline.spans)
+        if timelines and num_spans > MOST_SPANS:
+            break
+        timelines.append(timeline)
+    return timelines
