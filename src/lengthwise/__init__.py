@@ -4,9 +4,12 @@ Public are the names in ``__all__``, and what they take and give: the nouns of `
 are documented to return. Everything else is private by convention, and may change in any version.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import lengthwise.plan  # noqa: F401 - the package sets this name when it is imported first; the function replaces it
+from lengthwise.core.errors import missing_package
 from lengthwise.core.version import __version__
 from lengthwise.session.plan_lengths import plan
 
@@ -52,11 +55,26 @@ _HOMES = {
     "TrainerCallback": "lengthwise.integrations.hf_trainer",
 }
 """Modules of names that are imported when they are first used: planning needs no torch."""
+_WITHOUT_TORCH = {"compare", "simulate", "train"}
 
 
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
+if not TYPE_CHECKING:  # type checkers know the names above, and refuse others
 
-    if name not in _HOMES:
-        raise AttributeError(f"module 'lengthwise' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'lengthwise' has no attribute {name!r}")
+        try:
+            return getattr(import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            if not error.name or error.name.startswith("lengthwise"):
+                raise
+            raise missing_package(f"lengthwise.{name}", error.name) from None
+
+
+def __dir__() -> list[str]:
+    """List the public names; without torch those that work without it, so that ``help`` does."""
+    try:
+        has_torch = find_spec("torch") is not None
+    except ImportError:  # of a finder that blocks it
+        has_torch = False
+    return sorted({*globals(), *__all__} - (set() if has_torch else _HOMES.keys() - _WITHOUT_TORCH))

@@ -127,9 +127,11 @@ def _cases() -> list[Case]:
         Case(name=f"{name} as file", arguments=("config", FILE), words=(FILE, word), spoil=spoil)
         for name, (spoil, word) in no_document(FILE).items()
     ]
-    for verb in ("plan", "train", "simulate", "profile"):
-        cases.append(Case(name=f"{verb} endless", arguments=(verb, "/dev/zero"), words=("/dev/zero is a device",)))
-        cases.append(Case(name=f"{verb} wrong", arguments=(verb, "optim.lr=.nan"), words=("finite number",)))
+    for command in ("plan", "train", "simulate", "profile"):
+        cases.append(
+            Case(name=f"{command} endless", arguments=(command, "/dev/zero"), words=("/dev/zero is a device",))
+        )
+        cases.append(Case(name=f"{command} wrong", arguments=(command, "optim.lr=.nan"), words=("finite number",)))
     cases += [
         Case(name="a name too long", arguments=("config", "x" * 5000), words=("cannot read",)),
         Case(name="NUL in the name", arguments=("config", "a\0b"), words=("null byte",)),

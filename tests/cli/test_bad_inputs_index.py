@@ -151,7 +151,7 @@ def _cases() -> list[Case]:
             words=("is a file",),
         ),
     ]
-    for verb, arguments in {
+    for command, arguments in {
         "stats": ("stats", "GOOD/lengths.npy"),
         "compare": (
             "compare",
@@ -166,7 +166,7 @@ def _cases() -> list[Case]:
         ),
     }.items():
         cases += [
-            Case(name=f"{verb} {name}", arguments=arguments, words=("error:",), spoil=spoil)
+            Case(name=f"{command} {name}", arguments=arguments, words=("error:",), spoil=spoil)
             for name, spoil in LENGTHS.items()
         ]
     return cases

@@ -1,4 +1,4 @@
-"""Plans by hand, profiles and options of the what-if verbs that nobody can mean."""
+"""Plans by hand, profiles and options of the what-if commands that nobody can mean."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How verbs end: any text is printed as it is, any exception becomes one sentence and an exit code."""
+"""How commands end: any text is printed as it is, any exception becomes one sentence and an exit code."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ def failing(monkeypatch, error):
         (OSError(errno.ENOSPC, "No space left on device", "out"), 1, "out: No space left"),
         (OSError(errno.ELOOP, "Too many levels of symbolic links", "link"), 2, "link: Too many levels"),
         (MemoryError(), 1, "not enough memory"),
-        (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"), 2, "pyarrow is not installed"),
+        (ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow"), 2, "pip install 'lengthwise[data]'"),
         (InputError(NASTY), 2, NASTY),
         (InputError("a\x1b[2Jb\x00c\u202ed\ud800"), 2, "a\\x1b[2Jb\\x00c\\u202ed\\ud800"),
     ],

@@ -1,13 +1,20 @@
 """The frame of the command line."""
 
 import json
+import os
 import subprocess
 import sys
 
-from lengthwise.cli.main import VERBS
+import pytest
+
+from lengthwise.cli.main import COMMANDS
+from lengthwise.index.build import build_index
+from lengthwise.index.settings import IndexSettings
+
+NO_TORCH = "this command needs torch, which is not installed: pip install 'lengthwise[train]'"
 
 
-def test_help_names_every_verb_without_importing_anything_heavy():
+def test_help_names_every_command_without_importing_anything_heavy():
     code = (
         "import sys; sys.argv = ['lengthwise', '--help']\n"
         "from lengthwise.cli.main import main\n"
@@ -18,10 +25,10 @@ def test_help_names_every_verb_without_importing_anything_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(verb in done.stdout for verb in VERBS)
+    assert all(command in done.stdout for command in COMMANDS)
 
 
-def test_unknown_verbs_and_options_exit_with_2(cli):
+def test_unknown_commands_and_options_exit_with_2(cli):
     assert cli("trian")[0] == 2
     assert cli("stats", "--nonsense")[0] == 2
     code, out, err = cli("compare", "--nonsense", "--json")
@@ -44,3 +51,63 @@ def test_a_printed_configuration_says_which_words_a_setting_may_be(cli):
 
 def test_version(cli):
     assert cli("--version")[1].strip() == "0.1.0"
+
+
+def test_a_mistyped_command_is_told_the_nearest(cli):
+    code, _, err = cli("trian")
+    assert code == 2 and "did you mean train?" in err
+    assert "known: " in cli("zzzz")[2]
+
+
+def test_tab_completes_commands_without_importing_any_and_options_of_the_command_that_is_named():
+    def completed(words):
+        code = (
+            "import sys; sys.argv = ['lengthwise']\n"
+            "from lengthwise.cli.main import main\n"
+            "try: main()\n"
+            "finally: print(sorted(m for m in sys.modules if m.startswith('lengthwise.cli.commands.')))\n"
+        )
+        variables = {"_LENGTHWISE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **variables}
+        )
+        return done.stdout.split()
+
+    assert completed("lengthwise p") == ["profile", "plan", "[]"]
+    assert completed("lengthwise --install") == ["--install-completion", "[]"]
+    assert completed("lengthwise plan --o") == ["--out", "['lengthwise.cli.commands.plan']"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_torch_every_command_has_help_or_says_what_to_install(command):
+    code = (
+        "import sys, tests.no_torch\n"
+        f"sys.argv = ['lengthwise', {command!r}, '--help']\n"
+        "from lengthwise.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) in (
+        (0, ""),
+        (2, f"error: {NO_TORCH}\n"),
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("train", "data.index=DIR"), ("profile", "data.index=DIR"), ("demo",), ("export", "RUN", "--out", "OUT"),
+        ("analyze", "DIR", "--metric", "length"),
+    ],
+)  # fmt: skip
+def test_commands_that_need_torch_say_so_before_they_write_anything(arguments, tmp_path):
+    (tmp_path / "SRC").mkdir()
+    (tmp_path / "SRC" / "1.txt").write_text("words and words")
+    build_index(IndexSettings(source=tmp_path / "SRC"), tmp_path / "DIR", workers=1)
+    code = "import sys, tests.no_torch\nfrom lengthwise.cli.main import main\nmain()"
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=tmp_path, env=variables
+    )
+    assert done.returncode == 2 and done.stderr.endswith(f"error: {NO_TORCH}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["DIR", "SRC"]

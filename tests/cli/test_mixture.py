@@ -1,4 +1,4 @@
-"""Every verb that takes a configuration takes a mixture."""
+"""Every command that takes a configuration takes a mixture."""
 
 import json
 

@@ -84,10 +84,10 @@ def test_plans_drawn_at_random_are_those_that_training_draws(cli, lengths):
 
 @pytest.mark.parametrize("options", [("plan", "--out"), ("simulate", "--html"), ("simulate", "--trace")], ids=" ".join)
 def test_where_to_write_is_checked_before_the_work(cli, lengths, tmp_path, options, monkeypatch):
-    verb, option = options
+    command, option = options
     monkeypatch.setattr("lengthwise.session.plan_steps.make_planner", None)  # would fail if it were called
     for place, words in ((tmp_path, "is a folder"), (tmp_path / "nowhere" / "x", "there is no folder")):
-        code, _, err = cli(verb, *arguments(lengths), option, place)
+        code, _, err = cli(command, *arguments(lengths), option, place)
         assert code == 2 and words in err
     assert not list(tmp_path.glob("*.partial"))
 
@@ -107,7 +107,7 @@ def test_tables_are_printed_for_people(cli, lengths):
 
 
 @pytest.mark.parametrize(
-    ("verb", "changes", "code", "message"),
+    ("command", "changes", "code", "message"),
     [
         ("plan", ["cluster.name="], 2, "cluster.name is not set"),
         ("plan", ["plan.policy=aut"], 2, "or 'auto', not 'aut'"),
@@ -117,8 +117,8 @@ def test_tables_are_printed_for_people(cli, lengths):
         ("simulate", ["cluster.nam=x"], 2, "did you mean cluster.name?"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_with_the_right_exit_code(cli, lengths, verb, changes, code, message):
-    found, _, err = cli(verb, *arguments(lengths, *changes))
+def test_what_cannot_be_planned_is_refused_with_the_right_exit_code(cli, lengths, command, changes, code, message):
+    found, _, err = cli(command, *arguments(lengths, *changes))
     assert found == code
     assert message in err
 

@@ -60,16 +60,16 @@ def listing(folder: Path) -> list[str]:
         ("/proc/run", "No such file or directory"),
     ],
 )
-@pytest.mark.parametrize("verb", ["train", "export"])
+@pytest.mark.parametrize("command", ["train", "export"])
 def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_left_behind(
-    cli, corpus, done, tmp_path, name, reason, verb
+    cli, corpus, done, tmp_path, name, reason, command
 ):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     before = listing(tmp_path)
     out = tmp_path / name
-    if verb == "train":
+    if command == "train":
         told = refusal(cli, "train", *settings(corpus, out, *SMALL))
     else:
         told = refusal(cli, "export", done, "--out", out)

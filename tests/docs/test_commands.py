@@ -17,7 +17,7 @@ from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, commands, in_langu
 
 SHELL = in_language("bash")
 COMMANDS = [(block, words) for block in SHELL for words in commands(block.text)]
-VERBS = typer.main.get_command(app)
+GROUP = typer.main.get_command(app)
 OVERRIDE = re.compile(r"^[a-z_]+(\.[a-z_]+)*=")
 TEXT = "def count(words):\n    return {word: words.count(word) for word in set(words)}\n"
 QUICK: dict[str, tuple[str, ...]] = {
@@ -50,8 +50,8 @@ def test_every_command_is_taken(block, words):
     place = f"{block.page}:{block.line}: {' '.join(words)}"
     words = [word for word in words if word not in (">", "<")]
     match words:
-        case ["lengthwise", verb, *arguments]:
-            check_lengthwise(verb, arguments, place)
+        case ["lengthwise", command, *arguments]:
+            check_lengthwise(command, arguments, place)
         case ["torchrun" | "python" | ".venv/bin/python", *others] if "-m" in others:
             start = others.index("-m") + 1
             assert others[start] == "lengthwise", place
@@ -76,11 +76,11 @@ def test_every_command_is_taken(block, words):
             pytest.fail(f"{place}: no test knows this program")
 
 
-def check_lengthwise(verb, arguments, place):
+def check_lengthwise(name, arguments, place):
     """Parse the command as the command line does, and read every setting in it."""
-    command = VERBS.get_command(typer.Context(VERBS), verb)
+    command = GROUP.get_command(typer.Context(GROUP), name)
     assert command is not None, place
-    with command.make_context(verb, list(arguments)) as context:  # ends the process at an unknown option
+    with command.make_context(name, list(arguments)) as context:  # ends the process at an unknown option
         given = context.params
     texts = [str(value) for name, value in given.items() if name not in ("glob",) for value in as_list(value)]
     load(None, [text for text in texts if OVERRIDE.match(text) and not text.startswith("loss=")])

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import lengthwise
-from lengthwise.cli.main import VERBS
+from lengthwise.cli.main import COMMANDS
 from lengthwise.config.run_config import Config
 from tests.docs.blocks import FENCE, PAGES, ROOT
 
@@ -106,7 +106,7 @@ def test_the_reference_has_every_setting_command_and_public_name():
     page = reference.configuration()
     assert len(settings) > 50 and not [name for name in settings if f"| `{name}` |" not in page]
     page = reference.command_line()
-    assert not [verb for verb in VERBS if f"## lengthwise {verb}\n" not in page]
+    assert not [command for command in COMMANDS if f"## lengthwise {command}\n" not in page]
     assert "| `--nproc" in page and "`--resume" in page
     page = reference.python()
     assert not [name for name in lengthwise.__all__ if name[0] != "_" and f"## {name}\n" not in page]

@@ -1,1 +1,1 @@
-"""One file per verb."""
+"""The command line: one file per command."""

@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from lengthwise.core.errors import INTERRUPTED, InputError, LengthwiseError
+from lengthwise.core.errors import INTERRUPTED, InputError, LengthwiseError, missing_package
 
 DEBUG_VARIABLE = "LENGTHWISE_DEBUG"
 """Set to 1, an unexpected error prints its traceback instead of naming a file that holds it."""
@@ -39,10 +39,7 @@ def explain(error: BaseException) -> CommandFailed:
             LengthwiseError.exit_code,
         )
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("lengthwise"):
-        return CommandFailed(
-            f"the package {error.name.partition('.')[0]} is not installed; pip install 'lengthwise[train,hf,data]'",
-            InputError.exit_code,
-        )
+        return explain(missing_package("this command", error.name))
     return _explain_bug(error)
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from uuid import uuid4
 
 from lengthwise.cli.rendezvous import meet_on_loopback
 from lengthwise.cli.signals import SignalsOfRanks
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import missing_package
 from lengthwise.core.processes import check_processes
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_torch() -> None:
+    """Raise ``MissingPackage`` if torch is not installed: before anything is read or written."""
+    if find_spec("torch") is None:
+        raise missing_package("this command", "torch")
+
+
 def check_nproc(nproc: int) -> None:
     """Raise ``InputError`` if one machine cannot run so many ranks."""
     check_processes(nproc, setting="--nproc", limit=MOST_RANKS)
@@ -78,11 +85,10 @@ def torchrun(
         KeyboardInterrupt: SIGINT came; the ranks have ended.
     """
     check_nproc(nproc)
-    try:
-        from torch.distributed import run as torch_run
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    except ImportError:
-        raise InputError("this verb needs torch: pip install 'lengthwise[train]'") from None
+    check_torch()
+    from torch.distributed import run as torch_run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     os.environ.setdefault("OMP_NUM_THREADS", "1" if nproc > 1 else str(os.cpu_count() or 1))
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the ranks say what went wrong

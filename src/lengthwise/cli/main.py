@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 import typer.core
@@ -22,7 +22,7 @@ from lengthwise.session.console import emit_json, prepare_streams, print_error
 USAGE = 2
 """The exit code of a command line that cannot be read."""
 
-VERBS = {
+COMMANDS = {
     "demo": "Index real text, profile, train under three policies, and write the report.",
     "index": "Turn text, code, FASTA, Parquet or lengths into an index.",
     "stats": "Show what the lengths of an index cost: padding, imbalance, what max_length would cut.",
@@ -44,25 +44,49 @@ class LazyGroup(typer.core.TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of the commands, in the order of the table."""
-        return list(VERBS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name; None if there is none."""
-        if cmd_name not in VERBS:
+        if cmd_name not in COMMANDS:
             return None
-        verb = typer.Typer(add_completion=False, rich_markup_mode=None)
-        verb.command(name=cmd_name, help=VERBS[cmd_name])(
-            _guarded(import_module(f"lengthwise.cli.commands.{cmd_name}").run)
-        )
-        return typer.main.get_command(verb)
+        try:
+            run = import_module(f"lengthwise.cli.commands.{cmd_name}").run
+        except ModuleNotFoundError as error:  # such as torch, which is an extra
+            raise explain(error) from None
+        command = typer.Typer(add_completion=False, rich_markup_mode=None)
+        command.command(name=cmd_name, help=COMMANDS[cmd_name])(_guarded(run))
+        return typer.main.get_command(command)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that ``args`` begins with; one that does not exist is refused with the nearest name."""
+        if not ctx.resilient_parsing and args[0] not in COMMANDS:
+            from lengthwise.core.specs import nearest
+
+            ctx.fail(f"no command {args[0][:100]!a}; {nearest(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Complete the name of a command from the table, so that pressing Tab imports none of them."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [Completion(name, text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the table of commands, without importing any."""
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(VERBS.items()))
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
-app = typer.Typer(cls=LazyGroup, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+class Completion(NamedTuple):
+    """One word that the shell may complete."""
+
+    value: str
+    help: str
+    type: str = "plain"
+
+
+app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True, no_args_is_help=True)
@@ -81,7 +105,7 @@ def main() -> None:
     try:
         with stoppable_start() if sys.argv[1:2] == ["train"] else nullcontext():
             app()
-    except Preempted as stopped:  # before the verb was called
+    except Preempted as stopped:  # before the command was called
         if is_first():  # torchrun stops all ranks when one fails, and that one has said why
             print_error(str(stopped))
         sys.exit(stopped.exit_code)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 MAX_DEVICES = 1 << 16
-"""That of ``core.specs``, spelt here so that the options of a verb need no NumPy."""
+"""The limit in ``core.specs``, spelt here so that the options of a command need no NumPy."""
 MAX_TOKENS = 1 << 40
 MAX_SEED = (1 << 64) - 1
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from lengthwise.cli.claim import check_unused, claimed, claimed_with_free_name
 from lengthwise.cli.ending import ask_to_stop, error_of, way_on
-from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, is_rank, torchrun
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, check_torch, is_rank, torchrun
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load
 from lengthwise.core.errors import INTERRUPTED, InputError, Preempted
@@ -71,6 +71,7 @@ def train(
         if is_rank():
             return _train_as_rank(resolved, resumed, fall_back=fall_back, quiet=quiet)
         check_nproc(nproc)
+        check_torch()
         folder = _folder_of(resolved, resumed, fall_back=fall_back)
         _check(resolved, nproc=nproc, is_resumed=resumed is not None)
         arguments = ["--resume", str(resumed)] if resumed else [str(path)] if path else []

@@ -13,6 +13,10 @@ class InputError(LengthwiseError):
     exit_code = 2
 
 
+class MissingPackage(InputError, ImportError):  # noqa: N818 - says what is the matter
+    """A package that an extra installs, and that is not there."""
+
+
 class InfeasibleError(LengthwiseError):
     """A sequence, a pack or a batch that fits on no device under any allowed scheme."""
 
@@ -37,6 +41,20 @@ class Preempted(LengthwiseError):  # noqa: N818 - an outcome, not a fault
     """The run was asked to stop (SIGTERM), saved itself and can be resumed."""
 
     exit_code = 75
+
+
+_EXTRA_OF = {
+    "torch": "train", "safetensors": "train", "transformers": "hf", "accelerate": "hf", "tokenizers": "data",
+    "pyarrow": "data", "tensorboard": "tb", "sklearn": "learned",
+}  # fmt: skip
+"""Packages that are not dependencies, and the extra that installs each."""
+
+
+def missing_package(user: str, package: str) -> MissingPackage:
+    """The error that ``user`` needs ``package``, which may be a module of it, and the command that installs it."""
+    name = package.partition(".")[0]
+    wanted = f"lengthwise[{_EXTRA_OF[name]}]" if name in _EXTRA_OF else name
+    return MissingPackage(f"{user} needs {name}, which is not installed: pip install '{wanted}'")
 
 
 def first_line(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lengthwise.core.errors import InputError, LengthwiseError, first_line
+from lengthwise.core.errors import InputError, LengthwiseError, first_line, missing_package
 
 
 class Format(StrEnum):
@@ -111,6 +111,6 @@ def open_parquet(file: SourceFile) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise InputError("reading Parquet needs the package pyarrow; pip install 'lengthwise[data]'") from None
+        raise missing_package("reading Parquet", "pyarrow") from None
     with explaining(f"{file.name} is not a Parquet file"):
         return pyarrow.parquet.ParquetFile(file.path)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lengthwise.core.errors import InputError, first_line
+from lengthwise.core.errors import InputError, first_line, missing_package
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Tokens of all documents end to end, and the number of tokens of each."""
@@ -248,9 +248,7 @@ def import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise InputError(
-            "a tokenizer.json needs the package tokenizers; pip install 'lengthwise[data]', or use --tokenizer bytes"
-        ) from None
+        raise missing_package("a tokenizer.json (unlike --tokenizer bytes)", "tokenizers") from None
     return tokenizers
 
 

@@ -1,4 +1,4 @@
-"""What every verb shares: one JSON document or a table on stdout, everything else on stderr.
+"""What every command shares: one JSON document or a table on stdout, everything else on stderr.
 
 Consoles print text as it is: rich's markup is off in messages, tables and progress bars, because names of runs, paths
 and other libraries' errors may hold brackets. Other modules get their consoles here and never make their own.
@@ -19,7 +19,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 
 
 def emit_json(document: Any) -> None:
-    """Print the one document of a verb under ``--json``; what is not a finite number becomes null."""
+    """Print the one document of a command under ``--json``; what is not a finite number becomes null."""
     try:
         text = json.dumps(document, indent=1, allow_nan=False)
     except ValueError:

@@ -6,14 +6,13 @@ import tempfile
 import traceback
 from enum import StrEnum
 from filecmp import cmp
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, is_rank, torchrun
-from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_torch, is_rank, torchrun
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.session.console import emit_json, progress, stderr, stdout
 
@@ -97,8 +96,7 @@ def run(
         _analyze_as_rank(request, store, device=device.value, restart=restart, json=json)
         return
     _warn_of_tokenizer(request, store)
-    if find_spec("torch") is None:
-        raise InputError("this verb needs torch: pip install 'lengthwise[train]'")
+    check_torch()
     try:
         if nproc > 1:
             options = ["--device", device.value, *(["--restart"] if restart else [])]

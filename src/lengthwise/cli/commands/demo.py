@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lengthwise.cli.commands import index, profile
+from lengthwise.cli.launch import check_torch
 from lengthwise.cli.train_config import launch
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.session.console import emit_json, stderr, stdout
@@ -32,6 +33,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Train one small Llama on this Python's own standard library under three policies, on the same sequences."""
+    check_torch()
     log = stderr()
     log.print("1/4 index the standard library (byte-level BPE of 8,192 entries, trained on it)")
     index.run(out=out / "index", python_stdlib=True, train_bpe=8192)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from lengthwise.cli.launch import check_torch
 from lengthwise.session.console import emit_json, stderr
 
 
@@ -17,6 +18,7 @@ def run(
     """Write safetensors with the checkpoint's master weights, and the model's configuration and tokenizer."""
     from lengthwise.session.export_run import export_run
 
+    check_torch()
     exported = export_run(run_folder, out, checkpoint=checkpoint)
     if as_json:
         emit_json({"out": str(out), "checkpoint": str(exported.checkpoint), "num_params": exported.num_params})

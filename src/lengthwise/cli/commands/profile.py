@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lengthwise.cli.launch import is_rank, split_arguments, torchrun
+from lengthwise.cli.launch import check_torch, is_rank, split_arguments, torchrun
 from lengthwise.core.atomic_write import make_folder, remove_empty, shown
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, LengthwiseError
@@ -52,6 +52,7 @@ def run(
         return
     if out.is_dir():
         raise InputError(f"--out {shown(out)} is a folder; name a file in it")
+    check_torch()
     made = make_folder(out.parent, setting="--out in")
     sizes = ["--max-length", str(longest), "--max-tokens", str(max_tokens or longest), "--repeats", str(repeats)]
     arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), *sizes]

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, missing_package
 from lengthwise.index.source_file import SourceFile, check_unchanged, explaining
 
 _FILE_MAGIC, _FEATHER_1_MAGIC = b"ARROW1", b"FEA1"
@@ -75,7 +75,7 @@ def _import_arrow() -> Any:
         import pyarrow
         import pyarrow.ipc
     except ImportError:
-        raise InputError("reading Arrow needs the package pyarrow; pip install 'lengthwise[data]'") from None
+        raise missing_package("reading Arrow", "pyarrow") from None
     return pyarrow
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import missing_package
 from lengthwise.core.specs import GIB, ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind, Timeline
@@ -159,7 +159,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise InputError("train.tensorboard needs tensorboard: pip install 'lengthwise[tb]'") from None
+            raise missing_package("train.tensorboard", "tensorboard") from None
         self._writer = SummaryWriter(str(folder))
 
     def on_step(self, row: Row) -> None:
