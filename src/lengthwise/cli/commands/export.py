@@ -16,9 +16,9 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Write safetensors with the checkpoint's master weights, and the model's configuration and tokenizer."""
+    check_torch()
     from lengthwise.session.export_run import export_run
 
-    check_torch()
     exported = export_run(run_folder, out, checkpoint=checkpoint)
     if as_json:
         emit_json({"out": str(out), "checkpoint": str(exported.checkpoint), "num_params": exported.num_params})
