@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 # The half that needs no torch; its tests run with torch blocked from import.
-DECIDING := tests/core tests/index tests/data tests/cost tests/plan tests/sim tests/report tests/config/test_run_config.py
+DECIDING := tests/core tests/index tests/models tests/data tests/cost tests/plan tests/sim tests/report tests/config/test_run_config.py
 
 .PHONY: demo test test-deep lint docs bench clean
 

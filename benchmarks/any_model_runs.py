@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lengthwise
-from lengthwise.core.specs import GIB
+from lengthwise.core.wording import GIB
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.run import Run

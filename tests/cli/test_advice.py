@@ -9,7 +9,7 @@ import pytest
 from lengthwise.cli.advice import CheckpointAdvice, space_warning
 from lengthwise.config.run_config import check
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.specs import GIB
+from lengthwise.core.wording import GIB
 
 
 @pytest.mark.parametrize(

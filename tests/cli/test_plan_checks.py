@@ -8,8 +8,9 @@ import pytest
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
 from lengthwise.cli.worker import with_memory_at_most
 from lengthwise.config.run_config import load
+from lengthwise.core.device_spec import GPU_SHARE
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
-from lengthwise.core.specs import GIB, GPU_SHARE
+from lengthwise.core.wording import GIB
 from lengthwise.data.corpus import open_corpus
 from lengthwise.plan.plan_file import PlanFile
 from lengthwise.session.planning import resolve_cluster, resolve_model

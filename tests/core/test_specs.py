@@ -4,15 +4,8 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import (
-    GIB,
-    MODELS,
-    ModelSpec,
-    bytes_in_words,
-    cluster_preset,
-    model_preset,
-    needed_and_available,
-)
+from lengthwise.core.specs import MODELS, ModelSpec, cluster_preset, model_preset
+from lengthwise.core.wording import GIB, bytes_in_words, needed_and_available
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from lengthwise.config.run_config import TrainConfig
 from lengthwise.core.atomic_write import shown
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.specs import bytes_in_words
+from lengthwise.core.wording import bytes_in_words
 from lengthwise.runtime.state.checkpoint_files import candidates
 
 NUM_STEPS = 3

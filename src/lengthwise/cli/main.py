@@ -61,7 +61,7 @@ class LazyGroup(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that ``args`` begins with; one that does not exist is refused with the nearest name."""
         if not ctx.resilient_parsing and args[0] not in COMMANDS:
-            from lengthwise.core.specs import nearest
+            from lengthwise.core.wording import nearest
 
             ctx.fail(f"no command {args[0][:100]!a}; {nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)

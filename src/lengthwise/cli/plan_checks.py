@@ -6,7 +6,8 @@ import numpy as np
 
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.core.specs import ClusterSpec, ModelSpec, needed_and_available
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.wording import needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.session.planning import make_sampler
 

@@ -20,11 +20,25 @@ class Dtype(StrEnum):
 
 
 ModelName = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="A model preset; list them with: lengthwise config --presets")
+    str,
+    typer.Option(
+        "--model",
+        metavar="NAME|DIR",
+        help="A preset (lengthwise config --presets lists them), or a folder with a config.json of transformers.",
+    ),
 ]
-DeviceName = Annotated[str, typer.Option("--device", metavar="NAME", help="A device preset, such as H100-80GB.")]
+DeviceName = Annotated[
+    str,
+    typer.Option("--device", metavar="NAME|FILE", help="A device preset, such as H100-80GB, or a YAML file of one."),
+]
 DevicesPerNode = Annotated[
-    int, typer.Option(min=1, max=MAX_DEVICES, metavar="N", help="Devices that share a fast link.")
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_DEVICES,
+        metavar="N",
+        help="Devices that share a fast link; default: as the device has, mostly 8.",
+    ),
 ]
 MemoryGib = Annotated[
     float | None,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from lengthwise.core.specs import GIB, bytes_in_words
+from lengthwise.core.wording import GIB, bytes_in_words
 from lengthwise.report.charts.svg import shortened
 from lengthwise.report.units import count, seconds, significant
 from lengthwise.session.console import progress

@@ -36,8 +36,9 @@ from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempte
 from lengthwise.core.lock import InUseError
 from lengthwise.core.processes import num_cores
 from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
+from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import GIB
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.length_stats import histogram
 from lengthwise.data.order import SHUFFLED

@@ -20,7 +20,7 @@ from lengthwise.config.shared_settings import (
 )
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import nearest
+from lengthwise.core.wording import nearest
 
 _PRICES = ("sequence_times_s", "overhead_s", "time_s", "comm_times_s", "update_s", "peak_bytes", "max_tokens")
 """Methods without which nothing can be planned."""

@@ -41,7 +41,7 @@ from lengthwise.core.atomic_write import write_text
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
-from lengthwise.core.specs import nearest
+from lengthwise.core.wording import nearest
 
 
 class PartConfig(Settings):

@@ -22,10 +22,11 @@ from lengthwise.core.atomic_write import reason, shown, write_text
 from lengthwise.core.errors import InputError
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_json
-from lengthwise.core.specs import MAX_DEVICES, ModelSpec, whole_number
+from lengthwise.core.specs import MAX_DEVICES, ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, merge
 from lengthwise.core.typed_json import from_document
+from lengthwise.core.wording import whole_number
 
 MAX_NUMBER = 1e18
 """Above any time in seconds and any size in bytes of a timeline."""

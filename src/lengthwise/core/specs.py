@@ -1,31 +1,30 @@
-"""Specifications of models, devices and clusters, and presets of each."""
+"""Specifications of models and clusters, and presets of both."""
 
 import hashlib
 import json
-import math
-from collections.abc import Iterable
+import re
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 
 import numpy as np
 
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
+from lengthwise.core.device_file import resolve_device
+from lengthwise.core.device_spec import DeviceSpec
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
+from lengthwise.core.wording import GIB, nearest, whole_number
 
-GIB = 2**30
-GPU_SHARE = 0.92
-"""Share of a GPU's memory that plans may fill."""
 MAX_DEVICES = 1 << 16
 """Devices of the largest cluster that is planned for."""
 MAX_MEMORY_GIB = float(1 << 20)
 """Memory of the largest device that is planned for."""
-_UNITS = ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-_NO_SIZES = ("name", "mask_token_id")
-_OF_SOME_FAMILIES = ("frame_size", "max_positions")
+_CLUSTER = re.compile(r"((?:\d+x)*)(.*)", re.ASCII | re.DOTALL)
+_NO_SIZES = ("name", "mask_token_id", "unpriced")
+_OF_SOME_FAMILIES = ("frame_size", "max_positions", "stored_ffn_size", "window", "num_window_layers")
 _MOST = {
     "num_layers": 1 << 14, "hidden_size": 1 << 22, "ffn_size": 1 << 24, "num_heads": 1 << 16, "num_kv_heads": 1 << 16,
     "head_size": 1 << 16, "vocab_size": 1 << 32, "frame_size": 1 << 40, "max_positions": 1 << 40,
+    "stored_ffn_size": 1 << 32, "window": 1 << 40, "num_window_layers": 1 << 14,
 }  # fmt: skip
 """Bounds of a model's sizes: far above any model, far below what would exhaust memory before it is refused."""
 
@@ -56,6 +55,15 @@ class ModelSpec:
     """Tokens of one frame of a transformer-2d; 0: as many as there are frames."""
     max_positions: int = 0
     """Rows of the table of learned positions (GPT, BERT), the longest sequence there is; 0: positions are rotary."""
+    stored_ffn_size: int = 0
+    """Feed-forward columns that a layer stores, in a mixture of experts those of all experts; 0: ``ffn_size``, those
+    that a token uses."""
+    window: int = 0
+    """Tokens that each token of a layer with sliding-window attention sees, itself included; 0: all before it."""
+    num_window_layers: int = 0
+    """Layers with sliding-window attention."""
+    unpriced: str = ""
+    """What costs leave out or simplify, in words; empty where they know the whole model."""
     mask_token_id: int | None = None
     """What stands for a masked token where a model that is not causal is trained; a run resolves it."""
 
@@ -87,6 +95,16 @@ class ModelSpec:
         """Weights of one layer that multiply every token."""
         attention = self.hidden_size * (self.qkv_size + self.num_heads * self.head_size)
         return attention + (3 if self.gated_ffn else 2) * self.hidden_size * self.ffn_size
+
+    @property
+    def ffn_columns(self) -> int:
+        """Feed-forward columns that a layer stores, those of all experts together."""
+        return self.stored_ffn_size or self.ffn_size
+
+    @property
+    def idle_ffn_params(self) -> int:
+        """Weights of one layer that a token does not use: those of the experts it is not routed to."""
+        return (3 if self.gated_ffn else 2) * self.hidden_size * (self.ffn_columns - self.ffn_size)
 
     @property
     def head_layers(self) -> float:
@@ -123,7 +141,7 @@ class ModelSpec:
     def num_params(self) -> int:
         """Parameters of the whole model: matrices, embeddings, head, norms and biases."""
         biases = (self.qkv_size if self.qkv_bias else 0) + (self.ffn_size if self.has_all_biases else 0)
-        layer = self.layer_matmul_params + biases + self.layer_whole_params
+        layer = self.layer_matmul_params + self.idle_ffn_params + biases + self.layer_whole_params
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
         output_bias = self.vocab_size if self.family == "bert" else 0
         return self.num_layers * layer + embeddings + output_bias + self.input_whole_params + self.output_whole_params
@@ -142,8 +160,12 @@ class ModelSpec:
     def reach(self, length: np.ndarray) -> np.ndarray:
         """Tokens that each token of a sequence attends to, before a causal mask, in the mean over layers.
 
-        Of a Transformer-2D, layers attend within frames and across them in turn.
+        Of a Transformer-2D, layers attend within frames and across them in turn. A window of W tokens leaves a longer
+        sequence of l tokens W l - W^2 / 2 pairs, which are l / 2 times 2 W - W^2 / l.
         """
+        if self.window and self.num_window_layers:
+            within = np.where(length > self.window, 2.0 * self.window - self.window**2 / np.maximum(length, 1), length)
+            return length + (within - length) * self.num_window_layers / self.num_layers
         if self.family != "transformer-2d":
             return length
         if not self.frame_size:
@@ -158,26 +180,6 @@ class ModelSpec:
         """
         sizes = {k: v for k, v in asdict(self).items() if k not in _NO_SIZES and (v or k not in _OF_SOME_FAMILIES)}
         return hashlib.blake2b(json.dumps(sizes, sort_keys=True).encode(), digest_size=8).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSpec:
-    """One accelerator, or one CPU process."""
-
-    name: str
-    memory_bytes: int
-    flops_per_s: float
-    """Peak dense rate in the compute dtype (bfloat16 on GPUs, float32 on CPU)."""
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    """Per device and direction, to the other devices of its node."""
-    network_bytes_per_s: float
-    """Per device and direction, to other nodes."""
-
-    @property
-    def usable_bytes(self) -> int:
-        """The part of the memory that plans may fill: on a GPU, the context and fragmentation take the rest."""
-        return self.memory_bytes if self.name == "cpu" else int(GPU_SHARE * self.memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,79 +262,6 @@ MODELS = {
     )
 }  # fmt: skip
 
-# Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
-DEVICES = {
-    spec.name: spec
-    for spec in (
-        DeviceSpec(
-            name="A100-40GB", memory_bytes=40 * GIB, flops_per_s=312e12, memory_bytes_per_s=1.555e12,
-            link_bytes_per_s=300e9, network_bytes_per_s=25e9,
-        ),
-        DeviceSpec(
-            name="A100-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
-            link_bytes_per_s=300e9, network_bytes_per_s=25e9,
-        ),
-        DeviceSpec(
-            name="A800-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
-            link_bytes_per_s=200e9, network_bytes_per_s=25e9,
-        ),
-        DeviceSpec(
-            name="H100-80GB", memory_bytes=80 * GIB, flops_per_s=989e12, memory_bytes_per_s=3.35e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=50e9,
-        ),
-        DeviceSpec(
-            name="H200-141GB", memory_bytes=141 * GIB, flops_per_s=989e12, memory_bytes_per_s=4.8e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=50e9,
-        ),
-        DeviceSpec(
-            name="B200-180GB", memory_bytes=180 * GIB, flops_per_s=2250e12, memory_bytes_per_s=8e12,
-            link_bytes_per_s=900e9, network_bytes_per_s=50e9,
-        ),
-        # One thread of a server CPU in float32, ranks talking through shared memory.
-        DeviceSpec(
-            name="cpu", memory_bytes=8 * GIB, flops_per_s=90e9, memory_bytes_per_s=10e9,
-            link_bytes_per_s=1.5e9, network_bytes_per_s=1e9,
-        ),
-    )
-}  # fmt: skip
-
-
-def bytes_in_words(num_bytes: float, *, digits: int = 1) -> str:
-    """A size in the unit that suits it, such as 1.5 GiB or 40.0 MiB: what is not nothing never reads like it."""
-    unit, word = next(((unit, word) for unit, word in _UNITS if num_bytes >= unit / 10), (1, "bytes"))
-    return f"{num_bytes / unit:,.{digits}f} {word}" if unit > 1 else f"{num_bytes:,.0f} bytes"
-
-
-def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[str, str]:
-    """Both sizes in words, in one unit and with as many digits as it takes to tell them apart.
-
-    What is needed is rounded up, what is there down: a need of more than there is never reads like less.
-    """
-    smaller = min(needed_bytes, available_bytes)
-    unit, word = next(
-        ((unit, word) for unit, word in _UNITS if smaller >= unit / 10),
-        (1, "bytes"),
-    )
-    for digits in (1, 2, 3) if unit > 1 else ():
-        scale = 10**digits
-        needed = f"{math.ceil(needed_bytes / unit * scale) / scale:,.{digits}f}"
-        available = f"{math.floor(available_bytes / unit * scale) / scale:,.{digits}f}"
-        if needed != available or needed_bytes == available_bytes:
-            return f"{needed} {word}", f"{available} {word}"
-    return f"{math.ceil(needed_bytes):,} bytes", f"{math.floor(available_bytes):,} bytes"
-
-
-def whole_number(text: str) -> int | None:
-    """The number that up to nine digits spell; None for any other text."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else None
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """A clause that suggests the known name closest to a mistyped one, or lists them all."""
-    names = sorted(names)
-    close = get_close_matches(name[:200], names, n=1)
-    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
-
 
 def model_preset(name: str) -> ModelSpec:
     """The preset called ``name``.
@@ -348,6 +277,8 @@ def model_preset(name: str) -> ModelSpec:
 def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec:
     """A cluster from ``NODESxDEVICESxDEVICE``, ``DEVICESxDEVICE`` or ``DEVICE``: ``8x8xA800-80GB``, ``2xcpu``.
 
+    A device is a preset or a YAML file, as in ``8x8xmy-device.yaml``.
+
     Args:
         name: shape and device.
         memory_gib: overrides the device's memory.
@@ -355,9 +286,13 @@ def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec
     Raises:
         InputError: the shape or the device is unknown; the message suggests the nearest.
     """
-    *shape, device = name.split("x")
-    if device not in DEVICES:
-        raise InputError(f"cluster {brief(name)}: no device {brief(device)}; {nearest(device, DEVICES)}")
+    parts = _CLUSTER.fullmatch(name)
+    assert parts is not None, "the pattern takes any text"
+    *shape, _ = parts[1].split("x")
+    try:
+        spec = resolve_device(parts[2])
+    except InputError as error:
+        raise InputError(f"cluster {brief(name)}: {error}") from None
     counts = [whole_number(part) for part in shape]
     if len(shape) > 2 or not all(counts):
         raise InputError(f"cluster {brief(name)} is not NODESxDEVICESxDEVICE, such as 8x8xA800-80GB or 2xcpu")
@@ -366,7 +301,6 @@ def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec
         raise InputError(
             f"cluster {brief(name)} has {num_nodes * devices_per_node:,} devices; plans are for at most {MAX_DEVICES:,}"
         )
-    spec = DEVICES[device]
     if memory_gib is not None:
         if not 0 < memory_gib <= MAX_MEMORY_GIB:
             raise InputError(

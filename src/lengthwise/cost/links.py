@@ -13,10 +13,6 @@ from lengthwise.core.specs import ClusterSpec
 LINK_EFFICIENCY = 0.8
 """Share of the data sheet's rate that large messages reach: NCCL's all-gather over eight A100s runs at 230-240 of 300
 GB/s."""
-CALL_S = 3e-5
-"""Seconds before the first byte of a collective call or hop on GPUs."""
-CPU_CALL_S = 3e-4
-"""``CALL_S`` for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +38,10 @@ class Sent:
 SENT_NOTHING = Sent()
 
 
-def call_s(cluster: ClusterSpec) -> float:
-    """Seconds of a collective call that moves nothing."""
-    return CPU_CALL_S if cluster.device.name == "cpu" else CALL_S
+def call_s(degree: int, cluster: ClusterSpec) -> float:
+    """Seconds of a collective call of ``degree`` ranks that moves nothing."""
+    device = cluster.device
+    return device.link_call_s if degree <= cluster.devices_per_node else device.network_call_s
 
 
 def hop_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:

@@ -5,7 +5,7 @@ from lengthwise.core.layout import shard_size
 from lengthwise.core.specs import ModelSpec
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d")
+FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d", "generic")
 """Families whose layers are one attention and one feed-forward, each behind a norm."""
 
 

@@ -22,7 +22,7 @@ def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
     everywhere.
     """
     p = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
-    groups, columns, rows = (-(-size // p) for size in (model.num_kv_heads, model.ffn_size, model.vocab_size))
+    groups, columns, rows = (-(-size // p) for size in (model.num_kv_heads, model.ffn_columns, model.vocab_size))
     group_rows = model.qkv_size // model.num_kv_heads
     proj_rows = model.num_heads // model.num_kv_heads * model.head_size
     bias = groups * group_rows if model.qkv_bias else 0

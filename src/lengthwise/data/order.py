@@ -7,7 +7,7 @@ import numpy as np
 
 from lengthwise.config.limits import WINDOW
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import nearest
+from lengthwise.core.wording import nearest
 from lengthwise.data.curriculum import NATURAL, ROOT, Curriculum, Difficulty, Pacing
 from lengthwise.data.rng import epoch_order as epoch_order
 

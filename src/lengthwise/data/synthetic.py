@@ -12,7 +12,7 @@ from math import log
 import numpy as np
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import nearest
+from lengthwise.core.wording import nearest
 
 SHORTEST = 16
 """Tokens; where a published histogram begins at 0."""

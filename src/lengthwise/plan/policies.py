@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Protocol
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import nearest
+from lengthwise.core.wording import nearest
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
-from lengthwise.core.specs import whole_number
+from lengthwise.core.wording import whole_number
 
 Ranges = tuple[range, ...]
 STEPS_OPTION, RANKS_OPTION = "--trace-steps", "--trace-ranks"

@@ -2,7 +2,7 @@
 
 import math
 
-from lengthwise.core.specs import bytes_in_words
+from lengthwise.core.wording import bytes_in_words
 
 MISSING = "n/a"
 """What stands where a number is not known."""

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Unpack
 
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.wording import GIB
 from lengthwise.data.length_stats import histogram
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.plan.policies import POLICIES
@@ -138,7 +139,12 @@ def comparison_page(
             LengthBin(low=bin.low, high=bin.high, num_sequences=bin.num_sequences, num_tokens=bin.num_tokens)
             for bin in histogram(contest.lengths.lengths, edges=_BIN_EDGES)
         ),
-        settings={"dtype": contest.dtype, "seed": contest.seed, "ledger": ledger.to_json()},
+        settings={
+            "not_priced": contest.model.unpriced or None,
+            "dtype": contest.dtype,
+            "seed": contest.seed,
+            "ledger": ledger.to_json(),
+        },
     )
 
 
@@ -172,6 +178,8 @@ def _facts(
         if limit is not None
     ]
     yield "Model", f"{contest.model.name}, {compact(contest.model.num_params)} parameters, {contest.dtype}"
+    if contest.model.unpriced:
+        yield "Not priced", contest.model.unpriced
     yield "Clusters", f"{', '.join(cluster.name for cluster in clusters)}, {device.memory_bytes / GIB:g} GiB a device"
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"

@@ -9,10 +9,12 @@ from statistics import median
 from time import perf_counter
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.device_spec import DEVICES
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.specs import DEVICES, GIB, ClusterSpec, ModelSpec
+from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
 from lengthwise.plan.heterogeneous.hydraulis import published_space
@@ -127,7 +129,7 @@ class ComparedCluster:
     def name(self) -> str:
         """Of the cluster, with the memory of its devices if it is not all that they have."""
         device = self.cluster.device
-        if device.memory_bytes == DEVICES[device.name].memory_bytes:
+        if device.memory_bytes == DEVICES.get(device.name, device).memory_bytes:
             return self.cluster.name
         return f"{self.cluster.name} at {device.memory_bytes / GIB:g} GiB"
 

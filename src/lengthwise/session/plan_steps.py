@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lengthwise.config.run_config import Config
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import open_corpus
-from lengthwise.session.console import progress
+from lengthwise.session.console import progress, stderr
 from lengthwise.session.planning import (
     make_cost,
     make_planner,
@@ -25,7 +25,9 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
         InfeasibleError: before the first plan, if some sequence of the corpus fits nowhere.
     """
     corpus = open_corpus(config.data)
-    spec, cluster = resolve_model(config, corpus), resolve_cluster(config)
+    spec, cluster = resolve_model(config, corpus, only_priced=True), resolve_cluster(config)
+    if spec.unpriced:
+        stderr().print(f"not priced in {spec.name}: {spec.unpriced}", soft_wrap=True)
     cost = make_cost(config, spec, cluster)
     planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus))
     sampler = make_sampler(config, corpus)

@@ -72,14 +72,15 @@ def sampler_of(config: Config, lengths: LengthIndex, order: Order, selection: Se
         budget=padded,
         order=order,
         selection=selection,
-        objective=resolve_model(config, None).objective,
+        objective=resolve_model(config, None, only_priced=True).objective,
     )
 
 
-def resolve_model(config: Config, corpus: Corpus | None) -> ModelSpec:
+def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = False) -> ModelSpec:
     """The model's sizes; a preset's vocabulary becomes what the index needs, rounded up to a multiple of 64.
 
-    A preset that is not causal needs one id more than the index has: its last one is the mask token.
+    A preset that is not causal needs one id more than the index has: its last one is the mask token. With
+    ``only_priced``, the folder of ``model.hf`` may hold a model of any family, which is planned and not trained.
 
     Raises:
         InputError: the model embeds fewer token ids than the index has, has fewer positions than its longest sequence
@@ -89,8 +90,9 @@ def resolve_model(config: Config, corpus: Corpus | None) -> ModelSpec:
     needed = corpus.vocab_size if corpus is not None and corpus.has_tokens else None
     if model.hf:
         from lengthwise.models.hf_config import read_spec
+        from lengthwise.models.hf_sizes import read_priced_spec
 
-        spec = read_spec(Path(model.hf))
+        spec = read_priced_spec(Path(model.hf)) if only_priced else read_spec(Path(model.hf))
     else:
         spec = model_preset(model.preset)
         needed = needed and needed + (not spec.causal)

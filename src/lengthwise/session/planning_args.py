@@ -7,20 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lengthwise.core.device_file import resolve_device
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.read_file import brief
-from lengthwise.core.specs import (
-    DEVICES,
-    MODELS,
-    ClusterSpec,
-    ModelSpec,
-    cluster_preset,
-    model_preset,
-    nearest,
-    whole_number,
-)
+from lengthwise.core.specs import MODELS, ClusterSpec, ModelSpec, cluster_preset
+from lengthwise.core.wording import nearest, whole_number
 from lengthwise.data.synthetic import NAMES, synthetic_lengths
 from lengthwise.index.source_file import SourceFile
 from lengthwise.index.store import open_index
@@ -127,18 +120,23 @@ def find_lengths(
 
 
 def find_model(model: str | Path | ModelSpec) -> ModelSpec:
-    """The sizes of a model by the name of its preset or its Hugging Face folder, or as they are.
+    """The sizes of a model by the name of its preset or its Hugging Face folder of any family, or as they are.
 
     Raises:
-        InputError: there is no such preset and no such folder, or the folder's config.json is of no known model.
+        InputError: there is no such preset and no such folder, or the folder's config.json is of layers without costs.
     """
     if isinstance(model, ModelSpec):
         return model
-    if str(model) not in MODELS and Path(model).is_dir():
-        from lengthwise.models.hf_config import read_spec
+    if str(model) in MODELS:
+        return MODELS[str(model)]
+    if Path(model).is_dir():
+        from lengthwise.models.hf_sizes import read_priced_spec
 
-        return read_spec(Path(model))
-    return model_preset(str(model))
+        return read_priced_spec(Path(model))
+    raise InputError(
+        f"no model preset {brief(str(model))} and no folder of that name with a config.json; "
+        f"{nearest(str(model), MODELS)}"
+    )
 
 
 def find_cluster(cluster: str | ClusterSpec) -> ClusterSpec:
@@ -150,14 +148,18 @@ def find_cluster(cluster: str | ClusterSpec) -> ClusterSpec:
     return cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster)
 
 
-def make_cluster(device: str, num_devices: int, *, devices_per_node: int, memory_gib: float | None) -> ClusterSpec:
-    """Nodes of ``devices_per_node`` devices; one smaller node where there are fewer.
+def make_cluster(
+    device: str, num_devices: int, *, devices_per_node: int | None = None, memory_gib: float | None = None
+) -> ClusterSpec:
+    """Nodes of ``devices_per_node`` devices, or of as many as usual; one smaller node where there are fewer.
 
     Raises:
         InputError: no such device, or the devices do not fill whole nodes.
     """
-    if device not in DEVICES:
-        raise InputError(f"--device {brief(device)[1:-1]}: no such device; {nearest(device, DEVICES)}")
+    try:
+        devices_per_node = resolve_device(device).devices_per_node if devices_per_node is None else devices_per_node
+    except InputError as error:
+        raise InputError(f"--device {brief(device)[1:-1]}: {error}") from None
     if devices_per_node < 1 or num_devices < 1:
         raise InputError(f"--gpus {num_devices} in nodes of {devices_per_node}: at least 1 of each is needed")
     inside = min(devices_per_node, num_devices)

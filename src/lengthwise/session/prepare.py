@@ -16,8 +16,9 @@ from lengthwise.config.setting_names import named_as_options
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.processes import check_processes
-from lengthwise.core.specs import GIB, ClusterSpec
+from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import GIB
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.space.candidate import degrees_of

@@ -11,8 +11,8 @@ from typing import Any
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.read_file import brief
 from lengthwise.core.run_folder import read_jsonl
-from lengthwise.core.specs import GIB, whole_number
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import GIB, whole_number
 from lengthwise.sim.engine import simulate as simulate_step
 from lengthwise.sim.sim_options import SimOptions
 from lengthwise.sim.step_summary import SimulatedStep, summary

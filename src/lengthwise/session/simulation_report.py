@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from lengthwise.core.specs import GIB
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import GIB
 from lengthwise.report.pages.run_text import KeyFigure
 from lengthwise.report.pages.simulation_page import ShownStep, SimulationPage, render_simulation
 from lengthwise.report.units import count, memory, seconds, share

@@ -142,6 +142,37 @@ def test_a_cluster_that_is_too_small_does_not_stop_the_larger_one(cli, tmp_path)
     assert not any(one["refused"] for one in large["policies"])
 
 
+@pytest.fixture
+def mixtral(tmp_path):
+    """A folder with the configuration of a small mixture of experts."""
+    config = {
+        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 128, "intermediate_size": 256,
+        "num_attention_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+        "num_local_experts": 8, "vocab_size": 8192, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "my-moe").mkdir()
+    (tmp_path / "my-moe" / "config.json").write_text(json.dumps(config))
+    return tmp_path / "my-moe"
+
+
+@pytest.fixture
+def my_gpu(tmp_path):
+    path = tmp_path / "my-gpu.yaml"
+    path.write_text(
+        "memory_gib: 96\nbfloat16_tflops: 500\nmemory_gbyte_per_s: 1800\nlink_gbyte_per_s: 64\n"
+        "network_gbit_per_s: 200\ndevices_per_node: 2\n"
+    )
+    return path
+
+
+def test_a_model_of_one_s_own_on_a_device_of_one_s_own(cli, lengths, mixtral, my_gpu):
+    document = compare(cli, lengths, "--model", mixtral, "--device", my_gpu)
+    assert (document["model"], document["cluster"]) == ("my-moe", "2x2xmy-gpu")
+    assert "routing between experts" in document["not_priced"]
+    assert not any(one["refused"] for one in document["policies"])
+    assert "not priced in my-moe: routing between experts" in cli(*arguments(lengths, "--model", mixtral))[1]
+
+
 @pytest.mark.parametrize("rule", ["split", "drop", "truncate"])
 def test_what_the_length_rule_does_is_counted(cli, lengths, rule):
     ledger = compare(cli, lengths, "--max-length", 2000, "--over-length", rule)["ledger"]
@@ -180,6 +211,8 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
     [
         (["--model", "llama-tin"], 2, "did you mean llama-tiny"),
         (["--device", "H100"], 2, "did you mean H100-80GB"),
+        (["--device", "nowhere.yaml"], 2, "there is no device file nowhere.yaml"),
+        (["--model", "/nowhere"], 2, "no folder of that name with a config.json"),
         (["--policies", "static,hydraulic"], 2, "did you mean hydraulis"),
         (["--methods", "ulyses"], 2, "did you mean ulysses"),
         (["--lengths", "commoncraw"], 2, "did you mean commoncrawl"),

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable
 from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous, uniform_scheme
-from lengthwise.core.specs import GIB, cluster_preset
+from lengthwise.core.specs import cluster_preset
+from lengthwise.core.wording import GIB
 from lengthwise.cost.profiled.dual_layer import DualLayerCost, QuadraticSeconds, fit_degree
 from tests.cost.profiled.equations import LayerProfile
 

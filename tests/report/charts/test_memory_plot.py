@@ -2,8 +2,8 @@ import re
 
 import pytest
 
-from lengthwise.core.specs import GIB
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
+from lengthwise.core.wording import GIB
 from lengthwise.report.charts.memory_plot import memory_chart
 from lengthwise.report.charts.svg import WIDTH
 

@@ -2,7 +2,6 @@
 
 from lengthwise.cli import compare_options as its
 from lengthwise.cli import shared_options as shared
-from lengthwise.core.specs import model_preset
 from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.session.console import emit_json
 from lengthwise.session.planning_args import COMMAND_LINE, check_compared, make_cluster, parse_counts, split_names
@@ -19,7 +18,7 @@ def run(
     steps: its.Steps = 8,
     policies: its.Policies = None,
     hbm: shared.MemoryGib = None,
-    devices_per_node: shared.DevicesPerNode = 8,
+    devices_per_node: shared.DevicesPerNode = None,
     max_degree: shared.MaxDegree = None,
     max_stages: shared.MaxStages = None,
     methods: shared.Methods = None,
@@ -35,12 +34,12 @@ def run(
     from lengthwise.session.compare_lengths import compare_clusters, comparison_page, write_page
     from lengthwise.session.plan_lengths import comparison_of
 
-    spec, counts = model_preset(model), parse_counts(gpus, "--gpus")
+    counts = parse_counts(gpus, "--gpus")
     check_compared(counts, device)
     clusters = [make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm) for count in counts]
     check_place(html, "--html")
     contest, ledger = comparison_of(
-        lengths, model=spec, policies=None if policies is None else split_names(policies), steps=steps,
+        lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,
         spelling=COMMAND_LINE, max_length=max_length, over_length=over_length.value, max_degree=max_degree,
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
         dtype=dtype.value, seed=seed,

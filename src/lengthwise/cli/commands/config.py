@@ -9,7 +9,8 @@ import typer
 
 from lengthwise.cli.launch import split_arguments
 from lengthwise.config.run_config import Config, load
-from lengthwise.core.specs import DEVICES, MODELS
+from lengthwise.core.device_spec import DEVICES
+from lengthwise.core.specs import MODELS
 from lengthwise.session.console import emit_json
 
 

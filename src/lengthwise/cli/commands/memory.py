@@ -23,12 +23,13 @@ from lengthwise.cli.shared_options import (
 )  # fmt: skip
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.pipeline_config import PipelineConfig
-from lengthwise.core.specs import GIB, ClusterSpec, ModelSpec, model_preset, needed_and_available
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.wording import GIB, needed_and_available
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.session.console import emit_json, stdout
-from lengthwise.session.planning_args import make_cluster, parse_methods
+from lengthwise.session.planning_args import find_model, make_cluster, parse_methods
 
 SHOWN = 5
 """Schemes that the table for a length lists."""
@@ -54,7 +55,7 @@ def run(
         int | None, typer.Option(min=1, max=MAX_TOKENS, metavar="TOKENS", help="What fits this long a sequence?")
     ] = None,
     hbm: MemoryGib = None,
-    devices_per_node: DevicesPerNode = 8,
+    devices_per_node: DevicesPerNode = None,
     max_degree: MaxDegree = None,
     max_stages: MaxStages = None,
     methods: Methods = None,
@@ -62,7 +63,7 @@ def run(
     json: Json = False,
 ) -> None:
     """Show the longest sequence, or pack, of every scheme, and what would fit a given length at the least cost."""
-    spec = model_preset(model)
+    spec = find_model(model)
     cluster = make_cluster(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm)
     search_space = SearchSpace(
         max_degree=max_degree, max_stages=max_stages, methods=parse_methods(methods), head_layers=spec.head_layers
@@ -166,6 +167,7 @@ def _document(
         "num_params": spec.num_params,
         "num_layers": spec.num_layers,
         "cluster": cluster.name,
+        "not_priced": spec.unpriced or None,
         "memory_gib": cluster.device.memory_bytes / GIB,
         "longest": _describe(max(candidates, key=lambda candidate: candidate.max_tokens)),
         "schemes": [_describe(candidate) for candidate in candidates],
@@ -186,6 +188,8 @@ def _print(spec: ModelSpec, cluster: ClusterSpec, candidates: Sequence[Candidate
         f"{cluster.device.memory_bytes / GIB:g} GiB a device",
         soft_wrap=True,
     )
+    if spec.unpriced:
+        console.print(f"not priced: {spec.unpriced}", soft_wrap=True)
     levels = sorted({candidate.scheme.num_recomputed for candidate in candidates})
     console.print("longest sequence, or pack, in tokens:")
     shown = Table(box=None, pad_edge=False)

@@ -44,6 +44,8 @@ def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | 
             console.print(f"{', '.join(names)}: refused: {why}", soft_wrap=True)
         console.print()
     console.print("simulated on an analytic cost model, not measured")
+    if unpriced := comparison.settings.get("not_priced"):
+        console.print(f"not priced in {comparison.model}: {unpriced}", soft_wrap=True)
     if html is not None:
         console.print(f"page: {html}", soft_wrap=True)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lengthwise.core.specs import GIB
+from lengthwise.core.wording import GIB
 from lengthwise.session.console import stdout
 
 

@@ -108,7 +108,7 @@ class _Sum:
         self.overhead_s += count * sum(
             sent_s(volume.weights, degree=self.degree, cluster=self.cluster) for sent_s in (ring_s, collectives_s)
         )
-        self.overhead_s += count * (volume.tokens.calls + volume.weights.calls) * call_s(self.cluster)
+        self.overhead_s += count * (volume.tokens.calls + volume.weights.calls) * call_s(self.degree, self.cluster)
 
     def stage_time(self) -> StageTime:
         """The :class:`StageTime` of all parts added so far."""
@@ -130,7 +130,7 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
     them whole is charged in full to the micro-batch: it does not shrink with fewer tokens, and what compute hides of it
     would depend on them. Tokens handed to the next stage and gradients to the one before are exposed.
     """
-    peak = cluster.device.flops_per_s
+    peak = cluster.device.peak_flops_per_s(dtype)
     rates = (MATMUL_EFFICIENCY * peak, ATTENTION_EFFICIENCY * peak)
     total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=model.reach)
     launch_s = CPU_LAUNCH_S if cluster.device.name == "cpu" else LAUNCH_S
@@ -159,8 +159,8 @@ def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: i
     if scheme.weights is WeightPlacement.SHARDED and p > 1:
         sent = 2 * (is_first / p + is_last) * (p - 1) / p * model.hidden_size * width
         total.comm_s += sent / collective_bytes_per_s(p, cluster)
-        total.overhead_s += 2 * (is_first + is_last) * call_s(cluster)
+        total.overhead_s += 2 * (is_first + is_last) * call_s(p, cluster)
     if scheme.num_stages > 1:
         handed = 2 * model.hidden_size * width / p
         total.comm_s += handed / hop_bytes_per_s(scheme.num_devices, cluster)
-        total.overhead_s += 2 * call_s(cluster)
+        total.overhead_s += 2 * call_s(scheme.num_devices, cluster)

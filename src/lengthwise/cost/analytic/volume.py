@@ -93,8 +93,9 @@ class _Case:
 
     @property
     def ffn_numbers(self) -> int:
-        """Numbers that move with a feed-forward: its weights and the bias of its columns."""
-        return self.ffn_params + (self.model.ffn_size if self.model.has_all_biases else 0)
+        """Numbers that move with a feed-forward: its weights, those of all experts, and the bias of its columns."""
+        biases = self.model.ffn_size if self.model.has_all_biases else 0
+        return self.ffn_params + self.model.idle_ffn_params + biases
 
     @property
     def ffn_copies(self) -> int:

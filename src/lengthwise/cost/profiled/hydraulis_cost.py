@@ -6,7 +6,8 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, PipelineConfig
-from lengthwise.core.specs import ClusterSpec, cluster_preset, model_preset, nearest
+from lengthwise.core.specs import ClusterSpec, cluster_preset, model_preset
+from lengthwise.core.wording import nearest
 from lengthwise.cost.profiled.hydraulis_constants import TABLES
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 

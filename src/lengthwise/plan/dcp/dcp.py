@@ -18,7 +18,7 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import WeightPlacement
-from lengthwise.core.specs import bytes_in_words
+from lengthwise.core.wording import bytes_in_words
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.dcp.bucketed_batch import BucketedBatch
 from lengthwise.plan.dcp.deal_buckets import Dealer, evenly

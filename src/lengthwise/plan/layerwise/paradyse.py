@@ -15,7 +15,7 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import WeightPlacement
-from lengthwise.core.specs import bytes_in_words
+from lengthwise.core.wording import bytes_in_words
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, options_of, smooth

@@ -12,8 +12,8 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig
-from lengthwise.core.specs import needed_and_available
 from lengthwise.core.step_plan import PlannedMicroBatch, StepPlan
+from lengthwise.core.wording import needed_and_available
 from lengthwise.plan.planner import Planner
 
 NUM_MIXES = 64

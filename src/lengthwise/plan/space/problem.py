@@ -9,7 +9,7 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.specs import bytes_in_words, needed_and_available
+from lengthwise.core.wording import bytes_in_words, needed_and_available
 from lengthwise.data.size_buckets import SizeBuckets
 from lengthwise.plan.solve.shop import Certificate, Objective
 from lengthwise.plan.space.candidate import Candidate, Family

@@ -14,7 +14,8 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method, PipelineConfig
-from lengthwise.core.specs import ClusterSpec, needed_and_available
+from lengthwise.core.specs import ClusterSpec
+from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.space.candidate import degrees_of, make_candidates, schemes_of, stages_of
 from lengthwise.plan.space.problem import PlanningProblem

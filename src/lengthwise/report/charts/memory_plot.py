@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lengthwise.core.specs import GIB
 from lengthwise.core.timeline import Timeline
+from lengthwise.core.wording import GIB
 from lengthwise.report.charts.lines import NUM_COLOURS, Point, thin
 from lengthwise.report.charts.svg import WIDTH, Chart, brief, path, plot, shortened, stretched
 from lengthwise.report.charts.ticks import Axis, range_axis, second_labels, value_axis

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lengthwise.core.specs import GIB
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
+from lengthwise.core.wording import GIB
 from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.pages.run_text import KeyFigure
 from lengthwise.report.units import count, memory, ratio, seconds, share

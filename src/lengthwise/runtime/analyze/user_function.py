@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import nearest
+from lengthwise.core.wording import nearest
 from lengthwise.index.store import TokenStore
 from lengthwise.runtime.analyze.blocks import Blocks, cut_blocks
 from lengthwise.runtime.analyze.request import AnalysisRequest

@@ -6,8 +6,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from lengthwise.core.device_spec import DEVICES, GPU_SHARE, DeviceSpec
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import DEVICES, GPU_SHARE, DeviceSpec, nearest
+from lengthwise.core.wording import nearest
 from lengthwise.runtime.comm.collectives import all_reduce
 from lengthwise.runtime.comm.world import DistContext
 
@@ -30,7 +31,10 @@ def find_device(world: DistContext) -> DeviceSpec:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return replace(DEVICES["cpu"], memory_bytes=_smallest(int(CPU_SHARE * total / local_size()), world))
     gpu_name = torch.cuda.get_device_name(world.device)
-    known_specs = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in gpu_name]
+    words = gpu_name.replace(" ", "")  # "NVIDIA GeForce RTX 4090" is an RTX4090
+    known_specs = sorted(  # a GB200 is a B200 by name: the longest name is the right one
+        (spec for spec in DEVICES.values() if spec.name.split("-")[0] in words), key=lambda spec: -len(spec.name)
+    )
     if not known_specs:
         raise InputError(f"no speeds known for GPU {gpu_name!r}; set cluster.name ({nearest(gpu_name, DEVICES)})")
     return replace(known_specs[0], memory_bytes=memory_of_gpu(world) or 0)

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from lengthwise.core.errors import missing_package
-from lengthwise.core.specs import GIB, ModelSpec
+from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind, Timeline
+from lengthwise.core.wording import GIB
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.train.clock import peak_bytes

@@ -1,0 +1,123 @@
+"""Speeds, memory and price of one device, and presets from vendors' data sheets."""
+
+from dataclasses import dataclass
+
+from lengthwise.core.wording import GIB
+
+GPU_SHARE = 0.92
+"""Share of a GPU's memory that plans may fill."""
+CALL_S = 3e-5
+"""Seconds before the first byte of a collective call or hop on GPUs."""
+CPU_CALL_S = 3e-4
+"""``CALL_S`` for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
+PCIE_4, PCIE_5 = 32e9, 64e9
+"""Bytes per second and direction of sixteen lanes."""
+GBIT = 1e9 / 8
+"""Bytes per second of a network of 1 Gbit/s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator, or one CPU process."""
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float
+    """Peak dense rate in the compute dtype (bfloat16 on GPUs, float32 on CPU)."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """Per device and direction, to the other devices of its node."""
+    network_bytes_per_s: float
+    """Per device and direction, to other nodes."""
+    float32_flops_per_s: float = 0.0
+    """Peak dense rate in float32; 0: that of ``flops_per_s``."""
+    link_call_s: float = CALL_S
+    """Seconds before the first byte of a collective call within a node."""
+    network_call_s: float = CALL_S
+    """Seconds before the first byte of a collective call between nodes."""
+    devices_per_node: int = 8
+    """Devices that share a fast link, where a cluster does not say."""
+    price_per_hour: float | None = None
+    """Price of one device for an hour, in any currency; None: not known."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """The part of the memory that plans may fill: on a GPU, the context and fragmentation take the rest."""
+        return self.memory_bytes if self.name == "cpu" else int(GPU_SHARE * self.memory_bytes)
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Peak dense rate of products in ``dtype``."""
+        is_wide = dtype in ("float32", "float64")
+        return self.float32_flops_per_s if is_wide and self.float32_flops_per_s else self.flops_per_s
+
+
+# Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
+DEVICES = {
+    spec.name: spec
+    for spec in (
+        DeviceSpec(
+            name="A100-40GB", memory_bytes=40 * GIB, flops_per_s=312e12, memory_bytes_per_s=1.555e12,
+            link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT,
+        ),
+        DeviceSpec(
+            name="A100-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
+            link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT,
+        ),
+        DeviceSpec(
+            name="A800-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
+            link_bytes_per_s=200e9, network_bytes_per_s=200 * GBIT,
+        ),
+        DeviceSpec(
+            name="H100-80GB", memory_bytes=80 * GIB, flops_per_s=989e12, memory_bytes_per_s=3.35e12,
+            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT,
+        ),
+        DeviceSpec(
+            name="H200-141GB", memory_bytes=141 * GIB, flops_per_s=989e12, memory_bytes_per_s=4.8e12,
+            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT,
+        ),
+        DeviceSpec(
+            name="B200-180GB", memory_bytes=180 * GIB, flops_per_s=2250e12, memory_bytes_per_s=8e12,
+            link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT,
+        ),
+        # NVIDIA GB200 NVL72 data sheet, per GPU: 2.5 PFLOPS, 186 GB, 8 TB/s; NVLink 5 joins 72 GPUs, and a port of 400
+        # Gbit/s each leaves the rack.
+        DeviceSpec(
+            name="GB200-186GB", memory_bytes=186 * GIB, flops_per_s=2500e12, memory_bytes_per_s=8e12,
+            link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT, devices_per_node=72,
+        ),
+        # AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 192 GB, 5.3 TB/s; seven Infinity Fabric links of 64 GB/s per
+        # direction, one to each other GPU of the node.
+        DeviceSpec(
+            name="MI300X-192GB", memory_bytes=192 * GIB, flops_per_s=1307.4e12, memory_bytes_per_s=5.3e12,
+            link_bytes_per_s=448e9, network_bytes_per_s=400 * GBIT,
+        ),
+        # NVIDIA L40S data sheet: 362.05 TFLOPS, 48 GB, 864 GB/s, PCIe 4.0 x16, no NVLink; a port of 400 Gbit/s for two,
+        # as in NVIDIA's OVX servers.
+        DeviceSpec(
+            name="L40S-48GB", memory_bytes=48 * GIB, flops_per_s=362.05e12, memory_bytes_per_s=864e9,
+            link_bytes_per_s=PCIE_4, network_bytes_per_s=200 * GBIT,
+        ),
+        # NVIDIA A10G data sheet: 70 TFLOPS, 24 GB, 600 GB/s, PCIe 4.0 x16; g5.48xlarge of AWS has 100 Gbit/s for eight.
+        DeviceSpec(
+            name="A10G-24GB", memory_bytes=24 * GIB, flops_per_s=70e12, memory_bytes_per_s=600e9,
+            link_bytes_per_s=PCIE_4, network_bytes_per_s=12.5 * GBIT,
+        ),
+        # NVIDIA's Ada architecture paper, bfloat16 with float32 sums: 165.2 TFLOPS, 24 GB, 1,008 GB/s, PCIe 4.0 x16;
+        # the network is that of the machine around it, here 100 Gbit/s for eight.
+        DeviceSpec(
+            name="RTX4090-24GB", memory_bytes=24 * GIB, flops_per_s=165.2e12, memory_bytes_per_s=1.008e12,
+            link_bytes_per_s=PCIE_4, network_bytes_per_s=12.5 * GBIT,
+        ),
+        # NVIDIA's RTX Blackwell architecture paper, bfloat16 with float32 sums: 209.5 TFLOPS, 32 GB, 1,792 GB/s, PCIe
+        # 5.0 x16; the network as above.
+        DeviceSpec(
+            name="RTX5090-32GB", memory_bytes=32 * GIB, flops_per_s=209.5e12, memory_bytes_per_s=1.792e12,
+            link_bytes_per_s=PCIE_5, network_bytes_per_s=12.5 * GBIT,
+        ),
+        # One thread of a server CPU in float32, ranks talking through shared memory.
+        DeviceSpec(
+            name="cpu", memory_bytes=8 * GIB, flops_per_s=90e9, memory_bytes_per_s=10e9,
+            link_bytes_per_s=1.5e9, network_bytes_per_s=1e9, link_call_s=CPU_CALL_S, network_call_s=CPU_CALL_S,
+        ),
+    )
+}  # fmt: skip

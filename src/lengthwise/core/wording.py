@@ -1,0 +1,45 @@
+"""Words of messages: sizes in the unit that suits them, and the known name nearest to a typo; numbers from text."""
+
+import math
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+GIB = 2**30
+_UNITS = ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def bytes_in_words(num_bytes: float, *, digits: int = 1) -> str:
+    """A size in the unit that suits it, such as 1.5 GiB or 40.0 MiB: what is not nothing never reads like it."""
+    unit, word = next(((unit, word) for unit, word in _UNITS if num_bytes >= unit / 10), (1, "bytes"))
+    return f"{num_bytes / unit:,.{digits}f} {word}" if unit > 1 else f"{num_bytes:,.0f} bytes"
+
+
+def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[str, str]:
+    """Both sizes in words, in one unit and with as many digits as it takes to tell them apart.
+
+    What is needed is rounded up, what is there down: a need of more than there is never reads like less.
+    """
+    smaller = min(needed_bytes, available_bytes)
+    unit, word = next(
+        ((unit, word) for unit, word in _UNITS if smaller >= unit / 10),
+        (1, "bytes"),
+    )
+    for digits in (1, 2, 3) if unit > 1 else ():
+        scale = 10**digits
+        needed = f"{math.ceil(needed_bytes / unit * scale) / scale:,.{digits}f}"
+        available = f"{math.floor(available_bytes / unit * scale) / scale:,.{digits}f}"
+        if needed != available or needed_bytes == available_bytes:
+            return f"{needed} {word}", f"{available} {word}"
+    return f"{math.ceil(needed_bytes):,} bytes", f"{math.floor(available_bytes):,} bytes"
+
+
+def whole_number(text: str) -> int | None:
+    """The number that up to nine digits spell; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else None
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A clause that suggests the known name closest to a mistyped one, or lists them all."""
+    names = sorted(names)
+    close = get_close_matches(name[:200], names, n=1)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"

@@ -1,0 +1,85 @@
+"""Devices from a YAML file."""
+
+import pytest
+
+from lengthwise.core.device_file import read_device, resolve_device
+from lengthwise.core.device_spec import DEVICES
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import cluster_preset
+
+SMALLEST = """
+memory_gib: 96
+bfloat16_tflops: 503.8
+memory_gbyte_per_s: 1792
+link_gbyte_per_s: 64
+network_gbit_per_s: 400
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="my-gpu.yaml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_file_says_what_a_data_sheet_says(write):
+    more = "name: RTX-PRO-6000\nfloat32_tflops: 125\nlink_latency_us: 20\nnetwork_latency_us: 50\n"
+    device = read_device(write(SMALLEST + more + "devices_per_node: 4\nprice_per_hour: 2.5\n"))
+    assert (device.name, device.memory_bytes, device.devices_per_node) == ("RTX-PRO-6000", 96 * 2**30, 4)
+    assert device.peak_flops_per_s("bfloat16") == pytest.approx(503.8e12)
+    assert device.peak_flops_per_s("float32") == pytest.approx(125e12)
+    assert device.network_bytes_per_s == pytest.approx(50e9) and device.link_bytes_per_s == 64e9
+    assert (device.link_call_s, device.network_call_s) == pytest.approx((20e-6, 50e-6))
+    assert device.price_per_hour == 2.5
+
+
+def test_what_a_file_leaves_out_is_as_in_presets(write):
+    device, preset = read_device(write(SMALLEST)), DEVICES["H100-80GB"]
+    assert device.name == "my-gpu" and device.price_per_hour is None
+    assert device.peak_flops_per_s("float32") == device.flops_per_s
+    for name in ("devices_per_node", "link_call_s", "network_call_s"):
+        assert getattr(device, name) == getattr(preset, name)
+
+
+def test_a_preset_written_into_a_file_is_the_preset(write):
+    text = "name: H100-80GB\nmemory_gib: 80\nbfloat16_tflops: 989\nmemory_gbyte_per_s: 3350\nlink_gbyte_per_s: 450\n"
+    assert read_device(write(text + "network_gbit_per_s: 400\n")) == DEVICES["H100-80GB"]
+
+
+def test_a_cluster_of_devices_from_a_file(write):
+    path = write(SMALLEST, "box.yaml")  # with an x in its name
+    cluster = cluster_preset(f"2x4x{path}")
+    assert (cluster.num_nodes, cluster.devices_per_node, cluster.device) == (2, 4, resolve_device(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory_gib: 80\n", "lacks bfloat16_tflops, memory_gbyte_per_s, link_gbyte_per_s, network_gbit_per_s"),
+        (SMALLEST + "memory_gb: 80\n", "no 'memory_gb'; did you mean memory_gib"),
+        (SMALLEST.replace("96", "-1"), "memory_gib must be a number above 0 and at most 1,048,576, not -1"),
+        (SMALLEST.replace("96", "much"), "memory_gib must be a number above 0"),
+        (SMALLEST.replace("96", ".nan"), "memory_gib must be a number above 0"),
+        (SMALLEST + "devices_per_node: 2.5\n", "devices_per_node must be a whole number from 1 and at most 65,536"),
+        (SMALLEST + "price_per_hour: true\n", "price_per_hour must be a number above 0"),
+        (SMALLEST + "name: cpu\n", "not cpu, but is 'cpu'"),
+        (SMALLEST + "name: a b\n", "name must be letters, digits"),
+        ("- 1\n", "not settings such as memory_gib: 80"),
+        ("a: [\n", "is not a device file: line"),
+        ("\x00", "is not a device file: character 1"),
+    ],
+)
+def test_what_is_no_device_is_refused_by_file_and_field(write, text, message):
+    path = write(text)
+    with pytest.raises(InputError, match=message) as error:
+        read_device(path)
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named():
+    with pytest.raises(InputError, match=r"there is no device file nowhere\.yaml"):
+        resolve_device("nowhere.yaml")
