@@ -1,13 +1,16 @@
-"""Traces of simulated steps: one for Perfetto, or one per rank as PyTorch's profiler writes them."""
+"""Traces of simulated steps: for Perfetto, as PyTorch's profiler writes them, and as input of network simulators."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
+from lengthwise.report.chakra import write_chakra
 from lengthwise.report.chrome_trace import MOST_SPANS, write_trace
 from lengthwise.report.kineto import write_kineto
-from lengthwise.report.trace_choice import TraceChoice
+from lengthwise.report.trace_choice import RANKS_OPTION, TraceChoice
 from lengthwise.sim.engine import simulate
 from lengthwise.sim.sim_options import SimOptions
 
@@ -34,6 +37,21 @@ def write_traces(
     if len(timelines) == len(chosen):
         return ""
     return f"{trace or kineto} holds the first {len(timelines):,} of {len(chosen):,} steps; viewers bear no more"
+
+
+def write_execution_traces(
+    folder: Path, plans: Sequence[StepPlan], choice: TraceChoice, model: tuple[ModelSpec, str]
+) -> None:
+    """Write Chakra execution traces of the chosen steps on all ranks; ``model`` is its sizes and its compute dtype.
+
+    Raises:
+        InputError: a chosen step is not in the plans, they are of another model, or ranks are chosen.
+    """
+    if choice.ranks is not None:
+        raise InputError(f"--chakra writes all ranks, which wait for one another; take {RANKS_OPTION} out")
+    choice.check(steps=[plan.step for plan in plans], num_ranks=plans[0].num_devices)
+    spec, dtype = model
+    write_chakra(folder, [plan for plan in plans if choice.has_step(plan.step)], spec, dtype=dtype)
 
 
 def _timelines(plans: Sequence[StepPlan], options: SimOptions, choice: TraceChoice) -> list[Timeline]:

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.report.fake_run import make_run
 from tests.sim.plans import lane, make_plan
 
 
@@ -154,3 +155,18 @@ def test_a_step_or_rank_that_is_not_there_is_refused_before_anything_is_written(
     code, _, err = cli("simulate", staged, "--kineto", path, "--trace-ranks", "0-2,9")
     assert code == 2 and "--trace-ranks 9: the ranks are 0 to 3; choose among them" in err
     assert not path.exists()
+
+
+def test_execution_traces_need_the_model_and_all_ranks(cli, single, tmp_path):
+    folder = tmp_path / "chakra"
+    code, _, err = cli("simulate", single, "--chakra", folder)
+    assert code == 2 and "--chakra needs the sizes of the model" in err and "--model NAME" in err
+    code, _, err = cli("simulate", single, "--chakra", folder, "--model", "llama-tiny")
+    assert code == 2 and "the plans share out 12 layers, model llama-tiny has 4" in err
+    plans = make_run(tmp_path / "run", num_steps=3).plans
+    code, _, err = cli("simulate", plans, "--chakra", folder, "--model", "llama-tiny", "--trace-ranks", "0")
+    assert code == 2 and "--chakra writes all ranks" in err and not folder.exists()
+    assert cli("simulate", plans, "--chakra", folder, "--model", "llama-tiny", "--trace-steps", "1-2")[0] == 0
+    assert {path.name for path in folder.iterdir()} == {f"lengthwise.{rank}.et" for rank in range(4)} | {
+        "comm_groups.json"
+    }

@@ -8,11 +8,7 @@ import typer
 from lengthwise.cli.launch import split_arguments
 from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceSteps
 from lengthwise.config.limits import MAX_STEPS
-from lengthwise.config.run_config import load
-from lengthwise.core.errors import InputError
-from lengthwise.core.step_plan import StepPlan
 from lengthwise.session.console import emit_json, stderr
-from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
 
 
 def run(
@@ -32,6 +28,12 @@ def run(
     trace_steps: TraceSteps = None,
     trace_ranks: TraceRanks = None,
     kineto: KinetoFolder = None,
+    chakra: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="write Chakra traces, the input of ASTRA-sim, here")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="model of --chakra where no run or config names it")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with timelines and memory here")] = None,
     as_json: Json = False,
 ) -> None:
@@ -40,39 +42,29 @@ def run(
     from lengthwise.report.trace_choice import TraceChoice
     from lengthwise.report.whole_file import check_folder, check_place, write_whole
     from lengthwise.session.simulate_plans import figures, parse_straggler
+    from lengthwise.session.simulation_inputs import model_of_plans, plans_of
     from lengthwise.session.simulation_report import simulation_html
-    from lengthwise.session.simulation_traces import write_traces
+    from lengthwise.session.simulation_traces import write_execution_traces, write_traces
     from lengthwise.sim.sim_options import SimOptions
     from lengthwise.sim.step_summary import summary
 
     check_place(trace, "--trace")
     check_place(html, "--html")
     check_folder(kineto, "--kineto")
+    check_folder(chakra, "--chakra")
     choice = TraceChoice.parse(trace_steps, trace_ranks)
     options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])))
-    plans = _plans(source, overrides, steps)
+    path, changes = split_arguments(source, overrides)
+    plans = plans_of(path, changes, steps=steps)
     simulated = [summary(plan, options) for plan in plans]
     document = figures(plans, simulated)
     if (trace or kineto) and (note := write_traces(plans, options, choice, trace=trace, kineto=kineto)):
         stderr().print(note, soft_wrap=True)
+    if chakra is not None:
+        write_execution_traces(chakra, plans, choice, model_of_plans(path, changes, preset=model))
     if html is not None:
         write_whole({html: simulation_html(plans, simulated, options, document).encode()})
     if as_json:
         emit_json(document)
     else:
         print_simulation(document)
-
-
-def _plans(source: Path | None, overrides: list[str] | None, steps: int | None) -> list[StepPlan]:
-    """Read the plans of a file, or plan the steps of a configuration."""
-    from lengthwise.session.simulate_plans import ends_within_line, read_plans
-
-    path, changes = split_arguments(source, overrides)
-    if path is None or path.suffix != ".jsonl":
-        return list(plan_steps(load(path, changes), steps or DEFAULT_STEPS))
-    if changes:
-        raise InputError(f"{changes[0]} does not apply to {path}, whose plans are made; plan again with it")
-    plans = read_plans(path, steps=steps)
-    if len(plans) != steps and ends_within_line(path):
-        stderr().print(f"{path} ends within a line, which is left out: {len(plans):,} plans are whole", soft_wrap=True)
-    return plans

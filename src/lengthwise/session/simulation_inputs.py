@@ -1,0 +1,50 @@
+"""What `lengthwise simulate` is given: a configuration, whose steps are planned, or plans that were made before."""
+
+from pathlib import Path
+
+from lengthwise.config.run_config import load
+from lengthwise.core.errors import InputError
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.core.specs import ModelSpec, model_preset
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.data.corpus import open_corpus
+from lengthwise.session.console import stderr
+from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
+from lengthwise.session.planning import resolve_model
+from lengthwise.session.simulate_plans import ends_within_line, read_plans
+
+
+def plans_of(path: Path | None, changes: list[str], *, steps: int | None) -> list[StepPlan]:
+    """Read the plans of a file, or plan the first steps of a configuration.
+
+    Raises:
+        InputError: the file holds no plan, or settings are given beside it.
+    """
+    if path is None or path.suffix != ".jsonl":
+        return list(plan_steps(load(path, changes), steps or DEFAULT_STEPS))
+    if changes:
+        raise InputError(f"{changes[0]} does not apply to {path}, whose plans are made; plan again with it")
+    plans = read_plans(path, steps=steps)
+    if len(plans) != steps and ends_within_line(path):
+        stderr().print(f"{path} ends within a line, which is left out: {len(plans):,} plans are whole", soft_wrap=True)
+    return plans
+
+
+def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None) -> tuple[ModelSpec, str]:
+    """The model that plans were made for and its compute dtype: of a preset, a configuration, or the run beside them.
+
+    Raises:
+        InputError: a file of plans lies in no run folder, and no preset is named.
+    """
+    if preset is not None:
+        return model_preset(preset), "bfloat16"
+    if path is None or path.suffix != ".jsonl":
+        config = load(path, changes)
+        return resolve_model(config, open_corpus(config.data)), config.train.dtype
+    run = RunFolder(path.parent)
+    if not run.config.is_file():
+        raise InputError(
+            f"--chakra needs the sizes of the model, and {path} lies in no run folder; add --model NAME, or simulate "
+            "the configuration that the plans were made from"
+        )
+    return run.read_spec(), load(run.config, []).train.dtype
