@@ -14,6 +14,7 @@ from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.attention_calls import AllAttendedError
 from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
 from lengthwise.runtime.wrap.custom_masks import MaskTables
+from lengthwise.runtime.wrap.deferred_logits import DeferredHead
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.flash_kernels import ImportedKernels
 from lengthwise.runtime.wrap.forward_patch import Memo, PreparedForward
@@ -95,6 +96,7 @@ class WrappedModel:
         self.layers = HookedLayers(self.structure.layers, context=context)
         self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
+        self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0)
         self._switches = [] if by_sequence else [AttentionSwitch(part) for part in self.structure.hugging_face_models()]
         for switch in self._switches:
             switch.on()
@@ -120,8 +122,9 @@ class WrappedModel:
         if self._prepared is not None:
             self._prepared.release()
         self.layers.release()
-        if self._rotary is not None:
-            self._rotary.release()
+        for patched in (self._rotary, self._head):
+            if patched is not None:
+                patched.release()
         for switch in self._switches:
             switch.release()
 
