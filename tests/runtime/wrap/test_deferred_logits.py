@@ -149,6 +149,9 @@ def test_a_view_does_not_miss_a_change_in_place() -> None:
     view = logits.view(-1, V)
     with pytest.raises(InputError, match="mul_ changes logits in place after a view"):
         logits.mul_(2.0)
+    assert logits.exp().isfinite().all()  # whole now
+    with pytest.raises(InputError, match="mul_ changes logits in place after a view"):
+        logits.mul_(2.0)
     with pytest.raises(InputError, match="__setitem__ changes logits in place"):
         view[0] = 0.0
     del view

@@ -72,16 +72,16 @@ class DeferredLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         logits = args[0] if args else None
-        if isinstance(logits, cls) and logits._whole is None:
-            answer = logits._answer(func, args[1:], kwargs)
+        if isinstance(logits, cls):
+            logits._check_not_aliased(name)
+            answer = logits._answer(func, args[1:], kwargs) if logits._whole is None else NotImplemented
             if answer is not NotImplemented:
                 return answer
-            logits._check_not_aliased(name)
         args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def,override]
         """Refuse operations below autograd, whose gradients would not reach the head."""
         raise InputError(f"{func} got logits that are not computed yet; give it logits.whole()")
 
@@ -266,10 +266,11 @@ class DeferredHead:
         def answer(hidden: Tensor) -> Tensor:
             if is_plain() or head._forward_hooks or hidden.dim() < 2:
                 return stock(hidden)
-            made_of, dtype = (hidden, head.weight, head.bias), autocast_dtype(hidden.device)
+            dtype = autocast_dtype(hidden.device)
             if dtype is None:
-                return DeferredLogits(*made_of)
-            return DeferredLogits(*(x if x is None else x.to(dtype) for x in made_of))
+                return DeferredLogits(hidden, head.weight, head.bias)
+            bias_V = None if head.bias is None else head.bias.to(dtype)
+            return DeferredLogits(hidden.to(dtype), head.weight.to(dtype), bias_V)
 
         stock = head.forward
         self._forward = PreparedForward(head, answer)
