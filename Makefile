@@ -1,4 +1,5 @@
-# make demo: the main job on real text, report at the end.   make test: every test.   make docs: the site.   All work from nothing.
+# make demo: the main job on real text, report at the end.   make test: every test.   make docs: the site.   make build: the
+# package.   All work from nothing.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +7,7 @@ STAMP := .venv/.installed
 # The half that needs no torch; its tests run with torch blocked from import.
 DECIDING := tests/core tests/index tests/models tests/data tests/cost tests/plan tests/sim tests/report tests/config/test_run_config.py
 
-.PHONY: demo test test-deep lint docs bench clean
+.PHONY: demo test test-deep lint docs build bench clean
 
 demo: $(STAMP)
 	$(BIN)/lengthwise demo
@@ -28,6 +29,12 @@ lint: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Neither this nor the test of the package fetches anything: the backend is there already.
+build: $(STAMP)
+	rm -rf build/lib build/dist
+	mkdir -p build/dist
+	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('build/dist'); b.build_wheel('build/dist')"
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/demo_policies.py

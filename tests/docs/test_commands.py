@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 import tomllib
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ import typer.main
 from lengthwise.cli.main import app, main
 from lengthwise.config.run_config import check, load
 from lengthwise.core.read_yaml import parse_yaml
+from lengthwise.session.demo_settings import POLICIES
 from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, commands, in_language, unfenced
+from tests.report.fake_run import make_run
 
 SHELL = in_language("bash")
 COMMANDS = [(block, words) for block in SHELL for words in commands(block.text)]
@@ -28,9 +31,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "index": ("--workers", "1"),
     "plan": ("plan.policy=static", "plan.profile=", "--steps", "2"),
     "simulate": ("--steps", "2"),
+    "report": (),
 }
 """Commands that run here, and what makes them quick; all others need ranks or a checkpoint, and are parsed."""
-NOT_HERE = ("--python-stdlib", "shards", "my_dataset", "corpus_text_document", "data.metric=loss")
+NOT_HERE = ("--python-stdlib", "--trace-steps", "shards", "my_dataset", "corpus_text_document", "data.metric=loss")
 """Words of commands that need what is large, what tests of the readers have, or a metric that a model computed."""
 
 
@@ -119,6 +123,10 @@ def files(tmp_path_factory):
         (folder / name).write_text(text)
     lengthwise(["plan", str(folder / "CONFIG"), f"data.index={folder / 'DIR'}", "plan.policy=static", "--steps", "8",
                 "--out", str(folder / "plans.jsonl")])  # fmt: skip
+    for policy in POLICIES:  # as the demo leaves them
+        make_run(folder / "outputs" / "demo" / "20260101-120000" / policy, policy=policy, name=policy, num_steps=4)
+    for run in ("RUN", "PADDED", "PACKED", "BALANCED", "outputs/first"):
+        make_run(folder / run, num_steps=4)
     return folder
 
 
@@ -149,5 +157,6 @@ def test_quick_commands_run(block, files, tmp_path, monkeypatch, capsys):
             shutil.rmtree("DIR", ignore_errors=True)
         if any(word.startswith("plan.profile") for word in words):
             added = [word for word in added if not word.startswith("plan.profile")]
+        words = [path for word in words for path in (sorted(glob(word)) if "*/" in word else [word])]
         lengthwise([*words, *added])
         assert capsys.readouterr().out or words[0] == "index", words

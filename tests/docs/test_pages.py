@@ -82,6 +82,20 @@ def test_the_readme_is_one_page_in_the_words_of_the_field():
     assert not [word for word in FIELD if word not in " ".join(text.split())]
 
 
+def test_readme_and_site_begin_with_a_page_for_each_reader():
+    head = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    for page in ("docs/guides/any-model.md", "docs/get-started/plan-without-gpus.md", "CONTRIBUTING.md"):
+        assert f"]({page})" in head
+    assert (ROOT / "tools" / "site_hooks.py").read_text().count('"README.md": "index.md"') == 1
+
+
+def test_the_page_of_models_names_their_files():
+    table = (ROOT / "docs" / "internals" / "model.md").read_text().partition("## Files")[2].partition("## ")[0]
+    names = re.findall(r"`(\w+\.py)`", table)
+    homes = [ROOT / "src" / "lengthwise" / folder for folder in ("runtime/models", "models")]
+    assert len(names) > 15 and not [name for name in names if not any((home / name).exists() for home in homes)]
+
+
 def test_the_tour_names_files_and_what_is_in_them():
     rows = re.findall(r"^\| `(\S+\.py)` \| (.*?) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert len(rows) == 5

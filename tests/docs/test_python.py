@@ -53,18 +53,6 @@ for step in run.steps():
         step.backward(loss)
     step.update()
 """
-DEVICE = """
-import numpy as np, torch
-from lengthwise.core.batch import Pack
-from lengthwise.core.specs import model_preset
-from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.models.hf_folder import load_weights, save_pretrained
-from lengthwise.runtime.models.targets import next_token_targets
-pack = Pack(ids=(0, 1), lengths=(5, 3))
-tokens_T, folder = torch.arange(8), "first"
-class step: num_targets = 6
-save_pretrained(build_model(model_preset("llama-tiny"), dtype=torch.float32, seed=1), folder, config={})
-"""
 AROUND = {
     "README.md#0": "",
     "docs/guides/any-model.md#0": MODEL,
@@ -82,7 +70,7 @@ AROUND = {
     "docs/guides/training.md#0": MODEL
     + "from torch.optim.lr_scheduler import CosineAnnealingLR\nloader = [lw.pad(rows[:4]), lw.pad(rows[4:12])]\n"
     "stock = model\ndef model(batch): return stock(**batch)\n",
-    "docs/internals/model.md#0": DEVICE,
+    "docs/internals/model.md#0": "",
 }
 """What comes before blocks that are parts of a script of the reader's."""
 NEEDS_TORCH = tuple(AROUND)
@@ -102,7 +90,7 @@ def files(tmp_path_factory):
     write_model(folder / "my-model")
     plan = make_plan([lane(3.0, 2.0, 1.0), lane(1.0)], update_s=0.0)
     (folder / "plans.jsonl").write_text(json.dumps(plan.to_json()) + "\n")
-    make_run(folder / "outputs" / "demo" / "20260101-120000", num_steps=4)
+    make_run(folder / "outputs" / "first", num_steps=4)
     (folder / "text").mkdir()
     for k in range(12):
         (folder / "text" / f"{k}.txt").write_text("words and words " * (k + 1))
