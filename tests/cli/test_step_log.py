@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from lengthwise.cli import step_log
-from lengthwise.cli.step_log import DATA_SHEETS, MOST_COLUMNS, StepLog, step_line, step_table
+from lengthwise.cli.step_log import DATA_SHEETS, MOST_COLUMNS, StepLog, short_strategy, step_line, step_table
 
 ROW = {
     "step": 2, "loss/avg": 8.61957, "lr": 2e-3, "lr_factor": 1.0, "perf/tokens_per_s": 2527.4,
@@ -22,35 +22,52 @@ HUGE = {
 
 
 def test_the_line_of_a_step_says_the_figures_that_matter():
-    line = step_line(ROW, num_steps=6, has_profile=True)
-    figures = "loss 8.6196  lr 2.0e-03  2,527 tokens/s  1.25 s (predicted 1.28 s)  idle 5%  peak 0.6 GiB"
-    assert line == f"step 3/6  {figures}"
-    assert step_line(ROW, num_steps=6, has_profile=False).endswith("1.25 s  idle 5%  peak 0.6 GiB  eta 0:00:04")
-    assert "predicted" not in step_line(ROW, num_steps=6, has_profile=False)
+    line = step_line(ROW, num_steps=6)
+    assert line == "step 3/6  loss 8.6196  lr 2.0e-03  2,527 tokens/s  2x<1>  peak 0.6 GiB  eta 0:00:04"
 
 
 def test_what_is_unusual_is_named():
     row = {**ROW, "compile/recompiles": 3, "data/wait_frac": 0.2, "lr_factor": 0.5}
-    line = step_line(row, num_steps=6, has_profile=False)
+    line = step_line(row, num_steps=6)
     assert "recompiles 3" in line and "data wait 20%" in line and "lr 2.0e-03 x0.50" in line
-    usual = step_line(ROW, num_steps=6, has_profile=False)
-    assert "recompiles" not in usual and "data wait" not in usual and " x" not in usual
+    usual = step_line(ROW, num_steps=6)
+    assert "recompiles" not in usual and "data wait" not in usual and " x0" not in usual
+
+
+def test_a_strategy_is_told_by_what_is_shared():
+    assert short_strategy("6 x <1,1> dense + 1 x <2,1> ulysses r4") == "6x<1> + 1x<2>"
+    assert short_strategy("1 x <2,1> ring + 2 x <2,1> ulysses + 1 x <4,2> metp") == "3x<2> + 1x<4,2>"
+    assert short_strategy("1 x <4,1> ulysses, then 4 x <1,1> dense") == "1x<4>, then 4x<1>"
+
+
+def test_a_validation_has_a_line_of_its_own_whatever_steps_are_logged(monkeypatch):
+    log, file = _log(monkeypatch, is_terminal=False, log_every=10, has_profile=True)
+    for step, loss, best in ((0, 3.0, 1), (1, None, None), (2, 3.5, 1)):
+        log.on_step({**ROW, "step": step} | ({} if loss is None else {"val/loss": loss, "val/best_step": best}))
+    log.close()
+    assert [line for line in file.getvalue().splitlines() if not line.startswith("step")] == [
+        "validation after step 1: loss 3.0000, the lowest so far",
+        "validation after step 3: loss 3.5000, the lowest was after step 1",
+    ]
+    assert file.getvalue().count("\nstep ") == 1 and file.getvalue().startswith("step 1/6")
 
 
 @pytest.mark.parametrize("has_profile", [True, False])
 def test_no_line_and_no_table_is_wider_than_a_hundred_columns(has_profile):
     for row in (ROW, HUGE, {**HUGE, "plan/pred_time_s": None, "loss/avg": float("nan")}):
-        line = step_line(row, num_steps=1_000_000, has_profile=has_profile)
+        line = step_line(row, num_steps=1_000_000)
         assert line.startswith("step ") and "loss" in line and len(line) <= MOST_COLUMNS
     console = Console(file=StringIO(), width=200)
-    console.print(step_table([ROW, {**ROW, "step": 99_999}], num_steps=100_000, has_profile=has_profile))
+    console.print(
+        step_table([ROW, {**ROW, "step": 99_999, "val/loss": 123.4567}], num_steps=100_000, has_profile=has_profile)
+    )
     lines = console.file.getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= MOST_COLUMNS
     assert lines[0].split() == [
-        "step", "loss", "lr", "tokens/s", "step", "time", *(["predicted"] if has_profile else []),
+        "step", "loss", "val", "loss", "lr", "tokens/s", "step", "time", *(["predicted"] if has_profile else []),
         "idle", "peak", "plan",
     ]  # fmt: skip
-    assert "auto: 2 x <1,1> dense" in lines[1] and "auto" not in lines[2]  # told once, where it changes
+    assert "auto 2x<1>" in lines[1] and "auto" not in lines[2]  # told once, where it changes
 
 
 def _log(monkeypatch, *, is_terminal, **options):
@@ -63,14 +80,14 @@ def _log(monkeypatch, *, is_terminal, **options):
     return StepLog(**{"num_steps": 6, "log_every": 1, "has_profile": False, **options}), console.file
 
 
-def test_a_file_gets_a_line_a_step_and_the_plan_where_it_changes(monkeypatch):
+def test_a_file_gets_a_line_a_step(monkeypatch):
     log, file = _log(monkeypatch, is_terminal=False)
     for step, strategy in enumerate(["2 x <1,1> dense", "2 x <1,1> dense", "1 x <2,1> ulysses"]):
         log.on_step({**ROW, "step": step, "plan/strategy": strategy})
     log.close()
-    assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == [
-        DATA_SHEETS, "plan auto: 2 x <1,1> dense", "step 1/6", "step 2/6", "plan auto: 1 x <2,1> ulysses", "step 3/6",
-    ]  # fmt: skip
+    lines = file.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [DATA_SHEETS, "step 1/6", "step 2/6", "step 3/6"]
+    assert "1x<2>" in lines[-1]
 
 
 def test_only_every_log_every_th_step_is_shown_and_a_profile_needs_no_note(monkeypatch):
@@ -78,7 +95,7 @@ def test_only_every_log_every_th_step_is_shown_and_a_profile_needs_no_note(monke
     for step in range(4):
         log.on_step({**ROW, "step": step})
     log.close()
-    assert [line.split("  ")[0] for line in file.getvalue().splitlines()][1:] == ["step 2/6", "step 4/6"]
+    assert [line.split("  ")[0] for line in file.getvalue().splitlines()] == ["step 2/6", "step 4/6"]
 
 
 def test_a_terminal_gets_a_table_with_a_bar_that_goes_away(monkeypatch):

@@ -28,7 +28,7 @@ SECTIONS = {"": Config} | {
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
 OTHER_MEANING = {key.rpartition(".")[2] for key in setting_names.OTHER_MEANING}
-OTHER_TYPE = {"steps", "metric", "lr", "recompute", "profile"}
+OTHER_TYPE = {"steps", "epochs", "metric", "lr", "recompute", "profile"}
 """Names of the same meaning that take something else in ``prepare``; both say so."""
 
 

@@ -48,7 +48,11 @@ class CheckpointAdvice:
         self._times_s.append(row["perf/step_time_s"])
         if len(self._times_s) < NUM_STEPS:
             return
-        step_s, every, left = median(self._times_s), self._train.checkpoint_every, self._train.steps - row["step"] - 1
+        step_s, every, left = (
+            median(self._times_s),
+            self._train.checkpoint_every,
+            self._train.num_steps - row["step"] - 1,
+        )
         at_risk_s = step_s * min(every or left, left)
         often = max(1, round(OFTEN_S / step_s))
         if at_risk_s >= MUCH_S:

@@ -23,7 +23,7 @@ def check_plans_of_run(config: Config, plans: "PlanFile", corpus: "Corpus", *, f
         InputError: a step has no plan.
         CheckError: a plan is for other sequences; the message names the step.
     """
-    steps = range(first_step, config.train.steps)
+    steps = range(first_step, config.train.num_steps)
     plans.check_steps(steps)
     sampler = make_sampler(config, corpus)
     sampler.skip_to(first_step)

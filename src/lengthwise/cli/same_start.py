@@ -23,9 +23,15 @@ def settings_to_compare(config: Config, *, resume: bool, fall_back: bool) -> dic
     tree = config.model_dump(mode="json")
     for name in ("name", "output", "run_folder"):
         del tree[name]
-    for name in ("log_every", "tensorboard", "timeline"):
+    for name in ("log_every", "tensorboard", "wandb", "timeline"):
         del tree["train"][name]
-    for section, name in (("data", "index"), ("model", "hf"), ("plan", "file"), ("plan", "profile")):
+    for section, name in (
+        ("data", "index"),
+        ("data", "validation"),
+        ("model", "hf"),
+        ("plan", "file"),
+        ("plan", "profile"),
+    ):
         tree[section][name] = "set" if tree[section][name] else ""
     for part in tree["data"]["mixture"]:
         part["index"] = Path(part["index"]).name
@@ -33,18 +39,29 @@ def settings_to_compare(config: Config, *, resume: bool, fall_back: bool) -> dic
 
 
 def run_to_compare(
-    config: Config, corpus: "Corpus", *, spec: "ModelSpec", cluster: "ClusterSpec", model: "Transformer"
+    config: Config,
+    corpus: "Corpus",
+    *,
+    spec: "ModelSpec",
+    cluster: "ClusterSpec",
+    model: "Transformer",
+    validation: "Corpus | None" = None,
 ) -> dict[str, Any]:
     """What those settings stand for on this rank: the content of files, the model's first weights, the devices."""
     from lengthwise.runtime.models.checksum import weight_checksums
 
     files = {"plan.file": config.plan.file, "plan.profile": config.plan.profile}
     return {
-        "data": {"digest": corpus.digest, "parts": {part.name: _content(part) for part in corpus.parts}},
+        "data": _corpus(corpus),
+        "validation": validation and _corpus(validation),
         "model": {"digest": spec.digest, "weights": weight_checksums(model)},
         "files": {name: _file_digest(Path(path)) for name, path in files.items() if path},
         "cluster": asdict(cluster),
     }
+
+
+def _corpus(corpus: "Corpus") -> dict[str, Any]:
+    return {"digest": corpus.digest, "parts": {part.name: _content(part) for part in corpus.parts}}
 
 
 def _content(part: "CorpusPart") -> dict[str, Any]:

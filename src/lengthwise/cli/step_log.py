@@ -1,6 +1,7 @@
 """What `lengthwise train` shows of its steps: a live table on a terminal, else one line a step."""
 
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,32 +18,25 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS = 100
 """Characters of a line, and of the table."""
-DATA_SHEETS = "step times are predicted from data sheets, not measured: run lengthwise profile, set plan.profile"
+DATA_SHEETS = "plans follow data sheets, not measurements: run lengthwise profile, set plan.profile"
 _ROWS_SHOWN = 12
 _MUCH_WAIT = 0.05
 """Share of a step that ranks may wait for data before a line names it."""
 _PLAN_COLUMNS = 22
+_PIPELINES = re.compile(r"(\d+) x <(\d+),(\d+)>")
 
 
-def step_line(row: "Row", *, num_steps: int, has_profile: bool) -> str:
-    """Return the most important figures of a step, in at most ``MOST_COLUMNS`` characters.
-
-    Args:
-        row: the metrics of the step.
-        num_steps: steps of the run.
-        has_profile: whether predicted times come from measurements, so that they are worth showing.
-    """
-    predicted = _predicted(row) if has_profile else ""
+def step_line(row: "Row", *, num_steps: int) -> str:
+    """Return the most important figures of a step of ``num_steps``, in at most ``MOST_COLUMNS`` characters."""
     eta = timedelta(seconds=round((num_steps - row["step"] - 1) * row["perf/step_time_s"]))
     parts = [
         f"step {row['step'] + 1}/{num_steps}",
         f"loss {row['loss/avg']:.4f}",
         f"lr {_rate(row)}",
         f"{count(row['perf/tokens_per_s'])} tokens/s",
-        f"{_duration(row['perf/step_time_s'])}" + (f" (predicted {predicted})" if predicted else ""),
+        shortened(short_strategy(row["plan/strategy"]), _PLAN_COLUMNS),
         f"recompiles {row['compile/recompiles']}" if row["compile/recompiles"] else "",
         f"data wait {row['data/wait_frac']:.0%}" if row["data/wait_frac"] >= _MUCH_WAIT else "",
-        f"idle {row['balance/idle_frac']:.0%}",
         f"peak {_peak(row)}",
         f"eta {eta}",
     ]
@@ -53,9 +47,27 @@ def step_line(row: "Row", *, num_steps: int, has_profile: bool) -> str:
     return line
 
 
+def validation_line(row: "Row") -> str:
+    """Return the validation loss of a step, and whether it is the lowest so far."""
+    is_best = row["val/best_step"] == row["step"] + 1
+    best = "the lowest so far" if is_best else f"the lowest was after step {row['val/best_step']}"
+    return f"validation after step {row['step'] + 1}: loss {row['val/loss']:.4f}, {best}"
+
+
+def short_strategy(strategy: str) -> str:
+    """Return the pipelines of a plan by degree and stages: ``6x<1> + 1x<2>``, ``1x<4,2>`` with two stages."""
+    phases = []
+    for phase in strategy.split(", then "):
+        counts: Counter[str] = Counter()
+        for number, degree, stages in _PIPELINES.findall(phase):
+            counts[f"<{degree}>" if stages == "1" else f"<{degree},{stages}>"] += int(number)
+        phases.append(" + ".join(f"{number}x{name}" for name, number in counts.items()))
+    return ", then ".join(phases)
+
+
 def plan_words(row: "Row") -> str:
-    """Return the policy and the pipelines of a step's plan, such as ``auto: 2 x <1,1> dense``."""
-    return f"{row['plan/policy']}: {row['plan/strategy']}"
+    """Return the policy and the pipelines of a step's plan, such as ``auto 6x<1> + 1x<2>``."""
+    return f"{row['plan/policy']} {short_strategy(row['plan/strategy'])}"
 
 
 class StepLog:
@@ -63,7 +75,6 @@ class StepLog:
 
     def __init__(self, *, num_steps: int, log_every: int, has_profile: bool) -> None:
         self._num_steps, self._every, self._has_profile = num_steps, log_every, has_profile
-        self._plan = ""
         self._rows: deque[Row] = deque(maxlen=_ROWS_SHOWN)
         self._progress = progress()
         self._console = self._progress.console
@@ -82,15 +93,14 @@ class StepLog:
     def on_step(self, row: "Row") -> None:
         """Show the step and move the bar."""
         self._progress.update(self._task, completed=row["step"] + 1)
-        if (row["step"] + 1) % self._every:
+        is_validated = "val/loss" in row
+        if (row["step"] + 1) % self._every and not is_validated:
             return
         self._rows.append(row)
         if not self._console.is_interactive:
-            if (plan := plan_words(row)) != self._plan:
-                self._console.print(shortened(f"plan {plan}", MOST_COLUMNS), soft_wrap=True)
-            line = step_line(row, num_steps=self._num_steps, has_profile=self._has_profile)
-            self._console.print(line, soft_wrap=True)
-            self._plan = plan
+            self._console.print(step_line(row, num_steps=self._num_steps), soft_wrap=True)
+            if is_validated:
+                self._console.print(validation_line(row), soft_wrap=True)
         self._update()
 
     def on_compiled(self, done: int, total: int) -> None:
@@ -118,16 +128,19 @@ def step_table(rows: "list[Row]", *, num_steps: int, has_profile: bool) -> Any:
     headings = ["step", "loss", "lr", "tokens/s", "step time", "predicted", "idle", "peak"]
     if not has_profile:
         headings.remove("predicted")
+    if is_validated := any("val/loss" in row for row in rows):
+        headings.insert(2, "val loss")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("plan", no_wrap=True, max_width=_PLAN_COLUMNS)
     shown_plan = ""
     for row in rows:
         predicted = (_predicted(row) or "n/a",) if has_profile else ()
+        validated = (f"{row['val/loss']:.4f}" if "val/loss" in row else "",) if is_validated else ()
         plan = plan_words(row)
         table.add_row(
-            f"{row['step'] + 1}/{num_steps}", f"{row['loss/avg']:.4f}", _rate(row), count(row["perf/tokens_per_s"]),
-            _duration(row["perf/step_time_s"]), *predicted, f"{row['balance/idle_frac']:.0%}", _peak(row),
+            f"{row['step'] + 1}/{num_steps}", f"{row['loss/avg']:.4f}", *validated, _rate(row),
+            count(row["perf/tokens_per_s"]), _duration(row["perf/step_time_s"]), *predicted, f"{row['balance/idle_frac']:.0%}", _peak(row),
             "" if plan == shown_plan else shortened(plan, _PLAN_COLUMNS),
         )  # fmt: skip
         shown_plan = plan

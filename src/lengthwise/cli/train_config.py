@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,7 @@ from lengthwise.cli.ending import ask_to_stop, error_of, way_on
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE, check_nproc, check_torch, is_rank, torchrun
 from lengthwise.cli.restart import CRASHED, OVER, PREEMPTED, read_status, write_status
 from lengthwise.config.run_config import Config, load
-from lengthwise.core.errors import INTERRUPTED, InputError, Preempted
+from lengthwise.core.errors import INTERRUPTED, InputError, Preempted, missing_package
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.state.checkpoint_files import latest
 from lengthwise.session.console import stderr
@@ -103,20 +104,38 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
     from lengthwise.cli.plan_checks import check_plans_of_run
     from lengthwise.cli.verify import verify_corpus
     from lengthwise.data.corpus import open_corpus
-    from lengthwise.session.planning import check_num_ranks, make_sampler, open_plans, open_profile, resolve_model
+    from lengthwise.session.planning import (
+        check_num_ranks,
+        make_sampler,
+        open_plans,
+        open_profile,
+        resolve_model,
+        with_steps,
+    )
+    from lengthwise.session.validation import validation_corpus
 
+    check_trackers(config)
     corpus = open_corpus(config.data)
     corpus.check_tokens()
-    make_sampler(config, corpus)
-    resolve_model(config, corpus)
+    config = with_steps(config, make_sampler(config, corpus))
+    validation = validation_corpus(config, resolve_model(config, corpus))
     check_num_ranks(config, nproc)
     if config.plan.profile:
         open_profile(config)
-    verify_corpus(config, corpus)
+    for checked in (corpus, validation):
+        if checked is not None:
+            verify_corpus(config, checked)
     if config.plan.file:
         plans = open_plans(config, show_progress=True)
         if not is_resumed:
             check_plans_of_run(config, plans, corpus)
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ``MissingPackage`` if that of a tracker which is asked for is not installed."""
+    for name in ("tensorboard", "wandb"):
+        if getattr(config.train, name) and find_spec(name) is None:
+            raise missing_package(f"train.{name}", name)
 
 
 def _train_as_rank(config: Config, resume: Path | None, *, fall_back: bool, quiet: bool) -> Path:
@@ -131,6 +150,7 @@ def _train_as_rank(config: Config, resume: Path | None, *, fall_back: bool, quie
     from lengthwise.cli.verify import verify_as_rank
     from lengthwise.cli.worker import run_worker
 
+    check_trackers(config)
     verify_as_rank(config)
     run_worker(config, folder, resume=resume is not None, fall_back=fall_back, quiet=quiet)
     return folder.path

@@ -4,7 +4,7 @@ import os
 
 from lengthwise.cli.launch import RUN_FOLDER_VARIABLE
 from lengthwise.config.run_config import Config
-from lengthwise.data.corpus import Corpus, open_corpus
+from lengthwise.data.corpus import Corpus, open_corpus, open_validation
 from lengthwise.index.store import TokenStore
 from lengthwise.session.console import progress
 
@@ -27,4 +27,6 @@ def verify_as_rank(config: Config) -> None:
     """Verify the corpus under bare torchrun, on one rank of each machine; `lengthwise train` does it for its ranks."""
     if RUN_FOLDER_VARIABLE in os.environ or os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    verify_corpus(config, open_corpus(config.data))
+    for corpus in (open_corpus(config.data), open_validation(config.data)):
+        if corpus is not None:
+            verify_corpus(config, corpus)

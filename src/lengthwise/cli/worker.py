@@ -58,14 +58,17 @@ from lengthwise.session.planning import (
     resolve_cluster,
     resolve_model,
     with_draws,
+    with_steps,
 )
 from lengthwise.session.sampling_report import sampling_report, unused_settings
+from lengthwise.session.validation import validation_corpus, validation_plans
 
 if TYPE_CHECKING:
     from lengthwise.runtime.comm.world import DistContext
     from lengthwise.runtime.models.base import Transformer
     from lengthwise.runtime.train.step_metrics import StepCallback
     from lengthwise.runtime.train.trainer import BatchStream
+    from lengthwise.runtime.train.validation import Validation
 
 
 WORKERS_PER_CORE = 2
@@ -157,12 +160,14 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
 
     corpus = open_corpus(config.data)
     corpus.check_tokens()
+    saved, config = config, with_steps(config, make_sampler(config, corpus))
     spec = resolve_model(config, corpus)
+    validation = validation_corpus(config, spec)
     cluster = find_cluster(config, world)
     is_gpu = world.device.type == "cuda"
     ACTIVITY.begin("building the model")
     model = build(config, spec, world)
-    require_equal(world, run_to_compare(config, corpus, spec=spec, cluster=cluster, model=model))
+    require_equal(world, run_to_compare(config, corpus, spec=spec, cluster=cluster, model=model, validation=validation))
     stream, planner, sizes = _plans(config, corpus, spec, cluster, world, quiet=quiet)
     try:
         callbacks = _callbacks(config, start.folder, quiet=quiet) if world.is_first else []
@@ -179,6 +184,7 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
             world=world,
             peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
             callbacks=callbacks,
+            validation=_validation(config, validation, spec=spec, cluster=cluster),
             compiled=compiled_layers(sizes, world, start.folder, on_size),
             peek=planner.peek if isinstance(planner, PlanAhead) else None,
             ledger=RunLedger(corpus, partial(make_sampler, config, corpus), seed=config.seed),
@@ -193,9 +199,7 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
             num_bytes = trainer.checkpoint_bytes
             if warning := space_warning(start.folder, num_bytes=num_bytes, keep=config.train.keep_checkpoints):
                 stderr().print(warning, soft_wrap=True)
-            _describe(
-                start.folder, config, corpus, spec, cluster
-            )  # not before: a refused run leaves a folder as it was
+            _describe(start.folder, saved, corpus, spec, cluster)  # not before: a refused run leaves a folder as it was
         trainer.fit()
     finally:
         if isinstance(planner, PlanAhead):
@@ -226,6 +230,15 @@ def _plans(
         warn=world.is_first,
     )
     return ahead, ahead, sizes_of(config, planner)
+
+
+def _validation(config: Config, corpus: Corpus | None, *, spec: ModelSpec, cluster: ClusterSpec) -> "Validation | None":
+    from lengthwise.runtime.train.validation import Validation
+
+    if corpus is None:
+        return None
+    plans = validation_plans(config, corpus, spec=spec, cluster=cluster)
+    return Validation(plans=plans, source=corpus, every=config.train.validate_every, patience=config.train.patience)
 
 
 def _workers(config: Config, world: "DistContext") -> int:
@@ -314,14 +327,16 @@ def _octaves(longest: int) -> tuple[int, ...]:
 
 
 def _callbacks(config: Config, folder: RunFolder, *, quiet: bool) -> list["StepCallback"]:
-    from lengthwise.runtime.train.step_metrics import TensorBoard
+    from lengthwise.runtime.train.trackers import TensorBoard, WeightsAndBiases
 
     train = config.train
     callbacks: list[StepCallback] = []
     if not quiet:
         has_profile = bool(config.plan.profile or config.plan.file)
-        callbacks.append(StepLog(num_steps=train.steps, log_every=train.log_every, has_profile=has_profile))
+        callbacks.append(StepLog(num_steps=train.num_steps, log_every=train.log_every, has_profile=has_profile))
     callbacks.append(CheckpointAdvice(train, lambda words: stderr().print(words, soft_wrap=True)))
     if train.tensorboard:
         callbacks.append(TensorBoard(folder.tensorboard))
+    if train.wandb:
+        callbacks.append(WeightsAndBiases(folder.path, config))
     return callbacks

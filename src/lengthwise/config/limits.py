@@ -12,11 +12,14 @@ MAX_CONFIG_BYTES = 256 << 10
 MAX_TEXT = 4096
 """Characters of a setting."""
 MAX_STEPS = 10_000_000
+MAX_EPOCHS = 100_000
 MAX_SEQUENCES = 1 << 31
 MOST_BLOCKS = 1024
 """Stages of a pacing, and groups by difficulty."""
 WINDOW = 4096
 """Sequences that ``windowed`` sorts at a time, unless it is told otherwise."""
+DEFAULT_TRAIN_STEPS = 100
+"""Optimizer steps of `lengthwise train` where neither steps nor epochs are set."""
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Token budget of a global batch where neither budget is set."""
 
@@ -24,6 +27,7 @@ NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 NumSequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 NumSteps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 StepsOrNone = Annotated[int, Field(ge=0, le=MAX_STEPS)]
+NumEpochs = Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
 NumDevices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LrFactor = Annotated[float, Field(ge=0, le=MAX_LR_FACTOR)]

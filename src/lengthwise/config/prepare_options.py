@@ -36,7 +36,8 @@ class PrepareOptions(
     steps: NumSteps | None = None
     """The number of optimizer steps; None: those of epochs. (A configuration's train.steps is 100.)"""
     epochs: int = Field(default=1, ge=1)
-    """The number of times that every sequence is learned from."""
+    """The number of times that every sequence is learned from. (In a configuration, train.steps decides where
+    train.epochs is left out.)"""
     metric: SkipValidation[Any] = None
     """What sorted, curriculum and windowed follow: one number for each sequence; None: its length. (A configuration
     names a metric that `lengthwise analyze` saved.)"""

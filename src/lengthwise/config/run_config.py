@@ -18,11 +18,13 @@ from lengthwise.config.choices import (
 )
 from lengthwise.config.foreign_names import setting_of
 from lengthwise.config.limits import (
+    DEFAULT_TRAIN_STEPS,
     MAX_CONFIG_BYTES,
     MAX_SEQUENCES,
     Beta,
     LearningRate,
     NumDevices,
+    NumEpochs,
     NumSteps,
     NumTokens,
     StepsOrNone,
@@ -64,6 +66,11 @@ class DataConfig(OrderingSettings, BatchSettings):
     """The folder that `lengthwise index` made."""
     mixture: tuple[PartConfig, ...] = ()
     """Instead of index: several folders as a data mixture, each {index, name, repeat or share}."""
+    validation: str = ""
+    """An index to compute the validation loss on; empty: none."""
+    validation_share: float | None = Field(default=None, gt=0, lt=1)
+    """Instead of validation: the share of every index's documents that is held out of training for the validation loss.
+    Which documents these are does not depend on the seed."""
     count_padding: bool = False
     """Whether tokens_per_step counts padding: the number of sequences of a step x the longest of them."""
     metric: str = "length"
@@ -157,8 +164,16 @@ class OptimConfig(UpdateSettings):
 class TrainConfig(ProcessSettings):
     """The training loop: steps, precision, checkpoints, records."""
 
-    steps: NumSteps = 100
-    """The number of optimizer steps. (In prepare the default is one epoch.)"""
+    steps: NumSteps | None = None
+    """The number of optimizer steps; none: those of epochs, or 100. (In prepare the default is one epoch.)"""
+    epochs: NumEpochs | None = None
+    """Instead of steps: the number of times that every sequence is learned from; none: steps decide. (In prepare it is
+    1 where steps are left out.)"""
+    validate_every: StepsOrNone = 0
+    """The number of steps between validations; 0: the loss of the validation set is computed after every epoch. It is
+    also computed after the last step."""
+    patience: NumSteps | None = None
+    """Early stopping: training ends after so many validations in a row without a new lowest loss; none: never."""
     compile: bool = False
     """Whether torch.compile compiles every layer, for the static sizes of plan.shapes."""
     dtype: Dtype = "float32"
@@ -175,8 +190,15 @@ class TrainConfig(ProcessSettings):
     """Whether every rank's spans are recorded, for reports."""
     tensorboard: bool = False
     """Whether TensorBoard event files are written as well (extra: tb)."""
+    wandb: bool = False
+    """Whether metrics are sent to Weights & Biases as well, in the project lengthwise (extra: wandb)."""
     log_every: NumSteps = 1
     """The number of steps between lines of the log."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps once epochs are counted in steps."""
+        return self.steps or DEFAULT_TRAIN_STEPS
 
 
 class Config(SeedSetting):

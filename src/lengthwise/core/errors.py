@@ -45,7 +45,7 @@ class Preempted(LengthwiseError):  # noqa: N818 - an outcome, not a fault
 
 _EXTRA_OF = {
     "torch": "train", "safetensors": "train", "transformers": "hf", "accelerate": "hf", "tokenizers": "data",
-    "pyarrow": "data", "tensorboard": "tb", "sklearn": "learned",
+    "pyarrow": "data", "tensorboard": "tb", "wandb": "wandb", "sklearn": "learned",
 }  # fmt: skip
 """Packages that are not dependencies, and the extra that installs each."""
 

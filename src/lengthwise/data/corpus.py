@@ -12,6 +12,7 @@ import numpy as np
 from lengthwise.config.run_config import DataConfig, PartConfig
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.holdout import hold_out
 from lengthwise.data.max_length import CorpusView, LengthLedger, apply_max_length
 from lengthwise.data.mixture import Mixture, solve_repeats
 from lengthwise.data.order import EverySequence, Selection
@@ -115,7 +116,7 @@ class Corpus:
 
 
 def open_corpus(config: DataConfig) -> Corpus:
-    """The corpus a configuration's ``data`` section describes.
+    """The corpus that a configuration's ``data`` section trains on; what ``validation_share`` holds out is left out.
 
     Raises:
         InputError: there is no usable index, its lengths break the rule, or the parts of a mixture do not go together.
@@ -125,8 +126,35 @@ def open_corpus(config: DataConfig) -> Corpus:
     if not config.index:
         raise InputError("data.index is not set; make an index with `lengthwise index` and give its folder")
     store = open_index(config.index)
-    view = apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
-    return Corpus(parts=(CorpusPart(name=_name(config.index), store=store, view=view),))
+    return Corpus(parts=(CorpusPart(name=_name(config.index), store=store, view=_view(config, store)),))
+
+
+def open_validation(config: DataConfig) -> Corpus | None:
+    """The validation set of a configuration; None if it names none.
+
+    Raises:
+        InputError: it is named twice, cannot be used, or has other tokens than the corpus that is trained on.
+    """
+    if config.validation and config.validation_share is not None:
+        raise InputError(
+            f"data.validation={config.validation} and data.validation_share={config.validation_share:g} are both set; "
+            "leave one of them out"
+        )
+    if config.validation_share is not None:
+        parts = config.mixture or (PartConfig(index=config.index),)
+        return Corpus(parts=tuple(_held_out(config, part) for part in parts), is_mixture=bool(config.mixture))
+    if not config.validation:
+        return None
+    store, trained = open_index(config.validation), open_corpus(config)
+    stores = [*(part.store for part in trained.parts), store]
+    name = "data.validation"
+    _check_same_tokens([*(part.name for part in trained.parts), name], stores, whole="the run")
+    return Corpus(parts=(CorpusPart(name=name, store=store, view=_named_view(config, name, store)),))
+
+
+def _held_out(config: DataConfig, part: PartConfig) -> CorpusPart:
+    store = open_index(part.index)
+    return CorpusPart(name=part.name or _name(part.index), store=store, view=_views(config, store)[1])
 
 
 def _open_mixture(config: DataConfig) -> Corpus:
@@ -137,7 +165,7 @@ def _open_mixture(config: DataConfig) -> Corpus:
         raise InputError(f"{names.count(twice[0])} parts of data.mixture are called {twice[0]}; give each its own name")
     stores = [open_index(part.index) for part in config.mixture]
     _check_same_tokens(names, stores)
-    views = [_view(config, name, store) for name, store in zip(names, stores)]
+    views = [_named_view(config, f"part {name} of data.mixture", store) for name, store in zip(names, stores)]
     repeats = _repeats(config.mixture, names, views)
     parts = (
         CorpusPart(name=name, store=store, view=view, repeat=repeat)
@@ -150,11 +178,21 @@ def _name(index: str) -> str:
     return Path(index).resolve().name
 
 
-def _view(config: DataConfig, name: str, store: TokenStore) -> CorpusView:
+def _view(config: DataConfig, store: TokenStore) -> CorpusView:
+    return _views(config, store)[0]
+
+
+def _views(config: DataConfig, store: TokenStore) -> tuple[CorpusView, CorpusView]:
+    """What an index is trained on, and what of it is validated on."""
+    view = apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
+    return (view, view) if config.validation_share is None else hold_out(view, config.validation_share)
+
+
+def _named_view(config: DataConfig, name: str, store: TokenStore) -> CorpusView:
     try:
-        return apply_max_length(store.lengths, max_length=config.max_length, rule=config.over_length)
+        return _view(config, store)
     except InputError as error:
-        raise InputError(f"part {name} of data.mixture: {error}") from None
+        raise InputError(f"{name}: {error}") from None
 
 
 def _repeats(parts: tuple[PartConfig, ...], names: list[str], views: list[CorpusView]) -> tuple[Fraction, ...]:
@@ -166,20 +204,20 @@ def _repeats(parts: tuple[PartConfig, ...], names: list[str], views: list[Corpus
     )
 
 
-def _check_same_tokens(names: list[str], stores: list[TokenStore]) -> None:
+def _check_same_tokens(names: list[str], stores: list[TokenStore], *, whole: str = "data.mixture") -> None:
     """Raise ``InputError`` unless the same id is the same token in every part, as far as the indexes can tell."""
     tokenized = [(name, store, _tokenizer(store)) for name, store in zip(names, stores) if store.has_tokens]
     made = [part for part in tokenized if part[2] != _READY]
     for name, store, tokenizer in tokenized:
         if made and tokenizer == _READY and store.vocab_size > made[0][1].vocab_size:
             raise InputError(
-                f"parts {made[0][0]} and {name} of data.mixture have different tokens: {made[0][0]} has "
+                f"parts {made[0][0]} and {name} of {whole} have different tokens: {made[0][0]} has "
                 f"{made[0][1].vocab_size:,} ({made[0][2]}), the tokens that {name} was indexed from are ids up to "
                 f"{store.vocab_size - 1:,}; index both with one tokenizer"
             )
         if made and tokenizer not in (_READY, made[0][2]):
             raise InputError(
-                f"parts {made[0][0]} and {name} of data.mixture have different tokens: {made[0][0]} was indexed with "
+                f"parts {made[0][0]} and {name} of {whole} have different tokens: {made[0][0]} was indexed with "
                 f"{made[0][2]}, {name} with {tokenizer}; index one of them again with the tokenizer of the other"
             )
 

@@ -13,7 +13,7 @@ Rule = Literal["error", "drop", "truncate", "split"]
 
 @dataclass(frozen=True, kw_only=True)
 class LengthLedger:
-    """What became of every sequence and token: ``tokens_in == tokens_out + tokens_dropped + tokens_cut``."""
+    """What became of every token: ``tokens_in == tokens_out + tokens_dropped + tokens_cut + tokens_held_out``."""
 
     rule: Rule
     max_length: int | None
@@ -29,6 +29,9 @@ class LengthLedger:
     """Sequences cut into pieces, of which every token is kept."""
     pieces: int = 0
     """Pieces the split sequences became."""
+    held_out: int = 0
+    """Sequences that ``data.validation_share`` keeps for the other of training and validation."""
+    tokens_held_out: int = 0
     sequences_out: int
     tokens_out: int
 

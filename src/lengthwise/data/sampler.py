@@ -93,6 +93,10 @@ class Sampler:
         self._arrange_epoch()
         return self._ids[: self._position]
 
+    def num_batches(self, epochs: int) -> int:
+        """Number of batches of the first ``epochs`` epochs."""
+        return sum(len(self.arrange(epoch)[1]) for epoch in range(epochs))
+
     def skip_to(self, step: int) -> None:
         """Make ``step`` the next batch, forwards or backwards; every epoch passed over is arranged."""
         if step < 0:

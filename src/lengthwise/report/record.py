@@ -109,7 +109,7 @@ _NOT_NEGATIVE = (
     "data/num_tokens", "data/num_sequences", "data/max_len", "data/pad_frac", "perf/step_time_s", "time/data_wait_s",
     "plan/lower_bound_s", "plan/pred_time_s", "balance/time_max_over_mean", "lr_factor",
 )  # fmt: skip
-_MAY_DIVERGE = ("loss/avg",)
+_MAY_DIVERGE = ("loss/avg", "val/loss")
 _FIGURES = (*_NOT_NEGATIVE, *_MAY_DIVERGE)
 """Columns of metrics.jsonl that reports compute with."""
 

@@ -28,6 +28,8 @@ class StepSummary:
     idle_fraction: float | None
     imbalance: float | None
     loss: float | None
+    validation_loss: float | None = None
+    """Computed after the step; None after most."""
 
     @property
     def prediction_error(self) -> float | None:
@@ -172,6 +174,7 @@ def _step(record: RunRecord, row: dict[str, Any]) -> StepSummary:
         idle_fraction=timeline.idle_fraction if timeline else None,
         imbalance=timeline.imbalance if timeline else row.get("balance/time_max_over_mean"),
         loss=row.get("loss/avg"),
+        validation_loss=row.get("val/loss"),
     )
 
 

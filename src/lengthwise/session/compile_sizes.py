@@ -42,7 +42,7 @@ def sizes_of(config: Config, planner: Planner | PlanFile) -> tuple[int, ...]:
     from lengthwise.sim.schedule_check import shares_of
 
     sizes: set[int] = set()
-    for step in range(config.train.steps):
+    for step in range(config.train.num_steps):
         plan = planner.plan(step)
         check_compiled(plan)
         sizes = sizes.union(*(shares_of(plan, rank) for rank in range(plan.num_devices)))

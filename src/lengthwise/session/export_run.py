@@ -16,7 +16,7 @@ from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.hf_folder import save_pretrained
 from lengthwise.runtime.models.registry import empty_model
 from lengthwise.runtime.state.checkpoint import load_weights
-from lengthwise.runtime.state.checkpoint_files import candidates, latest
+from lengthwise.runtime.state.checkpoint_files import BEST, candidates, latest
 from lengthwise.session.model_files import CONFIG, copy_files, small_files, source_files, special_ids, trained_config
 
 
@@ -58,7 +58,9 @@ def export_run(run_folder: Path, out: Path, *, checkpoint: str | None = None) ->
 
 
 def _named(checkpoints: Path, name: str) -> Path:
-    """The complete checkpoint of that name."""
+    """The complete checkpoint of that name; ``best``: the one with the lowest validation loss."""
+    if name == BEST and (checkpoints / BEST).is_file():
+        name = (checkpoints / BEST).read_text(errors="replace").strip()
     complete = {path.name: path for path in candidates(checkpoints)}
     if name not in complete:
         names = ", ".join(complete) or "none"

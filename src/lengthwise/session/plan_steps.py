@@ -13,13 +13,14 @@ from lengthwise.session.planning import (
     resolve_cluster,
     resolve_model,
     with_draws,
+    with_steps,
 )
 
 DEFAULT_STEPS = 10
 
 
-def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
-    """Plan the run's first ``steps`` steps, one after another.
+def plan_steps(config: Config, steps: int | None) -> Iterator[StepPlan]:
+    """Plan the run's first ``steps`` steps, or all of them, one after another.
 
     Raises:
         InfeasibleError: before the first plan, if some sequence of the corpus fits nowhere.
@@ -31,6 +32,7 @@ def plan_steps(config: Config, steps: int) -> Iterator[StepPlan]:
     cost = make_cost(config, spec, cluster)
     planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus))
     sampler = make_sampler(config, corpus)
+    steps = steps or with_steps(config, sampler).train.num_steps
     with progress() as bar:
         for _ in bar.track(range(steps), description="plan"):
             yield planner(next(sampler))

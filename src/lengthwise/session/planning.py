@@ -51,6 +51,24 @@ def make_sampler(config: Config, corpus: Corpus) -> Sampler:
     return sampler_of(config, corpus.lengths, make_order(settings, difficulty), corpus.selection(config.seed))
 
 
+def with_steps(config: Config, sampler: Sampler) -> Config:
+    """The configuration with ``train.epochs`` counted in steps of ``sampler``.
+
+    Raises:
+        InputError: steps are set too.
+    """
+    train = config.train
+    if train.epochs is None:
+        return config
+    if train.steps is not None:
+        raise InputError(
+            f"train.steps={train.steps} and train.epochs={train.epochs} are both set; leave one of them out, or set it "
+            "to null where a file has it"
+        )
+    steps = sampler.num_batches(train.epochs)
+    return config.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
+
+
 def sampler_of(config: Config, lengths: LengthIndex, order: Order, selection: Selection | None = None) -> Sampler:
     """The same for sequences of ``lengths`` in a given order.
 
@@ -99,18 +117,20 @@ def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = 
         wanted = model.vocab_size or (needed and -(-needed // 64) * 64)
         spec = replace(spec, vocab_size=wanted) if wanted else spec
         spec = spec if spec.causal else replace(spec, mask_token_id=spec.vocab_size - 1)
-    if needed and spec.vocab_size < needed:
-        own = " (one of them its mask token)" if not (spec.causal or model.hf) else ""
+    if corpus is not None:
+        check_model_holds(spec, corpus, has_own_mask=not (spec.causal or model.hf))
+    return spec
+
+
+def check_model_holds(spec: ModelSpec, corpus: Corpus, *, has_own_mask: bool = False) -> None:
+    """Raise ``InputError`` unless the model has a corpus's token ids and positions, and a mask if it needs one."""
+    needed = corpus.vocab_size + has_own_mask if corpus.has_tokens else 0
+    if spec.vocab_size < needed:
+        own = " (one of them its mask token)" if has_own_mask else ""
         raise InputError(
             f"the index has {needed:,} token ids{own}, model {spec.name} embeds {spec.vocab_size:,}; "
             "index with the model's own tokenizer.json or raise model.vocab_size"
         )
-    if corpus is not None:
-        _check_trainable(spec, corpus)
-    return spec
-
-
-def _check_trainable(spec: ModelSpec, corpus: Corpus) -> None:
     longest = corpus.lengths.max_length
     if 0 < spec.max_positions < longest:
         raise InputError(

@@ -60,11 +60,7 @@ def steps_of(options: PrepareOptions, lengths: LengthIndex, objective: str) -> i
     """Steps of the run: as many as were asked for, or those of its epochs."""
     if options.steps is not None:
         return options.steps
-    sampler, total = make_sampler(options, lengths, objective), 0
-    while sampler.epoch < options.epochs:
-        next(sampler)
-        total += 1
-    return total
+    return make_sampler(options, lengths, objective).num_batches(options.epochs)
 
 
 class Epochs:

@@ -77,10 +77,14 @@ def weight_phases_of(plan: StepPlan) -> tuple[WeightPhase, ...]:
     return tuple(weight_phases)
 
 
+RankOperations = tuple[tuple[Operation, ...], ...]
+"""The operations of every rank."""
+
+
 def operations(
-    plan: StepPlan, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-) -> tuple[tuple[WeightPhase, tuple[tuple[Operation, ...], ...]], ...]:
-    """For every weight phase, the operations of every rank."""
+    plan: StepPlan, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B, *, forward_only: bool = False
+) -> tuple[tuple[WeightPhase, RankOperations], ...]:
+    """For every weight phase, the operations of every rank; ``forward_only``: without backwards and pushes."""
     everyone = tuple(range(plan.num_devices))
     operations_of = []
     for number, weight_phase in enumerate(weight_phases_of(plan)):
@@ -88,9 +92,9 @@ def operations(
         lists: list[list[Operation]] = [[_moving(OperationKind.PULL, name, everyone)] for _ in everyone]
         for position, pipeline in sorted(enumerate(plan.pipelines), key=lambda item: item[1].phase):
             if pipeline.phase in weight_phase.phases:
-                for rank, steps in _of_pipeline(position, pipeline, schedule):
+                for rank, steps in _of_pipeline(position, pipeline, schedule, forward_only=forward_only):
                     lists[rank] += steps
-        for operations_of_rank in lists:
+        for operations_of_rank in lists if not forward_only else ():
             operations_of_rank.append(_moving(OperationKind.PUSH, name, everyone))
         operations_of.append((weight_phase, tuple(map(tuple, lists))))
     return tuple(operations_of)
@@ -101,12 +105,13 @@ def _moving(kind: OperationKind, name: str, everyone: tuple[int, ...]) -> Operat
 
 
 def _of_pipeline(
-    position: int, pipeline: Pipeline, schedule: PipelineSchedule
+    position: int, pipeline: Pipeline, schedule: PipelineSchedule, *, forward_only: bool
 ) -> Iterator[tuple[int, list[Operation]]]:
     """The operations of every rank of a pipeline."""
     num_stages, count = pipeline.scheme.num_stages, len(pipeline.micro_batches)
     for stage in range(num_stages):
         order = issue_order(stage, num_stages=num_stages, num_micro_batches=count, schedule=schedule)
+        order = [item for item in order if not (forward_only and item[0])]
         passes = [_pass(position, pipeline, number, stage, is_backward) for is_backward, number in order]
         for place, rank in enumerate(pipeline.ranks_of(stage)):
             steps: list[Operation] = []

@@ -30,9 +30,8 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     done = lengthwise("train", *arguments, "--nproc", 2, "--json", is_cold=True)
     assert json.loads(done.stdout)["status"]["state"] == "done"
     line = next(line for line in done.stderr.splitlines() if line.startswith("step 3/3"))
-    assert "predicted" not in line and done.stderr.count("predicted from data sheets, not measured") == 1
-    assert done.stderr.count("\nplan auto: 2 x <1,1> dense\n") == 1
-    for part in ("loss ", "lr ", " tokens/s", "idle ", "peak "):
+    assert done.stderr.count("plans follow data sheets, not measurements") == 1
+    for part in ("loss ", "lr ", " tokens/s", "  2x<1>  ", "peak ", "eta "):
         assert part in line
     rows = RunFolder(folder).read_metrics()
     assert all(0 <= row["balance/idle_frac"] < 1 for row in rows)
@@ -93,6 +92,43 @@ def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_
     assert (tmp_path / "run" / "plans.jsonl").read_text() == (tmp_path / "plans.jsonl").read_text()
     plans = RunFolder(tmp_path / "run").read_plans()
     assert {p.scheme.num_stages for plan in plans.values() for p in plan.pipelines} == {2}
+
+
+def test_the_validation_loss_is_the_same_on_one_rank_and_on_two_stages_of_a_pipeline(corpus, tmp_path):
+    more = [
+        "data.validation_share=0.2",
+        "train.steps=null",
+        "train.epochs=1",
+        "train.validate_every=2",
+        "train.patience=99",
+    ]
+    staged = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_degree=1"]
+    lengthwise("train", *options(corpus, tmp_path / "one", *more))
+    done = lengthwise("train", *options(corpus, tmp_path / "two", *more, *staged), "--nproc", 2)
+    one, two = (RunFolder(tmp_path / name).read_metrics() for name in ("one", "two"))
+    steps = [row["step"] + 1 for row in one if "val/loss" in row]
+    assert steps[:-1] == list(range(2, len(one), 2)) and steps[-1] == len(one)
+    for row, other in zip(one, two, strict=True):
+        assert other["loss/avg"] == pytest.approx(row["loss/avg"], rel=1e-10)
+        assert other.get("val/loss") == (pytest.approx(row["val/loss"], rel=1e-10) if "val/loss" in row else None)
+    plans = RunFolder(tmp_path / "two").read_plans()
+    assert {p.scheme.num_stages for plan in plans.values() for p in plan.pipelines} == {2}
+    best = min((row for row in one if "val/loss" in row), key=lambda row: row["val/loss"])["step"] + 1
+    assert f"validation after step {best}: loss " in done.stderr
+    assert (tmp_path / "two" / "checkpoints" / "best").read_text() == f"step_{best:08d}\n"
+    lengthwise("export", tmp_path / "two", "--checkpoint", "best", "--out", tmp_path / "hf")
+    lengthwise("report", tmp_path / "two")
+    assert "validation loss" in (tmp_path / "two" / "report.html").read_text()
+    ledger = json.loads((tmp_path / "one" / "ledger.json").read_text())
+    assert ledger["epochs"] == 1 and ledger["tokens_in"] == ledger["tokens_seen"] + ledger["tokens_held_out"]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_missed_before_ranks_are_started(cli, corpus, tmp_path, monkeypatch, name):
+    monkeypatch.setattr("lengthwise.cli.train_config.find_spec", lambda name: None)
+    code, _, error = cli("train", *options(corpus, tmp_path / "run"), f"train.{name}=true")
+    assert code == 2 and f"train.{name} needs {name}, which is not installed: pip install" in error
+    assert len(error.splitlines()) == 1 and not (tmp_path / "run").exists()
 
 
 @pytest.mark.deep

@@ -12,7 +12,7 @@ from lengthwise.session.console import emit_json, stderr
 def run(
     run_folder: Annotated[Path, typer.Argument(help="folder of a run")],
     out: Annotated[Path, typer.Option(help="folder to write")],
-    checkpoint: Annotated[str | None, typer.Option(help="such as step_00000100; default: the latest")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help="such as step_00000100, or best; default: the latest")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
     """Write safetensors with the checkpoint's master weights, and the model's configuration and tokenizer."""

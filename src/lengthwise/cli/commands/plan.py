@@ -28,7 +28,7 @@ def run(
 
     check_place(out, "--out")
     resolved = load(*split_arguments(config, overrides))
-    plans = list(plan_steps(resolved, steps or (DEFAULT_STEPS if out is None else resolved.train.steps)))
+    plans = list(plan_steps(resolved, steps or (DEFAULT_STEPS if out is None else None)))
     if out is not None:
         write_whole({out: "".join(json.dumps(plan.to_json()) + "\n" for plan in plans).encode()})
     if as_json:

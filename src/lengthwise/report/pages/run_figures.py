@@ -79,10 +79,13 @@ def loss_figure(run: RunReport) -> Figure:
     finite = [loss for _, loss in points if math.isfinite(loss)]
     log = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > LOG_RATIO
     style = LineStyle(x_title="step", y_title="loss per token", log=log)
+    validated = [(float(s.step), s.validation_loss) for s in run.summary.steps if s.validation_loss is not None]
+    series = [Series(name="loss", points=tuple(points))]
+    series += [Series(name="validation loss", points=tuple(validated))] if validated else []
     return Figure(
         title="Loss",
         caption=f"Not finite in {len(bad)} of {len(points)} steps, first in step {bad[0]}." if bad else "",
-        chart=line_chart([Series(name="loss", points=tuple(points))], label="Loss per token over steps", style=style),
+        chart=line_chart(series, label="Loss per token over steps", style=style),
         missing=f"One finite value: {number(finite[0])}." if len(finite) == 1 else "No step has a finite loss.",
     )
 

@@ -1,5 +1,6 @@
 """A run in words: what ran on what, what happened to long sequences, how it ended, and its key figures."""
 
+import math
 from typing import Any, NamedTuple
 
 from lengthwise.report.record import RunRecord
@@ -82,6 +83,7 @@ def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
         ("Learning-rate", _learning_rate(record)),
         ("Long sequences", _length_rule(record)),
         *_learned_from(record.ledger),
+        ("Validation", _validation(summary)),
         ("Step time", _step_time(summary)),
         ("Balance", _balance(summary)),
         ("Data", _data(summary)),
@@ -196,6 +198,14 @@ def _seen(part: dict[str, Any]) -> str:
         words += f", {part['repeat']:.4g} an epoch"
     refused = ", ".join(f"{count(number)} {reason}" for reason, number in part["refused"].items())
     return f"{words}; left out when it was indexed: {refused}" if refused else words
+
+
+def _validation(summary: RunSummary) -> str:
+    losses = [(s.validation_loss, s.step + 1) for s in summary.steps if s.validation_loss is not None]
+    if not losses:
+        return ""
+    loss, step = min(losses, key=lambda item: (math.isnan(item[0]), item))
+    return f"lowest loss {number(loss)} per token, after {_steps(step)}; computed {len(losses):,} times"
 
 
 def _step_time(summary: RunSummary) -> str:

@@ -26,7 +26,8 @@ class RunLayer(Protocol):
         ...
 
 
-def _as_it_is(layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
+def run_eagerly(layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tensor:
+    """Run a layer as it is, not compiled."""
     out_tD: Tensor = layer(x_tD, operators)
     return out_tD
 
@@ -45,7 +46,7 @@ class Transformer(nn.Module, ABC):
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.spec = spec
-        self.run_layer: RunLayer = _as_it_is
+        self.run_layer: RunLayer = run_eagerly
 
     @abstractmethod
     def views(self, cu_seqlens: tuple[int, ...]) -> tuple[AttentionView, ...]:

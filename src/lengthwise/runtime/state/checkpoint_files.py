@@ -4,6 +4,7 @@ checkpoints/step_00000100/             complete: every rank had finished when it
             step_00000100.partial/     being written, or what a crash left of it
             step_00000100.replaced/    an older one of the same step, until the new one has its name
             latest                     the name of the newest; moved last
+            best                       the name of that with the lowest validation loss, if there is validation
 
 ``state.json`` is the last file written and the first removed: a folder without it is no checkpoint. Whatever moment a
 process is killed at, the newest complete checkpoint stays where :func:`latest` finds it.
@@ -26,7 +27,7 @@ from lengthwise.core.lock import FolderLock
 
 CHECKPOINT_SCHEMA_VERSION = 2
 
-STATE_FILE, POINTER = "state.json", "latest"
+STATE_FILE, POINTER, BEST = "state.json", "latest", "best"
 _PARTIAL, _REPLACED, _DIGEST = ".partial", ".replaced", "blake2b"
 _HELD_BY_NFS = ".nfs"
 """How names begin of removed files that a process on a network file system still has open; they go with it."""
@@ -117,7 +118,8 @@ def begin(folder: Path, name: str) -> Path:
 def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -> Path:
     """Make a checkpoint that all ranks have written complete and ``latest``, then remove what ``keep`` leaves out.
 
-    Those of later steps, left by a run that was resumed from before them, are neither counted nor removed.
+    Those of later steps, left by a run that was resumed from before them, are neither counted nor removed. The one
+    whose validation loss was the lowest, by the document's ``validation``, stays as ``best``.
 
     Raises:
         OSError: a file that a rank has written is not here with its size, or the disk refuses something.
@@ -131,20 +133,23 @@ def publish(partial: Path, document: dict[str, Any], *, keep: RetentionPolicy) -
     partial.rename(final)
     _sync(folder)
     point_to(folder, name)
+    best_step = document.get("validation", {}).get("best_step")
+    if best_step == _step_of(name):
+        point_to(folder, name, pointer=BEST)
     _remove(replaced)
     older = [path for path in candidates(folder) if _step_of(path.name) <= _step_of(name)]
     good = next((path for path in older if keep.good_step is not None and _step_of(path.name) <= keep.good_step), None)
     for path in older[keep.newest :]:
-        if path != good:
+        if path != good and _step_of(path.name) != best_step:
             _remove(path)
     return final
 
 
-def point_to(folder: Path, name: str) -> None:
-    """Make the checkpoint ``name`` the latest."""
-    pointer = folder / f"{POINTER}{_PARTIAL}"
-    _write(pointer, name + "\n")
-    pointer.replace(folder / POINTER)
+def point_to(folder: Path, name: str, *, pointer: str = POINTER) -> None:
+    """Make the checkpoint ``name`` the latest, or the best."""
+    partial = folder / f"{pointer}{_PARTIAL}"
+    _write(partial, name + "\n")
+    partial.replace(folder / pointer)
     _sync(folder)
 
 
@@ -175,8 +180,9 @@ def step_back(folder: Path, step: int) -> str:
 def discard(folder: Path, name: str) -> None:
     """Remove what there is of a checkpoint that could not be written, as far as the disk allows."""
     shutil.rmtree(folder / f"{name}{_PARTIAL}", ignore_errors=True)
-    with suppress(OSError):
-        (folder / f"{POINTER}{_PARTIAL}").unlink(missing_ok=True)
+    for pointer in (POINTER, BEST):
+        with suppress(OSError):
+            (folder / f"{pointer}{_PARTIAL}").unlink(missing_ok=True)
 
 
 def outlook(folder: Path, *, is_of_run: bool = True) -> str:

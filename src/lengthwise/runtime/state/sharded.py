@@ -111,8 +111,7 @@ class ShardedState:
         layers = self.table.num_units - 2
         self.hold([WeightShard(first=0, end=layers, num_layers=layers)] * self.world.size)
         self.pull()
-        for unit in range(self.table.num_units):
-            self.need(unit)
+        self.finish_pull()
 
     def pull(self) -> None:
         """Start the all-gather of every unit's weights to the ranks that compute with them, unless they are there.
@@ -168,12 +167,16 @@ class ShardedState:
         if self._is_alone:
             return
         self.push_from(0)
-        for unit in range(self.table.num_units):
-            self.need(unit)  # of weights that were sent but not used here, what was sent is freed
+        self.finish_pull()
         for going in self._going:
             going.wait()
         self._going = []
         self.gradients.zero_()
+
+    def finish_pull(self) -> None:
+        """Wait for all weights that were pulled, also for those that are sent from here and not used."""
+        for unit in range(self.table.num_units):
+            self.need(unit)
 
     def release_params(self) -> None:
         """Give the parameters storage of their own again, with the current weights and no gradient."""

@@ -66,6 +66,8 @@ class WeightPhaseRun:
     feeds: Callable[[Pack], MicroBatchTensors]
     """The tensors of a micro-batch, asked for in the order of computing."""
     clock: StepClock
+    forward_only: bool = False
+    """Whether nothing is kept for backwards, as there are none."""
     loss: Tensor = field(init=False)
     """This rank's share of the step's mean loss so far."""
 
@@ -94,6 +96,9 @@ class WeightPhaseRun:
                 self._receive(operation)
             else:
                 self._send(operation)
+        if self.forward_only:
+            self._finish_sends()
+            self.state.finish_pull()
 
     def _pull(self, stretch: WeightPhase) -> None:
         with self.clock.span(SpanKind.COMMUNICATE, "layout"):
@@ -102,10 +107,13 @@ class WeightPhaseRun:
 
     def _push(self) -> None:
         with self.clock.span(SpanKind.COMMUNICATE, PUSH):
-            for going in self._going:
-                going.wait()
-            self._going = []
+            self._finish_sends()
             self.state.finish_push()
+
+    def _finish_sends(self) -> None:
+        for going in self._going:
+            going.wait()
+        self._going = []
 
     def _forward(self, operation: Operation) -> None:
         pipeline, micro_batch = self._of(operation)
@@ -116,7 +124,8 @@ class WeightPhaseRun:
             if output.ndim == 0:
                 output = output / self.plan.loss_normaliser
                 self.loss += output.detach()
-        self._in_flight[operation.pipeline, operation.micro_batch] = InFlight(input_tD, output)
+        if not self.forward_only or output.ndim:
+            self._in_flight[operation.pipeline, operation.micro_batch] = InFlight(input_tD, output)
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
     def _backward(self, operation: Operation) -> None:
@@ -145,16 +154,22 @@ class WeightPhaseRun:
     def _send(self, operation: Operation) -> None:
         group, _, target = self._channel(operation)
         in_flight = self._in_flight[operation.pipeline, operation.micro_batch]
-        if not operation.is_backward:
+        if not operation.is_backward and not self.forward_only:
             in_flight.sent = group.send(in_flight.output.detach(), target, tag=operation.micro_batch)
             return
         del self._in_flight[operation.pipeline, operation.micro_batch]
+        if self.forward_only:
+            self._begin_send(group, in_flight.output, target, operation)
+            return
         assert in_flight.input_tD is not None
         gradient_tD = (
             torch.zeros_like(in_flight.input_tD) if in_flight.input_tD.grad is None else in_flight.input_tD.grad
         )
+        self._begin_send(group, gradient_tD, target, operation)
+
+    def _begin_send(self, group: Group, x_tD: Tensor, target: int, operation: Operation) -> None:
         self._going = [going for going in self._going if not going.is_done]
-        self._going.append(group.send(gradient_tD, target, tag=operation.micro_batch))
+        self._going.append(group.send(x_tD, target, tag=operation.micro_batch))
 
     def _of(self, operation: Operation) -> tuple[Pipeline, PlannedMicroBatch]:
         pipeline = self.plan.pipelines[operation.pipeline]

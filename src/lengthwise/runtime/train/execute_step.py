@@ -21,7 +21,7 @@ from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
 from lengthwise.runtime.train.execute_pipeline import WeightPhaseRun, make_groups
 from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors, TokenSource, feed
-from lengthwise.sim.schedule_check import check_matching, operations
+from lengthwise.sim.schedule_check import RankOperations, WeightPhase, check_matching, operations
 
 
 class DivergedError(LengthwiseError):
@@ -129,14 +129,45 @@ def run_micro_batches(
     Raises:
         InputError, CheckError: as :func:`run_step`.
     """
-    check_executable(plan, model.spec, state.world.size)
-    planned = operations(plan, schedule)
-    for _, lists in planned:
-        check_matching(lists, step=plan.step)
-    make_groups(plan, state)
+    planned = _matched_operations(plan, model, state, schedule)
     state.clear_gradient()
     feeds = feeds or partial(feed, source, device=state.world.device, masking=masking)
     rank_run = WeightPhaseRun(plan=plan, model=model, state=state, feeds=feeds, clock=clock)
+    for stretch, lists in planned:
+        rank_run.run(stretch, lists[state.world.rank])
+    return rank_run.loss
+
+
+def _matched_operations(
+    plan: StepPlan, model: Transformer, state: ShardedState, schedule: PipelineSchedule, *, forward_only: bool = False
+) -> tuple[tuple[WeightPhase, RankOperations], ...]:
+    """The operations of all ranks, which are known to match, with the groups that they need."""
+    check_executable(plan, model.spec, state.world.size)
+    planned = operations(plan, schedule, forward_only=forward_only)
+    for _, lists in planned:
+        check_matching(lists, step=plan.step)
+    make_groups(plan, state)
+    return planned
+
+
+@torch.no_grad()
+def forward_loss(
+    plan: StepPlan,
+    model: Transformer,
+    state: ShardedState,
+    source: TokenSource,
+    *,
+    clock: StepClock,
+    masking: TokenMasking | None = None,
+) -> Tensor:
+    """This rank's share of the mean loss of a plan, by its forwards alone: weights and gradients stay as they are.
+
+    Raises:
+        InputError, CheckError: as :func:`run_step`.
+    """
+    planned = _matched_operations(plan, model, state, PipelineSchedule.ONE_F_ONE_B, forward_only=True)
+    feeds = partial(feed, source, device=state.world.device, masking=masking)
+    rank_run = WeightPhaseRun(plan=plan, model=model, state=state, feeds=feeds, clock=clock, forward_only=True)
     for stretch, lists in planned:
         rank_run.run(stretch, lists[state.world.rank])
     return rank_run.loss

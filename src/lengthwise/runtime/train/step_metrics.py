@@ -1,4 +1,4 @@
-"""Metrics of a step as one row, written to JSON lines and to TensorBoard."""
+"""Metrics of a step as one row, written to JSON lines."""
 
 import errno
 import json
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from lengthwise.core.errors import missing_package
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind, Timeline
@@ -151,24 +150,3 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class TensorBoard:
-    """Writes every number of a row as a scalar."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise missing_package("train.tensorboard", "tensorboard") from None
-        self._writer = SummaryWriter(str(folder))
-
-    def on_step(self, row: Row) -> None:
-        """Write the scalars of the row at its step."""
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(name, value, row["step"])
-
-    def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()

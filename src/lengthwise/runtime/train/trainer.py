@@ -32,6 +32,7 @@ from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.runtime.train.micro_batch_tensors import SourceError, TokenSource, masking_of
 from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, measure, step_row
 from lengthwise.runtime.train.stop import StopRequest
+from lengthwise.runtime.train.validation import Validation
 from lengthwise.sim.schedule_check import shares_of
 
 
@@ -94,6 +95,8 @@ class TrainingLoop:
     """The plan of the step after, if it is known."""
     compiled: CompiledLayers | None = None
     """None: layers run as they are."""
+    validation: Validation | None = None
+    """None: there is no validation set."""
     stop: StopRequest | None = None
     """Notes signals since before there was a trainer; None: :meth:`fit` notes them."""
     next_step: int = field(default=0, init=False)
@@ -127,11 +130,13 @@ class TrainingLoop:
         self.stream.load_state_dict(extra["sampler"])
         if self.ledger is not None:
             self.ledger.load_state_dict(extra.get("seen", {}))
+        if self.validation is not None:
+            self.validation.load_state_dict(extra.get("validation", {}))
         self.next_step = extra["step"]
         self._saver.good_step = self.next_step - 1  # the step that led here had a finite loss; the next may not
 
     def fit(self) -> None:
-        """Train until ``train.steps``; write metrics, plans, timelines and checkpoints as it goes.
+        """Train for all steps, or until validation stops it; write metrics, plans, timelines and checkpoints.
 
         Raises:
             Preempted: SIGTERM came; a checkpoint was written after the last finished step.
@@ -161,7 +166,7 @@ class TrainingLoop:
         self._counted(self.stream.state_dict())
         stop.begin_steps()
         try:
-            while self.next_step < self.config.train.steps:
+            while not self._is_done:
                 before = self.stream.state_dict()
                 if self._train_one(stop, writers):
                     self._save(before, wait=True)
@@ -172,8 +177,8 @@ class TrainingLoop:
                         f"asked to stop before step {self.next_step + 1}; saved. Go on with: lengthwise train --resume "
                         f"{self.folder.path}"
                     )
-                every = self.config.train.checkpoint_every
-                if every and self.next_step % every == 0 and self.next_step < self.config.train.steps:
+                every, best_step = self.config.train.checkpoint_every, self.validation and self.validation.best_step
+                if not self._is_done and ((every and self.next_step % every == 0) or self.next_step == best_step):
                     self._save(self.stream.state_dict(), wait=not self.config.train.checkpoint_async)
             self._save(self.stream.state_dict(), wait=True)
             if self.ledger is not None:
@@ -188,6 +193,11 @@ class TrainingLoop:
                 callback.close()
             if self.stop is None:
                 stop.close()
+
+    @property
+    def _is_done(self) -> bool:
+        has_stopped = self.validation is not None and self.validation.should_stop
+        return has_stopped or self.next_step >= self.config.train.num_steps
 
     def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> bool:
         """Run the next step and record it; true if the ranks agreed to stop before it instead."""
@@ -207,7 +217,7 @@ class TrainingLoop:
             check_compiled(plan)
             self.compiled.make_room(shares_of(plan, self.world.rank))
         train, optim = self.config.train, self.config.optim
-        lr = learning_rate(optim, plan.step, train.steps) * plan.lr_factor
+        lr = learning_rate(optim, plan.step, train.num_steps) * plan.lr_factor
         result = run_step(
             plan,
             self.model,
@@ -229,13 +239,25 @@ class TrainingLoop:
             self.ledger.count(plan)
         if train.timeline:
             writers["timeline"].on_step(timeline_to_row(timeline))
+        validated = self._validate()
         if self.world.is_first:
             row = step_row(plan, result, measured, model=self.spec, peak_flops_per_s=self.peak_flops_per_s)
+            row |= validated
             writers["plans"].on_step(plan.to_json())
             writers["metrics"].on_step(row)
             for callback in self.callbacks:
                 callback.on_step(row)
         return False
+
+    def _validate(self) -> dict[str, float | None]:
+        """Compute the validation loss if it is due after the steps done so far; its figures, or none."""
+        num_steps, ends_epoch = self.config.train.num_steps, self.stream.state_dict().get("position") == 0
+        if self.validation is None or not self.validation.is_due(
+            self.next_step, num_steps=num_steps, ends_epoch=ends_epoch
+        ):
+            return {}
+        ACTIVITY.begin("validation", step=self.next_step - 1)
+        return self.validation.compute(self.next_step, self.model, self.state, masking=self.masking)
 
     def _following_packs(self) -> list[Pack]:
         """This rank's packs of the following step, if its plan is known."""
@@ -254,7 +276,9 @@ class TrainingLoop:
     def _save(self, sampler: dict[str, Any], *, wait: bool) -> None:
         """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""
         if self._saver.step != self.next_step:
-            self._saver.save({"step": self.next_step, "sampler": sampler, **self._counted(sampler)}, wait=wait)
+            validated = {} if self.validation is None else {"validation": self.validation.state_dict()}
+            extra = {"step": self.next_step, "sampler": sampler, **self._counted(sampler), **validated}
+            self._saver.save(extra, wait=wait)
         elif wait:
             self._saver.wait()
 

@@ -1,0 +1,99 @@
+"""Validation loss and early stopping: the mean over a fixed set of sequences, planned and sharded as training is."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.models.base import Transformer, run_eagerly
+from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.execute_step import forward_loss, sync_step
+from lengthwise.runtime.train.micro_batch_tensors import TokenSource
+
+
+def validation_loss(
+    plans: Sequence[StepPlan],
+    model: Transformer,
+    state: ShardedState,
+    source: TokenSource,
+    *,
+    masking: TokenMasking | None = None,
+) -> float:
+    """Mean loss over all target tokens of ``plans``, the same on every rank; changes neither weights nor generators.
+
+    Raises:
+        CheckError: the ranks have different plans.
+    """
+    run_layer, model.run_layer = model.run_layer, run_eagerly  # layers are compiled for training alone
+    try:
+        total, num_targets = torch.zeros((), dtype=torch.float64, device=state.world.device), 0
+        for plan in plans:
+            clock = StepClock(state.world)
+            sync_step(plan, state.world, clock, stop=False)
+            total += forward_loss(plan, model, state, source, clock=clock, masking=masking) * plan.loss_normaliser
+            num_targets += plan.loss_normaliser
+    finally:
+        model.run_layer = run_layer
+    return float(sum_over_ranks(total).item()) / num_targets
+
+
+@dataclass(kw_only=True)
+class Validation:
+    """When the validation loss is computed, on what, the lowest so far, and whether training is to stop early."""
+
+    plans: Callable[[], Sequence[StepPlan]]
+    source: TokenSource
+    every: int = 0
+    """Number of steps between validations; 0: one after every epoch."""
+    patience: int | None = None
+    """Number of validations in a row without a new lowest loss that end the training; None: it is never ended."""
+    best_loss: float = field(default=math.inf, init=False)
+    best_step: int | None = field(default=None, init=False)
+    """Steps after which the loss was lowest."""
+    num_worse: int = field(default=0, init=False)
+    """Validations since then."""
+
+    def is_due(self, step: int, *, num_steps: int, ends_epoch: bool) -> bool:
+        """Whether the loss is to be computed after ``step`` of ``num_steps`` steps."""
+        return step == num_steps or (step % self.every == 0 if self.every else ends_epoch)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether patience is at its end."""
+        return self.patience is not None and self.num_worse >= self.patience
+
+    def compute(
+        self, step: int, model: Transformer, state: ShardedState, *, masking: TokenMasking | None
+    ) -> dict[str, float | None]:
+        """Compute the loss after ``step`` steps and return the figures of it that metrics record."""
+        start_s = time.perf_counter()
+        loss = validation_loss(self.plans(), model, state, self.source, masking=masking)
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.num_worse = loss, step, 0
+        else:
+            self.num_worse += 1
+        return {"val/loss": loss, "val/best_step": self.best_step, "val/time_s": time.perf_counter() - start_s}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The lowest loss so far, in plain values."""
+        best_loss = self.best_loss if self.best_step is not None else None
+        return {"best_loss": best_loss, "best_step": self.best_step, "num_worse": self.num_worse}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of a checkpoint; a run that had no validation before begins with none.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        loss, step, worse = (state.get(name) for name in ("best_loss", "best_step", "num_worse"))
+        if state and not (type(worse) is int and (step is None or (type(step) is int and type(loss) is float))):
+            raise InputError(f"the checkpoint's validation state is damaged: {state}; resume from another")
+        self.best_loss, self.best_step, self.num_worse = math.inf if loss is None else loss, step, worse or 0

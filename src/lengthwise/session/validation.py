@@ -1,0 +1,78 @@
+"""The validation set of a configured run, and the plans by which its loss is computed."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice
+
+from lengthwise.config.run_config import Config
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.data.corpus import Corpus, open_validation
+from lengthwise.session.planning import check_model_holds, make_cost, make_planner, make_sampler
+
+
+def validation_corpus(config: Config, spec: ModelSpec) -> Corpus | None:
+    """The sequences that the run is validated on; None if it is not.
+
+    Raises:
+        InputError: a setting asks for validation and there is nothing to validate on, or nothing that has a loss; or
+            the model cannot compute it.
+    """
+    corpus = open_validation(config.data)
+    if corpus is None:
+        train = {"validate_every": config.train.validate_every, "patience": config.train.patience}
+        if asked := [f"train.{name}={value}" for name, value in train.items() if value]:
+            raise InputError(
+                f"{asked[0]} needs something to validate on; set data.validation to an index, or data.validation_share "
+                "to the share of the corpus that is held out, such as 0.05"
+            )
+        return None
+    corpus.check_tokens()
+    check_model_holds(spec, corpus)
+    if not any(_batches(config, corpus)):
+        raise InputError(
+            f"the validation set has {len(corpus):,} sequences and no token with a loss; name a larger one in "
+            "data.validation, or raise data.validation_share"
+        )
+    return corpus
+
+
+def _batches(config: Config, corpus: Corpus) -> Iterator[GlobalBatch]:
+    sampler = make_sampler(_in_corpus_order(config), corpus)
+    return (batch for batch in islice(sampler, sampler.num_batches(1)) if batch.num_targets)
+
+
+def _in_corpus_order(config: Config) -> Config:
+    """``config`` for batches that follow no metric, compile nothing and change no learning rate."""
+    changes = {
+        "data": {"order": "corpus"},
+        "plan": {"file": "", "shapes": None},
+        "train": {"compile": False},
+        "optim": {"lr_scaling": "none"},
+    }
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    )
+
+
+def validation_plans(
+    config: Config, corpus: Corpus, *, spec: ModelSpec, cluster: ClusterSpec
+) -> Callable[[], tuple[StepPlan, ...]]:
+    """Make a function that plans the validation set in batches like those of training, once.
+
+    Raises:
+        InfeasibleError: a sequence fits nowhere.
+    """
+    config = _in_corpus_order(config)
+    try:
+        planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
+    except InfeasibleError as error:
+        raise InfeasibleError(f"the validation set cannot be computed: {error}") from None
+
+    @cache
+    def plans() -> tuple[StepPlan, ...]:
+        return tuple(planner(batch) for batch in _batches(config, corpus))
+
+    return plans

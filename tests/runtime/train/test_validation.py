@@ -1,0 +1,156 @@
+"""Validation: its loss is that of one device under any plan, it changes nothing, and it stops training early."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InputError, Preempted
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.state import checkpoint
+from lengthwise.runtime.train.validation import Validation, validation_loss
+from tests.runtime.train.runs import RandomTokens, local_world, master_weights, new_state, whole_batch_loss
+from tests.runtime.train.test_trainer import Stop, make_trainer, run_whole
+from tests.sim.random_plans import SPEC, random_batch, random_plan
+
+EXACT = 1e-10
+"""float64: sums in another order differ by rounding alone."""
+NUM_BATCHES = 5
+FROZEN = {"lr": 1e-30}
+"""A learning rate at which no loss changes, so that the first validation is the best."""
+
+
+def batches(seed: int) -> list[GlobalBatch]:
+    rng = random.Random(seed)
+    return [random_batch(rng, step) for step in range(NUM_BATCHES)]
+
+
+def reference(seed: int) -> float:
+    """Mean over all targets of all batches, on one device."""
+    model = build_model(SPEC, dtype=torch.float64, seed=1)
+    sums = [whole_batch_loss(model, batch).item() * max(1, batch.num_targets) for batch in batches(seed)]
+    return sum(sums) / sum(max(1, batch.num_targets) for batch in batches(seed))
+
+
+def loss_on_ranks(seed: int) -> tuple[float, bool, bool]:
+    """The loss; whether weights and pushed gradients, and the generator, are as they were."""
+    world = local_world()
+    model, state = new_state(world, torch.float64)
+    before, generator = state.master.clone(), torch.get_rng_state()
+    rng = random.Random(seed)
+    plans = [random_plan(rng, batch, world.size) for batch in batches(seed)]
+    lengths = {id: length for batch in batches(seed) for id, length in zip(batch.ids, batch.lengths)}
+    found = validation_loss(plans, model, state, RandomTokens(lengths))
+    is_same = torch.equal(state.master, before) and not state._pushed.any() and not state.gradients.any()
+    return found, is_same, torch.equal(torch.get_rng_state(), generator)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_loss_under_any_plans_is_that_of_one_device_and_changes_nothing(ranks, num_ranks):
+    """Random plans have any degree, method, number of stages and phases."""
+    for seed in range(3):
+        for loss, is_same, same_draws in ranks(num_ranks).run(loss_on_ranks, seed):
+            assert loss == pytest.approx(reference(seed), rel=EXACT)
+            assert is_same and same_draws
+
+
+def make_validated(path: str, *, every: int = 3, patience: int | None = None, lr: float = 1e-2, **settings):
+    """The trainer of other tests, with a validation set of its own."""
+    trainer = make_trainer(path, **settings)
+    trainer.config = trainer.config.model_copy(
+        update={"optim": trainer.config.optim.model_copy(update={"lr": lr, "weight_decay": 0.0})}
+    )
+    rng, drawn = random.Random(5), batches(5)
+    plans = [random_plan(rng, batch, trainer.world.size) for batch in drawn]
+    lengths = {id: length for batch in drawn for id, length in zip(batch.ids, batch.lengths)}
+    trainer.validation = Validation(plans=lambda: plans, source=RandomTokens(lengths), every=every, patience=patience)
+    return trainer
+
+
+def run_validated(path: str, **settings) -> dict[str, torch.Tensor]:
+    trainer = make_validated(path, **settings)
+    trainer.fit()
+    return master_weights(trainer.state)
+
+
+def validations(path: Path) -> dict[int, float]:
+    rows = RunFolder(path).read_metrics()
+    return {row["step"] + 1: row["val/loss"] for row in rows if "val/loss" in row}
+
+
+def test_a_validated_run_is_trained_as_one_that_is_not(ranks, tmp_path):
+    expected = ranks(2).run(run_whole, str(tmp_path / "plain"))[0]
+    found = ranks(2).run(_run_with_decay, str(tmp_path / "validated"))[0]
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+    assert list(validations(tmp_path / "validated")) == [3, 6, 8]
+
+
+def _run_with_decay(path: str) -> dict[str, torch.Tensor]:
+    trainer = make_validated(path)
+    trainer.config = make_trainer(path).config
+    trainer.fit()
+    return master_weights(trainer.state)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [6, 8]), (5, [5, 8])])
+def test_it_comes_every_so_many_steps_or_after_each_epoch_and_at_the_end(ranks, tmp_path, every, steps):
+    """An epoch has six batches."""
+    ranks(1).run(run_validated, str(tmp_path), every=every)
+    assert list(validations(tmp_path)) == steps
+
+
+@pytest.mark.parametrize("stop_after", [3, 4])
+def test_a_run_that_is_stopped_and_resumed_validates_as_one_that_is_not(ranks, tmp_path, stop_after):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = ranks(2).run(run_validated, str(whole))[0]
+    found = ranks(2).run(_stop_and_resume, str(parts), stop_after)[0]
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+    assert validations(parts) == validations(whole) and len(validations(whole)) == 3
+    states = [checkpoint.read_state(path / "checkpoints" / "step_00000008")["validation"] for path in (whole, parts)]
+    assert states[0] == states[1]
+    assert states[0]["best_loss"] == min(validations(whole).values())
+
+
+def _stop_and_resume(path: str, stop_after: int) -> dict[str, torch.Tensor]:
+    trainer = make_validated(path)
+    trainer.callbacks = [Stop(stop_after)] if trainer.world.is_first else []
+    with pytest.raises(Preempted):
+        trainer.fit()
+    trainer = make_validated(path)
+    trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
+    trainer.fit()
+    return master_weights(trainer.state)
+
+
+def test_training_stops_when_patience_ends_and_the_best_checkpoint_stays_by_its_name(ranks, tmp_path):
+    options = {"every": 1, "patience": 3, "keep_checkpoints": 1, "checkpoint_every": 0, **FROZEN}
+    ranks(2).run(run_validated, str(tmp_path), **options)
+    assert list(validations(tmp_path)) == [1, 2, 3, 4]
+    folder = tmp_path / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["best", "latest", "step_00000001", "step_00000004"]
+    assert (folder / "best").read_text() == "step_00000001\n"
+    ranks(2).run(_resume, str(tmp_path), options)
+    assert list(validations(tmp_path)) == [1, 2, 3, 4], "a run that has stopped early is over"
+    ranks(2).run(_resume, str(tmp_path), {**options, "patience": None})
+    assert list(validations(tmp_path)) == list(range(1, 9))
+
+
+def _resume(path: str, options: dict) -> None:
+    trainer = make_validated(path, **options)
+    trainer.resume(checkpoint.latest(Path(path) / "checkpoints"))
+    trainer.fit()
+
+
+def test_what_a_checkpoint_says_of_validation_is_checked():
+    validation = Validation(plans=list, source=RandomTokens({}), patience=2)
+    validation.load_state_dict({"best_loss": 2.5, "best_step": 7, "num_worse": 1})
+    assert validation.state_dict() == {"best_loss": 2.5, "best_step": 7, "num_worse": 1}
+    assert not validation.should_stop
+    validation.load_state_dict({})
+    assert validation.state_dict() == {"best_loss": None, "best_step": None, "num_worse": 0}
+    for damaged in ({"num_worse": "2"}, {"best_step": 3, "best_loss": None, "num_worse": 0}):
+        with pytest.raises(InputError, match="validation state is damaged"):
+            validation.load_state_dict(damaged)
