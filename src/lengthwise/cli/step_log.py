@@ -140,8 +140,8 @@ def step_table(rows: "list[Row]", *, num_steps: int, has_profile: bool) -> Any:
         plan = plan_words(row)
         table.add_row(
             f"{row['step'] + 1}/{num_steps}", f"{row['loss/avg']:.4f}", *validated, _rate(row),
-            count(row["perf/tokens_per_s"]), _duration(row["perf/step_time_s"]), *predicted, f"{row['balance/idle_frac']:.0%}", _peak(row),
-            "" if plan == shown_plan else shortened(plan, _PLAN_COLUMNS),
+            count(row["perf/tokens_per_s"]), _duration(row["perf/step_time_s"]), *predicted,
+            f"{row['balance/idle_frac']:.0%}", _peak(row), "" if plan == shown_plan else shortened(plan, _PLAN_COLUMNS),
         )  # fmt: skip
         shown_plan = plan
     return table
