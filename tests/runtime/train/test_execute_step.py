@@ -124,8 +124,8 @@ def _check_refused():
     model, state = new_state(world, torch.float64)
     source = RandomTokens(dict(zip(batch.ids, batch.lengths)))
 
-    def without_a_push(*arguments):
-        return [(stretch, (lists[0][:-1], *lists[1:])) for stretch, lists in operations(*arguments)]
+    def without_a_push(*arguments, **options):
+        return [(stretch, (lists[0][:-1], *lists[1:])) for stretch, lists in operations(*arguments, **options)]
 
     run = partial(run_step, plan, model, state, source, lr=0.1, clip_norm=1.0, clock=StepClock(world))
     with (
