@@ -11,6 +11,7 @@ import pytest
 import lengthwise
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.session.compare_lengths import CompareOptions
 from lengthwise.session.plan_lengths import PlanningOptions
 
 CLUSTER = {"model": "llama-tiny", "cluster": "4xH100-80GB", "tokens_per_step": 30_000, "max_stages": 1}
@@ -61,6 +62,16 @@ def test_compare_gives_what_the_command_prints(lengths, tmp_path, cli):
     assert timeless(json.loads(json.dumps(comparison.to_json()))) == timeless(json.loads(out))
 
 
+def test_a_sweep_of_steps_and_networks_with_the_price_of_a_training(lengths):
+    asked = {**CLUSTER, "tokens_per_step": [20_000, 40_000], "tokens": 10**9, "price_per_hour": 2.0}
+    comparison = lengthwise.compare(lengths, policies=["static"], steps=1, network_gbit_per_s=100, **asked)
+    assert [result.token_budget for result in comparison.clusters] == [20_000, 40_000]
+    for document in comparison.to_json()["clusters"]:
+        (row,) = document["policies"]
+        assert document["network_gbit_per_s"] == 100
+        assert row["cost"] == pytest.approx(1e9 / row["tokens_per_s"] / 3600 * 4 * 2)
+
+
 def test_simulated_speed_is_that_of_the_comparison(lengths):
     steps = lengthwise.simulate(lengthwise.plan(lengths, policy="static", steps=2, **CLUSTER), timelines=True)
     result = lengthwise.compare(lengths, policies=["static"], steps=2, **CLUSTER).clusters[0].ranked[0]
@@ -104,6 +115,8 @@ def test_an_unknown_argument_is_a_mistake_of_the_call(lengths):
 @pytest.mark.parametrize("function", [lengthwise.plan, lengthwise.compare], ids=lambda function: function.__name__)
 def test_every_option_is_documented(function):
     documented = function.__doc__.split("Args:")[1]
+    if function is lengthwise.compare:
+        assert not [name for name in CompareOptions.__annotations__ if f"\n        {name}: " not in documented]
     assert not [name for name in PlanningOptions.__annotations__ if f"\n        {name}: " not in documented]
 
 

@@ -29,10 +29,20 @@ MaxLength = Annotated[
 ]
 OverLengthOption = Annotated[OverLength, typer.Option(help="What becomes of sequences over it.")]
 TokensPerStep = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        min=1, max=MAX_TOKENS, metavar="TOKENS", help="Of a global batch; default: 3125 a device, or the longest."
+        metavar="TOKENS[,TOKENS...]",
+        help="Tokens of a global batch, such as 200K,1M,4M; default: 3125 a device, or the longest sequence.",
     ),
+]
+Network = Annotated[
+    str | None,
+    typer.Option(metavar="GBIT[,GBIT...]", help="Gbit/s of each device's network port; default: as the device has."),
+]
+Tokens = Annotated[str | None, typer.Option(metavar="TOKENS", help="Tokens of the whole training, such as 10B: hours.")]
+PricePerHour = Annotated[
+    float | None,
+    typer.Option(metavar="PRICE", help="Of one device, for the cost of --tokens; default: that of the device file."),
 ]
 Steps = Annotated[int, typer.Option(min=1, max=10_000, help="Global batches that every policy plans.")]
 Policies = Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")]

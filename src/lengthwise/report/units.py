@@ -23,6 +23,11 @@ def compact(value: float) -> str:
     return f"{value:.4g}"
 
 
+def token_count(value: float) -> str:
+    """A number of tokens in thousands, millions and billions, as options take it: ``200K``, ``1.5M``, ``10B``."""
+    return compact(value).replace("k", "K").replace("G", "B")
+
+
 def tokens(value: int) -> str:
     """A length in the powers of two that lengths are spoken of in: ``512``, ``4K``, ``1M``."""
     for size, suffix in ((1 << 20, "M"), (1 << 10, "K")):
@@ -39,6 +44,11 @@ def seconds(value: float | None) -> str:
         if abs(value) >= size * 0.9995:
             return f"{significant(value / size, 3)}{_GLUE}{unit}"
     return f"{significant(value / 1e-6, 3)}{_GLUE}µs" if value else f"0{_GLUE}s"
+
+
+def hours(value: float | None) -> str:
+    """A number of hours, with digits where there are few: ``0.25``, ``12.3``, ``1,234``."""
+    return MISSING if value is None or not math.isfinite(value) else significant(value, max(3, len(f"{value:.0f}")))
 
 
 def memory(num_bytes: float) -> str:

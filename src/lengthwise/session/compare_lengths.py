@@ -1,6 +1,7 @@
 """`lengthwise.compare`: every policy on the same global batches of some lengths; needs no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -18,12 +19,23 @@ from lengthwise.report.units import compact
 from lengthwise.session.compare_policies import PolicyComparison
 from lengthwise.session.plan_lengths import DEFAULT_STEPS, PlanningOptions, comparison_of, step_budget
 from lengthwise.session.planning_args import MOST_DEVICES, PYTHON, find_cluster
+from lengthwise.session.sweep import SweepPoint, as_list, make_budget, sweep_points
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
 OnClusterStep = Callable[[ClusterSpec, str, int], None]
 """Hears which policy plans on which cluster, and how many more steps it is done with."""
+
+
+class CompareOptions(PlanningOptions, total=False):
+    """Keyword arguments of `lengthwise.compare` alone, beside those of planning; each may be left out."""
+
+    network_gbit_per_s: float | Sequence[float] | None
+    tokens: int | None
+    price_per_hour: float | None
+
+
 _BIN_EDGES = tuple(1 << power for power in range(7, 21))
 
 
@@ -34,8 +46,8 @@ def compare(
     cluster: str | ClusterSpec | Sequence[str | ClusterSpec],
     policies: Sequence[str] | None = None,
     steps: int = DEFAULT_STEPS,
-    tokens_per_step: int | None = None,
-    **options: Unpack[PlanningOptions],
+    tokens_per_step: int | Sequence[int] | None = None,
+    **options: Unpack[CompareOptions],
 ) -> Comparison:
     """Plan and simulate the same global batches under every scheduling policy.
 
@@ -53,7 +65,11 @@ def compare(
             scale.
         policies: which policies; by default all.
         steps: global batches that every policy plans.
-        tokens_per_step: most tokens of a global batch; by default 3,125 a device, or the longest sequence.
+        tokens_per_step: most tokens of a global batch; by default 3,125 a device, or the longest sequence. Several, to
+            see how policies scale.
+        network_gbit_per_s: rate of each device's network port instead of the device's own; one or several.
+        tokens: tokens of the whole training, for its hours and its price.
+        price_per_hour: the price of one device for an hour, instead of the device's own.
         max_length: the longest sequence that is trained; by default there is no limit.
         over_length: what becomes of sequences over `max_length`: "split" (the default), "truncate", "drop", "error".
         max_degree: most devices that share a layer; by default any number.
@@ -64,15 +80,20 @@ def compare(
         seed: decides the order of the sequences; 0 by default.
 
     Returns:
-        A `Comparison`. Its `clusters` hold one result a cluster, whose `ranked` has one result a policy, the fastest
-        first, with tokens_per_s, step_time_s, idle, bubble, padding, gap and peak_bytes; `to_json()` gives plain
-        values.
+        A `Comparison`. Its `clusters` hold one result for each cluster, network and size of step, whose `ranked` has
+        one result a policy, the fastest first, with tokens_per_s, step_time_s, idle, bubble, padding, gap and
+        peak_bytes; `to_json()` gives plain values, with MFU, hours and cost.
 
     Raises:
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: no policy can run on any of the clusters.
     """
-    contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **options)
+    networks, budget = (
+        options.pop("network_gbit_per_s", None),
+        make_budget(PYTHON, tokens=options.pop("tokens", None), price_per_hour=options.pop("price_per_hour", None)),
+    )
+    planning: PlanningOptions = options
+    contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
     named = [cluster] if isinstance(cluster, str | ClusterSpec) else list(cluster)
     clusters = [find_cluster(name) for name in named]
     if not clusters:
@@ -82,33 +103,35 @@ def compare(
             f"cluster has {num_devices:,} devices, and at most {MOST_DEVICES:,} are compared; for more, call "
             "lengthwise.plan with one policy"
         )
-    results = compare_clusters(contest, clusters, tokens_per_step=tokens_per_step)
+    points = sweep_points(clusters, as_list(tokens_per_step), as_list(networks), PYTHON)
+    results = compare_points(replace(contest, budget=budget), points)
     source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
     return comparison_page(contest, clusters, results, source=source, ledger=ledger)
 
 
-def compare_clusters(
+def compare_points(
     contest: PolicyComparison,
-    clusters: Sequence[ClusterSpec],
+    points: Sequence[SweepPoint],
     *,
-    tokens_per_step: int | None,
     with_steps: bool = False,
     on_step: OnClusterStep | None = None,
 ) -> list[ClusterResult]:
-    """Results by cluster.
+    """Results of every point of a sweep.
 
     Args:
         contest: what is compared.
-        clusters: where.
-        tokens_per_step: most tokens of a global batch; None: by the number of devices.
-        with_steps: also keep a typical step of every policy, of the first cluster alone, for the page.
+        points: clusters, and tokens of a step.
+        with_steps: also keep a typical step of every policy, of the first point alone, for the page.
         on_step: hears which policy plans on which cluster, and how many more steps it is done with.
 
     Raises:
         InfeasibleError: no policy can run on any of them.
     """
     results: list[ClusterResult] = []
-    entries = [contest.enter(spec, tokens_per_step=step_budget(contest, spec, tokens_per_step)) for spec in clusters]
+    entries = [
+        contest.enter(point.cluster, tokens_per_step=step_budget(contest, point.cluster, point.tokens_per_step))
+        for point in points
+    ]
     with contest.ahead(entries):
         for entry in entries:
             hear = partial(on_step or _ignore, entry.cluster)
@@ -180,7 +203,8 @@ def _facts(
     yield "Model", f"{contest.model.name}, {compact(contest.model.num_params)} parameters, {contest.dtype}"
     if contest.model.unpriced:
         yield "Not priced", contest.model.unpriced
-    yield "Clusters", f"{', '.join(cluster.name for cluster in clusters)}, {device.memory_bytes / GIB:g} GiB a device"
+    names = dict.fromkeys(cluster.name for cluster in clusters)
+    yield "Clusters", f"{', '.join(names)}, {device.memory_bytes / GIB:g} GiB a device"
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
     yield "Schemes", ", ".join([*map(str, search_space.methods), f"recompute {search_space.recompute}", *limits])

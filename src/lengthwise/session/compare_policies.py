@@ -8,8 +8,10 @@ from math import fsum
 from statistics import median
 from time import perf_counter
 
+import numpy as np
+
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.device_spec import DEVICES
+from lengthwise.core.device_spec import DEVICES, GBIT
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -23,7 +25,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, first_batches, make_problem, sample_lengths
-from lengthwise.report.pages.compare_results import ClusterResult, ComparedStep, PolicyResult
+from lengthwise.report.pages.compare_results import NO_BUDGET, ClusterResult, ComparedStep, PolicyResult, TrainingBudget
 from lengthwise.session.planning_args import COMMAND_LINE, Spelling, check_longest
 from lengthwise.sim.engine import simulate
 from lengthwise.sim.step_summary import SimulatedStep, summary
@@ -53,6 +55,8 @@ class PolicyComparison:
     seed: int
     spelling: Spelling = COMMAND_LINE
     """How errors name settings."""
+    budget: TrainingBudget = NO_BUDGET
+    """Tokens of the whole training, and the price of a device where it is not the device's own."""
 
     def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
         """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
@@ -106,11 +110,19 @@ class PolicyComparison:
             for name in self.policies:
                 planners[name] = Planner(policy=name, problem=entry.problem)
                 results.append(play(planners[name], batches, on_step=on_step))
+        num_tokens, device = sum(batch.num_tokens for batch in drawn), entry.cluster.device
+        flops = fsum(float(self.model.train_flops(np.asarray(batch.lengths)).sum()) for batch in drawn)
+        price = self.budget.price_per_hour
         cluster_result = ClusterResult(
             num_devices=entry.cluster.num_devices,
             cluster=entry.name,
-            tokens_per_step=round(sum(batch.num_tokens for batch in drawn) / len(drawn)),
+            tokens_per_step=round(num_tokens / len(drawn)),
             policies=tuple(results),
+            token_budget=entry.tokens_per_step,
+            network_gbit_per_s=device.network_bytes_per_s / GBIT,
+            flops_per_token=flops / num_tokens,
+            peak_flops_per_s=device.peak_flops_per_s(self.dtype),
+            budget=replace(self.budget, price_per_hour=device.price_per_hour if price is None else price),
         )
         return _with_steps(cluster_result, planners, batches) if with_steps else cluster_result
 
@@ -127,11 +139,14 @@ class ComparedCluster:
 
     @property
     def name(self) -> str:
-        """Of the cluster, with the memory of its devices if it is not all that they have."""
+        """The cluster's name, with memory and network of its devices where they are not those of the preset."""
         device = self.cluster.device
-        if device.memory_bytes == DEVICES.get(device.name, device).memory_bytes:
-            return self.cluster.name
-        return f"{self.cluster.name} at {device.memory_bytes / GIB:g} GiB"
+        preset, changes = DEVICES.get(device.name, device), []
+        if device.memory_bytes != preset.memory_bytes:
+            changes.append(f"{device.memory_bytes / GIB:g} GiB")
+        if device.network_bytes_per_s != preset.network_bytes_per_s:
+            changes.append(f"{device.network_bytes_per_s / GBIT:g} Gbit/s")
+        return f"{self.cluster.name} at {' and '.join(changes)}" if changes else self.cluster.name
 
 
 def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -> PolicyResult:
@@ -167,6 +182,8 @@ class _Played:
     device_s: float
     padding_s: float
     num_computed_tokens: int
+    planned_s: float
+    bound_s: float
     gap: float
 
     @classmethod
@@ -177,6 +194,8 @@ class _Played:
             device_s=step.step_time_s * plan.num_devices,
             padding_s=fsum(_padding_s(problem, p, m) for p in plan.pipelines for m in p.micro_batches),
             num_computed_tokens=plan.num_computed_tokens,
+            planned_s=plan.time_s,
+            bound_s=plan.lower_bound_s,
             gap=plan.gap,
         )
 
@@ -218,6 +237,8 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
         peak_bytes=max(step.summary.peak_bytes for step in played),
         spent_s=spent_s,
         times_s=tuple(step.summary.step_time_s for step in played),
+        planned_s=tuple(step.planned_s for step in played),
+        bounds_s=tuple(step.bound_s for step in played),
     )
 
 

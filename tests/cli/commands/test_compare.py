@@ -5,7 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from lengthwise.core.device_spec import DEVICES
 from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.specs import model_preset
 from lengthwise.plan import planner
 from lengthwise.plan.policies import POLICIES
 
@@ -173,6 +175,55 @@ def test_a_model_of_one_s_own_on_a_device_of_one_s_own(cli, lengths, mixtral, my
     assert "not priced in my-moe: routing between experts" in cli(*arguments(lengths, "--model", mixtral))[1]
 
 
+def test_hours_and_cost_follow_from_speed_and_price(cli, lengths, my_gpu):
+    my_gpu.write_text(my_gpu.read_text() + "price_per_hour: 2.5\n")
+    given = ["--device", my_gpu, "--tokens", "1.5B"]
+    for price, more in ((2.5, []), (4.0, ["--price-per-hour", "4"])):
+        for one in compare(cli, lengths, *given, *more)["policies"]:
+            assert one["tokens_per_s_per_gpu"] == pytest.approx(one["tokens_per_s"] / 4)
+            assert one["hours"] == pytest.approx(1.5e9 / one["tokens_per_s"] / 3600)
+            assert one["cost"] == pytest.approx(one["hours"] * 4 * price)
+    out = cli(*arguments(lengths, *given))[1]
+    assert "1.5B tokens take" in out and "hours and cost" in out and "…" not in out
+    assert compare(cli, lengths)["policies"][0]["hours"] is None
+
+
+def test_mfu_is_the_model_s_flops_over_the_devices(cli, lengths):
+    document = compare(cli, lengths)
+    spec, device = model_preset("llama-tiny"), DEVICES["H100-80GB"]
+    matmuls = 6 * (spec.num_layers * spec.layer_matmul_params + spec.hidden_size * spec.vocab_size)
+    for one in document["policies"]:
+        least = one["tokens_per_s_per_gpu"] * matmuls / device.flops_per_s
+        assert least < one["mfu"] < 3 * least  # the rest is attention
+    (single,) = compare(cli, lengths, "--policies", "packed", "--dtype", "float32")["policies"]
+    assert single["mfu"] > 0
+
+
+def test_gaps_of_a_table_are_to_one_bound(cli, lengths):
+    rows = compare(cli, lengths, "--policies", "padded,packed,auto", "--steps", 1)["policies"]
+    lowest = min(one["step_time_s"] / (1 + one["gap"]) for one in rows)
+    for one in rows:
+        assert one["gap_to_common_bound"] >= one["gap"] - 1e-12
+        assert one["gap_to_common_bound"] == pytest.approx(one["step_time_s"] / lowest - 1, rel=0.05, abs=0.01)
+
+
+def test_a_sweep_is_one_table_with_a_row_a_size(cli, lengths, tmp_path):
+    given = ["--gpus", "2,4", "--tokens-per-step", "20K,0.04M", "--network", "100,400", "--policies", "static,auto"]
+    given += ["--steps", 1, "--devices-per-node", 2]
+    document = compare(cli, lengths, *given)
+    sizes = [(one["gpus"], one["network_gbit_per_s"], one["token_budget"]) for one in document["clusters"]]
+    assert sizes == [(n, rate, tokens) for n in (2, 4) for rate in (100, 400) for tokens in (20_000, 40_000)]
+    times = {size: cluster["policies"][0]["step_time_s"] for size, cluster in zip(sizes, document["clusters"])}
+    assert times[4, 100, 20_000] > times[4, 400, 20_000] and times[2, 100, 20_000] == times[2, 400, 20_000]
+    code, out, err = cli(*arguments(lengths, *given, "--html", tmp_path / "page.html"))
+    assert code == 0, err
+    assert sum(" auto " in line or " static " in line for line in out.splitlines()) == 8
+    assert out.splitlines()[0].split() == ["GPUs", "Gbit/s", "tok/step", "policy", "tokens/s", "/GPU", "MFU", "static"]
+    page = (tmp_path / "page.html").read_text()
+    assert "Speed of auto over static" in page and "The fastest policy by size" in page
+    assert "2 GPUs, 100 Gbit/s" in page  # a line of the curve
+
+
 @pytest.mark.parametrize("rule", ["split", "drop", "truncate"])
 def test_what_the_length_rule_does_is_counted(cli, lengths, rule):
     ledger = compare(cli, lengths, "--max-length", 2000, "--over-length", rule)["ledger"]
@@ -217,6 +268,19 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         (["--methods", "ulyses"], 2, "did you mean ulysses"),
         (["--lengths", "commoncraw"], 2, "did you mean commoncrawl"),
         (["--gpus", "four"], 2, "not a list of numbers of devices"),
+        (["--tokens-per-step", "many"], 2, "--tokens-per-step 'many' is not a number of tokens, such as 200000, 200K"),
+        (["--tokens-per-step", "0"], 2, "--tokens-per-step '0' is not a number of tokens"),
+        (
+            ["--tokens-per-step", "9T"],
+            2,
+            "--tokens-per-step must be from 1 to 1,099,511,627,776, not 9,000,000,000,000",
+        ),
+        (["--network", "fast"], 2, "--network 'fast' is not a list of Gbit/s"),
+        (["--network", "0"], 2, "--network must be above 0 and at most 1,000,000 Gbit/s, not 0"),
+        (["--network", "nan"], 2, "--network must be above 0"),
+        (["--price-per-hour", "2"], 2, "--price-per-hour is for a whole training; say of how many --tokens"),
+        (["--tokens", "1B", "--price-per-hour", "-1"], 2, "--price-per-hour must be above 0"),
+        (["--network", ",".join(map(str, range(1, 70)))], 2, "69 comparisons are asked for, and at most 64 are made"),
         (["--gpus", "12"], 2, "do not fill nodes of 8"),
         (["--html", "nowhere/page.html"], 2, "there is no folder nowhere"),
         (["--max-degree", "0"], 2, "greater than or equal to 1"),

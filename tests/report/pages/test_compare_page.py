@@ -23,6 +23,7 @@ from lengthwise.report.pages.compare_results import (
     fastest_first,
     headline,
 )
+from lengthwise.report.pages.sweep_results import sweep_figure
 
 
 def make_pipeline(first, degree, stages, *, loads=(1.0,), phase=0):
@@ -96,6 +97,20 @@ def test_every_number_stands_on_a_page_that_needs_nothing_else():
     assert page.count('download="') == len(charts(page)) + 1  # and the table of policies
     assert "auto, compute: " in page and "auto: 1,500" in page  # who points at a bar reads its value
     assert len(charts(page)) == 5
+
+
+def test_a_curve_follows_the_size_that_varies_with_a_line_for_each_other_size():
+    def point(num_devices, budget, over):
+        results = make_result("static", 100.0), make_result("auto", 100.0 * over)
+        return make_cluster(*results, num_devices=num_devices, token_budget=budget)
+
+    swept = [point(n, budget, over) for n, budget, over in ((8, 1000, 1.2), (8, 2000, 1.1), (16, 1000, 1.4))]
+    chart = sweep_figure(swept).chart
+    assert chart.columns == ("tokens per step", "8 GPUs", "16 GPUs")
+    assert chart.rows == (("1K", "1.20x", "1.40x"), ("2K", "1.10x", "n/a"))
+    grown = sweep_figure([point(8, 1000, 1.2), point(16, 2000, 1.4)]).chart  # steps grow with the cluster
+    assert grown.columns == ("devices", "auto") and grown.rows == (("8", "1.20x"), ("16", "1.40x"))
+    assert ElementTree.fromstring(chart.svg) is not None and chart.svg.count("<circle") == 3
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """`lengthwise compare`: what every policy would make of some lengths, a model and a cluster; needs no torch."""
 
+from dataclasses import replace
+
 from lengthwise.cli import compare_options as its
 from lengthwise.cli import shared_options as shared
 from lengthwise.plan.space.search_space import RecomputeMode
@@ -15,6 +17,9 @@ def run(
     max_length: its.MaxLength = None,
     over_length: its.OverLengthOption = its.OverLength.SPLIT,
     tokens_per_step: its.TokensPerStep = None,
+    network: its.Network = None,
+    tokens: its.Tokens = None,
+    price_per_hour: its.PricePerHour = None,
     steps: its.Steps = 8,
     policies: its.Policies = None,
     hbm: shared.MemoryGib = None,
@@ -31,12 +36,19 @@ def run(
     """Plan and simulate the same global batches under every policy."""
     from lengthwise.cli.tables.compare_table import planning_progress, print_comparison
     from lengthwise.report.whole_file import check_place
-    from lengthwise.session.compare_lengths import compare_clusters, comparison_page, write_page
+    from lengthwise.session.compare_lengths import compare_points, comparison_page, write_page
     from lengthwise.session.plan_lengths import comparison_of
+    from lengthwise.session.sweep import make_budget, parse_rates, parse_token_counts, sweep_points
 
     counts = parse_counts(gpus, "--gpus")
     check_compared(counts, device)
     clusters = [make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm) for count in counts]
+    points = sweep_points(
+        clusters, parse_token_counts(tokens_per_step, "--tokens-per-step"), parse_rates(network, "--network"),
+        COMMAND_LINE,
+    )  # fmt: skip
+    num_tokens = next(iter(parse_token_counts(tokens, "--tokens")), None)
+    budget = make_budget(COMMAND_LINE, tokens=num_tokens, price_per_hour=price_per_hour)
     check_place(html, "--html")
     contest, ledger = comparison_of(
         lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,
@@ -44,10 +56,8 @@ def run(
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
         dtype=dtype.value, seed=seed,
     )  # fmt: skip
-    with planning_progress(len(clusters) * len(contest.policies) * steps) as on_step:
-        results = compare_clusters(
-            contest, clusters, tokens_per_step=tokens_per_step, with_steps=html is not None, on_step=on_step
-        )
+    with planning_progress(len(points) * len(contest.policies) * steps) as on_step:
+        results = compare_points(replace(contest, budget=budget), points, with_steps=html is not None, on_step=on_step)
     comparison = comparison_page(contest, clusters, results, source=lengths, ledger=ledger)
     if html is not None:
         write_page(comparison, html)

@@ -1,20 +1,24 @@
 """What `lengthwise compare` prints: a table a cluster, and how far it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.data.max_length import LengthLedger
-from lengthwise.report.pages.compare_results import ClusterResult, Comparison, headline, row
+from lengthwise.report.pages.compare_results import ClusterResult, Comparison, columns, headline, outlook, row
+from lengthwise.report.pages.sweep_results import sweep_columns, sweep_rows
 from lengthwise.session.compare_lengths import OnClusterStep, ledger_words
 from lengthwise.session.console import progress, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-HEADINGS = ("policy", "tokens/s", "static", "step", "idle", "bubble", "padding", "gap", "peak", "plan")
+SHOWN = ("policy", "tokens/s", "per device", "over static", "MFU", "step time", "idle", "gap", "peak")
+SHOWN_WITH_BUDGET = ("policy", "tokens/s", "per device", "over static", "MFU", "gap", "peak", "hours", "cost")
+SHORT = {"per device": "/GPU", "over static": "static", "step time": "step", "tokens/step": "tok/step"}
+"""Headings that are shorter on a terminal of eighty columns."""
 
 
 @contextmanager
@@ -30,33 +34,52 @@ def planning_progress(num_steps: int) -> Iterator[OnClusterStep]:
 
 
 def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | None) -> None:
-    """Print a table and the result in a sentence for each cluster, and where the page is."""
+    """Print a table and the result in a sentence for each cluster, one table of all sizes, and where the page is."""
     console = stdout()
-    for result in comparison.clusters:
-        console.print(
-            f"{result.cluster}, {result.tokens_per_step:,} tokens a step on average, {ledger_words(ledger)}",
-            soft_wrap=True,
-        )
-        if result.ranked:
-            console.print(_table(result))
-            console.print(headline(result), soft_wrap=True)
-        for why, names in result.refusals.items():
-            console.print(f"{', '.join(names)}: refused: {why}", soft_wrap=True)
-        console.print()
-    console.print("simulated on an analytic cost model, not measured")
+    is_sweep = len({(result.token_budget, result.network_gbit_per_s) for result in comparison.clusters}) > 1
+    by_gpus = len({result.num_devices for result in comparison.clusters}) == len(comparison.clusters)
+    if by_gpus or not is_sweep:
+        for result in comparison.clusters:
+            _print_cluster(result, ledger)
+    if len(comparison.clusters) > 1:
+        names = sweep_columns(comparison.clusters)
+        console.print(_table(names, sweep_rows(comparison.clusters, names)))
+    if is_sweep and not by_gpus:
+        for why in dict.fromkeys(why for result in comparison.clusters for why in result.refusals):
+            console.print(f"refused: {why}", soft_wrap=True)
+    console.print(
+        "simulated on an analytic cost model, not measured; each gap is to one bound for all policies", soft_wrap=True
+    )
     if unpriced := comparison.settings.get("not_priced"):
         console.print(f"not priced in {comparison.model}: {unpriced}", soft_wrap=True)
     if html is not None:
         console.print(f"page: {html}", soft_wrap=True)
 
 
-def _table(result: ClusterResult) -> "Table":
-    """Policies that can run, the fastest first, in eighty columns."""
+def _print_cluster(result: ClusterResult, ledger: LengthLedger) -> None:
+    """Policies that can run, the fastest first, in eighty columns, and why others cannot."""
+    console = stdout()
+    console.print(
+        f"{result.cluster}, {result.tokens_per_step:,} tokens a step on average, {ledger_words(ledger)}", soft_wrap=True
+    )
+    if result.ranked:
+        wanted = SHOWN if result.hours(result.ranked[0]) is None else SHOWN_WITH_BUDGET
+        names = [name for name in wanted if name in columns(result)]
+        console.print(_table(names, [row(result, policy, names) for policy in result.ranked]))
+        console.print(headline(result), soft_wrap=True)
+        console.print(outlook(result), soft_wrap=True)
+    for why, policies in result.refusals.items():
+        console.print(f"{', '.join(policies)}: refused: {why}", soft_wrap=True)
+    console.print()
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+    """Rows under headings, words to the left and numbers to the right."""
     from rich.table import Table
 
     shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
-    for policy in result.ranked:
-        shown.add_row(*row(result, policy))
+    for name in names:
+        shown.add_column(SHORT.get(name, name), justify="left" if name == "policy" else "right", no_wrap=True)
+    for cells in rows:
+        shown.add_row(*cells)
     return shown

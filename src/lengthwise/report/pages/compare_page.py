@@ -10,16 +10,20 @@ from lengthwise.report.pages.compare_figures import (
     time_figure,
 )
 from lengthwise.report.pages.compare_results import (
-    COLUMNS,
     ClusterResult,
     Comparison,
     certificate,
+    columns,
     headline,
     row,
     tiles,
 )
+from lengthwise.report.pages.sweep_results import sweep_page
 from lengthwise.report.pages.templates import render
 from lengthwise.report.units import count
+
+MOST_HEADLINES = 4
+"""More sentences at the top than these say less than the table of the sweep."""
 
 
 def render_comparison(comparison: Comparison) -> str:
@@ -31,13 +35,14 @@ def render_comparison(comparison: Comparison) -> str:
     clusters = [cluster for cluster in comparison.clusters if cluster.ranked]
     assert clusters, "a page needs a policy that can run"
     many = len(comparison.clusters) > 1
-    sizes = ", ".join(str(cluster.num_devices) for cluster in comparison.clusters)
+    sizes = [cluster.num_devices for cluster in clusters]
     return render("policies.html.j2", 
-        title=f"{comparison.model} on {sizes} {comparison.device}",
-        headlines=[headline(cluster) for cluster in clusters],
+        title=f"{comparison.model} on {', '.join(map(str, dict.fromkeys(sizes)))} {comparison.device}",
+        headlines=[headline(cluster) for cluster in clusters[:MOST_HEADLINES]],
         certificate="" if many else certificate(clusters[0]),
         comparison=comparison,
-        scaling=scaling_figure(comparison.clusters) if len(clusters) > 1 else None,
+        scaling=scaling_figure(comparison.clusters) if len({*sizes}) == len(clusters) > 1 else None,
+        sweep=sweep_page(comparison.clusters) if many else None,
         clusters=[_section(cluster, many) for cluster in comparison.clusters],
         lengths=length_figure(comparison),
         styles=("report.css", "policies.css"),
@@ -51,8 +56,8 @@ def _section(cluster: ClusterResult, many: bool) -> dict[str, Any]:
         "title": _title(cluster) if many else "",
         "sentence": certificate(cluster) if many else "",
         "tiles": tiles(cluster),
-        "columns": COLUMNS,
-        "rows": [row(cluster, result) for result in cluster.ranked],
+        "columns": columns(cluster),
+        "rows": [row(cluster, result, columns(cluster)) for result in cluster.ranked],
         "refused": _refusals(cluster),
         "figures": [speed_figure(cluster), time_figure(cluster)],
         "steps": step_figures(cluster),
@@ -60,7 +65,8 @@ def _section(cluster: ClusterResult, many: bool) -> dict[str, Any]:
 
 
 def _title(cluster: ClusterResult) -> str:
-    return f"{cluster.num_devices} devices, {count(cluster.tokens_per_step)} tokens a step"
+    network = f", {cluster.network_gbit_per_s:g} Gbit/s per device" if cluster.network_gbit_per_s else ""
+    return f"{cluster.num_devices} devices, {count(cluster.tokens_per_step)} tokens a step{network}"
 
 
 def _refusals(cluster: ClusterResult) -> list[tuple[str, str]]:

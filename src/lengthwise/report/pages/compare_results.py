@@ -1,7 +1,8 @@
 """Policies on the same batches, in numbers and words: what a comparison found out for one or several clusters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from lengthwise.core.step_plan import StepPlan
@@ -9,7 +10,7 @@ from lengthwise.core.timeline import Timeline
 from lengthwise.core.wording import GIB
 from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.pages.run_text import KeyFigure
-from lengthwise.report.units import count, memory, ratio, seconds, share
+from lengthwise.report.units import count, hours, memory, ratio, seconds, share, token_count
 
 PARTS = {
     "compute": "compute",
@@ -53,8 +54,12 @@ class PolicyResult:
     """Device-seconds of all steps by name of ``PARTS``."""
     times_s: tuple[float, ...] = ()
     """Seconds of each step."""
+    planned_s: tuple[float, ...] = ()
+    """Seconds of each step as its plan predicts them."""
+    bounds_s: tuple[float, ...] = ()
+    """The proven lower bound of each step, for the schemes that the policy may use."""
 
-    def to_json(self, *, over_static: float | None, over_best_other: float | None) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Plain values; None for every number of a policy that is refused."""
         names = ("tokens_per_s", "step_time_s", "idle", "bubble", "padding", "gap", "planning_s", "preparing_s")
         document: dict[str, Any] = {name: None if self.refused else getattr(self, name) for name in names}
@@ -64,10 +69,28 @@ class PolicyResult:
             **document,
             "peak_gib": None if self.refused else self.peak_bytes / GIB,
             "time_shares": {name: self.spent_s.get(name, 0.0) / total_s for name in PARTS} if total_s else None,
-            "over_static": over_static,
-            "over_best_other": over_best_other,
             "refused": self.refused or None,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBudget:
+    """Tokens of a whole training, and what a device costs for an hour; None: not known."""
+
+    num_tokens: int | None = None
+    price_per_hour: float | None = None
+
+    def hours(self, tokens_per_s: float) -> float | None:
+        """Hours that all tokens take."""
+        return None if self.num_tokens is None else self.num_tokens / tokens_per_s / 3600
+
+    def cost(self, tokens_per_s: float, *, num_devices: int) -> float | None:
+        """The price of all devices for as long, in the currency of ``price_per_hour``."""
+        hours = self.hours(tokens_per_s)
+        return None if hours is None or self.price_per_hour is None else hours * num_devices * self.price_per_hour
+
+
+NO_BUDGET = TrainingBudget()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +112,15 @@ class ClusterResult:
     policies: tuple[PolicyResult, ...]
     steps: dict[str, ComparedStep] = field(default_factory=dict)
     """The same typical step by policy, for the page; may be empty."""
+    token_budget: int = 0
+    """Most tokens of a global batch."""
+    network_gbit_per_s: float = 0.0
+    """Rate of each device's network port."""
+    flops_per_token: float = 0.0
+    """Model FLOPs of forward and backward, without recompute; 0: not known."""
+    peak_flops_per_s: float = 0.0
+    """Peak rate of one device in the compute dtype."""
+    budget: TrainingBudget = NO_BUDGET
 
     @property
     def ranked(self) -> list[PolicyResult]:
@@ -115,17 +147,46 @@ class ClusterResult:
         other = next((p for p in self.ranked if p.policy != one.policy), None)
         return one.tokens_per_s / other.tokens_per_s if other and not one.refused else None
 
+    def gap(self, one: PolicyResult) -> float:
+        """Median over the steps of ``one``'s predicted time above a bound for all policies: the lowest of theirs."""
+        bounds_s = [min(bounds) for bounds in zip(*(result.bounds_s for result in self.ranked))]
+        return median(time_s / bound_s - 1 for time_s, bound_s in zip(one.planned_s, bounds_s)) if bounds_s else one.gap
+
+    def mfu(self, one: PolicyResult) -> float | None:
+        """Model FLOPs utilization: FLOPs that the trained tokens need over what the devices could do meanwhile."""
+        peak_flops_per_s = self.num_devices * self.peak_flops_per_s
+        return one.tokens_per_s * self.flops_per_token / peak_flops_per_s if peak_flops_per_s else None
+
+    def hours(self, one: PolicyResult) -> float | None:
+        """Hours of the whole training."""
+        return self.budget.hours(one.tokens_per_s)
+
+    def cost(self, one: PolicyResult) -> float | None:
+        """Price of the whole training."""
+        return self.budget.cost(one.tokens_per_s, num_devices=self.num_devices)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values of the result, for JSON."""
         return {
             "gpus": self.num_devices,
             "cluster": self.cluster,
             "tokens_per_step": self.tokens_per_step,
-            "policies": [
-                result.to_json(over_static=self.over_static(result), over_best_other=self.over_best_other(result))
-                for result in self.policies
-            ],
+            "token_budget": self.token_budget,
+            "network_gbit_per_s": self.network_gbit_per_s,
+            "policies": [{**result.to_json(), **self._compared(result)} for result in self.policies],
         }
+
+    def _compared(self, one: PolicyResult) -> dict[str, float | None]:
+        """Numbers of a policy beside the others and on this cluster; None where it is refused."""
+        numbers: dict[str, Callable[[PolicyResult], float | None]] = {
+            "over_static": self.over_static, "over_best_other": self.over_best_other, "gap_to_common_bound": self.gap,
+            "tokens_per_s_per_gpu": self.per_device, "mfu": self.mfu, "hours": self.hours, "cost": self.cost,
+        }  # fmt: skip
+        return {name: None if one.refused else number(one) for name, number in numbers.items()}
+
+    def per_device(self, one: PolicyResult) -> float:
+        """Tokens per second and device."""
+        return one.tokens_per_s / self.num_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +233,8 @@ def certificate(cluster: ClusterResult) -> str:
     """How far the best policy can be from the best possible, in one sentence."""
     best = cluster.ranked[0]
     return (
-        f"With the schemes that {best.policy} may use, no plan for the same batches can be more than "
-        f"{share(max(0.0, best.gap))} faster (median over the steps): that is proven under the cost model."
+        f"With the schemes that these policies may use, no plan for the same batches can be more than "
+        f"{share(max(0.0, cluster.gap(best)))} faster (median over the steps): that is proven under the cost model."
     )
 
 
@@ -185,26 +246,66 @@ def tiles(cluster: ClusterResult) -> list[KeyFigure]:
         KeyFigure("tokens per second", count(best.tokens_per_s), f"{best.policy}, padding not counted"),
         KeyFigure("speed-up", ratio(over), f"over {YARDSTICK}: packs to the context length under one scheme"),
         KeyFigure("idle", share(best.idle), "of the device time: bubbles and waiting"),
-        KeyFigure("gap to the bound", share(best.gap), "median of predicted time above the proven lower bound"),
+        *_training_tiles(cluster, best),
+        KeyFigure("gap to the bound", share(cluster.gap(best)), "median of predicted time above the lower bound"),
         KeyFigure("peak memory", memory(best.peak_bytes), "per device, of all steps"),
         KeyFigure("planning", seconds(best.planning_s), f"a step, which takes {seconds(best.step_time_s)}"),
     ]
 
 
-COLUMNS = (
-    "policy", "tokens/s", "over static", "step time", "idle", "bubble", "padding", "gap", "peak", "planning",
-)  # fmt: skip
+def _training_tiles(cluster: ClusterResult, best: PolicyResult) -> list[KeyFigure]:
+    """Key figures of the whole training, as far as they are known."""
+    figures = []
+    if (mfu := cluster.mfu(best)) is not None:
+        figures.append(KeyFigure("MFU", share(mfu), f"{count(cluster.per_device(best))} tokens per second and device"))
+    if (hours_needed := cluster.hours(best)) is not None:
+        price = cluster.cost(best)
+        words = f"for {token_count(cluster.budget.num_tokens or 0)} tokens"
+        figures.append(KeyFigure("hours", hours(hours_needed), words if price is None else f"{words}: {count(price)}"))
+    return figures
 
 
-def row(cluster: ClusterResult, one: PolicyResult) -> tuple[str, ...]:
-    """One policy under ``COLUMNS``; of a refused one, its name alone."""
-    if one.refused:
-        return (one.policy,)
-    return (
-        one.policy, count(one.tokens_per_s), ratio(cluster.over_static(one)), seconds(one.step_time_s),
-        share(one.idle), share(one.bubble), share(one.padding), share(one.gap), memory(one.peak_bytes),
-        seconds(one.planning_s),
-    )  # fmt: skip
+def outlook(cluster: ClusterResult) -> str:
+    """What the speed of the fastest policy means for a device, and for a whole training where its tokens are known."""
+    best = cluster.ranked[0]
+    sentence = f"{count(cluster.per_device(best))} tokens per second and device, an MFU of {share(cluster.mfu(best))}"
+    if (hours_needed := cluster.hours(best)) is None:
+        return f"{sentence}."
+    price = "" if (cost := cluster.cost(best)) is None else f" and cost {count(cost)}"
+    return f"{sentence}; {token_count(cluster.budget.num_tokens or 0)} tokens take {hours(hours_needed)} hours{price}."
+
+
+CELLS: dict[str, Callable[[ClusterResult, PolicyResult], str]] = {
+    "policy": lambda _, one: one.policy,
+    "tokens/s": lambda _, one: count(one.tokens_per_s),
+    "per device": lambda cluster, one: count(cluster.per_device(one)),
+    "over static": lambda cluster, one: ratio(cluster.over_static(one)),
+    "MFU": lambda cluster, one: share(cluster.mfu(one)),
+    "step time": lambda _, one: seconds(one.step_time_s),
+    "idle": lambda _, one: share(one.idle),
+    "bubble": lambda _, one: share(one.bubble),
+    "padding": lambda _, one: share(one.padding),
+    "gap": lambda cluster, one: share(cluster.gap(one)),
+    "peak": lambda _, one: memory(one.peak_bytes),
+    "planning": lambda _, one: seconds(one.planning_s),
+    "hours": lambda cluster, one: hours(cluster.hours(one)),
+    "cost": lambda cluster, one: count(cluster.cost(one)),
+}
+"""Columns of a table of policies, and what they say of one."""
+
+
+def columns(cluster: ClusterResult) -> tuple[str, ...]:
+    """Columns about which something is known."""
+    best, unknown = cluster.ranked[0], set()
+    for name, number in (("MFU", cluster.mfu), ("hours", cluster.hours), ("cost", cluster.cost)):
+        if number(best) is None:
+            unknown.add(name)
+    return tuple(name for name in CELLS if name not in unknown)
+
+
+def row(cluster: ClusterResult, one: PolicyResult, names: Sequence[str]) -> tuple[str, ...]:
+    """One policy under the columns ``names``; of a refused one, its name alone."""
+    return (one.policy,) if one.refused else tuple(CELLS[name](cluster, one) for name in names)
 
 
 def fastest_first(clusters: Sequence[ClusterResult]) -> list[str]:
