@@ -64,8 +64,9 @@ def exchange_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
     device, per_node = cluster.device, cluster.devices_per_node
     if degree <= per_node:
         return LINK_EFFICIENCY * device.link_bytes_per_s
-    outside = (degree - per_node) / (degree - 1)
-    return LINK_EFFICIENCY * min(device.network_bytes_per_s / outside, device.link_bytes_per_s / (1 - outside))
+    outside, inside = (degree - per_node) / (degree - 1), (per_node - 1) / (degree - 1)
+    through_port = device.network_bytes_per_s / outside
+    return LINK_EFFICIENCY * (min(through_port, device.link_bytes_per_s / inside) if inside else through_port)
 
 
 def ring_s(sent: Sent, *, degree: int, cluster: ClusterSpec) -> float:

@@ -64,6 +64,10 @@ class PiecewiseLinearMemory:
         return np.maximum.reduce([fixed + per_token * tokens for fixed, per_token in lines])
 
 
+MAX_BYTES = 2.0**62
+"""More bytes than any device has, and fewer than overflow an integer."""
+
+
 def most_tokens(needed: Callable[[np.ndarray], np.ndarray], limit_bytes: float) -> int:
     """Most tokens whose ``needed`` bytes, never fewer for more tokens, are within a limit; 0 if none are.
 
@@ -126,7 +130,8 @@ class SeparableCost(ABC):
     def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device while micro-batches of ``num_tokens`` are computed on a cluster of ``num_devices``."""
         tokens = np.asarray(num_tokens, dtype=np.float64)
-        return np.asarray(self._bytes(tokens, scheme, num_devices=num_devices)).astype(np.int64)
+        num_bytes = np.asarray(self._bytes(tokens, scheme, num_devices=num_devices))
+        return np.minimum(num_bytes, MAX_BYTES).astype(np.int64)
 
     def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""

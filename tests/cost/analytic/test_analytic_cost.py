@@ -191,6 +191,19 @@ def test_groups_beyond_a_node_talk_through_its_ports():
     assert exchange == pytest.approx(50e9 * 15 / 8)  # 8 of 15 peers are on the other node
 
 
+def test_nodes_of_one_device_talk_through_their_ports_alone():
+    cluster = cluster_preset("8x1xH100-80GB")
+    assert exchange_bytes_per_s(8, cluster) == hop_bytes_per_s(8, cluster) == LINK_EFFICIENCY * 50e9
+    assert collective_bytes_per_s(8, cluster) == LINK_EFFICIENCY * 50e9
+    cost = AnalyticCost(model=MODEL, cluster=cluster)
+    assert 0 < cost.time_s([4096], scheme_of(MODEL, Method.ULYSSES, degree=8)) < np.inf
+
+
+def test_bytes_of_absurd_lengths_are_more_than_any_device_has():
+    peaks = COST.peak_bytes(np.array([1e6, 1e15, 1e30]), scheme_of(MODEL, Method.ULYSSES, degree=8), num_devices=16)
+    assert (np.diff(peaks.astype(float)) >= 0).all() and peaks[-1] >= 2**60
+
+
 def test_what_cannot_run_is_refused():
     model = model_preset("llama-3-8b")
     cost = AnalyticCost(model=model, cluster=CLUSTER)

@@ -4,6 +4,7 @@ Its space is degree x stages with one method (tensor with sequence parallel wher
 recompute (section 4, Table 3), or as little as lets the longest sequence fit.
 """
 
+from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
@@ -15,8 +16,19 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 
 def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
-    """Propose strategies for the corpus."""
+    """Propose strategies for the corpus.
+
+    Raises:
+        InfeasibleError: the longest sequence fits under no candidate of the published space.
+    """
     candidates = published_space(problem)
+    leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
+    if leanest.max_tokens < problem.max_length:
+        raise InfeasibleError(
+            f"policy hydraulis plans with {leanest.scheme.methods[0]} alone: a sequence of {problem.max_length:,} "
+            f"tokens {problem.needs(leanest, problem.max_length)} Set plan.policy=auto, or data.max_length="
+            f"{leanest.max_tokens} or less with data.over_length=split."
+        )
     strategies = [
         PlacedStrategy(
             problem, [PipelineGroup(candidate=candidate, count=count) for candidate, count in proposal.counts]
