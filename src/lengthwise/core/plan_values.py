@@ -4,7 +4,7 @@ Types are exact: true is not a number, 3.0 is not an id. Bounds are far beyond a
 would exhaust memory or turn a number into infinity.
 """
 
-from collections.abc import Iterable
+from collections.abc import Set
 from typing import Any
 
 from lengthwise.core.errors import InputError
@@ -65,7 +65,7 @@ def _check_scheme(scheme: Any, where: str) -> None:
     _check_keys(scheme, where, _SCHEME)
     _check_int(scheme["degree"], f"{where}.degree", 1, MAX_DEVICES)
     _check_ints(scheme["stage_layers"], f"{where}.stage_layers", 1, MAX_LAYERS)
-    if len(scheme["stage_layers"]) > MAX_LAYERS or sum(scheme["stage_layers"]) > MAX_LAYERS:
+    if sum(scheme["stage_layers"]) > MAX_LAYERS:
         raise InputError(f"{where}.stage_layers holds more than {MAX_LAYERS:,} layers")
     _check_words(scheme["methods"], f"{where}.methods", _METHODS)
     _check_flags(scheme["recompute"], f"{where}.recompute")
@@ -111,17 +111,14 @@ def _check_micro_batch(micro_batch: Any) -> None:
         _check_flags(micro_batch["recompute"], ".recompute")
 
 
-def _check_keys(value: Any, where: str, keys: set[str], *, optional: Iterable[str] = ()) -> None:
+def _check_keys(value: Any, where: str, keys: set[str], *, optional: Set[str] = frozenset()) -> None:
     if type(value) is not dict:
         raise _wrong(where, "an object", value)
-    if value.keys() == keys:
-        return
-    if missing := sorted(keys - value.keys()):
-        raise InputError(f"{where}: it has no {missing[0]!r}")
-    if unknown := sorted(value.keys() - keys - set(optional)):
-        raise InputError(
-            f"{where}: unknown field {brief(unknown[0])}; fields are {', '.join(sorted({*keys, *optional}))}"
-        )
+    if missing := keys - value.keys():
+        raise InputError(f"{where}: it has no {min(missing)!r}")
+    if unknown := value.keys() - keys - optional:
+        names = ", ".join(sorted(keys | optional))
+        raise InputError(f"{where}: unknown field {brief(min(unknown))}; fields are {names}")
 
 
 def _check_list(value: Any, where: str) -> None:

@@ -53,9 +53,9 @@ def _converted(hint: Any, value: Any, where: str) -> Any:
 
 
 def _as_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
+    if type(value) is not list:
         raise ValueError(f"{where} must be a list, not {brief(value)}")
-    if len(kinds) == 2 and kinds[1] is Ellipsis:
+    if kinds[-1] is Ellipsis:
         return tuple(_converted(kinds[0], item, f"{where}[{k}]") for k, item in enumerate(value))
     if len(value) != len(kinds):
         raise ValueError(f"{where} must have {len(kinds)} items, not {len(value)}")

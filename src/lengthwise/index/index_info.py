@@ -12,6 +12,7 @@ FILE_NAMES = ("tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "to
 _REQUIRED = ("offsets.npy", "lengths.npy")
 MAX_COUNT = 1 << 62
 MAX_VOCABULARY = 1 << 32
+_STRICT = ConfigDict(strict=True, extra="allow")
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)]
@@ -21,7 +22,7 @@ Hex16 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 class _Intake(BaseModel):
     """Documents read and left out; see ``data.intake``."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = _STRICT
 
     documents: Count
     empty: Count
@@ -41,7 +42,7 @@ class _Intake(BaseModel):
 class _Tokenizer(BaseModel):
     """How text became tokens; see ``data.tokenizer``."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = _STRICT
 
     kind: str
     path: str
@@ -50,7 +51,7 @@ class _Tokenizer(BaseModel):
 class IndexInfo(BaseModel):
     """The content of index.json."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = _STRICT
 
     schema_version: int
     num_sequences: Annotated[int, Field(ge=1, le=MAX_COUNT)]

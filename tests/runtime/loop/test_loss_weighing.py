@@ -1,0 +1,107 @@
+"""Each loss has the weight in the step that its mean says; what is not counted yet is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
+from lengthwise.runtime.wrap.loss_terms import LossTotals
+
+TOTALS = {"targets": 40, "slots": 50, "sequences": 10, "units": 5}
+
+
+def weighing_of(*, is_exact=True):
+    return Weighing(LossTotals(**TOTALS, is_exact=is_exact), torch.device("cpu"))
+
+
+def micro_batch_of(*, num_targets=8, sequences=(0, 0, 1, -1), degree=2, means=()):
+    """Three slots of two units, and one of padding; ``means``: what were made of it."""
+    return SimpleNamespace(
+        num_targets=num_targets, shard=SimpleNamespace(sequences=torch.tensor(sequences)), degree=degree,
+        units=torch.zeros(2, 1), means=set(means),
+    )  # fmt: skip
+
+
+def loss_of(value=3.0):
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+WEIGHTS = {None: 8 / 40, "targets": 8 / 40, "tokens": 3 / 50, "units": 2 / (5 * 2), "step": 1.0}
+
+
+@pytest.mark.parametrize("mean_over", WEIGHTS)
+def test_a_loss_has_the_weight_of_what_it_is_a_mean_over(mean_over):
+    weighing, loss = weighing_of(), loss_of()
+    for number in (1, 2):
+        (term,) = weighing.terms(micro_batch_of(), loss, None, mean_over)
+        assert term.value is loss and term.weight == pytest.approx(WEIGHTS[mean_over])
+        assert weighing.num_targets == 8 * number
+        direct = 0.0 if mean_over in (None, "targets") else 3.0 * WEIGHTS[mean_over] * number
+        assert weighing.direct == pytest.approx(direct)
+        assert float(weighing.by_target) == (3.0 * 8 * number if mean_over in (None, "targets") else 0.0)
+
+
+def test_a_side_term_counts_whole_beside_the_loss():
+    weighing, side = weighing_of(), loss_of(0.5)
+    terms = weighing.terms(micro_batch_of(), loss_of(), side, None)
+    assert [term.weight for term in terms] == [8 / 40, 1.0] and terms[1].value is side
+    assert weighing.direct == 0.5 and float(weighing.by_target) == 24.0
+    with pytest.raises(InputError, match="takes the side as a tensor; got float"):
+        weighing.terms(micro_batch_of(), loss_of(), 0.5, None)
+
+
+def test_a_mean_over_nothing_is_left_out():
+    weighing, nothing = weighing_of(), torch.tensor(float("nan"), requires_grad=True)
+    assert weighing.terms(micro_batch_of(num_targets=0), nothing, None, None) == []
+    assert weighing.terms(micro_batch_of(sequences=(-1, -1)), nothing, None, "tokens") == []
+    assert float(weighing.by_target) == 0.0 and weighing.direct == 0.0
+
+
+def test_another_word_for_a_mean_is_refused():
+    with pytest.raises(InputError, match="mean_over is 'targets', 'tokens', 'units' or 'step', not 'samples'"):
+        weighing_of().terms(micro_batch_of(), loss_of(), None, "samples")
+
+
+@pytest.mark.parametrize(
+    ("mean_over", "means", "uses"),
+    [
+        (None, (), Uses.TARGETS),
+        ("targets", (), Uses.TARGETS),
+        ("tokens", (), Uses(0)),
+        ("units", (), Uses.UNITS),
+        ("step", (), Uses.TARGETS),
+        ("step", ("targets",), Uses.TARGETS),
+        ("step", ("units",), Uses.UNITS),
+        ("units", ("units",), Uses.UNITS),
+        ("tokens", ("targets",), Uses.TARGETS),
+        ("units", ("targets",), Uses.TARGETS | Uses.UNITS),
+        (None, ("units",), Uses.TARGETS | Uses.UNITS),
+    ],
+)
+def test_what_a_step_is_a_mean_over_is_noted(mean_over, means, uses):
+    weighing = weighing_of()
+    weighing.terms(micro_batch_of(means=means), loss_of(), None, mean_over)
+    assert weighing.uses == uses
+
+
+def test_means_beside_one_over_targets_need_their_number():
+    for mean_over, means, over in (("tokens", (), "tokens"), ("units", ("targets",), "units"), (None, ("units",), "u")):
+        with pytest.raises(InputError, match=f"a mean over {over}.* beside one over targets needs the number"):
+            weighing_of(is_exact=False).terms(micro_batch_of(means=means), loss_of(), None, mean_over)
+    weighing = weighing_of(is_exact=False)
+    weighing.terms(micro_batch_of(means=("units",)), loss_of(), None, "units")
+    with pytest.raises(InputError, match="a mean over units beside one over targets"):
+        weighing.terms(micro_batch_of(), loss_of(), None, None)  # in another micro-batch of the step
+
+
+def test_the_gradient_is_scaled_by_the_counted_targets_unless_means_are_over_units():
+    exact, counted_later = weighing_of(), weighing_of(is_exact=False)
+    for weighing in (exact, counted_later):
+        assert weighing.factor([Uses.TARGETS, Uses.TARGETS], 20) == 2.0
+        assert weighing.factor([Uses(0)], 20) == 2.0
+        assert weighing.factor([Uses.UNITS, Uses.UNITS], 20) == 1.0
+    assert exact.factor([Uses.TARGETS, Uses.UNITS], 20) == 1.0
+    with pytest.raises(InputError, match="a mean over units beside one over targets"):
+        counted_later.factor([Uses.TARGETS, Uses.UNITS], 20)
