@@ -36,12 +36,16 @@ class GlobalBatch:
     """Length of each sequence, in tokens."""
     objective: str = NEXT_TOKEN
     """One of ``OBJECTIVES``; decides how many tokens have a loss."""
+    targets: tuple[int, ...] | None = None
+    """Tokens of each sequence that have a loss, where the data says which; None: those that the objective says."""
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
             raise InputError(f"step {self.step}: no objective {self.objective!r}; known: {', '.join(OBJECTIVES)}")
         if len(self.ids) != len(self.lengths):
             raise InputError(f"step {self.step}: {len(self.ids)} ids but {len(self.lengths)} lengths")
+        if self.targets is not None and len(self.targets) != len(self.ids):
+            raise InputError(f"step {self.step}: {len(self.ids)} ids but {len(self.targets)} counts of targets")
         if not self.ids:
             raise InputError(f"step {self.step}: a global batch needs at least one sequence")
         if min(self.lengths) < 1:
@@ -56,6 +60,8 @@ class GlobalBatch:
     @cached_property
     def num_targets(self) -> int:
         """Tokens of the step that have a loss."""
+        if self.targets is not None:
+            return sum(self.targets)
         return num_targets(self.lengths, objective=self.objective)
 
 

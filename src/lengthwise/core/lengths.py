@@ -22,6 +22,8 @@ class LengthIndex:
     """[num_sequences] integers, tokens per sequence; read-only."""
     corpus_digest: str = ""
     """Digest of the tokens themselves; empty when only lengths are known."""
+    targets: np.ndarray | None = None
+    """[num_sequences] tokens that have a loss; None: those that the model's objective says."""
 
     def __post_init__(self) -> None:
         if self.lengths.ndim != 1 or not np.issubdtype(self.lengths.dtype, np.integer):
@@ -52,6 +54,10 @@ class LengthIndex:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def select(self, ids: np.ndarray) -> "LengthIndex":
+        """The sequences ``ids`` as lengths of their own."""
+        return LengthIndex(lengths=self.lengths[ids], targets=None if self.targets is None else self.targets[ids])
 
     @cached_property
     def num_tokens(self) -> int:

@@ -72,6 +72,8 @@ def mean_size(
     share = (
         sequences_per_step / len(lengths) if sequences_per_step else (tokens_per_step or 0) / lengths.num_tokens
     )  # of the corpus
+    if by == "targets" and lengths.targets is not None:
+        return int(lengths.targets.sum()) * share
     if by == "targets":
         return num_targets(tuple(lengths.lengths.tolist()), objective=objective) * share
     return (lengths.num_tokens if by == "tokens" else len(lengths)) * share

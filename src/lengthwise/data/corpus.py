@@ -1,7 +1,7 @@
 """The sequences of a run: one index, or several mixed, seen through their length rule."""
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,11 @@ class CorpusPart:
         start = int(self.view.starts[id])
         return self.store.tokens(int(self.view.base_ids[id]))[start : start + int(self.view.lengths.lengths[id])]
 
+    def loss_mask(self, id: int) -> np.ndarray | None:
+        """[length] booleans, true for tokens that have a loss; None: all have one."""
+        mask, start = self.store.loss_mask(int(self.view.base_ids[id])), int(self.view.starts[id])
+        return None if mask is None else mask[start : start + int(self.view.lengths.lengths[id])]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
@@ -49,11 +54,17 @@ class Corpus:
     @cached_property
     def lengths(self) -> LengthIndex:
         """Length of every sequence; what sampler and planner work on. Its digest covers indexes, rule and limit."""
-        views = [part.view.lengths for part in self.parts]
+        views, targets = [part.view.lengths for part in self.parts], None
+        if self.has_loss_mask:
+            counts = [
+                part.store.count_targets(part.view.base_ids, part.view.starts, part.view.lengths.lengths)
+                for part in self.parts
+            ]
+            targets = np.concatenate(counts)
         if len(views) == 1:
-            return views[0]
-        all_lengths = np.concatenate([view.lengths for view in views])
-        return LengthIndex(lengths=all_lengths, corpus_digest="+".join(view.digest for view in views))
+            return replace(views[0], targets=targets)
+        all_lengths, digest = np.concatenate([view.lengths for view in views]), "+".join(view.digest for view in views)
+        return LengthIndex(lengths=all_lengths, corpus_digest=digest, targets=targets)
 
     @cached_property
     def starts(self) -> np.ndarray:
@@ -69,6 +80,11 @@ class Corpus:
     def has_tokens(self) -> bool:
         """Whether there are tokens, not lengths alone."""
         return all(part.store.has_tokens for part in self.parts)
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether some index says which of its tokens have a loss."""
+        return any(part.store.has_loss_mask for part in self.parts)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -103,10 +119,20 @@ class Corpus:
 
     def tokens(self, id: int) -> np.ndarray:
         """[length] unsigned integers, read-only."""
+        part, id = self._place(id)
+        return part.tokens(id)
+
+    def loss_mask(self, id: int) -> np.ndarray | None:
+        """[length] booleans, true for tokens that have a loss; None: all have one."""
+        part, id = self._place(id)
+        return part.loss_mask(id)
+
+    def _place(self, id: int) -> tuple[CorpusPart, int]:
+        """The part that a sequence is of, and its number there."""
         if not 0 <= id < len(self):
             raise InputError(f"no sequence {id} in this corpus: it has {len(self):,}, counted from 0")
         number = int(self.part_of(np.array(id))) if len(self.parts) > 1 else 0
-        return self.parts[number].tokens(id - int(self.starts[number]))
+        return self.parts[number], id - int(self.starts[number])
 
     def check_tokens(self) -> None:
         """Raise ``InputError`` naming a part that holds lengths alone."""

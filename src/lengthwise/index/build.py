@@ -18,8 +18,10 @@ from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.processes import check_processes
 from lengthwise.index.build_part import PartJob, part_path
+from lengthwise.index.index_info import TOKENIZER_FILES
 from lengthwise.index.merge_parts import assemble
 from lengthwise.index.readers.documents_reader import holds_tokens
+from lengthwise.index.row_fields import row_fields
 from lengthwise.index.sequence_metrics import FOLDER as METRICS_FOLDER
 from lengthwise.index.settings import IndexSettings, differences, fingerprint
 from lengthwise.index.source_file import Format, WorkUnit
@@ -73,20 +75,21 @@ def build_index(
 def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, on_progress: Progress) -> BuiltIndex:
     sources = _find(settings, out)
     tokenizer_file, tokenizer_digest, eos_token = _choose_tokenizer(settings)
-    request = settings.to_json(sources, tokenizer_digest=tokenizer_digest)
+    fields = row_fields(settings, sources)
+    request = settings.to_json(sources, fields=fields.to_json(), tokenizer_digest=tokenizer_digest)
     mark = fingerprint(request)
     if restart:
         _clear(out)
     if (out / "index.json").exists():
         return BuiltIndex(info=_up_to_date(out, request, mark), was_up_to_date=True, num_resumed_units=0)
     units = split_units(sources, unit_bytes=settings.unit_bytes_of(sources))
-    field = settings.field_of(sources)
-    spec = _tokenizer_spec(settings, sources, units, parts=out / "parts", eos_token=eos_token)
+    field = fields.field
+    spec = _tokenizer_spec(settings, sources, units, field=field, parts=out / "parts", eos_token=eos_token)
     parts = _claim(out, request, mark)
     job = PartJob(
         parts=str(parts),
         tokenizer=spec,
-        field=field,
+        fields=fields,
         drop_empty=settings.drops_empty(sources),
         skip_binary=settings.skips_binary(),
         skip_large=settings.on_large == "skip",
@@ -96,7 +99,7 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
     try:
         if spec.path and not Path(spec.path).exists():
             if tokenizer_file:
-                _copy_whole(tokenizer_file, Path(spec.path))
+                _copy_tokenizer(tokenizer_file, Path(spec.path))
             else:
                 on_progress("training the tokenizer", 0, len(units))
                 size, num_bytes = settings.train_bpe, sources.num_bytes
@@ -141,10 +144,9 @@ def _choose_tokenizer(settings: IndexSettings) -> tuple[Path | None, str, str]:
 
 
 def _tokenizer_spec(
-    settings: IndexSettings, sources: Sources, units: list[WorkUnit], *, parts: Path, eos_token: str
+    settings: IndexSettings, sources: Sources, units: list[WorkUnit], *, field: str, parts: Path, eos_token: str
 ) -> TokenizerSpec:
     chosen = settings.tokenizer or ("--train-bpe" if settings.train_bpe else "")
-    field = settings.field_of(sources)
     if sources.format is Format.NPY or (units and holds_tokens(units[0], field=field, limits=settings.limits)):
         field_words = f" (field {field!r})" if field else ""
         holding = "lengths alone" if sources.format is Format.NPY else f"tokens already{field_words}"
@@ -232,6 +234,14 @@ def _any_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy a tokenizer.json, last of all, and the files that transformers keeps beside it."""
+    for name in reversed(TOKENIZER_FILES[1:]):
+        if (source.parent / name).is_file():
+            _copy_whole(source.parent / name, target.parent / name)
+    _copy_whole(source, target)
 
 
 def _copy_whole(source: Path, target: Path) -> None:

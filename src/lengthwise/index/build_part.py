@@ -13,10 +13,12 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
-from lengthwise.index.readers.document import Document, where
+from lengthwise.index.readers.document import Document, TokenRows, where
 from lengthwise.index.readers.documents_reader import read_documents, read_token_rows
+from lengthwise.index.row_fields import RowFields
 from lengthwise.index.skipped import SkippedDocuments
 from lengthwise.index.source_file import Format, WorkUnit, check_unchanged
+from lengthwise.index.store import MASK_DTYPE
 from lengthwise.index.tokenizers import TokenizerSpec, append_eos, dtype_for, load_tokenizer
 from lengthwise.index.work_units import open_lengths
 
@@ -33,9 +35,10 @@ class PartJob:
 
     parts: str
     tokenizer: TokenizerSpec
-    field: str
     drop_empty: bool
     skip_binary: bool
+    fields: RowFields
+    """What is read of every row."""
     skip_large: bool = False
     limits: Limits = DEFAULT_LIMITS
 
@@ -51,6 +54,8 @@ class _Batch(NamedTuple):
     flat: np.ndarray | None
     lengths: np.ndarray
     origins: np.ndarray
+    loss_mask: np.ndarray | None = None
+    """Of each token whether it has a loss; None: all have one."""
 
 
 @dataclass
@@ -58,6 +63,7 @@ class _Tally:
     intake: SkippedDocuments = field(default_factory=SkippedDocuments)
     num_rows: int = 0
     max_token: int = -1
+    num_loss_tokens: int = 0
 
 
 def part_path(job: PartJob, number: int) -> Path:
@@ -85,12 +91,15 @@ def _write_part(job: PartJob, unit: WorkUnit, folder: Path) -> None:
     tally = _Tally()
     lengths: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
     origins: list[np.ndarray] = [np.empty((0, 2), dtype=np.int64)]
-    with (folder / "tokens.bin").open("wb") as tokens:
+    with (folder / "tokens.bin").open("wb") as tokens, (folder / "loss_mask.bin").open("wb") as masks:
         for batch in _batches(job, unit, tally):
-            non_empty = _without_empty(job, unit, batch, tally)
-            lengths.append(_write_tokens(job, non_empty, tokens, tally))
-            origins.append(non_empty.origins)
+            left = _without_loss(job, unit, _without_empty(job, unit, batch, tally), tally)
+            lengths.append(_write_tokens(job, left, tokens, tally))
+            origins.append(left.origins)
+            if left.loss_mask is not None:
+                masks.write(left.loss_mask.astype(MASK_DTYPE).data)
         _sync(tokens)
+        _sync(masks)
     all_lengths = np.concatenate(lengths)
     counts = {
         "num_sequences": len(all_lengths),
@@ -98,6 +107,7 @@ def _write_part(job: PartJob, unit: WorkUnit, folder: Path) -> None:
         "max_length": int(all_lengths.max(initial=0)),
         "num_rows": tally.num_rows,
         "max_token": tally.max_token,
+        "num_loss_tokens": tally.num_loss_tokens,
         "intake": tally.intake.to_json(),
     }
     with (folder / "lengths.npy").open("wb") as file:
@@ -137,7 +147,27 @@ def _without_empty(job: PartJob, unit: WorkUnit, batch: _Batch, tally: _Tally) -
         place = where(unit, row, file=file)
         raise InputError(f"{place} is empty: it has no token; remove it, or pass --on-empty drop")
     tally.intake.add("empty", unit.files[file].name, count=int(is_empty.sum()))
-    return _Batch(batch.flat, batch.lengths[~is_empty], batch.origins[~is_empty])
+    return batch._replace(lengths=batch.lengths[~is_empty], origins=batch.origins[~is_empty])
+
+
+def _without_loss(job: PartJob, unit: WorkUnit, batch: _Batch, tally: _Tally) -> _Batch:
+    """Leave out, or refuse, documents without a token that has a loss; the first one has none: nothing predicts it."""
+    if batch.loss_mask is None or batch.flat is None or not len(batch.lengths):
+        return batch
+    mask, starts = batch.loss_mask.copy(), np.cumsum(batch.lengths) - batch.lengths
+    mask[starts] = False
+    counts = np.add.reduceat(mask, starts, dtype=np.int64)
+    tally.num_loss_tokens += int(counts.sum())
+    if (has_loss := counts > 0).all():
+        return batch._replace(loss_mask=mask)
+    file, row = map(int, batch.origins[int(np.argmin(has_loss))])
+    if not job.drop_empty:
+        why = "there is no turn of the assistant" if job.fields.chat else f"{job.fields.loss_field!r} leaves all out"
+        place = where(unit, row, file=file)
+        raise InputError(f"{place} has no token with a loss: {why}; remove it, or pass --on-empty drop")
+    tally.intake.add("no_loss", unit.files[file].name, count=int((~has_loss).sum()))
+    stays = np.repeat(has_loss, batch.lengths)
+    return _Batch(batch.flat[stays], batch.lengths[has_loss], batch.origins[has_loss], mask[stays])
 
 
 def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
@@ -145,7 +175,7 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
         yield _length_batch(unit, tally)
         return
     if job.tokenizer.kind == "tokens":
-        for rows in read_token_rows(unit, field=job.field, limits=job.limits):
+        for rows in read_token_rows(unit, field=job.fields.field, loss_field=job.fields.loss_field, limits=job.limits):
             tally.num_rows = rows.first_row + rows.num_rows
             if rows.large:
                 tally.intake.documents += 1
@@ -153,7 +183,8 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
                 continue
             tally.intake.documents += len(rows.lengths)
             numbers = rows.first_row + np.arange(len(rows.lengths))
-            yield _Batch(rows.flat, rows.lengths, np.stack([np.zeros_like(numbers), numbers], axis=1))
+            origins = np.stack([np.zeros_like(numbers), numbers], axis=1)
+            yield _Batch(rows.flat, rows.lengths, origins, _mask_of(job, rows))
         return
     tokenizer = load_tokenizer(job.tokenizer)
     for documents in _document_batches(job, unit, tally):
@@ -162,10 +193,17 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
         yield _Batch(flat, lengths, origins)
 
 
+def _mask_of(job: PartJob, rows: TokenRows) -> np.ndarray | None:
+    """The loss mask of rows of tokens; an empty row, such as a blank line, has an empty one."""
+    if job.fields.loss_field and rows.loss_mask is None:
+        return np.empty(0, dtype=bool)
+    return rows.loss_mask
+
+
 def _document_batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[list[Document]]:
     batch: list[Document] = []
     num_bytes = 0
-    for document in read_documents(unit, field=job.field, limits=job.limits):
+    for document in read_documents(unit, field=job.fields.field, limits=job.limits):
         tally.num_rows = document.row + 1
         if document.problem == "blank":
             continue

@@ -7,7 +7,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.core.read_file import brief
 
-FILE_NAMES = ("tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "tokenizer.json")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"
+)  # fmt: skip
+"""Files of a tokenizer of Hugging Face; an index has those that it was made with."""
+FILE_NAMES = ("tokens.bin", "loss_mask.bin", "offsets.npy", "lengths.npy", "documents.jsonl", *TOKENIZER_FILES)
 """Every file beside index.json that an index may have."""
 _REQUIRED = ("offsets.npy", "lengths.npy")
 MAX_COUNT = 1 << 62
@@ -65,7 +69,8 @@ class IndexInfo(BaseModel):
     digest: Hex16
     corpus_digest: Annotated[str, Field(max_length=200, pattern=r"^[0-9a-f]*$")]
     ledger: _Intake
-    files: dict[Literal["tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "tokenizer.json"], Count]
+    files: dict[Literal[FILE_NAMES], Count]  # type: ignore[valid-type]
+    num_loss_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     request: dict[str, Any]
     fingerprint: str
 
@@ -75,6 +80,12 @@ class IndexInfo(BaseModel):
         needed = (*_REQUIRED, "tokens.bin") if self.has_tokens else _REQUIRED
         if missing := [name for name in needed if name not in self.files]:
             raise ValueError(f"files has no {missing[0]}")
+        mask_bytes = self.files.get("loss_mask.bin")
+        if mask_bytes not in (None, self.num_tokens) or (mask_bytes is None) != (self.num_loss_tokens is None):
+            raise ValueError(
+                f"loss_mask.bin has {mask_bytes} bytes, but there are {self.num_tokens:,} tokens, of which "
+                f"{self.num_loss_tokens} have a loss"
+            )
         if not self.has_tokens:
             return self
         if self.vocab_size is None or self.dtype is None or not self.corpus_digest:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,10 +13,11 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.index.build_part import PartJob, part_path
-from lengthwise.index.settings import FORMAT_VERSION
+from lengthwise.index.index_info import TOKENIZER_FILES
+from lengthwise.index.settings import FORMAT_VERSION, LOSS_MASK_VERSION
 from lengthwise.index.skipped import SkippedDocuments
 from lengthwise.index.source_file import Format, WorkUnit
-from lengthwise.index.store import token_blocks, token_digest
+from lengthwise.index.store import MASK_DTYPE, token_blocks, token_digest
 from lengthwise.index.tokenizers import dtype_for, load_tokenizer
 
 _ROW_NAME = {Format.JSONL: "line", Format.FASTA: "record", Format.MEGATRON: "document", Format.TAR: "sample"}
@@ -27,6 +29,7 @@ class _Totals:
     num_tokens: int
     max_length: int
     max_token: int
+    num_loss_tokens: int
     intake: SkippedDocuments
 
 
@@ -49,19 +52,24 @@ def assemble(
     if job.tokenizer.encodes:
         vocab_size, eos_id = load_tokenizer(job.tokenizer).vocab_size, load_tokenizer(job.tokenizer).eos_id
     dtype = dtype_for(vocab_size)
-    corpus_digest = _join_tokens(job, units, out / "tokens.bin", dtype=dtype) if has_tokens else ""
+    has_mask = job.fields.marks_loss and totals.num_loss_tokens < totals.num_tokens - totals.num_sequences
+    corpus_digest = _join(job, units, out / "tokens.bin", job.token_dtype, dtype) if has_tokens else ""
+    corpus_digest += _join(job, units, out / "loss_mask.bin", MASK_DTYPE, MASK_DTYPE) if has_mask else ""
     _join_lengths(job, units, out, totals=totals)
     _whole(out / "documents.jsonl", lambda file: file.writelines(_document_lines(job, units)))
     lengths = LengthIndex(lengths=np.load(out / "lengths.npy", mmap_mode="r"), corpus_digest=corpus_digest)
-    names = ["tokens.bin"] * has_tokens + ["offsets.npy", "lengths.npy", "documents.jsonl"]
-    names += ["tokenizer.json"] * bool(job.tokenizer.path)
-    if job.tokenizer.path:
-        _whole(out / "tokenizer.json", lambda file: file.write(Path(job.tokenizer.path).read_bytes()))
+    names = (
+        ["tokens.bin"] * has_tokens + ["loss_mask.bin"] * has_mask + ["offsets.npy", "lengths.npy", "documents.jsonl"]
+    )
+    for path in _tokenizer_files(job):
+        _whole(out / path.name, partial(_copy, path))
+        names.append(path.name)
     document = {
-        "schema_version": FORMAT_VERSION,
+        "schema_version": LOSS_MASK_VERSION if has_mask else FORMAT_VERSION,
         "num_sequences": totals.num_sequences,
         "num_tokens": totals.num_tokens,
         "max_length": totals.max_length,
+        **({"num_loss_tokens": totals.num_loss_tokens} if has_mask else {}),
         "has_tokens": has_tokens,
         "vocab_size": vocab_size if has_tokens else None,
         "dtype": dtype.name if has_tokens else None,
@@ -78,9 +86,13 @@ def assemble(
     return document
 
 
+def _copy(path: Path, file: BinaryIO) -> None:
+    file.write(path.read_bytes())
+
+
 def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
     intake = SkippedDocuments()
-    num_sequences = num_tokens = max_length = 0
+    num_sequences = num_tokens = max_length = num_loss_tokens = 0
     max_token = -1
     for unit in units:
         counts = _counts(job, unit)
@@ -88,9 +100,15 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
         num_tokens += counts["num_tokens"]
         max_length = max(max_length, counts["max_length"])
         max_token = max(max_token, counts["max_token"])
+        num_loss_tokens += counts.get("num_loss_tokens", 0)  # parts of an earlier version have none
         intake.merge(counts["intake"])
     return _Totals(
-        num_sequences=num_sequences, num_tokens=num_tokens, max_length=max_length, max_token=max_token, intake=intake
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        max_length=max_length,
+        max_token=max_token,
+        num_loss_tokens=num_loss_tokens,
+        intake=intake,
     )
 
 
@@ -109,13 +127,20 @@ def _whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     partial.replace(path)
 
 
-def _join_tokens(job: PartJob, units: list[WorkUnit], path: Path, *, dtype: np.dtype[Any]) -> str:
+def _tokenizer_files(job: PartJob) -> list[Path]:
+    """The files of the tokenizer, in the folder of parts."""
+    folder = Path(job.tokenizer.path).parent
+    return [path for name in TOKENIZER_FILES if job.tokenizer.path and (path := folder / name).is_file()]
+
+
+def _join(job: PartJob, units: list[WorkUnit], path: Path, dtype_of_parts: np.dtype[Any], dtype: np.dtype[Any]) -> str:
+    """Write the numbers that parts have in a file of this name end to end; returns their digest."""
     digests: list[str] = []
 
     def write(file: BinaryIO) -> None:
         def blocks() -> Iterator[np.ndarray]:
             for unit in units:
-                for block in token_blocks(part_path(job, unit.number) / "tokens.bin", job.token_dtype):
+                for block in token_blocks(part_path(job, unit.number) / path.name, dtype_of_parts):
                     narrowed = block.astype(dtype, copy=False)
                     file.write(narrowed.data)
                     yield narrowed

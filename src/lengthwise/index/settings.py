@@ -14,8 +14,9 @@ from lengthwise.index.sources import Sources, find_sources, find_standard_librar
 
 FORMAT_VERSION = 1
 """Version of the files of an index; an index of another version is refused."""
+LOSS_MASK_VERSION = 2
+"""Version of the files of an index that says which tokens have a loss, which programs of before would not see."""
 
-_WITH_FIELDS = (Format.JSONL, Format.PARQUET, Format.ARROW, Format.TAR)
 _SMALLEST_UNIT_BYTES, _LARGEST_UNIT_BYTES = 2 << 20, 64 << 20
 _MAX_UNITS = 4096
 
@@ -30,7 +31,11 @@ class IndexSettings:
     format: Format | None = None
     """How files are read; None: by their suffix."""
     field: str = ""
-    """The JSON key, column or tar member with the text or the tokens; empty: ``text``, in tar archives ``txt``."""
+    """The JSON key, column or tar member with the text, the tokens or the messages; empty: by the first row."""
+    chat: bool = False
+    """Whether rows are chats, though their names do not tell."""
+    loss: Literal["", "completions", "assistant", "all"] = ""
+    """Which tokens of chats have a loss; empty: completions."""
     split: str = ""
     """Which data set of a folder that holds one for each split."""
     tokenizer: str = ""
@@ -71,12 +76,6 @@ class IndexSettings:
             return find_standard_library()
         return find_sources(self.source, globs=self.globs, format=self.format, split=self.split, out=out)
 
-    def field_of(self, sources: Sources) -> str:
-        """What holds the text or the tokens; empty where files have no fields."""
-        if sources.format not in _WITH_FIELDS:
-            return ""
-        return self.field or ("txt" if sources.format is Format.TAR else "text")
-
     def unit_bytes_of(self, sources: Sources) -> int:
         """Source bytes of a work unit: seconds of work, and thousands of units even for a terabyte."""
         even = sources.num_bytes // _MAX_UNITS
@@ -91,13 +90,16 @@ class IndexSettings:
         """Whether files that are no text are skipped (and counted) rather than refused."""
         return self.on_binary == "skip" or (not self.on_binary and self.source is None)
 
-    def to_json(self, sources: Sources, *, tokenizer_digest: str) -> dict[str, Any]:
-        """The request in plain values, as kept in index.json and compared before a build goes on."""
+    def to_json(self, sources: Sources, *, fields: dict[str, Any], tokenizer_digest: str) -> dict[str, Any]:
+        """The request in plain values, as kept in index.json and compared before a build goes on.
+
+        ``fields``: what is read of every row.
+        """
         return {
             "source": sources.label,
             "globs": list(self.globs),
             "format": sources.format.value,
-            "field": self.field_of(sources),
+            **fields,
             "tokenizer": self.tokenizer or (f"train-bpe {self.train_bpe}" if self.train_bpe else "bytes"),
             "tokenizer_digest": tokenizer_digest,
             "append_eos": self.append_eos,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-REASONS = ("empty", "binary", "undecodable", "unreadable", "large")
+REASONS = ("empty", "binary", "undecodable", "unreadable", "large", "no_loss")
+"""Why documents are left out; ``no_loss``: none of their tokens has a loss."""
 _MAX_EXAMPLES = 5
 
 
@@ -30,7 +31,8 @@ class SkippedDocuments:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of the counts, for JSON."""
-        return {"documents": self.documents, **self.left_out, "examples": self.examples}
+        counts = {name: count for name, count in self.left_out.items() if count or name != "no_loss"}
+        return {"documents": self.documents, **counts, "examples": self.examples}
 
     def _remember(self, reason: str, names: list[str]) -> None:
         examples = self.examples.setdefault(reason, [])

@@ -13,14 +13,17 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.read_file import brief, read_json
 from lengthwise.index.array_file import ArrayFile, load_array
-from lengthwise.index.index_info import check_info
-from lengthwise.index.settings import FORMAT_VERSION
+from lengthwise.index.index_info import FILE_NAMES, check_info
+from lengthwise.index.settings import FORMAT_VERSION, LOSS_MASK_VERSION
 
-INDEX_FILES = ("index.json", "tokens.bin", "offsets.npy", "lengths.npy", "documents.jsonl", "tokenizer.json")
+INDEX_FILES = ("index.json", *FILE_NAMES)
 """Every file an index may have; index.json tells that it is whole."""
+MASK_DTYPE = np.dtype("u1")
+"""Type of the loss mask: 1 for a token that has a loss."""
 
 _BLOCK = 1 << 20
 _BLOCK_BYTES = 8 << 20
+_DIGITS = 32
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -33,6 +36,7 @@ class TokenStore:
     """What index.json holds."""
     _offsets: ArrayFile
     _tokens: ArrayFile | None
+    _loss_mask: ArrayFile | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -72,6 +76,36 @@ class TokenStore:
         start, stop = self._offsets.read(id, id + 2).tolist()
         return all_tokens.read(start, stop)
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether the index says which tokens have a loss."""
+        return self._loss_mask is not None
+
+    def loss_mask(self, id: int) -> np.ndarray | None:
+        """[length] booleans, true for tokens that are predicted by those before them; None: all but the first."""
+        if self._loss_mask is None:
+            return None
+        start, stop = self._offsets.read(id, id + 2).tolist()
+        return self._loss_mask.read(start, stop) != 0
+
+    def count_targets(self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """[B] tokens that have a loss in the ``lengths`` tokens from ``starts`` of sequences ``ids``, ascending.
+
+        The first token of what is cut out has none: no token is before it.
+        """
+        lengths = lengths.astype(np.int64)
+        if self._loss_mask is None:
+            return lengths - 1
+        ends = self._offsets.read(0, len(self.lengths) + 1)[ids] + starts + lengths
+        firsts, counts, begin = ends - lengths + 1, np.empty(len(ids), dtype=np.int64), 0
+        while begin < len(ids):
+            end = max(begin + 1, int(np.searchsorted(ends, firsts[begin] + _BLOCK)))
+            base, rows = int(firsts[begin]), slice(begin, end)
+            before = np.concatenate([[0], np.cumsum(self._loss_mask.read(base, int(ends[end - 1])), dtype=np.int64)])
+            counts[rows] = before[ends[rows] - base] - before[firsts[rows] - base]
+            begin = end
+        return counts
+
     def verify_tokens(self, on_read: Callable[[int], None] | None = None) -> None:
         """Read every token; raise ``CheckError`` unless they are the ones that were indexed, below ``vocab_size``.
 
@@ -90,12 +124,16 @@ class TokenStore:
                 if on_read is not None:
                     on_read(len(block))
 
-        digest = token_digest(blocks(), dtype)
-        if digest != self.info["corpus_digest"]:
-            raise CheckError(
-                f"the tokens in {self.path} are not the ones indexed: digest {digest}, index.json says "
-                f"{self.info['corpus_digest']}; index again with --restart"
-            )
+        named = {"tokens": token_digest(blocks(), dtype)}
+        if self.has_loss_mask:
+            named["loss masks"] = token_digest(token_blocks(self.path / "loss_mask.bin", MASK_DTYPE), MASK_DTYPE)
+        known = self.info["corpus_digest"]
+        for (name, digest), indexed in zip(named.items(), (known[:_DIGITS], known[_DIGITS:])):
+            if digest != indexed:
+                raise CheckError(
+                    f"the {name} in {self.path} are not the ones indexed: digest {digest}, index.json says {indexed}; "
+                    "index again with --restart"
+                )
         if largest >= self.vocab_size:
             raise CheckError(
                 f"the tokens in {self.path} go up to {largest:,}, index.json says vocab_size {self.vocab_size:,}; "
@@ -136,25 +174,27 @@ def open_index(path: str | Path) -> TokenStore:
                 f"the index at {path} is damaged: index.json says {name} {info[name]:,}, lengths.npy {counted:,}; "
                 "index again with --restart"
             )
-    offsets, tokens = _open_files(path, info)
+    offsets, tokens, loss_mask = _open_files(path, info)
     if not _agree(offsets, lengths):
         raise InputError(
             f"the index at {path} is damaged: offsets.npy and lengths.npy disagree; index again with --restart"
         )
-    return TokenStore(path=path, lengths=lengths, info=info, _offsets=offsets, _tokens=tokens)
+    return TokenStore(path=path, lengths=lengths, info=info, _offsets=offsets, _tokens=tokens, _loss_mask=loss_mask)
 
 
-def _open_files(path: Path, info: dict[str, Any]) -> tuple[ArrayFile, ArrayFile | None]:
-    """Where sequences begin, and the tokens if there are any."""
+def _open_files(path: Path, info: dict[str, Any]) -> tuple[ArrayFile, ArrayFile | None, ArrayFile | None]:
+    """Where sequences begin, the tokens, and which of them have a loss, if the index holds that."""
     try:
-        offsets, tokens = ArrayFile.of_npy(path / "offsets.npy"), None
+        offsets, tokens, mask = ArrayFile.of_npy(path / "offsets.npy"), None, None
         if info["has_tokens"]:
             dtype = np.dtype(info["dtype"]).newbyteorder("<")
             tokens = ArrayFile(path / "tokens.bin", dtype=dtype, count=info["num_tokens"])
+        if "loss_mask.bin" in info["files"]:
+            mask = ArrayFile(path / "loss_mask.bin", dtype=MASK_DTYPE, count=info["num_tokens"])
     except (OSError, ValueError) as error:
         words = reason(error) if isinstance(error, OSError) else str(error)
         raise InputError(f"the index at {path} is damaged: {words}; index again with --restart") from None
-    return offsets, tokens
+    return offsets, tokens, mask
 
 
 def read_info(path: Path) -> dict[str, Any]:
@@ -175,10 +215,10 @@ def read_info(path: Path) -> dict[str, Any]:
     info = read_json(file, what="that of an index")
     if not isinstance(info, dict) or "schema_version" not in info:
         raise InputError(f"{file} is not that of an index; index again with --restart, or choose another folder")
-    if (version := info["schema_version"]) != FORMAT_VERSION:
+    if (version := info["schema_version"]) not in (FORMAT_VERSION, LOSS_MASK_VERSION):
         raise InputError(
-            f"{file} has schema version {brief(version)}, this program reads {FORMAT_VERSION}; index again with "
-            "--restart"
+            f"{file} has schema version {brief(version)}, this program reads {FORMAT_VERSION} and {LOSS_MASK_VERSION}; "
+            "index again with --restart"
         )
     try:
         check_info(info)
@@ -188,7 +228,7 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def token_digest(blocks: Iterator[np.ndarray], dtype: np.dtype[Any]) -> str:
-    """Thirty-two hex digits over tokens of ``dtype``."""
+    """Thirty-two hex digits over numbers of ``dtype``."""
     state = hashlib.blake2b(dtype.name.encode(), digest_size=16)
     for block in blocks:
         state.update(block.data)
@@ -196,7 +236,7 @@ def token_digest(blocks: Iterator[np.ndarray], dtype: np.dtype[Any]) -> str:
 
 
 def token_blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
-    """The tokens of a file, some megabytes at a time."""
+    """The numbers of a file, some megabytes at a time."""
     with path.open("rb") as file:
         while len(block := np.fromfile(file, dtype=dtype, count=_BLOCK_BYTES // dtype.itemsize)):
             yield block

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.max_length import CorpusView, apply_max_length
@@ -41,6 +42,8 @@ class RunSequences:
 
     store: SequenceStore
     view: CorpusView
+    ignore_index: int = -100
+    """The label of tokens that have no loss."""
 
     @property
     def lengths(self) -> LengthIndex:
@@ -82,7 +85,19 @@ class RunSequences:
     @property
     def labels(self) -> Callable[[int], np.ndarray] | None:
         """Labels of one sequence; None: its own tokens are its labels."""
-        return self._column("labels")
+        return self._labels_of_mask if self.has_loss_mask else self._column("labels")
+
+    @property
+    def has_loss_mask(self) -> bool:
+        """Whether the corpus is an index that says which of its tokens have a loss."""
+        return bool(getattr(self.store, "has_loss_mask", False))
+
+    def _labels_of_mask(self, id: int) -> np.ndarray:
+        """Labels of one sequence: its tokens, or the ignored index for those that have no loss."""
+        number = self._in_store(id)
+        mask = self.store.loss_mask(number)  # type: ignore[attr-defined]
+        tokens = self.store.tokens(number).astype(np.int64)
+        return self._cut(tokens if mask is None else np.where(mask, tokens, self.ignore_index), id)
 
     @property
     def special(self) -> Callable[[int], np.ndarray] | None:
@@ -180,7 +195,14 @@ def read_sequences(
     lengths = store.lengths if num_members is None else summed(store.lengths, num_members)
     if num_members is not None and max_length is not None and over_length == "error":
         _check_units(lengths, num_members, max_length)
-    return RunSequences(store, apply_max_length(lengths, max_length=max_length, rule=over_length))  # type: ignore[arg-type]
+    view = apply_max_length(lengths, max_length=max_length, rule=over_length)  # type: ignore[arg-type]
+    sequences = RunSequences(store, view, expected.ignore_index)
+    if sequences.has_loss_mask and expected.objective != NEXT_TOKEN:
+        raise InputError(
+            f"the index says which tokens have a loss, and the model learns {expected.objective!r} instead of next "
+            "tokens; index again with --loss all"
+        )
+    return sequences
 
 
 def _check_units(lengths: LengthIndex, num_members: int, max_length: int) -> None:

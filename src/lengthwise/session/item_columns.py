@@ -7,6 +7,7 @@ import torch
 
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
+from lengthwise.index.readers.document import LOSS_MASKS
 from lengthwise.runtime.wrap.wrapped_model import POSITIONS as POSITION_ARGUMENTS
 from lengthwise.runtime.wrap.wrapped_model import TARGETS as TARGET_ARGUMENTS
 from lengthwise.runtime.wrap.wrapped_model import TOKENS as TOKEN_ARGUMENTS
@@ -18,18 +19,6 @@ TOKENS = ("input_ids", "tokens", "ids")
 LABELS = ("labels", "label_ids", "label")
 PADDING = "attention_mask"
 SPECIAL = "special_tokens_mask"
-LOSS_MASKS = (
-    "completion_mask",
-    "assistant_masks",
-    "assistant_mask",
-    "assistant_tokens_mask",
-    "loss_mask",
-    "labels_mask",
-    "label_mask",
-    "target_mask",
-    "response_mask",
-)
-"""Columns with 1 for each token that has a loss, as TRL and chat templates of transformers make them."""
 PROMPT_MASK = "prompt_mask"
 """A column with 1 for each token of a prompt, which has no loss."""
 POSITIONS = ("position_ids", "seq_idx", "seq_lengths")

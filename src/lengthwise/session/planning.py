@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP
 from lengthwise.config.run_config import Config
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -137,6 +137,15 @@ def check_model_holds(spec: ModelSpec, corpus: Corpus, *, has_own_mask: bool = F
             f"the longest sequence has {longest:,} tokens, model {spec.name} has learned positions for "
             f"{spec.max_positions:,}; set data.max_length={spec.max_positions} and data.over_length to what shall "
             "happen to longer ones (split, truncate, drop), or train a model with rotary positions"
+        )
+    if corpus.has_loss_mask and spec.objective != NEXT_TOKEN:
+        raise InputError(
+            f"the index says which tokens have a loss, and model {spec.name} learns from masked tokens instead of next "
+            "ones; index again with --loss all"
+        )
+    if corpus.lengths.targets is not None and not corpus.lengths.targets.any():
+        raise InputError(
+            "no token of the corpus has a loss after data.max_length; raise it, or set data.over_length=drop"
         )
     if corpus.has_tokens and not spec.causal and spec.mask_token_id is None:
         raise InputError(
@@ -274,9 +283,8 @@ def lr_scaling(config: Config, corpus: Corpus, objective: str) -> LrScaling | No
         return None
     if data.count_padding and optim.lr_reference is None:
         raise InputError("with data.count_padding a step's size depends on its padding; set optim.lr_reference")
-    selected = corpus.selection(config.seed).ids(0)
     reference = optim.lr_reference or mean_size(
-        LengthIndex(lengths=corpus.lengths.lengths[selected]),
+        corpus.lengths.select(corpus.selection(config.seed).ids(0)),
         by=optim.lr_scaling_by,
         objective=objective,
         tokens_per_step=data.tokens_per_step or DEFAULT_TOKENS_PER_STEP,

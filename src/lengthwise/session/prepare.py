@@ -110,6 +110,12 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
 
 def _check_labels_are_meant(run: Run, options: PrepareOptions, sequences: RunSequences) -> None:
     """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
+    if not run.wrapped_model.labels.shifts and sequences.has_loss_mask:
+        raise InputError(
+            f"the loss of {type(run.model).__name__} compares the output of each token with the label at the same "
+            "place, and the index says of each token whether the one before it learns to predict it; give items with "
+            "labels, which are used as they are"
+        )
     if run.wrapped_model.labels.shifts or sequences.labels is not None or options.objective is not None:
         return
     raise InputError(

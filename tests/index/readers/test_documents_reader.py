@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.errors import InputError
 from lengthwise.index.build_part import PartJob, build_part
 from lengthwise.index.readers.documents_reader import read_documents
+from lengthwise.index.row_fields import RowFields
 from lengthwise.index.source_file import Format
 from lengthwise.index.sources import find_sources
 from lengthwise.index.tokenizers import TokenizerSpec
@@ -226,7 +227,7 @@ def test_a_file_that_changed_since_it_was_listed_is_refused(tmp_path):
     job = PartJob(
         parts=str(tmp_path / "parts"),
         tokenizer=TokenizerSpec(kind="bytes"),
-        field="",
+        fields=RowFields(),
         drop_empty=True,
         skip_binary=True,
     )

@@ -8,7 +8,7 @@ import numpy as np
 from lengthwise.core.errors import InputError, LengthwiseError, first_line
 from lengthwise.index.document_limits import MAX_DOCUMENT
 from lengthwise.index.readers.arrow import arrow_batches, arrow_schema
-from lengthwise.index.readers.document import Document, TokenRows, from_utf8, row_of, token_rows, where
+from lengthwise.index.readers.document import Document, TokenRows, from_utf8, row_of, token_rows, where, with_loss_mask
 from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, explaining, open_parquet
 
 _BATCH_BYTES = 16 << 20
@@ -17,29 +17,60 @@ _TEXTS = ("is_string", "is_large_string", "is_string_view")
 _LISTS = ("is_list", "is_large_list", "is_fixed_size_list", "is_list_view", "is_large_list_view")
 
 
-def column_kind(unit: WorkUnit, field: str) -> Literal["text", "tokens"]:
-    """What the column holds, by its type."""
-    import pyarrow as pa
+Kind = Literal["text", "tokens", "messages", "other"]
 
+
+def column_kind(unit: WorkUnit, field: str) -> Literal["text", "tokens"]:
+    """What the column holds, by its type.
+
+    Raises:
+        InputError: there is no such column, or it holds neither text nor tokens.
+    """
+    file, schema = unit.files[0], _schema(unit)
+    _check_once(file, schema, field)
+    kind = _kind_of(schema.field(field).type)
+    if kind in ("text", "tokens"):
+        return kind
+    raise InputError(
+        f"{file.name}: column {field!r} is {schema.field(field).type}, neither text nor lists of integers; choose with "
+        "--field"
+    )
+
+
+def column_kinds(unit: WorkUnit) -> dict[str, Kind]:
+    """What each column of a table holds, by its type."""
+    return {field.name: _kind_of(field.type) for field in _schema(unit)}
+
+
+def _schema(unit: WorkUnit) -> Any:
     file = unit.files[0]
     with explaining(f"{file.name} is damaged", "; write the file again"):
         schema = open_parquet(file).schema_arrow if unit.format is Format.PARQUET else arrow_schema(file)
-        names = list(schema.names)
-    count = names.count(field)
+        list(schema.names)  # which raises where a name cannot be read
+    return schema
+
+
+def _check_once(file: SourceFile, schema: Any, field: str) -> None:
+    """Raise ``InputError`` unless one column has this name."""
+    count = schema.names.count(field)
     if count != 1:
-        available = f"(columns: {', '.join(names)})"
+        available = f"(columns: {', '.join(schema.names)})"
         raise InputError(
             f"{file.name} has {count or 'no'} column{'s' * (count > 1)} {field!r}; choose with --field {available}"
         )
-    kind = schema.field(field).type
-    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _kind_of(type: Any) -> Kind:
+    import pyarrow as pa
+
+    plain = type.value_type if pa.types.is_dictionary(type) else type
     if _is_any(plain, _TEXTS):
         return "text"
-    if _is_any(plain, _LISTS) and pa.types.is_integer(plain.value_type):
+    if not _is_any(plain, _LISTS):
+        return "other"
+    if pa.types.is_integer(plain.value_type):
         return "tokens"
-    raise InputError(
-        f"{file.name}: column {field!r} is {kind}, neither text nor lists of integers; choose with --field"
-    )
+    return "messages" if pa.types.is_struct(plain.value_type) else "other"
 
 
 def _is_any(kind: Any, names: tuple[str, ...]) -> bool:
@@ -50,36 +81,49 @@ def _is_any(kind: Any, names: tuple[str, ...]) -> bool:
     )  # views are not in all versions
 
 
-def _columns(unit: WorkUnit, field: str, expected: str) -> Iterator[tuple[int, Any]]:
-    """Pieces of the column of about ``_BATCH_BYTES``, each behind its first row, counted from where the unit starts."""
+def _columns(unit: WorkUnit, fields: tuple[str, ...], expected: str = "") -> Iterator[tuple[int, list[Any]]]:
+    """Pieces of the columns of about ``_BATCH_BYTES``, behind their first row, counted from where the unit starts.
+
+    ``expected`` is what all of them must hold, ``text`` or ``tokens``; empty: anything.
+    """
     import pyarrow as pa
 
     file = unit.files[0]
-    if column_kind(unit, field) != expected:
-        raise InputError(f"{file.name}: column {field!r} is not {expected} as in the first file; index the two apart")
+    for field in fields if expected else ():
+        if column_kind(unit, field) != expected:
+            raise InputError(
+                f"{file.name}: column {field!r} is not {expected} as in the first file; index the two apart"
+            )
     batches = (
-        arrow_batches(file, unit.start, unit.stop) if unit.format is Format.ARROW else _parquet_batches(unit, field)
+        arrow_batches(file, unit.start, unit.stop) if unit.format is Format.ARROW else _parquet_batches(unit, fields)
     )
     row = 0
     try:
         for batch in batches:
-            column = batch.column(_place_of(file, batch.schema.names, field))
-            column.validate(full=pa.types.is_dictionary(column.type))  # before anything follows its offsets
-            if pa.types.is_dictionary(column.type):
-                column = column.dictionary_decode()
+            columns = [_checked(batch.column(_place_of(file, batch.schema.names, field))) for field in fields]
             if expected == "text":
-                column.cast(pa.large_binary()).validate(full=True)
-            step = min(max(_BATCH_BYTES * len(column) // max(column.nbytes, 1), 1), _MAX_ROWS)
-            for start in range(0, len(column), step):
-                piece = column.slice(start, step)
-                yield row, piece
-                row += len(piece)
+                columns[0].cast(pa.large_binary()).validate(full=True)
+            num_rows, num_bytes = len(columns[0]), sum(column.nbytes for column in columns)
+            step = min(max(_BATCH_BYTES * num_rows // max(num_bytes, 1), 1), _MAX_ROWS)
+            for start in range(0, num_rows, step):
+                pieces = [column.slice(start, step) for column in columns]
+                yield row, pieces
+                row += len(pieces[0])
     except LengthwiseError:
         raise
     except Exception as error:  # of damaged files pyarrow raises errors of many kinds
         raise InputError(
             f"{where(unit, row)} or one after it is damaged: {first_line(error)}; write the file again"
         ) from None
+
+
+def _checked(column: Any) -> Any:
+    """The column, decoded, once it is known that its offsets can be followed."""
+    import pyarrow as pa
+
+    is_encoded = pa.types.is_dictionary(column.type)
+    column.validate(full=is_encoded)
+    return column.dictionary_decode() if is_encoded else column
 
 
 def _place_of(file: SourceFile, names: list[str], field: str) -> int:
@@ -89,38 +133,57 @@ def _place_of(file: SourceFile, names: list[str], field: str) -> int:
     raise InputError(f"{file.name}: column {field!r} is not what its name leads to; rename columns that have a dot")
 
 
-def _parquet_batches(unit: WorkUnit, field: str) -> Iterator[Any]:
+def _parquet_batches(unit: WorkUnit, fields: tuple[str, ...]) -> Iterator[Any]:
     check_unchanged(unit.files[0])
     parquet = open_parquet(unit.files[0])
     groups = [parquet.metadata.row_group(group) for group in range(unit.start, unit.stop)]
     num_rows = sum(group.num_rows for group in groups)
     row_bytes = sum(group.total_byte_size for group in groups) // max(num_rows, 1)
     batch_size = min(max(_BATCH_BYTES // max(row_bytes, 1), 1), _MAX_ROWS)
-    yield from parquet.iter_batches(batch_size, row_groups=list(range(unit.start, unit.stop)), columns=[field])
+    yield from parquet.iter_batches(batch_size, row_groups=list(range(unit.start, unit.stop)), columns=list(fields))
 
 
 def read_text_column(unit: WorkUnit, *, field: str, most_bytes: int = MAX_DOCUMENT) -> Iterator[Document]:
     """Rows of a text column; those of more than ``most_bytes`` come without their text."""
     import pyarrow as pa
 
-    for first, column in _columns(unit, field, "text"):
+    for first, (column,) in _columns(unit, (field,), "text"):
         for row, value in enumerate(column.cast(pa.large_binary()).to_pylist(), first):
             is_large = value is not None and len(value) > most_bytes
             yield Document(0, row, b"", "large", len(value)) if is_large else from_utf8(0, row, value)
 
 
-def read_token_column(unit: WorkUnit, *, field: str) -> Iterator[TokenRows]:
-    """Rows of a column of lists of token ids, a piece at a time."""
+def read_token_column(unit: WorkUnit, *, field: str, loss_field: str = "") -> Iterator[TokenRows]:
+    """Rows of a column of lists of token ids, a piece at a time, with what ``loss_field`` says of their loss."""
+    fields = (field, loss_field) if loss_field else (field,)
+    for first, columns in _columns(unit, fields, "tokens"):
+        values = [_integers(unit, first, name, column) for name, column in zip(fields, columns)]
+        rows = token_rows(unit, first, *values[0])
+        yield with_loss_mask(unit, rows, loss_field, *values[1]) if loss_field else rows
+
+
+def _integers(unit: WorkUnit, first: int, field: str, column: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a column of lists end to end, and how many each row has."""
     import pyarrow.compute as pc
 
-    for first, column in _columns(unit, field, "tokens"):
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
-        values = column.flatten()
-        if len(lengths) and (int(lengths.min()) < 0 or int(lengths.sum()) != len(values)):
-            raise InputError(
-                f"{where(unit, first)} or one after it is damaged: the lists overlap; write the file again"
-            )
-        if values.null_count:
-            row = first + row_of(lengths, int(np.argmax(values.is_null().to_numpy(zero_copy_only=False))))
-            raise InputError(f"{where(unit, row)}: column {field!r} holds a list with missing values; fill them first")
-        yield token_rows(unit, first, values.to_numpy(zero_copy_only=False), lengths)
+    lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = column.flatten()
+    if len(lengths) and (int(lengths.min()) < 0 or int(lengths.sum()) != len(values)):
+        raise InputError(f"{where(unit, first)} or one after it is damaged: the lists overlap; write the file again")
+    if values.null_count:
+        row = first + row_of(lengths, int(np.argmax(values.is_null().to_numpy(zero_copy_only=False))))
+        raise InputError(f"{where(unit, row)}: column {field!r} holds a list with missing values; fill them first")
+    return values.to_numpy(zero_copy_only=False), lengths
+
+
+def read_rows(
+    unit: WorkUnit, *, fields: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a table as plain values by column: all of ``fields``, and those of ``optional`` that it has."""
+    schema = _schema(unit)
+    for field in fields:
+        _check_once(unit.files[0], schema, field)
+    names = (*fields, *(name for name in optional if name in schema.names))
+    for first, columns in _columns(unit, names):
+        for row, values in enumerate(zip(*(column.to_pylist() for column in columns)), first):
+            yield row, dict(zip(names, values))

@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
-from lengthwise.index.readers.columns import column_kind, read_text_column, read_token_column
+from lengthwise.index.readers.columns import column_kind, read_rows, read_text_column, read_token_column
 from lengthwise.index.readers.document import (
     BLANK,
     Document,
@@ -18,6 +18,7 @@ from lengthwise.index.readers.document import (
     from_text,
     token_rows,
     where,
+    with_loss_mask,
 )
 from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
 from lengthwise.index.readers.webdataset import tar_samples
@@ -48,23 +49,59 @@ def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMIT
         yield from read_text_column(unit, field=field, most_bytes=limits.document)
 
 
-def read_token_rows(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> Iterator[TokenRows]:
-    """Rows of ready tokens, in order: a column, JSON lines, JSON members of a tar, or a Megatron data set."""
+def read_token_rows(
+    unit: WorkUnit, *, field: str, loss_field: str = "", limits: Limits = DEFAULT_LIMITS
+) -> Iterator[TokenRows]:
+    """Rows of ready tokens, in order: a column, JSON lines, JSON members of a tar, or a Megatron data set.
+
+    ``loss_field`` names the column of JSON lines or tables that says which tokens have a loss, if there is one.
+    """
     if unit.format in _COLUMNS:
-        yield from read_token_column(unit, field=field)
+        yield from read_token_column(unit, field=field, loss_field=loss_field)
         return
     if unit.format is Format.MEGATRON:
         yield token_rows(unit, 0, *megatron_tokens(open_megatron(*unit.files), unit.start, unit.stop))
         return
-    for row, value in _rows(unit, field=field, limits=limits):
+    names = (field, loss_field) if loss_field else (field,)
+    values = read_records(unit, fields=names, limits=limits) if loss_field else _rows(unit, field=field, limits=limits)
+    for row, value in values:
         if value is BLANK or isinstance(value, OversizedValue):
             large = value.size if isinstance(value, OversizedValue) else 0
             yield TokenRows(row, 1, np.empty(0, dtype=np.uint32), np.empty(0, dtype=np.int64), large)
             continue
-        tokens = _token_ids([] if value is None else value)
-        if tokens is None:
-            raise InputError(f"{where(unit, row)}: {field!r} must be a list of whole numbers like the first row's")
-        yield token_rows(unit, row, tokens, np.array([len(tokens)], dtype=np.int64))
+        items = value.values() if loss_field else [value]
+        lists = [_integers(item, name, unit, row) for name, item in zip(names, items)]
+        counts = [np.array([len(numbers)], dtype=np.int64) for numbers in lists]
+        rows = token_rows(unit, row, lists[0], counts[0])
+        yield with_loss_mask(unit, rows, loss_field, lists[1], counts[1]) if loss_field else rows
+
+
+def read_records(
+    unit: WorkUnit, *, fields: tuple[str, ...], optional: tuple[str, ...] = (), limits: Limits = DEFAULT_LIMITS
+) -> Iterator[tuple[int, Any]]:
+    """The values of ``fields`` by name in each row of JSON lines or a table, and of ``optional`` ones that are there.
+
+    Blank lines are ``BLANK``, lines that are too large an ``OversizedValue``.
+    """
+    if unit.format in _COLUMNS:
+        yield from read_rows(unit, fields=fields, optional=optional)
+        return
+    for row, line in _read_json_lines(unit, limits):
+        if isinstance(line, bytes):
+            document = _json_object(line, fields, unit, row)
+            yield row, {name: document[name] for name in (*fields, *optional) if name in document}
+        else:
+            yield row, line
+
+
+def read_first_row(unit: WorkUnit, limits: Limits = DEFAULT_LIMITS) -> dict[str, Any]:
+    """The first row of JSON lines; empty if there is none, or it is no object, which reading it again explains."""
+    try:
+        line = next((line for _, line in _read_json_lines(unit, limits) if isinstance(line, bytes)), b"{}")
+        document = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}
 
 
 def holds_tokens(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS) -> bool:
@@ -77,10 +114,11 @@ def holds_tokens(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS)
     return isinstance(next((value for _, value in rows if value is not BLANK), None), list)
 
 
-def _token_ids(value: Any) -> np.ndarray | None:
-    """A JSON list of whole numbers as an array; None if it is anything else, such as booleans among them."""
+def _integers(value: Any, field: str, unit: WorkUnit, row: int) -> np.ndarray:
+    """A JSON list of whole numbers as an array; refuses anything else, such as booleans among them."""
+    value = [] if value is None else value
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
-        return None
+        raise InputError(f"{where(unit, row)}: {field!r} must be a list of whole numbers like the first row's")
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError:
@@ -136,6 +174,12 @@ def _read_lines(unit: WorkUnit, most_bytes: int) -> Iterator[bytes | OversizedVa
 
 
 def _read_jsonl(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
+    for row, line in _read_json_lines(unit, limits):
+        yield row, _json_value(line, field, unit, row) if isinstance(line, bytes) else line
+
+
+def _read_json_lines(unit: WorkUnit, limits: Limits) -> Iterator[tuple[int, Any]]:
+    """Lines as bytes, ``BLANK`` or an ``OversizedValue``."""
     for row, line in enumerate(_read_lines(unit, limits.document)):
         if isinstance(line, OversizedValue):
             yield row, line
@@ -145,26 +189,33 @@ def _read_jsonl(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple
         if line.isspace() or not line:
             yield row, BLANK
             continue
-        yield row, _json_value(line, field, unit, row)
+        yield row, line
     check_unchanged(unit.files[0])
 
 
 def _json_value(data: bytes, key: str, unit: WorkUnit, row: int) -> Any:
+    return _json_object(data, (key,), unit, row)[key]
+
+
+def _json_object(data: bytes, keys: tuple[str, ...], unit: WorkUnit, row: int) -> dict[str, Any]:
+    """The JSON object, which must have each of ``keys`` once."""
     what = "a line of JSON" if unit.format is Format.JSONL else "JSON"
     try:
         document = json.loads(data.decode())
-        if isinstance(document, dict) and data.count(f'"{key}"'.encode()) > 1:
-            _check_once(data, key, where(unit, row))
+        for key in keys if isinstance(document, dict) else ():
+            if data.count(f'"{key}"'.encode()) > 1:
+                _check_once(data, key, where(unit, row))
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where(unit, row)} is not {what}: {error}; mend or remove it") from None
     if not isinstance(document, dict):
         raise InputError(f"{where(unit, row)}: expected a JSON object, found {type(document).__name__}")
-    if key not in document:
-        keys = ", ".join(sorted(document)[:8]) or "none"
-        raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {keys})")
-    return document[key]
+    for key in keys:
+        if key not in document:
+            others = ", ".join(sorted(document)[:8]) or "none"
+            raise InputError(f"{where(unit, row)} has no field {key!r}; choose with --field (fields here: {others})")
+    return document
 
 
 def _check_once(data: bytes, key: str, place: str) -> None:

@@ -133,6 +133,7 @@ class PricedBatch:
             ids=tuple([self.batch.ids[i] for i in indices]),
             lengths=tuple([self.batch.lengths[i] for i in indices]),
             objective=self.batch.objective,
+            targets=None if self.batch.targets is None else tuple([self.batch.targets[i] for i in indices]),
         )
         return PricedBatch(
             self.problem, part, {candidate: times_s[positions] for candidate, times_s in self._times_s.items()}

@@ -86,6 +86,11 @@ class LossScorer:
         """Tokens of a sequence that the model reads."""
         return self._store.tokens(sequence)[: self._request.max_length]
 
+    def loss_mask(self, sequence: int, /) -> np.ndarray | None:
+        """Which of them have a loss; None: all but the first."""
+        mask = self._store.loss_mask(sequence)
+        return None if mask is None else mask[: self._request.max_length]
+
     def _score_pack(self, pack: Pack) -> np.ndarray:
         assert self._model is not None, "start first"
         device = next(self._model.parameters()).device

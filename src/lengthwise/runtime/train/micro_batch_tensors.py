@@ -1,7 +1,7 @@
 """Make the tensors of one forward from a pack of sequence ids."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.specs import ModelSpec
-from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
+from lengthwise.runtime.models.targets import IGNORE, TokenMasking, masked_targets, next_token_targets
 
 
 class SourceError(LengthwiseError):
@@ -22,6 +22,15 @@ class TokenSource(Protocol):
 
     def tokens(self, sequence: int, /) -> np.ndarray:
         """Token ids of one sequence."""
+        ...
+
+
+@runtime_checkable
+class LossMaskSource(Protocol):
+    """Source that knows which tokens have a loss; without it all have one but the first of each sequence."""
+
+    def loss_mask(self, sequence: int, /) -> np.ndarray | None:
+        """[length] booleans, true for tokens that are predicted by the token before them; None: all of them."""
         ...
 
 
@@ -75,11 +84,22 @@ def feed(
     tokens_T = torch.from_numpy(tokens)
     if masking is None:
         cu_seqlens, targets_T = pack.cu_seqlens, next_token_targets(tokens_T, pack)
+        if isinstance(source, LossMaskSource):
+            targets_T[~_predicts(source, pack)] = IGNORE
     else:
         starts = zip(pack.cu_seqlens, pack.lengths)
         cu_seqlens = tuple(sorted({*pack.cu_seqlens, *(start + length for start, length in starts)}))
         tokens_T, targets_T = masked_targets(tokens_T, pack, masking)
     return MicroBatchTensors(tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens).to(device)
+
+
+def _predicts(source: LossMaskSource, pack: Pack) -> Tensor:
+    """[T] whether each token's next one has a loss, as far as ``source`` knows."""
+    predicts_T = torch.ones(pack.num_tokens, dtype=torch.bool)
+    for sequence, start, length in zip(pack.ids, pack.cu_seqlens, pack.lengths):
+        if (mask := source.loss_mask(sequence)) is not None:
+            predicts_T[start : start + length - 1] = torch.from_numpy(mask[1:])
+    return predicts_T
 
 
 def _read(source: TokenSource, sequence: int, length: int) -> np.ndarray:
