@@ -1,5 +1,6 @@
 """A prepared run trains what the user's own loop on one device would have trained."""
 
+import json
 from collections import Counter
 
 import numpy as np
@@ -7,9 +8,13 @@ import pytest
 import torch
 
 import lengthwise as lw
+from lengthwise.config.run_config import DataConfig
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.data.corpus import open_corpus
 from lengthwise.data.sampler import Sampler
+from lengthwise.index.build import build_index
+from lengthwise.index.settings import IndexSettings
 from tests.session import models
 from tests.session.loops import step_through, train_gpt, train_in_parts, train_video, weights_of
 
@@ -129,6 +134,24 @@ def test_labels_of_items_are_the_targets():
     run = lw.prepare(model, items, cost=models.mixed_cost(), memory_gib=40, **OPTIONS)
     np.testing.assert_allclose(step_through(run)[0], losses, rtol=EXACT)
     assert_equal_weights(weights_of(model), weights)
+
+
+def test_labels_of_an_index_are_the_targets(tmp_path):
+    """Rows that were cut too: the first token of a piece has no target, whatever its label."""
+    rows = models.rows()
+    labels = [np.where(np.arange(len(row)) < len(row) // 2, -100, row) for row in rows]
+    lines = (json.dumps({"input_ids": row.tolist(), "labels": label.tolist()}) for row, label in zip(rows, labels))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    build_index(IndexSettings(source=tmp_path / "rows.jsonl"), tmp_path / "index", workers=1)
+    losses, weights = loop_on_one_device(labels=labels)
+    for corpus in (tmp_path / "index", open_corpus(DataConfig(index=str(tmp_path / "index")))):
+        model = models.gpt()
+        run = lw.prepare(model, corpus, objective="next-token", policy="static", **OPTIONS)
+        np.testing.assert_allclose(step_through(run)[0], losses, rtol=EXACT)
+        run.close()
+        assert_equal_weights(weights_of(model), weights)
+    with pytest.raises(InputError, match="the index says which tokens have a loss, and the model learns 'every-token'"):
+        lw.prepare(models.gpt(), tmp_path / "index", objective="every-token", **OPTIONS)
 
 
 def test_a_model_of_frames_trains_the_same_on_any_number_of_ranks(ranks):

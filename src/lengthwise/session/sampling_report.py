@@ -24,6 +24,17 @@ def safety_of_lengths(config: Config, lengths: LengthIndex) -> SamplingReport:
     return safety_of(sampler_of(config, lengths, order), lengths)
 
 
+def without_targets(corpus: Corpus) -> list[str]:
+    """How many sequences have no token with a loss, in words, if there are any."""
+    targets = corpus.lengths.targets
+    if targets is None or not (count := int((targets == 0).sum())):
+        return []
+    return [
+        f"{count:,} of {len(corpus):,} sequences have no token with a loss since data.max_length cut them: they are "
+        "computed and teach nothing; data.over_length=drop leaves long ones out"
+    ]
+
+
 def unused_settings(config: Config) -> list[str]:
     """Settings that others make meaningless, in words."""
     order, scaling = config.data.order, config.optim.lr_scaling
