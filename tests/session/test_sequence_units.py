@@ -37,7 +37,8 @@ def test_a_tuple_or_list_of_dictionaries_is_a_unit(kind):
         ((MEMBER, [1]), "member 1 of item 0 is list, and others are dictionaries"),
         (([1], MEMBER), "member 0 of item 0 is list, and others are dictionaries"),
         ((*[MEMBER] * 10, 3), "member 10 of item 0 is int, and others are dictionaries"),
-        (((MEMBER,), [MEMBER]), "item 0 is a tuple of units"),
+        (((MEMBER,), (MEMBER,)), "item 0 is a tuple of units"),
+        ([[*[1] * 8, MEMBER], [1]], "item 0 is a list of 2 rows"),  # a long row is not read for dictionaries
         ([1, [2, MEMBER]], "item 0 is a list of units"),
         (([1, 2], [3]), "item 0 is a tuple of 2 rows"),
         ([1, (2, 3)], "item 0 is a list of 2 rows"),
@@ -61,6 +62,7 @@ def test_members_are_joined_end_to_end_with_all_their_columns():
     assert unit.tokens.tolist() == [1, 2, 7] and unit.labels.tolist() == [3, 4, 8]
     assert unit.special.tolist() == [True, False, False] and unit.passed["types"].tolist() == [5, 6, 9]
     assert unit.bounds == (0, 2, 3) and unit.num_members == 2
+    assert joined("item 0", [second]).bounds == (0, 1)
     plain = joined("item 0", [row(1), row(2, 3), row(4)])
     assert plain.labels is None and plain.special is None and not plain.passed and plain.bounds == (0, 1, 3, 4)
 
@@ -75,6 +77,7 @@ COLUMN = np.array([0])
         ([row(1, labels=COLUMN), row(1)], r"member 0 of item 0 has labels \(or a mask.* and member 1 has none"),
         ([row(1), row(1), row(1, special=COLUMN)], "member 2 of item 0 has special_tokens_mask and member 0 has none"),
         ([row(1), row(1, passed={"types": COLUMN})], "member 1 of item 0 has types and member 0 has none"),
+        ([row(1, passed=dict.fromkeys("ba", COLUMN)), row(1)], "member 0 of item 0 has a and member 1 has none"),
         ([row(1), row([1, 2])], r"member 1 of item 0 has slots of shape \(2,\), and member 0 has slots of shape \(\)"),
     ],
 )
