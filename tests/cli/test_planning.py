@@ -41,6 +41,33 @@ def test_plans_and_simulations_agree_and_need_no_profile(cli, lengths, tmp_path)
     assert summary == json.loads(cli("simulate", *arguments(lengths), "--steps", 3, "--json")[1])
 
 
+def test_many_steps_are_summarised_and_shown_when_asked_for(cli, lengths):
+    given = [*arguments(lengths, "plan.policy=static"), "--steps", 12]
+    document = json.loads(cli("plan", *given, "--json")[1])
+    summary, times = document["summary"], sorted(plan["time_s"] for plan in document["plans"])
+    assert (summary["step_time_s"]["least"], summary["step_time_s"]["most"]) == (times[0], times[-1])
+    assert summary["step_time_s"]["median"] == pytest.approx((times[5] + times[6]) / 2)
+    assert sum(scheme["token_share"] for scheme in summary["schemes"].values()) == pytest.approx(1)
+    short, long = cli("plan", *given)[1], cli("plan", *given, "--verbose")[1]
+    assert "12 steps of policy static" in short and "longest" not in short
+    assert "12 steps of policy static" in long and "longest" in long and len(long.splitlines()) > 12
+    assert "longest" in cli("plan", *given[:-1], 3)[1]
+
+
+def test_a_model_that_is_only_priced_is_planned_and_not_trained(cli, lengths, tmp_path):
+    config = {
+        "model_type": "mixtral", "hidden_act": "silu", "hidden_size": 512, "intermediate_size": 1024,
+        "num_attention_heads": 8, "num_hidden_layers": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2,
+        "num_local_experts": 4, "vocab_size": 8192,
+    }  # fmt: skip
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "moe" / "config.json").write_text(json.dumps(config))
+    given = [word for word in arguments(lengths, f"model.hf={tmp_path / 'moe'}") if "preset" not in word]
+    for command in ("plan", "simulate"):
+        code, _, err = cli(command, *given, "--steps", 1, "--json")
+        assert code == 0 and "not priced in moe: routing between experts" in err
+
+
 def test_devices_share_layers_unless_settings_say_no(cli, lengths):
     long = [*arguments(lengths, "--steps", 1, "--json"), "plan.policy=static"]
     degrees = [

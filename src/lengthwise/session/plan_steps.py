@@ -1,6 +1,10 @@
 """Plans of the first steps of a configured run, without running it; needs no torch."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
 
 from lengthwise.config.run_config import Config
 from lengthwise.core.step_plan import StepPlan
@@ -17,6 +21,8 @@ from lengthwise.session.planning import (
 )
 
 DEFAULT_STEPS = 10
+QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}
+"""Columns of a summary, and how many of the steps are below."""
 
 
 def plan_steps(config: Config, steps: int | None) -> Iterator[StepPlan]:
@@ -36,3 +42,32 @@ def plan_steps(config: Config, steps: int | None) -> Iterator[StepPlan]:
     with progress() as bar:
         for _ in bar.track(range(steps), description="plan"):
             yield planner(next(sampler))
+
+
+def summarize_plans(plans: Sequence[StepPlan]) -> dict[str, Any]:
+    """Quantiles of predicted step time and gap over the steps, and the schemes used, those with most tokens first."""
+    tokens: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
+    for plan in plans:
+        for pipeline in plan.pipelines:
+            num_tokens = sum(sum(micro_batch.pack.lengths) for micro_batch in pipeline.micro_batches)
+            tokens[pipeline.scheme.name] += num_tokens
+        steps.update({pipeline.scheme.name for pipeline in plan.pipelines if pipeline.micro_batches})
+    total = tokens.total()
+
+    def quantiles(values: Sequence[float]) -> dict[str, float]:
+        return {name: float(np.quantile(values, share)) for name, share in QUANTILES.items()}
+
+    return {
+        "policy": plans[0].policy,
+        "num_steps": len(plans),
+        "num_devices": plans[0].num_devices,
+        "tokens_per_step": total / len(plans),
+        "step_time_s": quantiles([plan.time_s for plan in plans]),
+        "gap": quantiles([plan.gap for plan in plans]),
+        "schemes": {
+            name: {"token_share": number / total, "num_steps": steps[name]}
+            for name, number in tokens.most_common()
+            if number
+        },
+    }

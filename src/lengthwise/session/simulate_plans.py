@@ -102,6 +102,7 @@ def figures(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep]) -> dict[s
         "num_steps": len(plans),
         "num_devices": plans[0].num_devices,
         "tokens_per_s": sum(tokens) / total_s,
+        "tokens_per_s_per_gpu": sum(tokens) / total_s / plans[0].num_devices,
         "step_time_s": mean(step.step_time_s for step in steps),
         "idle": share("idle"),
         **{name: share(name) for name in parts},

@@ -47,10 +47,32 @@ def test_limits_limit_the_schemes(cli):
     assert max(scheme["degree"] for scheme in schemes) == max(scheme["stages"] for scheme in schemes) == 2
 
 
-def test_tables_are_printed_for_people(cli):
+def test_a_length_is_answered_in_one_line(cli):
     code, out, _ = cli(*GIVEN, "--length", "100000")
     assert code == 0
-    assert "longest sequence" in out and "schemes hold a sequence of 100,000 tokens" in out
+    (line,) = out.splitlines()
+    cheapest = ask(cli, "--length", "100000")["cheapest"]
+    assert line.startswith(f"a sequence of 100,000 tokens fits: the least work is under {cheapest['scheme']}, with ")
+    assert "of 80.0 GiB on each device at its peak" in line
+
+
+def test_tables_are_printed_for_people(cli):
+    for more in ([], ["--length", "100000", "--table"]):
+        code, out, _ = cli(*GIVEN, *more)
+        assert code == 0
+        assert "longest sequence" in out and "recompute 4" in out
+        assert ("schemes hold a sequence of 100,000 tokens" in out) == bool(more)
+
+
+def test_what_has_no_price_is_said(cli, tmp_path):
+    config = {
+        "model_type": "gemma2", "head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+        "num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 512, "vocab_size": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = ["memory", "--model", tmp_path, "--device", "A10G-24GB"]
+    assert json.loads(cli(*given, "--json")[1])["not_priced"] == "biases"
+    assert f"not priced in {tmp_path.name}: biases" in cli(*given, "--length", 5000)[1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lengthwise.cli.tables.plan_table import print_plans
 from lengthwise.config.limits import MAX_STEPS
 from lengthwise.config.run_config import load
 from lengthwise.session.console import emit_json
-from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
+from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps, summarize_plans
 
 
 def run(
@@ -21,9 +21,10 @@ def run(
         int | None, typer.Option(min=1, max=MAX_STEPS, help="steps to plan; default: 10, with --out all of train.steps")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="write the plans here, one JSON object a line")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="a row for every step, however many")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
 ) -> None:
-    """Plan the first steps on cluster.name and say how far each plan is from the proven lower bound."""
+    """Plan the first steps on cluster.name: step times, distance from the proven lower bound, and schemes used."""
     from lengthwise.report.whole_file import check_place, write_whole
 
     check_place(out, "--out")
@@ -32,6 +33,7 @@ def run(
     if out is not None:
         write_whole({out: "".join(json.dumps(plan.to_json()) + "\n" for plan in plans).encode()})
     if as_json:
-        emit_json({"plans": [plan.to_json() for plan in plans], "out": str(out) if out else None})
+        document = {"plans": [plan.to_json() for plan in plans], "summary": summarize_plans(plans)}
+        emit_json({**document, "out": str(out) if out else None})
     else:
-        print_plans(plans)
+        print_plans(plans, summarize_plans(plans), verbose=verbose)

@@ -17,6 +17,7 @@ def print_simulation(document: dict[str, Any]) -> None:
     shown.add_column(justify="right", min_width=12)
     for words, value in (
         ("tokens/s", count(document["tokens_per_s"])),
+        ("tokens/s per device", count(document["tokens_per_s_per_gpu"])),
         ("step time, mean", seconds(document["step_time_s"])),
         ("idle", share(document["idle"])),
         ("  bubbles within pipelines", share(document["bubble"])),

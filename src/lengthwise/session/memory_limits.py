@@ -1,0 +1,152 @@
+"""The longest sequence that each parallel configuration holds, and the cheapest configuration for a length."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.pipeline_config import PipelineConfig
+from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.wording import GIB, needed_and_available
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.search_space import SearchSpace
+
+
+@dataclass(frozen=True, kw_only=True)
+class FittingPipeline:
+    """One sequence alone on one pipeline of a candidate that holds it."""
+
+    candidate: Candidate
+    device_s: float
+    """Seconds of work, over all devices of the pipeline."""
+    time_s: float
+    """Seconds from the first stage to the last."""
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimits:
+    """What fits on a cluster."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    candidates: tuple[Candidate, ...]
+    """Every scheme with no, half and all of its layers recomputed, those that hold nothing included."""
+    length: int | None = None
+    """The sequence that was asked for."""
+    fits: tuple[FittingPipeline, ...] = ()
+    """Schemes that hold it, the least work first."""
+
+    @property
+    def longest(self) -> Candidate:
+        """The scheme that holds the longest sequence."""
+        return max(self.candidates, key=lambda candidate: candidate.max_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        fits = [
+            {
+                **_describe(fit.candidate),
+                "device_s": fit.device_s,
+                "time_s": fit.time_s,
+                "peak_gib": fit.peak_bytes / GIB,
+            }
+            for fit in self.fits
+        ]
+        return {
+            "model": self.model.name,
+            "num_params": self.model.num_params,
+            "num_layers": self.model.num_layers,
+            "not_priced": self.model.unpriced or None,
+            "cluster": self.cluster.name,
+            "memory_gib": self.cluster.device.memory_bytes / GIB,
+            "longest": _describe(self.longest),
+            "schemes": [_describe(candidate) for candidate in self.candidates],
+            "length": self.length,
+            "cheapest": fits[0] if fits else None,
+            "fits": fits if self.length else None,
+        }
+
+
+def memory_limits(
+    model: ModelSpec, cluster: ClusterSpec, search_space: SearchSpace, *, dtype: str, length: int | None = None
+) -> MemoryLimits:
+    """Find what fits, and what holds a sequence of ``length`` tokens with the least work.
+
+    Raises:
+        InputError: no scheme within the limits has a cost.
+        InfeasibleError: no scheme fits a token, or none fits ``length``.
+    """
+    cost, num_layers = AnalyticCost(model=model, cluster=cluster, dtype=dtype), model.num_layers
+    levels = tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
+    candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
+    _check_any_fits(candidates, model, cluster)
+    if not length:
+        return MemoryLimits(model=model, cluster=cluster, candidates=candidates)
+    every = _priced(search_space.schemes(num_layers, cluster), cost, cluster)
+    fits = [_fit(candidate, length) for candidate in every if candidate.max_tokens >= length]
+    if not fits:
+        _refuse(candidates, length, cluster)
+    fits.sort(key=lambda fit: (fit.device_s, fit.candidate.num_devices))
+    return MemoryLimits(model=model, cluster=cluster, candidates=candidates, length=length, fits=tuple(fits))
+
+
+def _priced(schemes: Sequence[PipelineConfig], cost: AnalyticCost, cluster: ClusterSpec) -> Iterator[Candidate]:
+    """Candidates that ``cost`` has a price for and the cluster has the devices for, fitting or not."""
+    for scheme in schemes:
+        candidate = Candidate(scheme=scheme, cost=cost, num_cluster_devices=cluster.num_devices)
+        try:
+            if scheme.num_devices <= cluster.num_devices and candidate.max_tokens >= 0:
+                yield candidate
+        except InputError:
+            continue  # such as more devices than the model has heads
+
+
+def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: ClusterSpec) -> None:
+    if not candidates:
+        raise InputError(f"no scheme of {spec.name} fits on {cluster.name} with these --methods and limits; allow more")
+    if not any(candidate.max_tokens for candidate in candidates):
+        state_bytes = min(candidate.state_bytes for candidate in candidates)
+        least, available = needed_and_available(state_bytes, cluster.device.memory_bytes)
+        raise InfeasibleError(
+            f"{spec.name} on {cluster.name}: no scheme fits a token; weights, gradients and each device's share of the "
+            f"optimizer take at least {least}, a device has {available}. "
+            "Use more or larger devices, or allow more schemes with --max-degree, --max-stages and --methods."
+        )
+
+
+def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) -> None:
+    leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
+    needed, available = needed_and_available(int(leanest.peak_bytes(np.asarray(length))), cluster.device.memory_bytes)
+    raise InfeasibleError(
+        f"a sequence of {length:,} tokens needs {needed} per device under the leanest scheme, "
+        f"{leanest.scheme.name}; a device has {available}. The longest that fits has "
+        f"{leanest.max_tokens:,} tokens. Use more or larger devices, or allow more schemes with --max-degree, "
+        "--max-stages and --methods."
+    )
+
+
+def _fit(candidate: Candidate, length: int) -> FittingPipeline:
+    stage_s = float(candidate.times_s(np.array([length]))[0]) + candidate.overhead_s
+    return FittingPipeline(
+        candidate=candidate,
+        device_s=stage_s * candidate.num_devices,
+        time_s=stage_s * candidate.num_stages,
+        peak_bytes=int(candidate.peak_bytes(np.asarray(length))),
+    )
+
+
+def _describe(candidate: Candidate) -> dict[str, Any]:
+    scheme = candidate.scheme
+    return {
+        "scheme": scheme.name,
+        "degree": scheme.degree,
+        "stages": scheme.num_stages,
+        "method": str(scheme.methods[0]),
+        "recomputed_layers": scheme.num_recomputed,
+        "state_gib": candidate.state_bytes / GIB,
+        "max_tokens": candidate.max_tokens,
+    }
