@@ -213,3 +213,11 @@ def test_a_run_folder_with_a_space_is_no_place_for_compiled_code(monkeypatch, tm
 def test_a_file_of_plans_is_executed_as_it_is(setting):
     with pytest.raises(InputError, match=rf"plan.file=p.jsonl holds plans that are executed as they are; {setting}"):
         open_plans(load(None, ["plan.file=p.jsonl", setting]))
+
+
+def test_a_model_that_is_no_folder_or_of_another_family_is_told_what_trains_it(tmp_path):
+    with pytest.raises(InputError, match=r"model\.hf='Qwen/Qwen3-4B' is no folder; download .* lengthwise\.Trainer"):
+        resolve_model(check({"model": {"hf": "Qwen/Qwen3-4B"}}), None)
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    with pytest.raises(InputError, match=r"Qwen3ForCausalLM.* is not supported; .*lengthwise\.prepare and lengthwise"):
+        resolve_model(check({"model": {"hf": str(tmp_path)}}), None)

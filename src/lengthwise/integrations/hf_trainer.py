@@ -23,7 +23,12 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.core.errors import InputError
 from lengthwise.integrations.hf_callback import TrainerCallback
-from lengthwise.integrations.hf_training_args import decay_problem, optimizer_name, refuse_what_cannot_be_honoured
+from lengthwise.integrations.hf_training_args import (
+    decay_problem,
+    length_limit,
+    optimizer_name,
+    refuse_what_cannot_be_honoured,
+)
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.step import Step
@@ -136,6 +141,7 @@ class Trainer(transformers.Trainer):
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         options = {
             "optimizer": self._optimizer(weight_decay),
+            **length_limit(args),
             **options,
             "lr": lambda step: self._get_learning_rate(),
             "clip_norm": args.max_grad_norm,

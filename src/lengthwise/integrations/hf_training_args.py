@@ -30,6 +30,9 @@ _REASONS = {
     "parallelism_config": "who shares what is planned at every step",
     "activation_checkpointing_kwargs": "which layers recompute is planned; say lengthwise={'recompute': ...}",
     "gradient_checkpointing_kwargs": "which layers recompute is planned; say lengthwise={'recompute': ...}",
+    "packing": "sequences are packed by plan; set packing=False",
+    "truncation_mode": "rows are cut at their end; cut them at their start yourself",
+    "activation_offloading": "memory is planned; set activation_offloading=False",
 }
 """Arguments that must be as they are by default."""
 
@@ -133,12 +136,37 @@ _HONOURED = frozenset(
 )
 """Arguments that do what they say, or have nothing to do: there is no DistributedDataParallel, no training loader."""
 
+_OF_ROWS = frozenset(
+    [
+        "model_init_kwargs",
+        "chat_template_path",
+        "dataset_text_field",
+        "dataset_kwargs",
+        "dataset_num_proc",
+        "eos_token",
+        "pad_token",
+        "max_length",
+        "shuffle_dataset",
+        "packing_strategy",
+        "padding_free",
+        "pad_to_multiple_of",
+        "eval_packing",
+        "completion_only_loss",
+        "assistant_only_loss",
+        "loss_type",
+    ]
+)
+"""What trl's SFTConfig adds that has been done to rows and models before they come here, or is checked below."""
+_LOSSES = (None, "nll", "chunked_nll")
+"""Values of its ``loss_type`` that are the model's own loss."""
+
 _OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 """What transformers calls those that are the same here."""
 _STATEFUL_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 _OVERRIDES = {
     "compute_loss": "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}",
-    "training_step": "micro-batches are the planner's",
+    "training_step": "micro-batches are planned and computed by the run; what it does to the loss goes into "
+    "lengthwise={'loss': lambda output, micro_batch: ...}, all else into a callback",
     "get_train_dataloader": "batches are formed by length",
     "get_batch_samples": "batches are formed by length",
     "create_optimizer": "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}",
@@ -158,6 +186,12 @@ def refuse_what_cannot_be_honoured(trainer: Any, ours: type) -> None:
         raise InputError("lengthwise.Trainer cannot do what this one is asked to:\n  " + "\n  ".join(problems))
 
 
+def length_limit(args: Any) -> dict[str, Any]:
+    """Options of ``prepare`` that cut rows at the ``max_length`` of trl's SFTConfig, as its own trainer does."""
+    limit = getattr(args, "max_length", None)
+    return {} if limit is None else {"max_length": limit, "over_length": "truncate"}
+
+
 def optimizer_name(args: Any) -> str:
     """What the optimizer is called here."""
     return _OPTIMIZERS[_plain(args.optim)]
@@ -170,7 +204,7 @@ def _plain(value: Any) -> Any:
 def _of_arguments(args: Any) -> list[str]:
     problems = []
     for field in fields(args):
-        if field.name in _HONOURED or not field.init:
+        if field.name in _HONOURED or not field.init or (field.name in _OF_ROWS and _is_of_trl(type(args))):
             continue
         default = field.default if field.default is not MISSING else None
         if field.default_factory is not MISSING:
@@ -191,17 +225,36 @@ def _of_arguments(args: Any) -> list[str]:
             f"train_sampling_strategy={_plain(args.train_sampling_strategy)!r}: what is learned does not depend on "
             "lengths; who computes it does"
         )
+    if (loss_type := getattr(args, "loss_type", None)) not in _LOSSES:
+        problems.append(
+            f"loss_type={loss_type!r}: the loss is the model's own (nll); make another with lengthwise={{'loss': ...}}"
+        )
     if args.data_seed not in (None, args.seed):
         problems.append(f"data_seed={args.data_seed}: order and dropout share one seed ({args.seed})")
     return problems
 
 
+def _is_of_trl(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__)
+
+
 def _of_trainer(trainer: Any, ours: type) -> list[str]:
+    name_of = type(trainer).__name__
+    if _is_of_trl(type(trainer)):
+        return [
+            f"{name_of}: trl's trainers compute their own steps; make one, which prepares rows and adapters, and hand "
+            "over what it has: lengthwise.Trainer(model=sft.model, args=sft.args, train_dataset=sft.train_dataset, "
+            "data_collator=sft.data_collator)"
+        ]
     problems = [
-        f"{type(trainer).__name__}.{name}: {reason}"
+        f"{name_of}.{name}: {reason}"
         for name, reason in _OVERRIDES.items()
         if getattr(type(trainer), name) is not getattr(ours, name)
     ]
+    masks = {"assistant_only_loss": "assistant_masks", "completion_only_loss": "completion_mask"}
+    for name, column in masks.items():
+        if getattr(trainer.args, name, None) and not {column, "labels"} & set(_first_item(trainer.train_dataset)):
+            problems.append(f"{name}=True: items have neither {column} nor labels, which say what has a loss")
     for name, reason in (
         ("compute_loss_func", "make the loss with lengthwise={'loss': lambda output, micro_batch: ...}"),
         ("optimizer", "the optimizer is sharded; choose it with optim or lengthwise={'optimizer': ...}"),
@@ -217,6 +270,11 @@ def _of_trainer(trainer: Any, ours: type) -> list[str]:
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         problems.append(f"train_dataset: {type(data).__name__} has no length or no items; steps are planned by lengths")
     return problems
+
+
+def _first_item(data: Any) -> Any:
+    item = data[0] if hasattr(data, "__getitem__") and hasattr(data, "__len__") and len(data) else {}
+    return item.keys() if hasattr(item, "keys") else ()
 
 
 def decay_problem(trainer: Any) -> str | None:

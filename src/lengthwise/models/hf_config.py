@@ -14,6 +14,7 @@ from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_values import check_values
 
+AS_IT_IS = "lengthwise.prepare and lengthwise.Trainer train such models as transformers has them"
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -82,7 +83,9 @@ def read_spec(folder: str | Path) -> ModelSpec:
     kind = _architecture(config, path)
     for field, allowed in _REQUIRED[kind].items():
         if config.get(field) not in allowed:
-            raise InputError(f"{path}: {field} = {brief(config.get(field))} is not supported; only {allowed[0]!r} is")
+            raise InputError(
+                f"{path}: {field} = {brief(config.get(field))} is not supported; only {allowed[0]!r} is. {AS_IT_IS}"
+            )
     read = {"gpt2": _read_gpt2, "bert": _read_bert}.get(kind, _read_llama)
     try:
         return read(config, path)
@@ -93,7 +96,7 @@ def read_spec(folder: str | Path) -> ModelSpec:
 def _read_llama(config: Mapping[str, Any], path: Path) -> ModelSpec:
     qwen2 = _architecture(config, path) == "qwen2"
     if config.get("attention_bias") and not qwen2:
-        raise InputError(f"{path}: attention_bias = true puts a bias on o_proj, which is not supported")
+        raise InputError(f"{path}: attention_bias = true puts a bias on o_proj, which is not supported. {AS_IT_IS}")
     _refuse_sliding_window(config, path)
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
     if not num_heads:
@@ -187,7 +190,8 @@ def _architecture(config: Mapping[str, Any], path: Path) -> str:
     names = config.get("architectures") or []
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
         raise InputError(
-            f"{path}: architectures = {brief(names)} is not supported; supported: {', '.join(_ARCHITECTURES)}"
+            f"{path}: architectures = {brief(names)} is not supported; supported: {', '.join(_ARCHITECTURES)}. "
+            + AS_IT_IS
         )
     return _ARCHITECTURES[names[0]]
 
@@ -196,10 +200,10 @@ def _refuse_sliding_window(config: Mapping[str, Any], path: Path) -> None:
     """Refuse a sliding window unless no layer uses it, as in Qwen2 files that carry it switched off."""
     kinds = config.get("layer_types") or []
     if any(kind != "full_attention" for kind in kinds):
-        raise InputError(f"{path}: layer_types has {sorted(set(kinds))}; only full_attention is supported")
+        raise InputError(f"{path}: layer_types has {sorted(set(kinds))}; only full_attention is supported. {AS_IT_IS}")
     used = config.get("use_sliding_window", False) and not kinds
     if used and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0):
-        raise InputError(f"{path}: use_sliding_window = true is not supported; only full attention is")
+        raise InputError(f"{path}: use_sliding_window = true is not supported; only full attention is. {AS_IT_IS}")
 
 
 def _rope(config: Mapping[str, Any], path: Path) -> tuple[float, tuple[tuple[str, float | str], ...]]:

@@ -110,6 +110,11 @@ def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = 
         from lengthwise.models.hf_config import read_spec
         from lengthwise.models.hf_sizes import read_priced_spec
 
+        if not Path(model.hf).is_dir():
+            raise InputError(
+                f"model.hf={brief(model.hf)} is no folder; download the model into one (hf download NAME --local-dir "
+                "DIR) and give that, or train it by its name in Python with lengthwise.prepare or lengthwise.Trainer"
+            )
         spec = read_priced_spec(Path(model.hf)) if only_priced else read_spec(Path(model.hf))
     else:
         spec = model_preset(model.preset)
