@@ -71,7 +71,7 @@ def test_all_mistakes_are_named_at_once_with_the_nearest_key():
         "train.steps",
     ):
         assert expected in text
-    assert "'hydraulis' or 'auto', not 'fast'" in text
+    assert "'hydraulis', 'auto' or MODULE:FUNCTION of your own, not 'fast'" in text
 
 
 @pytest.mark.parametrize("foreign", SETTING_OF)

@@ -96,4 +96,4 @@ def test_the_keywords_of_prepare_are_its_options_and_its_signature():
         assert parameters[name].default == field.get_default(call_default_factory=True), name
         assert parameters[name].annotation == keywords[name], name
         assert keywords[name] == get_type_hints(PrepareOptions)[name], name  # bounds and validation left out
-    assert "policy: Literal['padded'" in pydoc.render_doc(lengthwise.prepare)
+    assert "Literal['padded'" in pydoc.render_doc(lengthwise.prepare)

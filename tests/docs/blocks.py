@@ -56,6 +56,13 @@ def blocks_of(page: str) -> Iterator[Block]:
 BLOCKS = tuple(block for page in PAGES for block in blocks_of(page))
 
 
+def write_modules(folder: Path) -> None:
+    """Write every block of Python that begins with the name of a file, such as ``# my_readers.py``, under this name."""
+    for block in in_language("python"):
+        if name := re.match(r"# (\w+\.py)\n", block.text):
+            (folder / name[1]).write_text(block.text)
+
+
 def in_language(language: str) -> list[Block]:
     """Every block of a language, on all pages."""
     return [block for block in BLOCKS if block.language == language]

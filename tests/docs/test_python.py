@@ -55,6 +55,7 @@ for step in run.steps():
 """
 AROUND = {
     "README.md#0": "",
+    "CONTRIBUTING.md#2": "",
     "docs/guides/any-model.md#0": MODEL,
     "docs/guides/any-model.md#1": MODEL + IN_A_STEP,
     "docs/guides/any-model.md#3": MODEL

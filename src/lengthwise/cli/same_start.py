@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.config.run_config import Config
+from lengthwise.plan.outside_policy import policy_digest
 
 if TYPE_CHECKING:
     from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -57,6 +58,7 @@ def run_to_compare(
         "model": {"digest": spec.digest, "weights": weight_checksums(model)},
         "files": {name: _file_digest(Path(path)) for name, path in files.items() if path},
         "cluster": asdict(cluster),
+        "policy": policy_digest(config.plan.policy),
     }
 
 

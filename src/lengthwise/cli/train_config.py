@@ -60,6 +60,7 @@ def train(
         if isinstance(config, Config):
             path = Path(stack.enter_context(TemporaryDirectory(prefix="lengthwise-"))) / "config.yaml"
             config.save(path)
+            overrides = [f"plan.policy={config.plan.policy}", *overrides]  # a policy that a file alone names is refused
         else:
             path = None if config is None else Path(config)
         if resumed is not None:

@@ -1,10 +1,26 @@
 """The words that a setting may be: each enumeration of configuration files and of ``prepare``, spelt once."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import PlainValidator
+
+from lengthwise.core.plugins import POLICIES, is_label, registered
 
 PolicyName = Literal[
     "padded", "static", "bucket", "packed", "hotspa", "dcp-inter", "dcp-intra", "paradyse", "hydraulis", "auto"
 ]
+
+
+def _check_policy(name: Any) -> Any:
+    """``name``, if it is a policy of ours, MODULE:FUNCTION, or one that an installed package registers."""
+    words = get_args(PolicyName)
+    if not isinstance(name, str) or not (name in words or is_label(name) or name in registered(POLICIES)):
+        others = "".join(f", {other!r}" for other in registered(POLICIES))
+        raise ValueError(f"Input should be {', '.join(map(repr, words))}{others} or MODULE:FUNCTION of your own")
+    return name
+
+
+Policy = Annotated[PolicyName | str, PlainValidator(_check_policy)]
 OverLength = Literal["error", "drop", "truncate", "split"]
 OrderName = Literal["shuffled", "corpus", "sorted", "curriculum", "windowed"]
 PacingName = Literal["linear", "root", "step", "natural"]

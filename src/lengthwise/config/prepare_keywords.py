@@ -26,7 +26,7 @@ from lengthwise.core.cost import CostModel
 class PrepareKeywords(TypedDict, total=False):
     """Keyword arguments of :func:`lengthwise.prepare`, each explained in ``PrepareOptions``."""
 
-    policy: PolicyName
+    policy: PolicyName | str
     max_degree: int | None
     max_length: int | None
     over_length: OverLength

@@ -134,7 +134,10 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
     try:
         found = PrepareOptions(**known)
     except ValidationError as error:
-        problems += [f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg']}" for one in error.errors()]
+        problems += [
+            f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg'].removeprefix('Value error, ')}"
+            for one in error.errors()
+        ]
     if not problems and found.form_batches and not found.policy.startswith("dcp"):
         problems.append(
             f"form_batches: the policy {found.policy} takes batches as they come; use dcp-intra or dcp-inter"

@@ -41,6 +41,7 @@ from lengthwise.config.shared_settings import (
 )
 from lengthwise.core.atomic_write import write_text
 from lengthwise.core.errors import InputError
+from lengthwise.core.plugins import is_label
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
 from lengthwise.core.wording import nearest
@@ -233,9 +234,15 @@ def load(path: Path | None, overrides: list[str]) -> Config:
     if mistakes:
         raise InputError(_headline(mistakes) + "\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
     try:
-        return check(tree)
+        config = check(tree)
     except InputError as error:
         raise InputError(f"{path}: {error}" if path is not None else str(error)) from None
+    if is_label(config.plan.policy) and f"plan.policy={config.plan.policy}" not in overrides:
+        raise InputError(
+            f"{path}: plan.policy={config.plan.policy} is code that a file names; if you trust it, say so by giving "
+            f"plan.policy={config.plan.policy} on the command line too"
+        )
+    return config
 
 
 def check(tree: dict[str, Any]) -> Config:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from lengthwise.config.choices import BatchSize, DeviceName, LrRule, OrderName, OverLength, PacingName, PolicyName
+from lengthwise.config.choices import BatchSize, DeviceName, LrRule, OrderName, OverLength, PacingName, Policy
 from lengthwise.config.limits import MAX_TEXT, MOST_BLOCKS, WINDOW, LrFactor, NumDevices, NumSequences, NumTokens
 from lengthwise.core.lengths import MOST_TOKENS
 
@@ -75,9 +75,10 @@ class OrderingSettings(Settings):
 class PolicySettings(Settings):
     """Who plans steps, and within which parallel sizes."""
 
-    policy: PolicyName = "auto"
+    policy: Policy = "auto"
     """The scheduling policy that plans each step: its pipelines, gradient accumulation, activation checkpointing and
-    load balancing. auto searches all others and is never predicted to be slower."""
+    load balancing. auto searches all others and is never predicted to be slower. MODULE:FUNCTION is one of your own;
+    packages register theirs by name, as entry points lengthwise.policies."""
     max_degree: NumDevices | None = None
     """The most devices that share a layer: the largest sequence, context or tensor parallel size; none: as many as the
     run has, and as its costs are known for."""

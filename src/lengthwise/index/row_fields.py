@@ -22,7 +22,7 @@ class RowFields:
     """The fields that are read of every row, and what they say of the loss."""
 
     field: str = ""
-    """The text, or the tokens; empty where files have no fields."""
+    """The text, or the tokens; the reader of another package; empty where files have no fields."""
     chat: tuple[str, ...] = ()
     """Instead, the fields of a chat: messages, prompt and completion, or text that a chat template made."""
     is_plain: bool = False
@@ -51,7 +51,7 @@ def row_fields(settings: IndexSettings, sources: Sources) -> RowFields:
         InputError: the rows are no chats, and were said to be, or ``--loss`` says what they cannot.
     """
     if sources.format not in _WITH_FIELDS:
-        return _without_chat(settings, RowFields())
+        return _without_chat(settings, RowFields(field=settings.reader))
     default = "txt" if sources.format is Format.TAR else TEXT
     if sources.format not in _ROWS:
         return _without_chat(settings, RowFields(field=settings.field or default))

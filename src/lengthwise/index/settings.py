@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import MAX_DOCUMENT, MAX_RATIO, Limits
+from lengthwise.index.readers.outside_reader import load_reader
 from lengthwise.index.source_file import Format
 from lengthwise.index.sources import Sources, find_sources, find_standard_library
 
@@ -30,6 +31,8 @@ class IndexSettings:
     globs: tuple[str, ...] = ()
     format: Format | None = None
     """How files are read; None: by their suffix."""
+    reader: str = ""
+    """A function from a file's path to its documents, MODULE:FUNCTION or an entry point's name; empty: by format."""
     field: str = ""
     """The JSON key, column or tar member with the text, the tokens or the messages; empty: by the first row."""
     chat: bool = False
@@ -61,6 +64,12 @@ class IndexSettings:
             raise InputError("--tokenizer and --train-bpe exclude each other; leave one out")
         if self.source is None and (self.globs or self.format or self.split):
             raise InputError("--python-stdlib chooses its own files; leave --glob, --format and --split out")
+        if self.reader and (self.format or self.field or self.split or self.source is None):
+            raise InputError(
+                "--reader reads files in its own way; leave --format, --field and --split out, and give SRC"
+            )
+        if self.format is Format.READER:
+            raise InputError("--format reader needs a reader: give --reader MODULE:FUNCTION instead")
         for name, value in (("--max-document", self.max_document), ("--max-ratio", self.max_ratio)):
             if value < 1:
                 raise InputError(f"{name} {value}: at least 1 is needed")
@@ -74,7 +83,8 @@ class IndexSettings:
         """The files this request is about."""
         if self.source is None:
             return find_standard_library()
-        return find_sources(self.source, globs=self.globs, format=self.format, split=self.split, out=out)
+        chosen = Format.READER if self.reader else self.format
+        return find_sources(self.source, globs=self.globs, format=chosen, split=self.split, out=out)
 
     def unit_bytes_of(self, sources: Sources) -> int:
         """Source bytes of a work unit: seconds of work, and thousands of units even for a terabyte."""
@@ -107,6 +117,7 @@ class IndexSettings:
             "on_binary": "skip" if self.skips_binary() else "error",
             "unit_bytes": self.unit_bytes_of(sources),
             "files": files_digest(sources),
+            **({"reader_digest": load_reader(self.reader).source_digest} if self.reader else {}),
             **self._unusual(),
         }
 

@@ -24,6 +24,8 @@ class Format(StrEnum):
     ARROW = "arrow"
     MEGATRON = "megatron"
     TAR = "tar"
+    READER = "reader"
+    """By a function of the user's or of another package."""
 
 
 class SourceFile(NamedTuple):
@@ -96,6 +98,7 @@ class WorkUnit:
     """A slice of the source.
 
     ``start`` and ``stop`` are bytes (jsonl, fasta, arrow, tar), row groups (parquet), rows (npy), documents (megatron).
+    A reader of another package gets whole files.
     """
 
     number: int

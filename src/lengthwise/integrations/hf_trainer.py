@@ -69,7 +69,7 @@ class Trainer(transformers.Trainer):
     current_flos: Any
 
     def __init__(
-        self, *args: Any, policy: PolicyName = "auto", lengthwise: PrepareKeywords | None = None, **options: Any
+        self, *args: Any, policy: PolicyName | str = "auto", lengthwise: PrepareKeywords | None = None, **options: Any
     ) -> None:
         """``policy`` and ``lengthwise``: options of :func:`lengthwise.prepare`; all else as in transformers."""
         super().__init__(*args, **options)

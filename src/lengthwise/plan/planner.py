@@ -1,5 +1,6 @@
 """A planner: one policy for one problem, from a global batch to a step plan."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.lr_scaling import LrScaling
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.plan.outside_policy import OutsidePolicy, refused
 from lengthwise.plan.policies import prepare
 from lengthwise.plan.space.draft_plan import to_plan
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -25,14 +27,18 @@ class Planner:
         """The plan for one global batch.
 
         Raises:
-            InfeasibleError: a sequence, or a micro-batch of the policy's fixed size, exceeds a device's memory.
+            InputError: a policy of another package fails, or its plan is wrong.
+        InfeasibleError: a sequence, or a micro-batch of the policy's fixed size, exceeds a device's memory.
         """
         return self.plan(PricedBatch(self.problem, batch))
 
     def plan(self, priced: PricedBatch) -> StepPlan:
         """The plan for a batch that other policies may have priced already; their work is not repeated."""
         self.problem.check_fits(priced.lengths, np.asarray(priced.batch.ids))
-        if self.policy not in priced.drafted_by_policy:
-            priced.drafted_by_policy[self.policy] = prepare(self.policy, self.problem)(priced)
-        plan = to_plan(priced, priced.drafted_by_policy[self.policy], policy=self.policy)
+        policy = prepare(self.policy, self.problem)
+        is_ours = not isinstance(policy, OutsidePolicy)
+        with nullcontext() if is_ours else refused(self.policy, f"plans step {priced.batch.step} wrongly"):
+            if self.policy not in priced.drafted_by_policy:
+                priced.drafted_by_policy[self.policy] = policy(priced)
+            plan = to_plan(priced, priced.drafted_by_policy[self.policy], policy=self.policy)
         return plan if self.lr_scaling is None else replace(plan, lr_factor=self.lr_scaling.of(priced.batch))

@@ -3,11 +3,17 @@
 A policy is a pure function of (problem, batch): equal input, equal answer, on every rank and in every worker.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Protocol
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.plugins import POLICIES as PLUGIN_POLICIES
+from lengthwise.core.plugins import is_label, registered
+from lengthwise.core.read_file import brief
 from lengthwise.core.wording import nearest
+from lengthwise.plan.outside_policy import OutsidePolicy
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
@@ -70,13 +76,28 @@ def prepare(name: str, problem: PlanningProblem) -> Policy:
     """The policy called ``name``, ready for ``problem``.
 
     Raises:
-        InputError: there is none; the message suggests the nearest.
+        InputError: there is none, or a policy of another package cannot be used.
         InfeasibleError: no scheme the policy may use fits the longest sequence.
     """
-    if name not in POLICIES:
-        raise InputError(f"no policy {name!r}; {nearest(name, POLICIES)}")
     if name not in problem.prepared:
-        module_name, function_name = _PREPARE[name].split(":")
-        problem.prepared[name] = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)(problem)
+        if name in POLICIES:
+            module_name, function_name = _PREPARE[name].split(":")
+            prepare_policy = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)
+        else:
+            prepare_policy = partial(OutsidePolicy, name)
+        problem.prepared[name] = prepare_policy(problem)
     policy: Policy = problem.prepared[name]
     return policy
+
+
+def check_policies(names: Sequence[str], setting: str) -> list[str]:
+    """The names of policies, each once, among them those of other packages.
+
+    Raises:
+        InputError: there is no such policy; the message says of which ``setting``, and suggests the nearest.
+    """
+    outside = registered(PLUGIN_POLICIES)
+    for name in names:
+        if name not in POLICIES and name not in outside and not is_label(name):
+            raise InputError(f"{setting} {brief(','.join(names))[1:-1]}: no {brief(name)}; {nearest(name, POLICIES)}")
+    return list(dict.fromkeys(names))

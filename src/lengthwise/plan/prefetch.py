@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from typing import Any, Protocol
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.processes import follow_parent
 from lengthwise.core.step_plan import StepPlan
 
@@ -38,7 +38,8 @@ class PlanAhead:
 
     What goes wrong in planning does not stop training. Where a worker dies or hangs, this process plans in its stead:
     planners are pure, so the plan is the one all other ranks have. Where the planner itself fails, it fails on every
-    rank, and the step is planned by ``fallback``, with a warning. A sequence that fits nowhere still raises.
+    rank, and the step is planned by ``fallback``, with a warning. A sequence that fits nowhere
+    still raises, and so does a policy of another package that is wrong.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PlanAhead:
         """The plan of the batch handed out last."""
         try:
             return self._planner(batch) if self._pool is None else self._from_worker(batch)
-        except InfeasibleError:
+        except (InfeasibleError, InputError):
             raise
         except Exception as error:  # whatever it is, training goes on
             if self._warn:

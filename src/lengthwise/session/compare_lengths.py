@@ -210,7 +210,7 @@ def _facts(
     yield "Schemes", ", ".join([*map(str, search_space.methods), f"recompute {search_space.recompute}", *limits])
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
     for name in contest.policies:
-        yield name, POLICIES[name]
+        yield name, POLICIES.get(name, "a policy of your own")
 
 
 def _ignore(cluster: ClusterSpec, policy: str, num_done: int) -> None:

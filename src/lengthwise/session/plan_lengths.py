@@ -80,10 +80,10 @@ def plan(
     """
     from lengthwise.core.errors import InfeasibleError
     from lengthwise.plan.planner import Planner
-    from lengthwise.plan.policies import POLICIES
-    from lengthwise.session.planning_args import PYTHON, check_names, find_cluster
+    from lengthwise.plan.policies import check_policies
+    from lengthwise.session.planning_args import PYTHON, find_cluster
 
-    check_names([policy], list(POLICIES), "policy")
+    check_policies([policy], "policy")
     comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)
     devices = find_cluster(cluster)
     entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
@@ -109,13 +109,13 @@ def comparison_of(
     """
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
-    from lengthwise.plan.policies import POLICIES
+    from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.search_space import DEFAULT_METHODS, RecomputeMode, SearchSpace
     from lengthwise.session.compare_policies import PolicyComparison
     from lengthwise.session.planning_args import METHODS, check_names, find_lengths, find_model
 
     _check(options, steps)
-    names = check_names(list(POLICIES) if policies is None else policies, list(POLICIES), spelling("policies"))
+    names = check_policies(list(POLICIES) if policies is None else policies, spelling("policies"))
     spec, methods, seed = find_model(model), options.get("methods"), options.get("seed", 0)
     space = SearchSpace(
         max_degree=options.get("max_degree"),

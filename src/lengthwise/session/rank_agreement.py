@@ -12,6 +12,7 @@ from torch import nn
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.version import __version__
+from lengthwise.plan.outside_policy import policy_digest
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.models.checksum import checksum
 from lengthwise.session.dataset_items import DatasetItems
@@ -31,6 +32,7 @@ def to_compare(model: nn.Module, sequences: RunSequences, options: PrepareOption
         "options": {
             name: _plain(getattr(options, name)) for name in type(options).model_fields if name not in _OF_ONE_RANK
         },
+        "policy": policy_digest(options.policy),
         "versions": {
             "lengthwise": __version__,
             "torch": torch.__version__,

@@ -47,4 +47,5 @@ def _lines(values: Any, section: Any, indent: str) -> list[str]:
 
 def _choices(kind: Any) -> str:
     """The words that a setting may be."""
-    return " | ".join(filter(None, get_args(kind))) if get_origin(kind) is Literal else ""
+    words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part) if word]
+    return " | ".join([*words, "MODULE:FUNCTION"] if str in get_args(kind) and words else words)

@@ -45,6 +45,14 @@ Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the ind
 Stdlib = Annotated[bool, typer.Option("--python-stdlib", help="Instead of SRC: this Python's own standard library.")]
 Glob = Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Only files that match; may be repeated.")]
 AsFormat = Annotated[Format | None, typer.Option("--format", help="How files are read; default: by their suffix.")]
+Reader = Annotated[
+    str,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="Read files by a function of your own from a path to texts or lists of token ids, or by the name of an "
+        "entry point lengthwise.readers.",
+    ),
+]
 Field = Annotated[
     str,
     typer.Option(
@@ -93,6 +101,7 @@ def run(
     python_stdlib: Stdlib = False,
     glob: Glob = None,
     format: AsFormat = None,
+    reader: Reader = "",
     field: Field = "",
     split: Split = "",
     tokenizer: TokenizerName = "",
@@ -122,6 +131,7 @@ def run(
         source=source,
         globs=tuple(glob or ()),
         format=format,
+        reader=reader,
         field=field,
         split=split,
         tokenizer=tokenizer,

@@ -21,6 +21,7 @@ from lengthwise.index.readers.document import (
     with_loss_mask,
 )
 from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
+from lengthwise.index.readers.outside_reader import read_outside
 from lengthwise.index.readers.webdataset import tar_samples
 from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, open_regular, open_source
 
@@ -42,8 +43,8 @@ def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMIT
             yield from_text(row, value, unit)
     elif unit.format is Format.FASTA:
         yield from _read_fasta(unit, limits.document)
-    elif unit.format is Format.TAR:
-        for row, value in _read_tar(unit, field=field, limits=limits):
+    elif unit.format in (Format.TAR, Format.READER):
+        for row, value in _rows(unit, field=field, limits=limits):
             yield from_file(0, row, value) if isinstance(value, bytes) else from_text(row, value, unit)
     else:
         yield from read_text_column(unit, field=field, most_bytes=limits.document)
@@ -108,7 +109,7 @@ def holds_tokens(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMITS)
     """Whether ``field`` holds ready tokens rather than text, by the type of the column or the first row of JSON."""
     if unit.format in _COLUMNS:
         return column_kind(unit, field) == "tokens"
-    if unit.format not in (Format.JSONL, Format.TAR):
+    if unit.format not in (Format.JSONL, Format.TAR, Format.READER):
         return unit.format is Format.MEGATRON
     rows = _rows(unit, field=field, limits=limits)
     return isinstance(next((value for _, value in rows if value is not BLANK), None), list)
@@ -126,8 +127,8 @@ def _integers(value: Any, field: str, unit: WorkUnit, row: int) -> np.ndarray:
 
 
 def _rows(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[int, Any]]:
-    read = _read_jsonl if unit.format is Format.JSONL else _read_tar
-    return read(unit, field=field, limits=limits)
+    readers = {Format.JSONL: _read_jsonl, Format.TAR: _read_tar, Format.READER: read_outside}
+    return readers[unit.format](unit, field=field, limits=limits)
 
 
 def _read_text(number: int, file: SourceFile, most_bytes: int) -> Document:

@@ -1,15 +1,11 @@
 """A metric that is a function of the user's: imported by name, called with each sequence."""
 
 import os
-import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from hashlib import blake2b
-from importlib import import_module
 from math import isfinite
 from numbers import Real
-from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, NoReturn
 
@@ -17,12 +13,10 @@ import numpy as np
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.wording import nearest
+from lengthwise.core.plugins import load_plugin
 from lengthwise.index.store import TokenStore
 from lengthwise.runtime.analyze.blocks import Blocks, cut_blocks
 from lengthwise.runtime.analyze.request import AnalysisRequest
-
-SequenceFunction = Callable[[np.ndarray, int], float]
 
 _BLOCK_COST = 1 << 20
 _SEQUENCE_COST = 4096
@@ -34,13 +28,11 @@ class FunctionScorer:
 
     def __init__(self, request: AnalysisRequest, store: TokenStore) -> None:
         self._label, self._store = request.target, store
-        self._module, self._function = _load(request.target)
+        self._plugin = load_plugin(request.target, what="metric", usage="f(tokens, id)")
 
     def identity(self) -> dict[str, Any]:
         """The function's name, and a digest of the file it is in."""
-        file = getattr(self._module, "__file__", None)
-        source = blake2b(Path(file).read_bytes(), digest_size=8).hexdigest() if file and Path(file).is_file() else ""
-        return {"kind": "function", "function": self._label, "source_digest": source}
+        return {"kind": "function", "function": self._label, "source_digest": self._plugin.source_digest}
 
     def blocks(self) -> Blocks:
         """Blocks in corpus order, as files are read fastest."""
@@ -64,7 +56,7 @@ class FunctionScorer:
     def _call(self, id: int) -> Any:
         tokens = self._store.tokens(id)
         try:
-            value = self._function(tokens, id)
+            value = self._plugin.function(tokens, id)
         except (Exception, SystemExit) as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise InputError(
@@ -106,31 +98,3 @@ def _exits_raised() -> Iterator[None]:
         yield
     finally:
         os._exit = leave
-
-
-def _load(label: str) -> tuple[Any, SequenceFunction]:
-    """The module and the function of MODULE:FUNCTION, the current folder being looked in first."""
-    module_name, _, path = label.partition(":")
-    here = str(Path.cwd())
-    if "" not in sys.path and here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        target = module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise InputError(
-                f"metric {label}: no module {error.name!r} in {here} or among the installed packages"
-            ) from None
-        raise InputError(f"metric {label}: importing {module_name} fails: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise InputError(f"metric {label}: importing {module_name} fails: {type(error).__name__}: {error}") from error
-    for name in path.split("."):
-        if not hasattr(target, name):
-            public_names = (
-                [other for other in vars(target) if not other.startswith("_")] if hasattr(target, "__dict__") else []
-            )
-            raise InputError(f"metric {label}: {module_name} has no {name!r}; {nearest(name, public_names)}")
-        target = getattr(target, name)
-    if not callable(target):
-        raise InputError(f"metric {label}: it is a {type(target).__name__}, not a function f(tokens, id)")
-    return module, target
