@@ -1,22 +1,35 @@
-"""Every setting that a message names exists, and ``prepare`` names its own options."""
+"""Every setting that a message names exists, and each surface spells it as its users set it."""
 
 import ast
+import pickle
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 import lengthwise
+from lengthwise.cli.commands import compare
 from lengthwise.config.prepare_options import PrepareOptions
-from lengthwise.config.setting_names import named_as_options, option_of, setting_keys, spelt_for_prepare
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.config.run_config import Config
+from lengthwise.config.setting_names import as_option
+from lengthwise.core.errors import InfeasibleError, InputError, Setting, as_key, errors_spelt
+from lengthwise.session.plan_lengths import PlanningOptions
+from lengthwise.session.planning_args import COMMAND_LINE, PYTHON
 
 SOURCE = Path(lengthwise.__file__).parent
-KEY = re.compile(r"(?<![\w./])(?:data|plan|train|optim|model|cluster)\.[a-z_]\w*\b(?!\()")
+KEYS = {
+    f"{name}.{key}" for name, field in Config.model_fields.items()
+    for key in getattr(field.annotation, "model_fields", ())
+}  # fmt: skip
+NAMED = re.compile(r"(?<![\w./])(?:data|plan|train|optim|model|cluster)\.[a-z_]\w*\b(?!\()")
 NO_SETTINGS = {
     "model.json", "model.safetensors", "model.layers", "model.embed_tokens", "model.norm", "model._orig_mod",
 }  # fmt: skip
 """Names of files, tensors and methods that look like settings."""
+SEVERAL_SURFACES = ("core", "index", "data", "cost", "plan", "models", "sim", "runtime")
+"""Packages whose errors users of configurations, of ``prepare``, of ``lengthwise.plan`` and of commands may meet."""
+ELSEWHERE = " (of configurations alone)"
 
 
 def messages():
@@ -31,34 +44,67 @@ def messages():
 
 
 def test_every_setting_that_a_message_names_exists():
-    named = {(str(path), key) for path, text in messages() for key in KEY.findall(text)}
+    assert {setting.value for setting in Setting} <= KEYS
+    named = {(str(path), key) for path, text in messages() for key in NAMED.findall(text)}
     assert len(named) > 60
-    assert {(path, key) for path, key in named if key not in setting_keys() | NO_SETTINGS} == set()
+    assert {(path, key) for path, key in named if key not in KEYS | NO_SETTINGS} == set()
 
 
-def test_prepare_names_its_options_or_says_that_it_has_none():
-    for path, text in messages():
-        for key in set(KEY.findall(text)) & setting_keys():
-            option, spelt = option_of(key), spelt_for_prepare(key)
-            assert spelt == (option or f"{key} (of configurations alone)"), path
-            assert option is None or option in PrepareOptions.model_fields
+def test_errors_that_several_surfaces_show_name_settings_by_fields():
+    written = {
+        (str(path), key) for path, text in messages() for key in NAMED.findall(text)
+        if path.parts[0] in SEVERAL_SURFACES and path.name != "errors.py"
+        and "config.run_config import" not in (SOURCE / path).read_text()  # it takes a configuration and nothing else
+    }  # fmt: skip
+    allowed = {("data/sampling_bias.py", "optim.lr_scaling")}  # of the report that `lengthwise stats` prints
+    assert {(path, key) for path, key in written if key not in NO_SETTINGS} == allowed
+    used = {
+        node.attr for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Setting"
+    }  # fmt: skip
+    assert used == {setting.name for setting in Setting}
+
+
+@pytest.mark.parametrize("setting", Setting)
+def test_each_surface_spells_settings_that_it_has(setting):
+    arguments = {*signature(lengthwise.compare).parameters, *PlanningOptions.__annotations__}
+    options = {f"--{name.replace('_', '-')}" for name in signature(compare.run).parameters}
+    for spell, known in (
+        (as_key, KEYS),
+        (as_option, set(PrepareOptions.model_fields)),
+        (PYTHON, arguments),
+        (COMMAND_LINE, options),
+    ):
+        spelt = spell(setting).removesuffix(" (timeout_s= of prepare)")
+        assert spelt in known or (spell is not as_key and spelt == setting.value + ELSEWHERE)
 
 
 @pytest.mark.parametrize(
-    ("message", "spelt"),
+    ("spell", "spelt"),
     [
-        ("Set data.max_length=3 or plan.recompute=all.", "Set max_length=3 or recompute=all."),
-        ("raise train.timeout_s (timeout_s= of prepare) if", "raise timeout_s if"),
-        ("lower plan.max_tokens, please", "lower plan.max_tokens (of configurations alone), please"),
-        ("set plan.objective", "set plan.objective (of configurations alone)"),
-        ("set optim.name=sgd", "set optimizer=sgd"),
-        ("lengthwise.data.size_buckets, model.layers.0 and data.json", None),
+        (as_key, "Set data.max_length=3, optim.name=sgd or plan.max_tokens"),
+        (as_option, f"Set max_length=3, optimizer=sgd or plan.max_tokens{ELSEWHERE}"),
+        (PYTHON, f"Set max_length=3, optim.name{ELSEWHERE}=sgd or plan.max_tokens{ELSEWHERE}"),
+        (COMMAND_LINE, f"Set --max-length=3, optim.name{ELSEWHERE}=sgd or plan.max_tokens{ELSEWHERE}"),
     ],
 )
-def test_messages_are_spelt_for_prepare(message, spelt):
-    assert spelt_for_prepare(message) == (spelt or message)
+def test_an_error_is_spelt_for_those_who_read_it(spell, spelt):
+    text = f"Set {Setting.MAX_LENGTH}=3, {Setting.OPTIMIZER}=sgd or {Setting.MAX_TOKENS}"
+    with pytest.raises(InfeasibleError) as raised, errors_spelt(spell):
+        raise InfeasibleError(text)
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert str(error) == str(raised.value) == spelt
+    assert error.settings == (Setting.MAX_LENGTH, Setting.OPTIMIZER, Setting.MAX_TOKENS)
+    assert str(InputError(f"rank 1: {error.marked}")).endswith(
+        "Set data.max_length=3, optim.name=sgd or plan.max_tokens"
+    )
 
 
-def test_errors_name_settings_as_options():
-    with pytest.raises(InfeasibleError, match=r"^Set max_length=3 or recompute=all$"), named_as_options():
-        raise InfeasibleError("Set data.max_length=3 or plan.recompute=all")
+@pytest.mark.parametrize("policy", ["static", "auto"])
+def test_functions_and_commands_name_their_own_arguments(policy):
+    lengths = [100, 2_000_000]
+    wanted = {"model": "llama-7b", "cluster": "8xH100-80GB", "max_degree": 1, "max_stages": 1}
+    with pytest.raises(InfeasibleError, match=r"Give max_length=\d+ or less, .* with max_degree, max_stages, methods"):
+        lengthwise.plan(lengths, policy=policy, **wanted)
+    with pytest.raises(InputError, match=r"over max_length 100; .*Raise max_length, or set over_length to drop"):
+        lengthwise.plan(lengths, policy=policy, max_length=100, over_length="error", **wanted)

@@ -8,11 +8,12 @@ import pytest
 from pydantic import BaseModel
 
 import lengthwise
-from lengthwise.config import choices, setting_names
+from lengthwise.config import choices
 from lengthwise.config.optimizer_settings import STATE
 from lengthwise.config.prepare_keywords import PrepareKeywords
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.run_config import Config, DataConfig
+from lengthwise.config.setting_names import OTHER_MEANING
 from lengthwise.core.lr_scaling import RULES, SIZES
 from lengthwise.core.pipeline_config import Method
 from lengthwise.data.max_length import Rule
@@ -27,7 +28,6 @@ SECTIONS = {"": Config} | {
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
-OTHER_MEANING = {key.rpartition(".")[2] for key in setting_names.OTHER_MEANING}
 OTHER_TYPE = {"steps", "epochs", "metric", "lr", "recompute", "profile"}
 """Names of the same meaning that take something else in ``prepare``; both say so."""
 

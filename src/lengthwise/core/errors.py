@@ -1,10 +1,99 @@
-"""Errors a user can cause, each with the exit code the command line returns for it. Anything else is an ``assert``."""
+"""Errors a user can cause, each with the exit code the command line returns for it. Anything else is an ``assert``.
+
+A message names settings by :class:`Setting`, such as ``f"lower {Setting.MAX_LENGTH}"``. Whoever shows the error spells
+them as its users do: as keys of a configuration, options of a command or keyword arguments.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+_MARKED = re.compile("⟦([a-z_.]+)⟧")
+
+
+class Setting(StrEnum):
+    """The settings that errors name, by their keys in a configuration."""
+
+    MIXTURE = "data.mixture"
+    VALIDATION_SHARE = "data.validation_share"
+    MAX_LENGTH = "data.max_length"
+    OVER_LENGTH = "data.over_length"
+    TOKENS_PER_STEP = "data.tokens_per_step"
+    SEQUENCES_PER_STEP = "data.sequences_per_step"
+    ORDER = "data.order"
+    WINDOW = "data.window"
+    PACING_START = "data.pacing_start"
+    PACING_STAGES = "data.pacing_stages"
+    CURRICULUM_EPOCHS = "data.curriculum_epochs"
+    HF = "model.hf"
+    CLUSTER = "cluster.name"
+    POLICY = "plan.policy"
+    MAX_DEGREE = "plan.max_degree"
+    MAX_STAGES = "plan.max_stages"
+    METHOD = "plan.method"
+    RECOMPUTE = "plan.recompute"
+    MAX_TOKENS = "plan.max_tokens"
+    BATCH_SIZE = "plan.batch_size"
+    SHAPES = "plan.shapes"
+    OPTIMIZER = "optim.name"
+    LR = "optim.lr"
+    LR_REFERENCE = "optim.lr_reference"
+    LR_CLAMP = "optim.lr_clamp"
+    CLIP_NORM = "optim.clip_norm"
+    MOMENTUM = "optim.momentum"
+    STEPS = "train.steps"
+    DEVICE = "train.device"
+    COMPILE = "train.compile"
+    TENSORBOARD = "train.tensorboard"
+    TIMEOUT_S = "train.timeout_s"
+
+    def __str__(self) -> str:
+        """Mark the place of a message where whoever shows it spells the setting."""
+        return f"⟦{self.value}⟧"
+
+    def __format__(self, spec: str) -> str:
+        return str(self)
+
+
+def as_key(setting: Setting) -> str:
+    """Spell a setting as configurations do; also as ``prepare`` does where its user's own loop may meet the error."""
+    return f"{setting.value} (timeout_s= of prepare)" if setting is Setting.TIMEOUT_S else setting.value
 
 
 class LengthwiseError(ValueError):
     """A user's mistake or a limit of the machine: shown without a traceback. The message names the way out."""
 
     exit_code = 1
+    spell: Callable[[Setting], str] = staticmethod(as_key)
+    """How ``str`` spells settings; whoever shows the error to users of something else than configurations sets it."""
+
+    @property
+    def marked(self) -> str:
+        """The message with its settings still marked, to be part of another error's."""
+        return str(self.args[0]) if self.args else ""
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """The settings that the message names, in its order."""
+        return tuple(Setting(key) for key in _MARKED.findall(self.marked))
+
+    def spelt(self, spell: Callable[[Setting], str]) -> str:
+        """The message with its settings spelt by ``spell``."""
+        return _MARKED.sub(lambda match: spell(Setting(match[1])), self.marked)
+
+    def __str__(self) -> str:
+        return self.spelt(self.spell)
+
+
+@contextmanager
+def errors_spelt(spell: Callable[[Setting], str]) -> Iterator[None]:
+    """Have errors spell settings by ``spell``; around a block, or as the decorator of a function."""
+    try:
+        yield
+    except LengthwiseError as error:
+        error.spell = spell
+        raise
 
 
 class InputError(LengthwiseError):

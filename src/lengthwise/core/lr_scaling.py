@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from lengthwise.core.batch import GlobalBatch, num_targets
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
 
 RULES = ("none", "linear", "sqrt")
@@ -55,7 +55,7 @@ class LrScaling:
         if factor > MAX_LR_FACTOR:
             raise InputError(
                 f"learning-rate scaling: a batch of size {size:g} multiplies the learning-rate by {factor:g}, over "
-                f"{MAX_LR_FACTOR:g}; raise optim.lr_reference, now {self.reference:g}, or set optim.lr_clamp"
+                f"{MAX_LR_FACTOR:g}; raise {Setting.LR_REFERENCE}, now {self.reference:g}, or set {Setting.LR_CLAMP}"
             )
         return factor
 

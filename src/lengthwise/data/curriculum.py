@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lengthwise.config.limits import MOST_BLOCKS
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.data.rng import draw, epoch_order, raw_stream
 
 LINEAR, ROOT, STEP, NATURAL = PACINGS = ("linear", "root", "step", "natural")
@@ -58,12 +58,15 @@ class Pacing:
         if self.name not in PACINGS:
             raise InputError(f"no pacing {self.name!r}; known: {', '.join(PACINGS)}")
         if not 0 < self.start <= 1:
-            raise InputError(f"data.pacing_start {self.start:g} is no share of the corpus; use one above 0, up to 1")
+            raise InputError(
+                f"{Setting.PACING_START} {self.start:g} is no share of the corpus; use one above 0, up to 1"
+            )
         if self.stages > MOST_BLOCKS:
-            raise InputError(f"data.pacing_stages {self.stages:,}: at most {MOST_BLOCKS:,} can be told apart")
+            raise InputError(f"{Setting.PACING_STAGES} {self.stages:,}: at most {MOST_BLOCKS:,} can be told apart")
         if self.stages < 1 or (self.epochs is not None and self.epochs < 1):
             raise InputError(
-                f"data.pacing_stages {self.stages} and data.curriculum_epochs {self.epochs}: at least 1 is needed"
+                f"{Setting.PACING_STAGES} {self.stages} and {Setting.CURRICULUM_EPOCHS} {self.epochs}: at least 1 is "
+                "needed"
             )
 
     def reached(self, position: int, count: int) -> int:

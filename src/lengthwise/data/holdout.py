@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.max_length import CorpusView
 from lengthwise.data.rng import epoch_order
@@ -23,7 +23,7 @@ def hold_out(view: CorpusView, share: float) -> tuple[CorpusView, CorpusView]:
     documents = np.unique(view.base_ids)
     if len(documents) < 2:
         raise InputError(
-            f"data.validation_share={share:g} of {len(documents)} document leaves nothing to train on; index more, or "
+            f"{Setting.VALIDATION_SHARE}={share:g} of {len(documents)} document leaves nothing to train on; index more, or "
             "name other documents in data.validation"
         )
     count = min(max(1, round(share * len(documents))), len(documents) - 1)

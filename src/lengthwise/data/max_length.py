@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
 
 Rule = Literal["error", "drop", "truncate", "split"]
@@ -68,7 +68,7 @@ def apply_max_length(lengths: LengthIndex, *, max_length: int | None, rule: Rule
     if max_length is None:
         return _whole(lengths, rule=rule)
     if max_length < 1:
-        raise InputError(f"data.max_length {max_length}: at least 1 token is needed")
+        raise InputError(f"{Setting.MAX_LENGTH} {max_length}: at least 1 token is needed")
     is_over = lengths.lengths > max_length
     if rule == "error" and is_over.any():
         _refuse(lengths, is_over, max_length)
@@ -83,9 +83,9 @@ def _refuse(lengths: LengthIndex, is_over: np.ndarray, max_length: int) -> None:
     first = int(np.argmax(is_over))
     num_over = int(is_over.sum())
     raise InputError(
-        f"sequence {first} has {int(lengths.lengths[first]):,} tokens, over data.max_length {max_length:,}; "
+        f"sequence {first} has {int(lengths.lengths[first]):,} tokens, over {Setting.MAX_LENGTH} {max_length:,}; "
         f"so do {num_over:,} of {len(lengths):,} sequences, the longest with {lengths.max_length:,}. "
-        "Raise data.max_length, or set data.over_length to drop, truncate or split"
+        f"Raise {Setting.MAX_LENGTH}, or set {Setting.OVER_LENGTH} to drop, truncate or split"
     )
 
 
@@ -117,7 +117,7 @@ def _drop(lengths: LengthIndex, is_over: np.ndarray, max_length: int) -> CorpusV
     base_ids = np.flatnonzero(~is_over)
     if not len(base_ids):
         raise InputError(
-            f"all {len(lengths):,} sequences are over data.max_length {max_length:,} (the shortest has "
+            f"all {len(lengths):,} sequences are over {Setting.MAX_LENGTH} {max_length:,} (the shortest has "
             f"{int(lengths.lengths.min()):,} tokens), so none is left; raise it, or truncate or split instead of drop"
         )
     dropped = lengths.lengths[is_over]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.data.rng import epoch_order
 
 MAX_IN_EPOCH = 1 << 30
@@ -95,14 +95,17 @@ def solve_repeats(
     """
     for name, repeat, share in zip(names, repeats, shares):
         if repeat is not None and share is not None:
-            raise InputError(f"part {name} of data.mixture has repeat {repeat:g} and share {share:g}; leave one out")
+            raise InputError(
+                f"part {name} of {Setting.MIXTURE} has repeat {repeat:g} and share {share:g}; leave one out"
+            )
     without = [name for name, share in zip(names, shares) if share is None]
     if len(without) == len(names):
         return tuple(Fraction(1) if repeat is None else _exactly(repeat) for repeat in repeats)
     if without:
         named = next(name for name in names if name not in without)
         raise InputError(
-            f"part {named} of data.mixture has a share and part {without[0]} has none; give every part a share, or none"
+            f"part {named} of {Setting.MIXTURE} has a share and part {without[0]} has none; give every part a "
+            "share, or none"
         )
     weights = [_exactly(share) / tokens for share, tokens in zip(shares, num_tokens) if share is not None]
     return tuple(weight / min(weights) for weight in weights)

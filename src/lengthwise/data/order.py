@@ -6,7 +6,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 
 from lengthwise.config.limits import WINDOW
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.wording import nearest
 from lengthwise.data.curriculum import NATURAL, ROOT, Curriculum, Difficulty, Pacing
 from lengthwise.data.rng import epoch_order as epoch_order
@@ -118,7 +118,7 @@ class Windowed:
 
     def __post_init__(self) -> None:
         if self.window < 1:
-            raise InputError(f"data.window {self.window}: at least 1 sequence is needed")
+            raise InputError(f"{Setting.WINDOW} {self.window}: at least 1 sequence is needed")
 
     def arrange(self, ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
         """A window ends where the next begins: among the largest values, or among the smallest."""
@@ -191,7 +191,9 @@ def make_order(settings: OrderSettings | str, difficulty: Difficulty | None = No
     if not settings.needs_metric:
         return Shuffled() if name == SHUFFLED else InCorpusOrder()
     if difficulty is None:
-        raise InputError(f"data.order={name} follows a metric, and none is given; one number per sequence is needed")
+        raise InputError(
+            f"{Setting.ORDER}={name} follows a metric, and none is given; one number per sequence is needed"
+        )
     values, digest = difficulty.values, difficulty.digest
     if name == SORTED:
         return Sorted(values=values, digest=digest)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.order import EverySequence, Order, OrderOfBatches, Selection, Shuffled
@@ -42,7 +42,9 @@ class Sampler:
             raise InputError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
         self._budget = budget or _one_of(tokens_per_step, sequences_per_step)
         if budget is not None and (tokens_per_step or sequences_per_step):
-            raise InputError("a budget is given, and data.tokens_per_step or data.sequences_per_step too; give one")
+            raise InputError(
+                f"a budget is given, and {Setting.TOKENS_PER_STEP} or {Setting.SEQUENCES_PER_STEP} too; give one"
+            )
         self._lengths, self._objective, self._seed = lengths, objective, seed
         self._order_of, self._selection = order or Shuffled(), selection or EverySequence(len(lengths))
         self._identity: dict[str, Any] = {
@@ -192,7 +194,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _one_of(tokens_per_step: int | None, sequences_per_step: int | None) -> Budget:
     """The budget of tokens or of sequences; ``InputError`` unless one of the two is given, and possible."""
-    budgets = {"data.tokens_per_step": tokens_per_step, "data.sequences_per_step": sequences_per_step}
+    budgets = {f"{Setting.TOKENS_PER_STEP}": tokens_per_step, f"{Setting.SEQUENCES_PER_STEP}": sequences_per_step}
     set_budgets = {name: budget for name, budget in budgets.items() if budget is not None}
     if len(set_budgets) != 1:
         raise InputError(f"set exactly one of {' and '.join(budgets)}; {len(set_budgets)} of them are set")

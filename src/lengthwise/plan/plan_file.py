@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import CheckError, InputError, LengthwiseError
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, brief, check_regular, parse_json, read_bytes
 from lengthwise.core.step_plan import StepPlan
@@ -78,7 +78,7 @@ class PlanFile:
         missing = next((step for step in steps if step not in self), None)
         if missing is not None:
             cut = " and a last line that is cut off" if self._ends_early else ""
-            fewer = f", or set train.steps={missing}" if missing > steps.start else ""
+            fewer = f", or set {Setting.STEPS}={missing}" if missing > steps.start else ""
             raise InputError(
                 f"{self.path} has no plan for step {missing}: it has {len(self):,} plans{cut}, the run needs those of "
                 f"steps {steps.start} to {steps.stop - 1}. Plan them all with: {_MAKE} --steps {steps.stop}{fewer}"

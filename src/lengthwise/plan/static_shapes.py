@@ -11,7 +11,7 @@ from math import lcm
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.data.size_buckets import MULTIPLE, SizeBuckets, packed_lattice
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.problem import PlanningProblem
@@ -32,9 +32,9 @@ def with_shapes(planner: Planner, max_shapes: int) -> Planner:
     needed = -(-problem.max_length // multiple) * multiple
     if needed > (top := max(tops.values())):
         raise InfeasibleError(
-            f"plan.shapes={max_shapes}: sizes are multiples of {multiple:,} tokens; the longest sequence, "
+            f"{Setting.SHAPES}={max_shapes}: sizes are multiples of {multiple:,} tokens; the longest sequence, "
             f"{problem.max_length:,} tokens, takes {needed:,}, and a micro-batch holds {top:,} at most. Raise "
-            "plan.max_tokens, lower data.max_length, or leave plan.shapes out"
+            f"{Setting.MAX_TOKENS}, lower {Setting.MAX_LENGTH}, or leave {Setting.SHAPES} out"
         )
     packs = _typical_packs(planner, tops)
     lattice = packed_lattice(packs, most=max_shapes, multiple_of=multiple, largest=problem.max_length)

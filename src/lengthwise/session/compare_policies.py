@@ -70,9 +70,9 @@ class PolicyComparison:
                 search_space=self.search_space,
                 samples=sample_lengths(self.lengths, tokens_per_step=tokens_per_step, seed=self.seed),
             )
-            check_longest(problem, self.lengths, self.spelling)
+            check_longest(problem, self.lengths)
         except InfeasibleError as error:
-            problem, refused = None, str(error)
+            problem, refused = None, error.spelt(self.spelling)
         return ComparedCluster(cluster=cluster, tokens_per_step=tokens_per_step, problem=problem, refused=refused)
 
     @contextmanager
@@ -109,7 +109,7 @@ class PolicyComparison:
             batches = [PricedBatch(entry.problem, batch) for batch in drawn]
             for name in self.policies:
                 planners[name] = Planner(policy=name, problem=entry.problem)
-                results.append(play(planners[name], batches, on_step=on_step))
+                results.append(play(planners[name], batches, spelling=self.spelling, on_step=on_step))
         num_tokens, device = sum(batch.num_tokens for batch in drawn), entry.cluster.device
         flops = fsum(float(self.model.train_flops(np.asarray(batch.lengths)).sum()) for batch in drawn)
         price = self.budget.price_per_hour
@@ -149,7 +149,7 @@ class ComparedCluster:
         return f"{self.cluster.name} at {' and '.join(changes)}" if changes else self.cluster.name
 
 
-def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -> PolicyResult:
+def play(planner: Planner, batches: Sequence[PricedBatch], *, spelling: Spelling, on_step: OnStep) -> PolicyResult:
     """One policy on all batches, or why it cannot run."""
     name = planner.policy
     played: list[_Played] = []
@@ -169,7 +169,7 @@ def play(planner: Planner, batches: Sequence[PricedBatch], *, on_step: OnStep) -
             on_step(name, 1)
     except InfeasibleError as error:
         on_step(name, len(batches) - len(played))
-        return PolicyResult(policy=name, refused=str(error))
+        return PolicyResult(policy=name, refused=error.spelt(spelling))
     result = _result(name, [priced.batch for priced in batches], played)
     return replace(result, preparing_s=preparing_s, planning_s=min(times_s[:TIMED]))
 

@@ -78,7 +78,7 @@ def plan(
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: the model's state or the longest sequence fits on the cluster under no parallel configuration.
     """
-    from lengthwise.core.errors import InfeasibleError
+    from lengthwise.core.errors import InfeasibleError, errors_spelt
     from lengthwise.plan.planner import Planner
     from lengthwise.plan.policies import check_policies
     from lengthwise.session.planning_args import PYTHON, find_cluster
@@ -90,7 +90,8 @@ def plan(
     if entry.problem is None:
         raise InfeasibleError(entry.refused)
     planner = Planner(policy=policy, problem=entry.problem)
-    return [planner(batch) for batch in comparison.batches(entry)]
+    with errors_spelt(PYTHON):
+        return [planner(batch) for batch in comparison.batches(entry)]
 
 
 def comparison_of(
@@ -107,6 +108,7 @@ def comparison_of(
     Raises:
         InputError: a name is not known, or a value is out of its range.
     """
+    from lengthwise.core.errors import errors_spelt
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
     from lengthwise.plan.policies import POLICIES, check_policies
@@ -126,11 +128,12 @@ def comparison_of(
         recompute=RecomputeMode(options.get("recompute", "auto")),
         head_layers=spec.head_layers,
     )
-    view = apply_max_length(
-        find_lengths(lengths, seed=seed, spelling=spelling),
-        max_length=options.get("max_length"),
-        rule=options.get("over_length", "split"),
-    )
+    with errors_spelt(spelling):
+        view = apply_max_length(
+            find_lengths(lengths, seed=seed, spelling=spelling),
+            max_length=options.get("max_length"),
+            rule=options.get("over_length", "split"),
+        )
     comparison = PolicyComparison(
         model=spec,
         dtype=options.get("dtype", "bfloat16"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lengthwise.core.device_file import resolve_device
-from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.read_file import brief
@@ -38,27 +38,31 @@ class Spelling:
     """How errors name settings to whoever gave them: as options of a command, or as arguments of a function."""
 
     is_option: bool
-    remedies: str
-    """What helps sequences that are too long; ``{limit}`` stands for the longest that fits."""
 
-    def __call__(self, setting: str) -> str:
-        """The setting ``max_length`` as it is given."""
+    def __call__(self, setting: str | Setting) -> str:
+        """The setting ``max_length`` as it is given; those that only configurations have say so."""
+        if isinstance(setting, Setting):
+            if setting not in _ARGUMENTS:
+                return f"{setting.value} (of configurations alone)"
+            setting = _ARGUMENTS[setting]
         return f"--{setting.replace('_', '-')}" if self.is_option else setting
 
 
-COMMAND_LINE = Spelling(
-    is_option=True,
-    remedies="Give --max-length {limit} or less, more or larger devices, or allow more schemes with --max-degree, "
-    "--max-stages, --methods and --recompute auto.",
-)
-PYTHON = Spelling(
-    is_option=False,
-    remedies="Give max_length={limit} or less, a cluster with more or larger devices, or allow more schemes with "
-    "max_degree, max_stages, methods and recompute='auto'.",
-)
+COMMAND_LINE, PYTHON = Spelling(is_option=True), Spelling(is_option=False)
+_ARGUMENTS = {
+    Setting.MAX_LENGTH: "max_length",
+    Setting.OVER_LENGTH: "over_length",
+    Setting.TOKENS_PER_STEP: "tokens_per_step",
+    Setting.POLICY: "policies",
+    Setting.MAX_DEGREE: "max_degree",
+    Setting.MAX_STAGES: "max_stages",
+    Setting.METHOD: "methods",
+    Setting.RECOMPUTE: "recompute",
+}
+"""The settings that `lengthwise.compare` and the command of that name have too."""
 
 
-def check_longest(problem: PlanningProblem, lengths: LengthIndex, spelling: Spelling) -> None:
+def check_longest(problem: PlanningProblem, lengths: LengthIndex) -> None:
     """Raise ``InfeasibleError`` if the longest sequence fits under no scheme."""
     kind = problem.leanest
     if lengths.max_length <= kind.max_tokens:
@@ -66,7 +70,8 @@ def check_longest(problem: PlanningProblem, lengths: LengthIndex, spelling: Spel
     where = int(np.argmax(lengths.lengths))
     raise InfeasibleError(
         f"sequence {where} ({lengths.max_length:,} tokens) {problem.needs(kind, lengths.max_length)} "
-        + spelling.remedies.format(limit=kind.max_tokens)
+        f"Give {Setting.MAX_LENGTH}={kind.max_tokens} or less, more or larger devices, or allow more schemes with "
+        f"{Setting.MAX_DEGREE}, {Setting.MAX_STAGES}, {Setting.METHOD} and {Setting.RECOMPUTE}=auto."
     )
 
 

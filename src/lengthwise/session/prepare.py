@@ -12,9 +12,9 @@ from torch import nn
 
 from lengthwise.config.prepare_keywords import PrepareKeywords, with_keywords
 from lengthwise.config.prepare_options import PrepareOptions, read_options
-from lengthwise.config.setting_names import named_as_options
+from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import CheckError, InputError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.step_plan import StepPlan
@@ -73,7 +73,7 @@ def prepare(model: nn.Module, corpus: Any, **options: Unpack[PrepareKeywords]) -
         CheckError: packs change what the model learns.
     """
     chosen = read_options(dict(options))
-    with named_as_options(), preserve_state(model):
+    with errors_spelt(as_option), preserve_state(model):
         return _prepare(model, corpus, chosen)
 
 

@@ -284,7 +284,7 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         (["--gpus", "12"], 2, "do not fill nodes of 8"),
         (["--html", "nowhere/page.html"], 2, "there is no folder nowhere"),
         (["--max-degree", "0"], 2, "greater than or equal to 1"),
-        (["--max-length", "100", "--over-length", "error"], 2, "over data.max_length 100"),
+        (["--max-length", "100", "--over-length", "error"], 2, "over --max-length 100"),
         (["--hbm", "0.01"], 3, "no scheme fits"),
         (["--lengths", "grch38", "--hbm", "2", "--max-degree", "1"], 3, "Give --max-length"),
     ],

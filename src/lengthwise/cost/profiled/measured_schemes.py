@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lengthwise.core.cost import ProfileTable
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.separable import SeparableCost
@@ -52,7 +52,7 @@ class ProfiledCost(SeparableCost):
             table = next(iter(self.tables.values()))
             return (
                 f"the profile was taken with recompute={str(table.recompute).lower()}; "
-                "profile again with the run's plan.recompute"
+                f"profile again with the run's {Setting.RECOMPUTE}"
             )
         profiled = ", ".join(profiled.name for profiled in self.tables)
         return f"no profile of scheme {scheme.name}; there are: {profiled}. Profile it, or plan with analytic costs."

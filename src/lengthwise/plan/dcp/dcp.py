@@ -16,7 +16,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import WeightPlacement
 from lengthwise.core.wording import bytes_in_words
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
@@ -79,7 +79,7 @@ def usable_candidates(problem: PlanningProblem) -> list[Candidate]:
         f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
         f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach "
         f"{max((candidate.max_tokens for candidate in single), default=0):,} tokens at degrees "
-        f"{sorted({c.scheme.degree for c in single})}. Allow more degrees or recompute, or lower data.max_length."
+        f"{sorted({c.scheme.degree for c in single})}. Allow more degrees or recompute, or lower {Setting.MAX_LENGTH}."
     )
 
 
@@ -155,8 +155,9 @@ class DcpPolicy:
         longest = int(priced.lengths.argmax())
         if (length := int(priced.lengths[longest])) > max(ladder.max_tokens for ladder in self.ladders):
             raise InfeasibleError(
-                f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than data.max_length "
-                f"({self.problem.max_length:,}) and than any of dcp's groups holds; set data.max_length to the longest."
+                f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than {Setting.MAX_LENGTH} "
+                f"({self.problem.max_length:,}) and than any of dcp's groups holds; set {Setting.MAX_LENGTH} to the "
+                "longest."
             )
         options = _Step(self, priced).options()
         if len(options) == 1:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.plan.dcp.accumulation import AccumulationRange, accumulate
 from lengthwise.plan.dcp.dcp import usable_candidates
 from lengthwise.plan.dcp.length_buckets import make_buckets
@@ -156,8 +156,8 @@ class _Held:
         for place, bucket in enumerate(self.buckets.of(np.array(batch.lengths)).tolist()):
             if batch.lengths[place] > self.buckets.edges[-1]:
                 raise InputError(
-                    f"sequence {batch.ids[place]} has {batch.lengths[place]:,} tokens, more than data.max_length "
-                    f"({self.problem.max_length:,}) promises; set data.max_length to the longest"
+                    f"sequence {batch.ids[place]} has {batch.lengths[place]:,} tokens, more than {Setting.MAX_LENGTH} "
+                    f"({self.problem.max_length:,}) promises; set {Setting.MAX_LENGTH} to the longest"
                 )
             waits = _Sequence(
                 arrival=self._arrivals, batch=self.num_batches, id=batch.ids[place], length=batch.lengths[place]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PricedBatch
 
@@ -66,7 +66,7 @@ class RecomputeLadder:
         if tokens.size and tokens.max() > self.max_tokens:
             raise InfeasibleError(
                 f"a micro-batch of {int(tokens.max()):,} tokens fits under none of {len(self.candidates)} schemes; the "
-                f"leanest, {self.candidates[-1].scheme.name}, holds {self.max_tokens:,}. Lower data.max_length."
+                f"leanest, {self.candidates[-1].scheme.name}, holds {self.max_tokens:,}. Lower {Setting.MAX_LENGTH}."
             )
         if self.is_chain:
             return np.searchsorted(self.limits, tokens)

@@ -17,7 +17,7 @@ from itertools import permutations
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.space.candidate import Candidate, Family
@@ -167,7 +167,7 @@ class LayerAssigner:
         if num_tokens > leanest.max_tokens:
             raise InfeasibleError(
                 f"a pack of {num_tokens:,} tokens fits under no mix of methods; the leanest, {leanest.scheme.name}, "
-                f"holds {leanest.max_tokens:,}. Raise plan.max_degree or set data.max_length."
+                f"holds {leanest.max_tokens:,}. Raise {Setting.MAX_DEGREE} or set {Setting.MAX_LENGTH}."
             )
         pack_lengths = np.array([num_tokens] if lengths is None else lengths)
         times_s = np.array([self._time_s(candidate, pack_lengths) / self.num_layers for candidate in self.options])

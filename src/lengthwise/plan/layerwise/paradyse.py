@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import WeightPlacement
 from lengthwise.core.wording import bytes_in_words
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
@@ -45,7 +45,7 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
         f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
         f"in {bytes_in_words(problem.memory_bytes)}; the pool reaches "
         f"{max((candidate.max_tokens for candidate in single), default=0):,} tokens at degrees "
-        f"{sorted({c.scheme.degree for c in single})}. Allow recompute or more degrees, or lower data.max_length."
+        f"{sorted({c.scheme.degree for c in single})}. Allow recompute or more degrees, or lower {Setting.MAX_LENGTH}."
     )
 
 
@@ -114,9 +114,9 @@ class ParaDysePolicy:
         longest = int(priced.lengths.argmax())
         if (length := int(priced.lengths[longest])) > self.ladder.max_tokens:
             raise InfeasibleError(
-                f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than data.max_length "
+                f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than {Setting.MAX_LENGTH} "
                 f"({self.problem.max_length:,}) and than the {self.ladder.max_tokens:,} tokens that paradyse's group "
-                "holds; set data.max_length to the longest."
+                f"holds; set {Setting.MAX_LENGTH} to the longest."
             )
         return (tuple(self._pipeline(priced, ranks, packs) for ranks, packs in zip(self._ranks, self._packs(priced))),)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig
 from lengthwise.core.step_plan import PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import needed_and_available
@@ -74,7 +74,7 @@ class RandomMethods:
             needed, available = needed_and_available(peak, problem.memory_bytes)
             raise InfeasibleError(
                 f"a micro-batch of {tokens:,} tokens needs {needed} per device under random methods; a device has "
-                f"{available}; set plan.max_tokens lower, or name one method"
+                f"{available}; set {Setting.MAX_TOKENS} lower, or name one method"
             )
         time_s = float(problem.cost.time_s(micro_batch.pack.computed_lengths, ran_as))
         comm_s = float(problem.cost.comm_times_s(np.asarray(micro_batch.pack.computed_lengths), ran_as).sum())
@@ -108,6 +108,6 @@ def random_strategies(planner: Planner, *, seed: int) -> RandomStrategies:
     if not members:
         raise InfeasibleError(
             f"no strategy to draw: no degree and number of stages tile {problem.num_devices} devices and hold the "
-            f"longest sequence ({problem.max_length:,} tokens); raise plan.max_degree or set data.max_length"
+            f"longest sequence ({problem.max_length:,} tokens); raise {Setting.MAX_DEGREE} or set {Setting.MAX_LENGTH}"
         )
     return RandomStrategies(members=tuple(members), seed=seed)

@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 
 from lengthwise.core.batch import Pack
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.plan.solve.shop import Objective
@@ -234,8 +234,8 @@ def _check_fits(problem: PlanningProblem, candidate: Candidate, packs: list[Pack
     for pack in packs:
         if pack.num_tokens > candidate.max_tokens:
             padded = f" padded to {pack.padded_to:,} tokens ({pack.num_tokens:,} in all)" if pack.padded_to else ""
-            way_out = "Lower plan.batch_size or data.max_length." if pack.padded_to else "Lower data.max_length."
+            smaller = f"{Setting.BATCH_SIZE} or " if problem.batch_size else ""
             raise InfeasibleError(
                 f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
-                f"{problem.needs(candidate, pack.num_tokens)} {way_out}"
+                f"{problem.needs(candidate, pack.num_tokens)} Lower {smaller}{Setting.MAX_LENGTH}."
             )

@@ -8,7 +8,7 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.wording import bytes_in_words, needed_and_available
 from lengthwise.data.size_buckets import SizeBuckets
 from lengthwise.plan.solve.shop import Certificate, Objective
@@ -78,23 +78,24 @@ class PlanningProblem:
         candidate = self.leanest
         raise InfeasibleError(
             f"sequence {sequence} ({length:,} tokens) {self.needs(candidate, length)} "
-            f"Set data.max_length={candidate.max_tokens} or less with data.over_length=split{self._leaner()}."
+            f"Set {Setting.MAX_LENGTH}={candidate.max_tokens} or less with {Setting.OVER_LENGTH}=split{self._leaner()}."
         )
 
     def needs(self, candidate: Candidate, num_tokens: int) -> str:
         """Why a micro-batch of ``num_tokens`` cannot run as ``candidate``."""
         if self.lattice is not None and num_tokens > self.lattice.sizes[-1]:
-            return f"exceeds the largest size that plan.shapes gives micro-batches ({self.lattice.sizes[-1]:,} tokens)."
+            largest = self.lattice.sizes[-1]
+            return f"exceeds the largest size that {Setting.SHAPES} gives micro-batches ({largest:,} tokens)."
         if candidate.token_limit and candidate.max_tokens == candidate.token_limit:
-            return f"exceeds plan.max_tokens ({candidate.token_limit:,} tokens per micro-batch)."
+            return f"exceeds {Setting.MAX_TOKENS} ({candidate.token_limit:,} tokens per micro-batch)."
         needed, available = needed_and_available(int(candidate.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
         return f"needs {needed} per device under the leanest scheme, {candidate.scheme.name}; a device has {available}."
 
     def _leaner(self) -> str:
         scheme = self.leanest.scheme
-        ways = [] if all(scheme.recompute) else ["plan.recompute=all"]
+        ways = [] if all(scheme.recompute) else [f"{Setting.RECOMPUTE}=all"]
         if scheme.degree < self.num_devices:
-            ways.append(f"a higher plan.max_degree (the pool reaches {scheme.degree})")
+            ways.append(f"a higher {Setting.MAX_DEGREE} (the pool reaches {scheme.degree})")
         return "".join(f", or {way}" for way in ways)
 
 

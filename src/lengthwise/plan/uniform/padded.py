@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import pipeline_time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -74,7 +74,7 @@ def _holding(problem: PlanningProblem, candidates: list[Candidate], size: int) -
         leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
         raise InfeasibleError(
             f"policy padded: a micro-batch of {size} sequences padded to {problem.max_length:,} tokens ({needed:,} in "
-            f"all) {problem.needs(leanest, needed)} Lower plan.batch_size or data.max_length."
+            f"all) {problem.needs(leanest, needed)} Lower {Setting.BATCH_SIZE} or {Setting.MAX_LENGTH}."
         )
     return holding
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import homogeneous
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
@@ -106,14 +106,15 @@ def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidat
         sizes = ", ".join(map(str, sorted({candidate.num_devices for candidate in problem.candidates})))
         raise InfeasibleError(
             f"policy {policy} tiles the cluster with equal pipelines; those of the pool occupy {sizes} devices, which "
-            f"do not divide {problem.num_devices}. Raise plan.max_degree or plan.max_stages, or set plan.policy=auto."
+            f"do not divide {problem.num_devices}. Raise {Setting.MAX_DEGREE} or {Setting.MAX_STAGES}, or set "
+            f"{Setting.POLICY}=auto."
         )
     leanest = max(tiling, key=lambda candidate: candidate.max_tokens)
-    mixed = ", or plan.policy=auto" if problem.leanest.max_tokens >= problem.max_length else ""
+    mixed = f", or {Setting.POLICY}=auto" if problem.leanest.max_tokens >= problem.max_length else ""
     raise InfeasibleError(
         f"policy {policy} tiles the cluster with equal pipelines: a sequence of {problem.max_length:,} tokens "
-        f"{problem.needs(leanest, problem.max_length)} Set data.max_length={leanest.max_tokens} or less with "
-        f"data.over_length=split{mixed}."
+        f"{problem.needs(leanest, problem.max_length)} Set {Setting.MAX_LENGTH}={leanest.max_tokens} or less with "
+        f"{Setting.OVER_LENGTH}=split{mixed}."
     )
 
 

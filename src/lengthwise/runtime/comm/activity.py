@@ -111,7 +111,7 @@ def told_to_peers() -> Iterator[None]:
         if is_lost(error):
             raise explained("a collective of torch", error) from error
         if ACTIVITY.peers is not None:
-            ACTIVITY.peers.say_failed(str(error) if isinstance(error, LengthwiseError) else repr(error))
+            ACTIVITY.peers.say_failed(error.marked if isinstance(error, LengthwiseError) else repr(error))
         raise
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.core.device_spec import DEVICES, GPU_SHARE, DeviceSpec
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.wording import nearest
 from lengthwise.runtime.comm.collectives import all_reduce
 from lengthwise.runtime.comm.world import DistContext
@@ -36,7 +36,7 @@ def find_device(world: DistContext) -> DeviceSpec:
         (spec for spec in DEVICES.values() if spec.name.split("-")[0] in words), key=lambda spec: -len(spec.name)
     )
     if not known_specs:
-        raise InputError(f"no speeds known for GPU {gpu_name!r}; set cluster.name ({nearest(gpu_name, DEVICES)})")
+        raise InputError(f"no speeds known for GPU {gpu_name!r}; set {Setting.CLUSTER} ({nearest(gpu_name, DEVICES)})")
     return replace(known_specs[0], memory_bytes=memory_of_gpu(world) or 0)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lengthwise.core.errors import CommunicationError
+from lengthwise.core.errors import CommunicationError, Setting
 from lengthwise.runtime.comm.activity import ACTIVITY, first_line, is_timeout
 from lengthwise.runtime.comm.differences import ranks_text
 
@@ -74,7 +74,7 @@ class Liveness:
             return CommunicationError(f"{ACTIVITY.place}: {operation} lost a rank: {why}")
         return CommunicationError(
             f"{ACTIVITY.place}: {operation} was not over within {self._timeout_s:g} s: {why}. If ranks are only slow, "
-            "raise train.timeout_s (timeout_s= of prepare)"
+            f"raise {Setting.TIMEOUT_S}"
         )
 
     def _ask(self, operation: str) -> dict[int, dict[str, Any]]:

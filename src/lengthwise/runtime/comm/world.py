@@ -12,7 +12,7 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 
-from lengthwise.core.errors import CommunicationError, InputError
+from lengthwise.core.errors import CommunicationError, InputError, Setting
 from lengthwise.core.version import __version__
 from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
@@ -135,7 +135,7 @@ def rendezvous(store: dist.Store, started: dict[str, object], *, rank: int, size
     if missing := [other for other in range(size) if other not in come]:
         raise CommunicationError(
             f"{ranks_text(missing)} of {size} did not start within {timeout_s:g} s; look at what they say, or raise "
-            "train.timeout_s (timeout_s= of prepare) if they are only slow to start"
+            f"{Setting.TIMEOUT_S} if they are only slow to start"
         )
 
 
@@ -202,5 +202,7 @@ def _device_kind(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("train.device=cuda, but this torch finds no CUDA device; set train.device=cpu or auto")
+        raise InputError(
+            f"{Setting.DEVICE}=cuda, but this torch finds no CUDA device; set {Setting.DEVICE}=cpu or auto"
+        )
     return device

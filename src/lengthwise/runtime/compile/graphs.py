@@ -5,7 +5,7 @@ import shutil
 import torch
 import torch._dynamo
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 
 INDUCTOR = "inductor"
 MOST_LIVE = 32
@@ -27,7 +27,7 @@ def check_compiler(device: torch.device, backend: str) -> None:
     if not any(map(shutil.which, wanted)):
         raise InputError(
             f"compiling for a CPU needs a C++ compiler, and there is no {' and no '.join(wanted)} here; install g++ "
-            "(Debian, Ubuntu: apt-get install g++), name one in CXX, or train without: train.compile=false"
+            f"(Debian, Ubuntu: apt-get install g++), name one in CXX, or train without: {Setting.COMPILE}=false"
         )
 
 

@@ -143,7 +143,7 @@ def all_succeed(world: DistContext, work: Callable[[], Result]) -> Result:
         result = work()
     except LengthwiseError as error:
         own_error = error
-    errors = gather_json(world, str(own_error) if own_error is not None else None)
+    errors = gather_json(world, own_error.marked if own_error is not None else None)
     if own_error is not None:
         raise own_error
     failed = [rank for rank, error in enumerate(errors) if error is not None]

@@ -10,8 +10,9 @@ from typing import Any
 from torch import nn
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import GlobalBatch, Pack
-from lengthwise.core.errors import CheckError, InfeasibleError, InputError
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
@@ -186,6 +187,7 @@ class Run:
             raise CheckError(f"step {step.number} got no step.update()")
         _log.warning("%s; it comes again", self._last_failure)
 
+    @errors_spelt(as_option)
     def _begin(self) -> Step:
         """Plan and return the next step, or again the one that was aborted."""
         if self._batch is None:
@@ -258,6 +260,7 @@ class Run:
             self.state.local_weights().adopt()
             self._log_on_first_rank("%s: weights were changed by hand since the last update; the change is kept", where)
 
+    @errors_spelt(as_option)
     def abort_step(self, step: Step, reports: RankReports) -> None:
         """Discard a step in which a rank ran out of memory, and report why to ``on_oom``. Every rank calls this.
 
@@ -299,6 +302,7 @@ class Run:
         if self.on_finish is not None:
             self.on_finish(step)
 
+    @errors_spelt(as_option)
     def save(self, folder: Path | str, *, keep: int = 3) -> Path:
         """Save a checkpoint of weights, optimizer, stream and step, and return its path; every rank calls this.
 
@@ -333,6 +337,7 @@ class Run:
             raise CheckError(f"{call} in the midst of step {step.number}; call it after step.update()")
         self._leave_unfinished()
 
+    @errors_spelt(as_option)
     def resume(self, path: Path | str) -> int:
         """Resume from a checkpoint, with any number of ranks; a folder of checkpoints stands for its newest.
 

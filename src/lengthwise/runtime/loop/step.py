@@ -212,7 +212,7 @@ class Step:
         try:
             factor = self._weighing.factor(reports.column(12), num_targets)
         except InputError as error:
-            raise self._fail(f"step {self.number}: {error}", InputError) from None
+            raise self._fail(f"step {self.number}: {error.marked}", InputError) from None
         norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0] * factor
         mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
         if not torch.isfinite(torch.tensor([norm, mean])).all():

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.specs import ModelSpec
 
 
@@ -57,7 +57,7 @@ def check_positions(cu_seqlens: tuple[int, ...], spec: ModelSpec) -> None:
     if longest > spec.max_positions:
         raise InputError(
             f"a sequence has {longest:,} tokens, model {spec.name} has learned positions for {spec.max_positions:,}; "
-            f"set data.max_length={spec.max_positions}"
+            f"set {Setting.MAX_LENGTH}={spec.max_positions}"
         )
 
 

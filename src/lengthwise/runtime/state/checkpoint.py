@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.version import __version__
 from lengthwise.runtime.state.checkpoint_files import (
@@ -170,13 +170,14 @@ def _check_optimizer(checkpoint: Path, document: dict[str, Any], state: ShardedS
     saved, settings = document["optimizer"], state.settings
     if saved["name"] != settings.name:
         raise InputError(
-            f"{checkpoint / STATE_FILE} holds the state of {saved['name']}, this run has optim.name={settings.name}; "
-            f"set optim.name={saved['name']}, or export the weights and start from them (model.hf)"
+            f"{checkpoint / STATE_FILE} holds the state of {saved['name']}, this run has "
+            f"{Setting.OPTIMIZER}={settings.name}; set {Setting.OPTIMIZER}={saved['name']}, or "
+            f"export the weights and start from them ({Setting.HF})"
         )
     if saved["tensors"] != list(settings.state_names):
         raise InputError(
             f"{checkpoint / STATE_FILE} holds {saved['tensors'] or 'no tensors'} of {settings.name}, which keeps "
-            f"{list(settings.state_names) or 'none'} in this run; set optim.momentum as it was when it was saved"
+            f"{list(settings.state_names) or 'none'} in this run; set {Setting.MOMENTUM} as it was when it was saved"
         )
 
 

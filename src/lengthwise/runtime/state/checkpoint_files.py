@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lengthwise.core.atomic_write import reason, shown
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lock import FolderLock
 
 CHECKPOINT_SCHEMA_VERSION = 2
@@ -241,7 +241,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if version != CHECKPOINT_SCHEMA_VERSION and (is_intact or digest is None):
         raise InputError(
             f"{path} has checkpoint schema {version}, this version of lengthwise reads {CHECKPOINT_SCHEMA_VERSION}; go "
-            "on with the version that wrote it, or export the weights with that one and start from them (model.hf)"
+            f"on with the version that wrote it, or export the weights with that one and start from them ({Setting.HF})"
         )
     if not is_intact:
         raise damaged(path, "has changed since it was written")

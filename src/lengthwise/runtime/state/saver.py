@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from lengthwise.core.atomic_write import full_disk_behind, reason, shown
-from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.errors import LengthwiseError, Setting
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.version import __version__
 from lengthwise.runtime.comm.activity import Activity, CollectiveWait
@@ -187,7 +187,7 @@ def _check_finite(shares: dict[str, ShardContent], group: HostGroup, *, step: in
         if name is not None:
             raise LengthwiseError(
                 f"the weights after step {step} are not finite ({name} on rank {rank}), so no checkpoint was made of "
-                f"them; {safe}. Lower optim.lr or set optim.clip_norm before going on"
+                f"them; {safe}. Lower {Setting.LR} or set {Setting.CLIP_NORM} before going on"
             )
 
 

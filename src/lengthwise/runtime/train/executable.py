@@ -1,6 +1,6 @@
 """Which plans a run can execute; the others are refused before anything runs."""
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -33,7 +33,7 @@ def check_compiled(plan: StepPlan) -> None:
     for number, pipeline in enumerate(plan.pipelines):
         if pipeline.scheme.weights is WeightPlacement.SHARDED and pipeline.scheme.degree > 1:
             raise InputError(
-                f"train.compile=true: plan for step {plan.step}: pipelines[{number}] shares layers by "
+                f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] shares layers by "
                 f"{pipeline.scheme.methods[0]}, which gathers weights while it computes; such layers are not compiled. "
-                "Plan ulysses, ring or dense, or set train.compile=false"
+                f"Plan ulysses, ring or dense, or set {Setting.COMPILE}=false"
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import Pack
-from lengthwise.core.errors import CheckError, LengthwiseError
+from lengthwise.core.errors import CheckError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
@@ -105,8 +105,8 @@ def run_step(
     if not (torch.isfinite(torch.tensor([norm, total])).all()):
         raise DivergedError(
             f"step {plan.step}: loss {total} and gradient norm {norm} are not both finite; weights are unchanged since "
-            f"the step before. Lower optim.lr (now {lr:.2e}), set optim.clip_norm, or look at the step's sequences in "
-            "plans.jsonl"
+            f"the step before. Lower {Setting.LR} (now {lr:.2e}), set {Setting.CLIP_NORM}, or look at the step's "
+            "sequences in plans.jsonl"
         )
     with clock.span(SpanKind.UPDATE, "optimizer"):
         state.step(lr=lr, clip=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)

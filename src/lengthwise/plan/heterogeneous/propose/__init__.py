@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.plan.heterogeneous.propose.choose import StrategyComparison
 from lengthwise.plan.heterogeneous.propose.estimate import Estimator
 from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_candidates
@@ -119,7 +119,7 @@ def _search(problem: PlanningProblem, search: Search, starts: Starts, *, holding
         sizes = ", ".join(map(str, sorted(set(search.tiler.sizes))))
         raise InfeasibleError(
             f"no mix of pipelines of {sizes} devices tiles {problem.num_devices} devices and holds a sequence of "
-            f"{holding:,} tokens. Allow more degrees (plan.max_degree) or stages, or lower data.max_length."
+            f"{holding:,} tokens. Allow more degrees ({Setting.MAX_DEGREE}) or stages, or lower {Setting.MAX_LENGTH}."
         )
     best_counts = [search.climb(ranked[0], holding=holding) if effort else ranked[0]]
     limits_s = search.times_s[best_counts[0]]
