@@ -63,7 +63,6 @@ def step_of(world, number, taken):
 def refine(taken, *, with_measuring=False):
     """``EVERY`` steps in which ranks took so many seconds and bytes; factors, events, and what was measured again."""
     world = start_world("cpu")
-    run = SimpleNamespace(world=world, planner=None, on_finish=None, on_oom=None)
     again = []
 
     def measure_again(base, degree):
@@ -71,16 +70,16 @@ def refine(taken, *, with_measuring=False):
         return base
 
     refiner = OnlineCalibration(
-        run, cost_of(world), plan_with(world), measure_again=measure_again if with_measuring else None
+        world, cost_of(world), plan_with(world), measure_again=measure_again if with_measuring else None
     )
-    first = run.planner
+    first = refiner.planner
     for number in range(EVERY):
-        assert run.planner is first
-        run.on_finish(step_of(world, number, taken))
-    cost = run.planner.cost
+        assert refiner.planner is first
+        refiner.on_finish(step_of(world, number, taken))
+    cost = refiner.planner.cost
     assert cost is refiner.cost
     words = [event["event"] for event in refiner.events]
-    return cost.time_factors, cost.bytes_factors, words, again, run.planner is not first
+    return cost.time_factors, cost.bytes_factors, words, again, refiner.planner is not first
 
 
 def test_seconds_are_set_right_by_what_all_ranks_took_together(ranks):

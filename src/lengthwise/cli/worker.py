@@ -64,10 +64,10 @@ from lengthwise.session.sampling_report import sampling_report, unused_settings,
 from lengthwise.session.validation import validation_corpus, validation_plans
 
 if TYPE_CHECKING:
+    from lengthwise.core.batch import BatchStream
     from lengthwise.runtime.comm.world import DistContext
     from lengthwise.runtime.models.base import Transformer
     from lengthwise.runtime.train.step_metrics import StepCallback
-    from lengthwise.runtime.train.trainer import BatchStream
     from lengthwise.runtime.train.validation import Validation
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any, Protocol
 
 from lengthwise.core.errors import InputError
 
@@ -124,3 +125,16 @@ class Pack:
     def cu_seqlens(self) -> tuple[int, ...]:
         """Offsets of the sequence boundaries: ``num_sequences + 1`` values, from 0 to ``num_tokens``."""
         return (0, *accumulate(self.computed_lengths))
+
+
+class BatchStream(Protocol):
+    """A source of global batches that can be resumed; :class:`lengthwise.data.sampler.Sampler` is one."""
+
+    def __next__(self) -> GlobalBatch: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the stream, from which it can go on."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go on from the state of a checkpoint."""
+        ...

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any, Protocol
+from typing import Any
 
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.processes import follow_parent
 from lengthwise.core.step_plan import StepPlan
@@ -15,19 +15,6 @@ from lengthwise.core.step_plan import StepPlan
 Plan = Callable[[GlobalBatch], StepPlan]
 
 PATIENCE_S = 900.0
-
-
-class BatchIterator(Protocol):
-    """Where global batches come from."""
-
-    def __next__(self) -> GlobalBatch: ...
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from there."""
-        ...
 
 
 class PlanAhead:
@@ -44,7 +31,7 @@ class PlanAhead:
 
     def __init__(
         self,
-        stream: BatchIterator,
+        stream: BatchStream,
         planner: Plan,
         *,
         fallback: Plan,

@@ -10,7 +10,7 @@ from lengthwise.core.layer_profile import LayerTable
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import find_table, identity_of
 from lengthwise.runtime.profile.two_layer_profile import ProfilingEffort, measure
 from lengthwise.runtime.profile.validate import check_prediction
@@ -20,14 +20,16 @@ CHECKED_S = 2.0
 """Seconds of a micro-batch of the whole model that is worth computing to check a prediction."""
 
 
-def profile_path(run: Run, options: PrepareOptions) -> Path:
+def profile_path(run: PreparedModel, options: PrepareOptions) -> Path:
     """Where the run's measurements are kept: where the user says, or under their digest."""
     if options.profile is not None:
         return Path(options.profile)
     return CACHE.expanduser() / f"{identity_of(run).digest}.json"
 
 
-def find_cost(run: Run, options: PrepareOptions, *, cluster: ClusterSpec, lengths: LengthIndex) -> DualLayerCost:
+def find_cost(
+    run: PreparedModel, options: PrepareOptions, *, cluster: ClusterSpec, lengths: LengthIndex
+) -> DualLayerCost:
     """Costs of the run's model on its ranks; every rank gets the same.
 
     Raises:
@@ -58,7 +60,7 @@ def find_cost(run: Run, options: PrepareOptions, *, cluster: ClusterSpec, length
     return cost
 
 
-def measure_again(run: Run, cost: DualLayerCost, degree: int) -> DualLayerCost:
+def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualLayerCost:
     """The cost model with new measurements of one degree; between two steps, on every rank."""
     table = cost.table
     fresh = measure(run, longest=table.longest, degrees=[degree], update_s=table.update_s)
@@ -66,7 +68,7 @@ def measure_again(run: Run, cost: DualLayerCost, degree: int) -> DualLayerCost:
     return DualLayerCost(replace(table, rows=(*kept, *fresh.rows)), cluster=cost.cluster)
 
 
-def _check(run: Run, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
+def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
     """Compute a few micro-batches of the whole model, and say how far off the prediction is."""
     num_layers = cost.table.num_layers
     for degree in cost.table.degrees:

@@ -9,13 +9,13 @@ from torch.overrides import TorchFunctionMode
 
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 
 
 class IdRanges(TorchFunctionMode):
     """While it is entered, notes sizes of tables that tokens are looked up in, and of logits that have labels."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: PreparedModel) -> None:
         super().__init__()
         self._run = run
         self._tables: dict[int, tuple[int, bool]] = {}

@@ -8,13 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.runtime.comm.collectives import gather_rows
-from lengthwise.runtime.loop.run import MicroBatchFailure, Run
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.run import MicroBatchFailure
 from lengthwise.runtime.loop.step import Step
 
 _log = logging.getLogger("lengthwise")
@@ -30,19 +33,18 @@ FITS = 0.8
 
 
 class OnlineCalibration:
-    """Watches a run; replaces its planner when costs have changed."""
+    """The planner of a run that watches its steps, and plans with other costs when they have changed."""
 
     def __init__(
         self,
-        run: Run,
+        world: DistContext,
         cost: SeparableCost,
         plan_with: Callable[[CostModel], Planner],
         *,
         measure_again: Callable[[Any, int], SeparableCost] | None = None,
     ) -> None:
-        """``plan_with``: the planner under a cost model; ``measure_again``: a degree of
-        the base, which gives a new one."""
-        self.run, self.cost = run, CorrectedCost(cost)
+        """``plan_with``: the planner under a cost model; ``measure_again``: the base with a degree measured anew."""
+        self._world, self.cost = world, CorrectedCost(cost)
         self._plan_with, self._measure_again = plan_with, measure_again
         self._predicted_s: dict[int, float] = {}
         self._measured_s: dict[int, float] = {}
@@ -50,8 +52,16 @@ class OnlineCalibration:
         self._num_steps = 0
         self.events: list[dict[str, Any]] = []
         """What was changed, when and why."""
-        run.planner = plan_with(self.cost)
-        run.on_finish, run.on_oom = self.on_finish, self.on_oom
+        self.planner = plan_with(self.cost)
+
+    @property
+    def problem(self) -> PlanningProblem:
+        """The planning problem under the costs as they are known now."""
+        return self.planner.problem
+
+    def __call__(self, batch: GlobalBatch) -> StepPlan:
+        """The plan of a batch under the costs as they are known now."""
+        return self.planner(batch)
 
     def on_finish(self, step: Step) -> None:
         """Every rank calls this after every step; every ``EVERY`` of them they share what they measured."""
@@ -95,7 +105,7 @@ class OnlineCalibration:
         return (self.cost.base.memory_limit_bytes - state) / max(1, predicted - state)
 
     def _refine(self, number: int) -> None:
-        degrees = sorted({kind.scheme.degree for kind in self.run.planner.problem.candidates})  # type: ignore[attr-defined]
+        degrees = sorted({kind.scheme.degree for kind in self.problem.candidates})
         row = [
             value
             for degree in degrees
@@ -105,7 +115,7 @@ class OnlineCalibration:
                 self._peaks.get(degree, 0.0),
             )
         ]
-        rows = gather_rows(torch.tensor(row, dtype=torch.float64, device=self.run.world.device)).cpu().numpy()
+        rows = gather_rows(torch.tensor(row, dtype=torch.float64, device=self._world.device)).cpu().numpy()
         by_degree = rows.reshape(len(rows), len(degrees), 3)
         self._predicted_s, self._measured_s, self._peaks = {}, {}, {}
         times, sizes = dict(self.cost.time_factors), dict(self.cost.bytes_factors)
@@ -133,9 +143,9 @@ class OnlineCalibration:
 
     def _change(self, cost: CorrectedCost) -> None:
         self.cost = cost
-        self.run.planner = self._plan_with(cost)
+        self.planner = self._plan_with(cost)
 
     def _note(self, step: int, words: str, *, warn: bool) -> None:
         self.events.append({"step": step, "event": words})
-        if self.run.world.is_first:
+        if self._world.is_first:
             _log.log(logging.WARNING if warn else logging.INFO, "step %d: %s", step, words)

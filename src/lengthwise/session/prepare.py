@@ -13,20 +13,21 @@ from torch import nn
 from lengthwise.config.prepare_keywords import PrepareKeywords, with_keywords
 from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
-from lengthwise.core.batch import MASKED, NEXT_TOKEN, GlobalBatch
+from lengthwise.core.batch import MASKED, NEXT_TOKEN, BatchStream
 from lengthwise.core.errors import CheckError, InputError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
+from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.candidate import degrees_of
 from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device, local_size
 from lengthwise.runtime.comm.farewell import FAREWELL
 from lengthwise.runtime.comm.world import DistContext, shutdown_at_exit, start_world
 from lengthwise.runtime.loop.call_order import all_succeed
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.verify.gradient_check import RECOMPUTE, check_exact
@@ -43,7 +44,7 @@ from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.model_checks import check_model, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration
-from lengthwise.session.prepare_planning import form, make_planner, make_sampler, steps_of, with_metric_of
+from lengthwise.session.prepare_planning import form, make_planner, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
 
@@ -90,45 +91,58 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     atexit.register(shutdown_at_exit(world))  # threads of Gloo may abort a process that ends without
     FAREWELL.begin()  # last, so that it is said first
     model.to(world.device)
-    run = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
-    if run.wrapped_model.by_sequence is not None:
+    stream: BatchStream
+    stream, num_steps = stream_of(chosen, sequences.lengths, objective)
+    prepared = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
+    if prepared.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
     try:
-        _check_labels_are_meant(run, chosen, sequences)
+        _check_labels_are_meant(prepared, chosen, sequences)
         with units_named(sequences.num_members):
-            _plan(run, chosen, sequences)
-        run.counts_targets = chosen.count_targets
+            planner = _planner(prepared, chosen, sequences)
+            if chosen.form_batches:
+                stream, num_steps = form(chosen, planner.problem, sequences.lengths, objective)
         for frozen in chosen.frozen:
-            run.frozen(frozen, check=chosen.check)
-        if chosen.workers:
-            run.read_with(chosen.workers)
+            prepared.frozen(frozen, check=chosen.check)
+        lr, calibration = chosen.lr, planner if isinstance(planner, OnlineCalibration) else None
+        return Run(
+            prepared,
+            stream=stream,
+            planner=planner,
+            lr=lr if callable(lr) else lambda step: lr,
+            clip_norm=chosen.clip_norm,
+            num_steps=num_steps,
+            counts_targets=chosen.count_targets,
+            workers=chosen.workers,
+            on_oom=calibration.on_oom if calibration else None,
+            on_finish=calibration.on_finish if calibration else None,
+        )
     except BaseException:
-        run.wrapped_model.release()
+        prepared.close()
         raise
-    return run
 
 
-def _check_labels_are_meant(run: Run, options: PrepareOptions, sequences: RunSequences) -> None:
+def _check_labels_are_meant(prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences) -> None:
     """Raise ``InputError`` if rows without labels may mean next tokens or copies: the model's loss shifts no labels."""
-    if not run.wrapped_model.labels.shifts and sequences.has_loss_mask:
+    if not prepared.wrapped_model.labels.shifts and sequences.has_loss_mask:
         raise InputError(
-            f"the loss of {type(run.model).__name__} compares the output of each token with the label at the same "
+            f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
             "place, and the index says of each token whether the one before it learns to predict it; give items with "
             "labels, which are used as they are"
         )
-    if run.wrapped_model.labels.shifts or sequences.labels is not None or options.objective is not None:
+    if prepared.wrapped_model.labels.shifts or sequences.labels is not None or options.objective is not None:
         return
     raise InputError(
-        f"the loss of {type(run.model).__name__} compares the output of each token with the label at the same place, "
-        "and the corpus has no labels. Say objective='next-token' to learn the token that follows, or give items "
-        "labels, which are used as they are"
+        f"the loss of {type(prepared.model).__name__} compares the output of each token with the label at the same "
+        "place, and the corpus has no labels. Say objective='next-token' to learn the token that follows, or give "
+        "items labels, which are used as they are"
     )
 
 
 def _packed_or_by_sequence(
-    model: nn.Module, chosen: PrepareOptions, learned: Callable[[PrepareOptions, bool], Run]
-) -> Run:
-    """The run of a model that has been learned and compared, in packs where that is exact, else sequence by sequence.
+    model: nn.Module, chosen: PrepareOptions, learned: Callable[[PrepareOptions, bool], PreparedModel]
+) -> PreparedModel:
+    """The model, traced and compared with itself: in packs where that is exact, else sequence by sequence.
 
     Raises:
         InputError: packs cannot be exact and nothing else may be done, or the model is refused then as well.
@@ -148,14 +162,14 @@ def _packed_or_by_sequence(
         if chosen.packing == "always":
             raise
         refusal = str(error)
-    run = learned(chosen, True)
-    if run.world.is_first:
+    prepared = learned(chosen, True)
+    if prepared.world.is_first:
         _log.warning(
             "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
             "longest; packing='always' refuses instead. In packs it would not be exact: %s",
             type(model).__name__, refusal.replace(". check=False trains it all the same", ""),
         )  # fmt: skip
-    return run
+    return prepared
 
 
 def _learn(
@@ -165,8 +179,8 @@ def _learn(
     objective: str,
     chosen: PrepareOptions,
     by_sequence: bool,
-) -> Run:
-    """A run whose model has been learned and compared with the stock model."""
+) -> PreparedModel:
+    """The model, traced and compared with the stock model."""
     wrapped_model = WrappedModel(
         model,
         objective=objective,
@@ -177,27 +191,33 @@ def _learn(
         by_sequence=by_sequence,
         labels_sequences=labels_sequences(model, chosen),
     )
-    run: Run | None = None
+    prepared: PreparedModel | None = None
     try:
-        run = _make_run(wrapped_model, chosen, world, sequences)
-        with IdRanges(run) as lookups:
-            all_succeed(world, partial(_learn_named, run))
+        prepared = PreparedModel.with_optimizer(
+            wrapped_model,
+            world,
+            collator=_collator(wrapped_model, chosen, sequences),
+            optimizer=chosen.optimizer_settings,
+            seed=chosen.seed,
+        )
+        with IdRanges(prepared) as lookups:
+            all_succeed(world, partial(_learn_named, prepared))
         makes_loss = chosen.loss is not None or chosen.inputs is not None
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
         lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
         if chosen.check:
-            _check(run, chosen, sequences.computed_lengths.max_length)
+            _check(prepared, chosen, sequences.computed_lengths.max_length)
     except BaseException:
         wrapped_model.release()
-        if run is not None:
-            run.state.release_params()
+        if prepared is not None:
+            prepared.state.release_params()
         raise
-    return run
+    return prepared
 
 
-def _learn_named(run: Run) -> None:
-    with forward_errors_named(run.model):
-        trace_model(run)
+def _learn_named(prepared: PreparedModel) -> None:
+    with forward_errors_named(prepared.model):
+        trace_model(prepared)
 
 
 def _read(
@@ -219,33 +239,20 @@ def _read(
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 
-def _make_run(wrapped_model: WrappedModel, options: PrepareOptions, world: DistContext, sequences: RunSequences) -> Run:
-    """The run but for its planner."""
-    objective, lr = wrapped_model.objective, options.lr
-    return Run(
-        wrapped_model,
-        world,
-        stream=make_sampler(options, sequences.lengths, objective),
-        planner=_not_yet,
-        collator=PackCollator(
-            source=sequences,
-            objective=objective,
-            masking=_masking(wrapped_model.model, options)
-            if objective == MASKED and sequences.labels is None
-            else None,
-            ignore_index=options.ignore_index,
-            slot_tokens=options.slot_tokens,
-            labels=sequences.labels,
-            passed=sequences.passed,
-            special=sequences.special,
-            kinds=sequences.kinds() if options.slot_tokens == 1 else {},
-            units=_units(sequences),
-        ),
-        optimizer=options.optimizer_settings,
-        lr=lr if callable(lr) else lambda step: lr,
-        clip_norm=options.clip_norm,
-        num_steps=steps_of(options, sequences.lengths, objective),
-        seed=options.seed,
+def _collator(wrapped_model: WrappedModel, options: PrepareOptions, sequences: RunSequences) -> PackCollator:
+    """The collator of the corpus' packs for the model."""
+    hides_tokens = wrapped_model.objective == MASKED and sequences.labels is None
+    return PackCollator(
+        source=sequences,
+        objective=wrapped_model.objective,
+        masking=_masking(wrapped_model.model, options) if hides_tokens else None,
+        ignore_index=options.ignore_index,
+        slot_tokens=options.slot_tokens,
+        labels=sequences.labels,
+        passed=sequences.passed,
+        special=sequences.special,
+        kinds=sequences.kinds() if options.slot_tokens == 1 else {},
+        units=_units(sequences),
     )
 
 
@@ -254,41 +261,33 @@ def _units(sequences: RunSequences) -> Units | None:
     return None if num_members is None else Units(num_members=num_members, lengths=sequences.computed_lengths.lengths)
 
 
-def _check(run: Run, options: PrepareOptions, longest: int) -> None:
+def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> None:
     """Compare what plans may compute with the stock model."""
-    size = run.world.size
+    size = prepared.world.size
     check_exact(
-        run,
+        prepared,
         degrees=[degree for degree in degrees_of(size, local_size()) if degree <= (options.max_degree or size)],
         recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
         longest=longest // options.slot_tokens,
     )
 
 
-def _plan(run: Run, options: PrepareOptions, sequences: RunSequences) -> None:
-    """Find out what things cost, and give the run a planner."""
-    cluster, lengths = _cluster(options, run.world), sequences.lengths
-    cost = options.cost or find_cost(run, options, cluster=cluster, lengths=sequences.computed_lengths)
+def _planner(prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences) -> Planner | OnlineCalibration:
+    """Find out what things cost, and return the planner of the run."""
+    cluster = _cluster(options, prepared.world)
+    cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     plan_with = partial(
         make_planner,
         options,
         cluster=cluster,
-        num_layers=run.wrapped_model.structure.num_layers,
-        lengths=lengths,
-        objective=run.wrapped_model.objective,
+        num_layers=prepared.wrapped_model.structure.num_layers,
+        lengths=sequences.lengths,
+        objective=prepared.wrapped_model.objective,
     )
-    if options.form_batches:
-        problem = plan_with(cost).problem
-        run.stream, run.num_steps = form(options, problem, lengths, run.wrapped_model.objective)
-    if isinstance(cost, SeparableCost):
-        again = partial(measure_again, run) if isinstance(cost, DualLayerCost) else None
-        OnlineCalibration(run, cost, plan_with, measure_again=again)
-    else:
-        run.planner = plan_with(cost)
-
-
-def _not_yet(batch: GlobalBatch) -> StepPlan:
-    raise AssertionError("costs are known before the first step")
+    if not isinstance(cost, SeparableCost):
+        return plan_with(cost)
+    again = partial(measure_again, prepared) if isinstance(cost, DualLayerCost) else None
+    return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again)
 
 
 def _check_takes(model: nn.Module, sequences: RunSequences) -> None:

@@ -56,11 +56,10 @@ def _sampler(options: PrepareOptions, lengths: LengthIndex, objective: str, *, o
     )
 
 
-def steps_of(options: PrepareOptions, lengths: LengthIndex, objective: str) -> int:
-    """Steps of the run: as many as were asked for, or those of its epochs."""
-    if options.steps is not None:
-        return options.steps
-    return make_sampler(options, lengths, objective).num_batches(options.epochs)
+def stream_of(options: PrepareOptions, lengths: LengthIndex, objective: str) -> tuple[Sampler, int]:
+    """The stream of global batches, and how many there are: as many as were asked for, or those of the epochs."""
+    sampler = make_sampler(options, lengths, objective)
+    return sampler, options.steps or sampler.num_batches(options.epochs)
 
 
 class Epochs:
@@ -75,11 +74,11 @@ class Epochs:
         return next(self._sampler)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the sampler."""
+        """The state of the sampler."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """That of the sampler."""
+        """Go on from a state of the sampler."""
         self._sampler.load_state_dict(state)
 
 

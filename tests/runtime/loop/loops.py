@@ -9,12 +9,11 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.comm.world import start_world
-from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from tests.runtime.loop import memory_runs
-from tests.runtime.loop.memory_runs import LENGTHS, Model, Source, Stream, plan_on
+from tests.runtime.loop.memory_runs import LENGTHS, Model, Source, Stream, plan_on, run_of
 
 LR, STEPS = 0.02, 3
 
@@ -26,7 +25,7 @@ def model_of(dtype=torch.float64):
 
 def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR):
     world = start_world("cpu")
-    run = Run(
+    run = run_of(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN, labels=labels),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: lr, clip_norm=0.0,

@@ -11,6 +11,7 @@ from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, Pack
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.runtime.comm.world import start_world
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import MicroBatchFailure, Run
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.verify.trace import trace_model
@@ -147,6 +148,13 @@ TRAINED = {
 """Parameters that are trained, others frozen, as with adapters or frozen low layers."""
 
 
+def run_of(wrapped_model, world, *, collator, optimizer, seed=0, **options) -> Run:
+    """A run over a model that is prepared for it, as ``prepare`` makes both."""
+    return Run(
+        PreparedModel.with_optimizer(wrapped_model, world, collator=collator, optimizer=optimizer, seed=seed), **options
+    )
+
+
 def train(
     degree: int, recomputed: int, fails: dict[int, tuple[str, ...]], trained: str = "all"
 ) -> tuple[list[float], list[str], Tensor]:
@@ -159,7 +167,7 @@ def train(
     model = Model().double()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(TRAINED[trained], name) is not None)
-    run = Run(
+    run = run_of(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0),

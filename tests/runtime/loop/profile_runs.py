@@ -16,6 +16,7 @@ from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import current
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.loop.memory_runs import run_of
 
 VOCABULARY, HIDDEN, LAYERS, PLACES = 61, 16, 4, 256
 
@@ -134,7 +135,7 @@ def refuse(batch: object) -> None:
 
 def prepared(model: nn.Module, *, dtype: torch.dtype = torch.float32) -> Run:
     """A run before its first step."""
-    run = Run(
+    run = run_of(
         WrappedModel(model.to(dtype)),
         start_world("cpu"),
         stream=None,  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.loop.memory_runs import run_of
 from tests.runtime.train.runs import local_world
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -181,7 +182,7 @@ def prepared(case: Case, groups: tuple[Packs, ...], world: DistContext, *, num_s
     """The run of a case, its model learned and checked as ``prepare`` does it."""
     model = case.build()
     wrapped_model = WrappedModel(model, objective=case.objective, loss=case.loss, inputs=case.inputs, **case.options)
-    run = Run(
+    run = run_of(
         wrapped_model, world, stream=Stream(case=case),
         planner=lambda batch: plan_of(batch, groups, wrapped_model.structure.num_layers),
         collator=PackCollator(source=source_of(case), objective=case.objective, masking=case.masking, **case.collator),

@@ -10,12 +10,11 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.world import start_world
-from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
-from tests.runtime.loop.memory_runs import Model, Source, Stream, plan_on
+from tests.runtime.loop.memory_runs import Model, Source, Stream, plan_on, run_of
 
 
 def wrapped(world, *, frees=False, dtype=torch.float64):
@@ -28,7 +27,7 @@ def wrapped(world, *, frees=False, dtype=torch.float64):
 
 def make_run(model, world, degree):
     settings = OptimizerSettings(name="adamw")
-    return Run(
+    return run_of(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, 1),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN), optimizer=settings, lr=lambda step: 0.01,
         clip_norm=0.05, num_steps=3,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from lengthwise.core.errors import CheckError, LengthwiseError
-from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.loop.memory_runs import run_of
 from tests.runtime.loop.odd_modules import Odd
 from tests.runtime.loop.runs import DENSE, Case, Packs, Source, Stream, assert_exact, step_on_ranks
 from tests.runtime.loop.test_plain_modules import LOGITS, built
@@ -82,7 +82,7 @@ def check_and_compare():
     model = case.build().float().train()
     model.layers[1].eval()
     model.register_buffer("seen", torch.zeros(3))
-    run = Run(
+    run = run_of(
         WrappedModel(model, loss=case.loss), local_world(), stream=Stream(case=case), planner=lambda batch: None,
         collator=PackCollator(source=Source(), objective=case.objective),
         optimizer=DENSE, lr=lambda step: 1.0, num_steps=1,

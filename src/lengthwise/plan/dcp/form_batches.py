@@ -12,30 +12,17 @@ batch size and degree; then ``accumulate`` says how many micro-batches each grou
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
+from lengthwise.core.batch import NEXT_TOKEN, BatchStream, GlobalBatch
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.plan.dcp.accumulation import AccumulationRange, accumulate
 from lengthwise.plan.dcp.dcp import usable_candidates
 from lengthwise.plan.dcp.length_buckets import make_buckets
 from lengthwise.plan.dcp.recompute_levels import BucketSetting, fastest_setting
 from lengthwise.plan.space.problem import PlanningProblem
-
-
-class ResumableBatches(Protocol):
-    """Where the sampler's batches come from."""
-
-    def __next__(self) -> GlobalBatch: ...
-    def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from there."""
-        ...
 
 
 def form_batches(stream: Iterable[GlobalBatch], problem: PlanningProblem, **settings: Any) -> Iterator[GlobalBatch]:
@@ -52,7 +39,7 @@ class FormedBatches:
 
     def __init__(
         self,
-        stream: ResumableBatches,
+        stream: BatchStream,
         problem: PlanningProblem,
         *,
         g_min: int = 1,

@@ -2,50 +2,35 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.setting_names import as_option
-from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
-from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.call_order import RankOperation, RankReports, all_succeed, sync_ranks
-from lengthwise.runtime.loop.frozen_models import wrap_frozen
-from lengthwise.runtime.loop.fsdp2 import Fsdp2State, fsdp_modules
+from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
 from lengthwise.runtime.loop.planned_pipelines import check_executable, sync_step
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
-from lengthwise.runtime.loop.shared_reads import with_read_digests
 from lengthwise.runtime.loop.step import Step
-from lengthwise.runtime.loop.synthetic_batches import zero_loss
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
 from lengthwise.runtime.loop.workers import ItemReaders, read_with_workers
-from lengthwise.runtime.models.checksum import weight_checksums
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.device_meter import DeviceMeter
-from lengthwise.runtime.train.trainer import BatchStream
 from lengthwise.runtime.wrap import context as shards
-from lengthwise.runtime.wrap.collator import PackCollator
-from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_check import LossCheck
-from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.preserved_state import preserve_state
-from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
 Planner = Callable[[GlobalBatch], StepPlan]
 
@@ -65,38 +50,55 @@ class MicroBatchFailure:
     micro_batch: int
 
 
-class Run:
+class Run(PreparedModel):
     """A prepared training run, as ``prepare`` returns it; every rank makes the same calls of it in the same order."""
 
     def __init__(
         self,
-        wrapped_model: WrappedModel,
-        world: DistContext,
+        prepared: PreparedModel,
         *,
         stream: BatchStream,
         planner: Planner,
-        collator: PackCollator,
-        optimizer: OptimizerSettings,
         lr: Callable[[int], float],
         clip_norm: float = 1.0,
         num_steps: int,
-        seed: int = 0,
+        counts_targets: bool = False,
+        workers: int = 0,
+        on_oom: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None,
+        on_finish: Callable[[Step], None] | None = None,
     ) -> None:
-        self.wrapped_model, self.world, self.stream, self.planner = wrapped_model, world, stream, planner
-        self.collator, self.lr, self.clip_norm, self.seed = collator, lr, clip_norm, seed
-        self.num_steps, self.next_step = num_steps, 0
-        self.meter = DeviceMeter(world.device)
-        self.state = self._make_state(optimizer)
-        self.state.materialize_all()
-        self.alone = Group(rank=0)
-        self.parameters = WatchedParameters(wrapped_model.model)
+        """Start before the first step.
+
+        Args:
+            prepared: the model that is trained, and what it computes micro-batches with.
+            stream: the global batches, in order.
+            planner: the plan of each.
+            lr: the learning rate of each step.
+            clip_norm: the limit of the gradient norm; 0: none.
+            num_steps: how many steps there are.
+            counts_targets: whether the targets of a step are counted before its first backward, where labels leave
+                out some.
+            workers: processes that read the sequences of each step ahead, from its beginning.
+            on_oom: called on every rank with the micro-batches that ran out of memory, before the step is planned
+                again.
+            on_finish: called on every rank with every step that is done.
+        """
+        super().__init__(
+            prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
+        )
+        self.frozen_models = list(prepared.frozen_models)
+        self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
+        self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
+        self.on_oom, self.on_finish = on_oom, on_finish
+        self.meter = DeviceMeter(self.world.device)
+        self.readers: ItemReaders | None = None
+        if workers:
+            self.readers, self.collator = read_with_workers(self.collator, workers)
+        self.parameters = WatchedParameters(self.model)
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.loss_check = LossCheck()
-        self.counts_targets = False
-        """Whether the targets of a step are counted before its first backward, where labels leave out some."""
-        self._frozen: list[WrappedModel] = []
-        self.unprepared = UnpreparedModels(lambda: self.models, lambda: wrapped_model.is_plain)
+        self.unprepared = UnpreparedModels(lambda: self.models, lambda: self.wrapped_model.is_plain)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
         self._step: Step | None = None
@@ -105,61 +107,17 @@ class Run:
         self._stream_state: dict[str, Any] = {}
         """The state of the stream before that batch."""
         self._attempt, self._last_failure = 0, ""
-        self.readers: ItemReaders | None = None
-        self.on_oom: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None
-        """Called on every rank with the micro-batches that ran out of memory, before the step is planned again."""
-        self.on_finish: Callable[[Step], None] | None = None
-        """Called on every rank with every step that is done."""
-
-    @property
-    def model(self) -> nn.Module:
-        """The user's model, which is trained."""
-        return self.wrapped_model.model
-
-    @property
-    def num_params(self) -> int:
-        """The number of trained parameters of the whole model."""
-        return sum(parameter.numel() for parameter in self.wrapped_model.structure.parameters.values())
 
     @property
     def usual_scripts(self) -> tuple[ExchangeScript, ...]:
         """The collectives of the forwards of a micro-batch, as this loop usually calls them; () if not known yet."""
-        is_known = not self._frozen and self.collator.units is None
+        is_known = not self.frozen_models and self.collator.units is None
         return self.seen_scripts or ((self.wrapped_model.script,) if is_known else ())
 
     @property
     def group(self) -> Group:
         """The ranks that share the current micro-batch, for collectives of the user's own."""
         return shards.current().group
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The trained model and the frozen ones beside it."""
-        return [wrapped_model.model for wrapped_model in (self.wrapped_model, *self._frozen)]
-
-    @contextmanager
-    def plain(self) -> Iterator[nn.Module]:
-        """Let the model and the frozen ones compute as before ``prepare``, with current weights, as for evaluation."""
-        with ExitStack() as stack:
-            for wrapped_model in self._frozen:
-                stack.enter_context(wrapped_model.plain())
-            yield stack.enter_context(self.wrapped_model.plain())
-
-    def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
-        """Prepare a teacher or reference model to compute micro-batches beside the trained one; every rank calls this.
-
-        Call it in the loop as the trained model, such as ``teacher(**micro_batch.inputs)``. It computes without
-        gradients, has no state in checkpoints, and is whole on every rank. ``layers``: the name of its list of layers.
-
-        Raises:
-            InputError: it has parts of a prepared model, differs between ranks, or attends in an unknown way.
-            CheckError: its outputs on a pack are not those on single sequences.
-        """
-        with preserve_state(model):
-            require_equal(self.world, {"frozen": {"class": type(model).__qualname__, **weight_checksums(model)}})
-            wrapped_model = all_succeed(self.world, lambda: wrap_frozen(self, model, layers=layers, check=check))
-        self._frozen.append(wrapped_model)
-        return model
 
     def steps(self) -> Iterator[Step]:
         """Iterate over the steps up to ``num_steps``; a step that was aborted comes again, with a new plan.
@@ -211,11 +169,6 @@ class Run:
         self.state.clear_gradient()
         return Step(self, plan, clock, attempt=self._attempt)
 
-    def make(self, shard: PackShard, pack: Pack) -> MicroBatch:
-        """Make the micro-batch of a shard."""
-        collator = self.collator if shard.group.size == 1 else with_read_digests(self.collator, shard)
-        return MicroBatch(shard, pack, collator, make_inputs=self.wrapped_model.inputs_of)
-
     @property
     def gradient_version(self) -> int:
         """A counter that grows with every change of gradients."""
@@ -229,10 +182,6 @@ class Run:
         """Raise ``CheckError`` if gradients no longer land where they are summed, or were changed by hand."""
         if problem := self.gradient_problem(version):
             raise CheckError(problem)
-
-    def discard(self) -> None:
-        """Discard gradients that belong to no step."""
-        self.state.discard_gradient()
 
     def inspect(self) -> tuple[str, int, bool]:
         """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""
@@ -365,23 +314,11 @@ class Run:
         if self.world.is_first:
             _log.info(message, *values)
 
-    def read_with(self, num_workers: int) -> None:
-        """Read the sequences of each step in ``num_workers`` processes, which start when the step does."""
-        self.readers, self.collator = read_with_workers(self.collator, num_workers)
-
     def close(self) -> None:
         """Restore the model as it was before ``prepare``, with current weights."""
         if self.readers is not None:
             self.readers.close()
-        for wrapped_model in (*self._frozen, self.wrapped_model):
-            wrapped_model.release()
-        self.state.release_params()
-
-    def _make_state(self, optimizer: OptimizerSettings) -> ShardedState | Fsdp2State:
-        model = self.wrapped_model.model
-        if fsdp_modules(model):
-            return Fsdp2State(model, self.world, optimizer, close=lambda: zero_loss(self))
-        return ShardedState(model, self.world, optimizer, table=self.wrapped_model.structure.table())
+        super().close()
 
     def _saved_state(self) -> ShardedState:
         if isinstance(self.state, Fsdp2State):

@@ -13,7 +13,7 @@ import torch
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import Identity, LayerTable
 from lengthwise.runtime.comm.objects import broadcast_json
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.measure import device_name
 from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("lengthwise")
 _PACKAGES = ("torch", "transformers", "lengthwise")
 
 
-def identity_of(run: Run) -> Identity:
+def identity_of(run: PreparedModel) -> Identity:
     """Identify the model, device and software of a run."""
     model, device = run.model, run.world.device
     autocast = autocast_dtype(device)
@@ -36,7 +36,7 @@ def identity_of(run: Run) -> Identity:
     )
 
 
-def other_bytes(run: Run) -> int:
+def other_bytes(run: PreparedModel) -> int:
     """Bytes of the parameters that are not trained, and of buffers."""
     model, trained = run.model, {id(tensor) for tensor in run.wrapped_model.structure.parameters.values()}
     others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in trained]
@@ -44,7 +44,7 @@ def other_bytes(run: Run) -> int:
 
 
 def find_table(
-    run: Run, path: Path, make: Callable[[], LayerTable], *, longest: int, degrees: Sequence[int]
+    run: PreparedModel, path: Path, make: Callable[[], LayerTable], *, longest: int, degrees: Sequence[int]
 ) -> tuple[LayerTable, bool]:
     """Load the profile at ``path`` if it is of this run and goes far enough; else ``make()`` one and save it there.
 
@@ -86,7 +86,7 @@ def _read(path: Path, identity: Identity, longest: int, degrees: Sequence[int]) 
     return table
 
 
-def _digest(run: Run) -> str:
+def _digest(run: PreparedModel) -> str:
     """Digest a model's modules and constants, parameter shapes, and transformers configuration."""
     wrapped_model, model = run.wrapped_model, run.model
     described = {

@@ -17,7 +17,7 @@ from lengthwise.core.batch import Pack
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic
 from lengthwise.runtime.profile.probes import LoopbackGroup, SavedTensorCounter, Stopwatch, storages
 from lengthwise.runtime.wrap.context import PackShard, active
@@ -63,7 +63,7 @@ def group_of_degree(world: DistContext, degree: int) -> Group | None:
     return next((group for group in groups if group is not None), None)
 
 
-def measure_memory(run: Run, trial: Trial) -> MemoryResult:
+def measure_memory(run: PreparedModel, trial: Trial) -> MemoryResult:
     """Measure the memory of a trial on a loopback group: nothing is sent, so that an OOM leaves no rank waiting.
 
     Raises:
@@ -105,7 +105,7 @@ class TimingResult:
     """Backward seconds of each computed layer; None where its input needs no gradient."""
 
 
-def measure_time(run: Run, trial: Trial | None) -> TimingResult | None:
+def measure_time(run: PreparedModel, trial: Trial | None) -> TimingResult | None:
     """Time a trial that all ranks begin together; None on ranks without a trial and on those that ran out of memory.
 
     A rank that runs out of memory here sends the others zeros for what they wait for.
@@ -141,7 +141,7 @@ def measure_time(run: Run, trial: Trial | None) -> TimingResult | None:
 
 
 @contextmanager
-def watch_layers(run: Run, watch: Watch) -> Iterator[Watch]:
+def watch_layers(run: PreparedModel, watch: Watch) -> Iterator[Watch]:
     """Within, layers are computed under ``watch``."""
     layers = run.wrapped_model.layers
     before, layers.watch = layers.watch, watch
@@ -152,7 +152,7 @@ def watch_layers(run: Run, watch: Watch) -> Iterator[Watch]:
 
 
 @contextmanager
-def _micro_batch(run: Run, trial: Trial, group: Group) -> Iterator[MicroBatch]:
+def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[MicroBatch]:
     pack = Pack(ids=tuple(range(len(trial.lengths))), lengths=trial.lengths)
     slots = tuple(length // run.collator.slot_tokens for length in trial.lengths)
     with synthetic(run, slots):
@@ -165,7 +165,7 @@ def _micro_batch(run: Run, trial: Trial, group: Group) -> Iterator[MicroBatch]:
             yield run.make(shard, pack)
 
 
-def _loss(run: Run, micro_batch: MicroBatch) -> Tensor:
+def _loss(run: PreparedModel, micro_batch: MicroBatch) -> Tensor:
     output = run.model(**micro_batch.inputs)
     if micro_batch.shard.has_failed:
         raise torch.OutOfMemoryError("the model's forward ran out of memory")

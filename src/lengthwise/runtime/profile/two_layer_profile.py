@@ -19,7 +19,7 @@ from lengthwise.core.layer_profile import LayerRow, LayerTable, LinkRow
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.devices import local_size
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
 from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_memory, measure_time
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
@@ -92,7 +92,7 @@ class _Case:
 
 
 def measure(
-    run: Run,
+    run: PreparedModel,
     *,
     longest: int,
     degrees: Sequence[int] | None = None,
@@ -169,7 +169,7 @@ def many_short(measured: Sequence[tuple[int, ...]], *, slot_tokens: int = 1) -> 
 class _Profiler:
     """Measures packs of one degree after the other, with decisions that are the same on all ranks."""
 
-    def __init__(self, run: Run, longest: int, effort: ProfilingEffort, on_progress: Progress) -> None:
+    def __init__(self, run: PreparedModel, longest: int, effort: ProfilingEffort, on_progress: Progress) -> None:
         self._run, self._longest, self._effort, self._on_progress = run, longest, effort, on_progress
         self._start_s, self._spent_s = time.perf_counter(), 0.0
         self._memory = self._agree(-_free_bytes(run.world), -(effort.memory_bytes or np.inf)).max(axis=0).max() * -1
@@ -278,7 +278,7 @@ def _seconds(timing: TimingResult) -> tuple[float, float, float]:
     return forward_s, backward_s, max(0.0, timing.time_s - layers_s)
 
 
-def _bytes(run: Run, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
+def _bytes(run: PreparedModel, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
     """Measure bytes: what a layer saves beside its input, its input, all but layers, and a layer being recomputed.
 
     Also returns the trial with its attention calls.
@@ -311,7 +311,7 @@ def _free_bytes(world: DistContext) -> float:
         return np.inf
 
 
-def _median_s(run: Run, work: Callable[[], object], repeats: int) -> float:
+def _median_s(run: PreparedModel, work: Callable[[], object], repeats: int) -> float:
     """The median over repeats of the slowest rank's seconds, when all begin together."""
     times = []
     for _ in range(repeats):
@@ -325,7 +325,7 @@ def _median_s(run: Run, work: Callable[[], object], repeats: int) -> float:
     return float(rows.amax(dim=0).median())
 
 
-def _update_s(run: Run) -> float:
+def _update_s(run: PreparedModel) -> float:
     """Time an update (push, clip, optimizer, pull) with zero gradients and learning rate: weights stay as they are."""
     state = run.state
     if state.optimizer is not None and state.optimizer.state:
@@ -347,7 +347,7 @@ def _update_s(run: Run) -> float:
     return found_s
 
 
-def _link(run: Run, degree: int) -> LinkRow:
+def _link(run: PreparedModel, degree: int) -> LinkRow:
     """Measure the latency and bandwidth of an all-to-all, in all groups of a degree at once."""
     group = group_of_degree(run.world, degree)
     much = (1 << 26) if run.world.device.type == "cuda" else (1 << 22)

@@ -8,7 +8,7 @@ import torch
 
 from lengthwise.core.pipeline_config import spread
 from lengthwise.runtime.comm.collectives import gather_rows
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.trial import Trial, group_of_degree, measure_memory, measure_time
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, SlotGather
 
@@ -52,7 +52,7 @@ class Prediction:
 
 
 def check_prediction(
-    run: Run,
+    run: PreparedModel,
     predict: Predict,
     *,
     packs: Sequence[tuple[int, ...]],
@@ -89,7 +89,7 @@ def check_prediction(
     return predictions
 
 
-def _measure(run: Run, trial: Trial | None, repeats: int) -> tuple[float, int]:
+def _measure(run: PreparedModel, trial: Trial | None, repeats: int) -> tuple[float, int]:
     """Measure the seconds and bytes of a trial, equal on all ranks."""
     num_bytes = 0
     if trial is not None:
@@ -102,7 +102,7 @@ def _measure(run: Run, trial: Trial | None, repeats: int) -> tuple[float, int]:
     return float(np.median(slowest[:-1])), int(slowest[-1])
 
 
-def _held(run: Run, trial: Trial) -> tuple[int, tuple[AttentionExchange | SlotGather, ...]]:
+def _held(run: PreparedModel, trial: Trial) -> tuple[int, tuple[AttentionExchange | SlotGather, ...]]:
     result = measure_memory(run, trial)
     if run.world.device.type == "cuda" or not any(trial.recompute):
         return result.num_bytes, result.attended

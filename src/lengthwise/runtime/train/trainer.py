@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import is_of_disk, reason
-from lengthwise.core.batch import GlobalBatch, Pack
+from lengthwise.core.batch import BatchStream, GlobalBatch, Pack
 from lengthwise.core.errors import LengthwiseError, Preempted
 from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
@@ -34,19 +34,6 @@ from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, measu
 from lengthwise.runtime.train.stop import StopRequest
 from lengthwise.runtime.train.validation import Validation
 from lengthwise.sim.schedule_check import shares_of
-
-
-class BatchStream(Protocol):
-    """Source of global batches; :class:`lengthwise.data.sampler.Sampler` is one."""
-
-    def __next__(self) -> GlobalBatch: ...
-    def state_dict(self) -> dict[str, Any]:
-        """State of the stream, from which it can go on."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Go on from the state of a checkpoint."""
-        ...
 
 
 class SequenceLedger(Protocol):

@@ -14,7 +14,7 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.objects import broadcast_json
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.stock_call import pack_of, shard_for, stock_output
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import active
@@ -97,7 +97,9 @@ def _floating(values: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() and leaf.is_floating_point()]
 
 
-def locate_difference(run: Run, lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]) -> str:
+def locate_difference(
+    run: PreparedModel, lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]
+) -> str:
     """Describe where outputs begin to differ, with the same text on every rank. Every rank calls this."""
     first, size, words = NOWHERE, 0.0, ""
     try:
@@ -119,7 +121,9 @@ def locate_difference(run: Run, lengths: tuple[int, ...], group: Group | None, r
 _OUT = ". check=False trains it all the same"
 
 
-def _compare(run: Run, lengths: tuple[int, ...], group: Group, recompute: tuple[bool, ...]) -> tuple[int, float, str]:
+def _compare(
+    run: PreparedModel, lengths: tuple[int, ...], group: Group, recompute: tuple[bool, ...]
+) -> tuple[int, float, str]:
     """Return the number of the first module whose output differs, by how much, and a description of it."""
     alone = []
     with torch.no_grad():
@@ -172,7 +176,7 @@ def _laid_end_to_end(outputs: list[Tensor | None], lengths: tuple[int, ...]) -> 
     return (torch.cat(tensors, dim=axes[0]), axes[0]) if axes else None
 
 
-def _described(run: Run, name: str, calls: list[str]) -> str:
+def _described(run: PreparedModel, name: str, calls: list[str]) -> str:
     """Describe a module by its layer, its name and the functions in which its slots may mix."""
     structure, module = run.wrapped_model.structure, run.model.get_submodule(name)
     prefix, kind = f"{structure.layers_name}.", type(module).__name__

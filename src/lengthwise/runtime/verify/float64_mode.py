@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.scratch_copy import scratch_state
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 from lengthwise.runtime.wrap.counter_rng import ONE_NUMBER, one_number
@@ -82,7 +82,7 @@ def _multi_head_without_dropout(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def noise_free(run: Run, dtype: torch.dtype | None = None) -> Iterator[None]:
+def noise_free(run: PreparedModel, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Put the model in training mode without noise, on copies of its tensors in ``dtype``; restore it afterwards."""
     model, default = run.model, torch.get_default_dtype()
     is_wrapped = isinstance(run.state, Fsdp2State)

@@ -19,7 +19,7 @@ from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic, synthetic_of_all_kinds
 from lengthwise.runtime.profile.probes import LoopbackGroup
 from lengthwise.runtime.profile.trial import group_of_degree
@@ -96,7 +96,7 @@ class ComputeSetting:
 
 
 def check_exact(
-    run: Run,
+    run: PreparedModel,
     *,
     degrees: Sequence[int] | None = None,
     recompute: Sequence[str] = RECOMPUTE,
@@ -134,7 +134,7 @@ def check_exact(
 
 
 def settings_of(
-    run: Run, *, degrees: Sequence[int], recompute: Sequence[str], longest: int | None
+    run: PreparedModel, *, degrees: Sequence[int], recompute: Sequence[str], longest: int | None
 ) -> list[ComputeSetting]:
     """List the settings that are compared, short packs first."""
     max_degree = max(degrees)
@@ -173,7 +173,7 @@ def settings_of(
     return settings
 
 
-def _lengths_of_kinds(run: Run, longest: int, max_slots: int) -> tuple[int, ...]:
+def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple[int, ...]:
     """Lengths of ragged sequences that hold all kinds of slots of the corpus, as far as they can be computed."""
     num_kinds = len(run.collator.kinds.get("tokens", ()))
     if run.wrapped_model.by_sequence is not None or num_kinds < 2:
@@ -208,7 +208,7 @@ def _limits_in(values: dict[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _dtypes(run: Run) -> list[torch.dtype | None]:
+def _dtypes(run: PreparedModel) -> list[torch.dtype | None]:
     """Dtypes to compare in, the most precise first; None: the model's own."""
     own_dtype = run.state.compute_dtype
     if isinstance(run.state, Fsdp2State):
@@ -223,7 +223,7 @@ def _dtypes(run: Run) -> list[torch.dtype | None]:
     return dtypes
 
 
-def _compare(run: Run, settings: list[ComputeSetting], tolerance: Tolerance) -> None:
+def _compare(run: PreparedModel, settings: list[ComputeSetting], tolerance: Tolerance) -> None:
     before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool, bool], GradientResult]()
     dry = set[tuple[tuple[int, ...], int, bool]]()
     for setting in settings:
@@ -244,7 +244,7 @@ def _compare(run: Run, settings: list[ComputeSetting], tolerance: Tolerance) -> 
             on_every_rank(run, partial(_check_buffers, run, before))
 
 
-def _packed_undrawn(run: Run, setting: ComputeSetting, group: Any) -> GradientResult | None:
+def _packed_undrawn(run: PreparedModel, setting: ComputeSetting, group: Any) -> GradientResult | None:
     """Gradients of a pack, after a check that the forward draws no random numbers outside of our control.
 
     Raises:
@@ -261,7 +261,7 @@ def _packed_undrawn(run: Run, setting: ComputeSetting, group: Any) -> GradientRe
     )
 
 
-def _packed(run: Run, setting: ComputeSetting, group: Any) -> tuple[GradientResult | None, int]:
+def _packed(run: PreparedModel, setting: ComputeSetting, group: Any) -> tuple[GradientResult | None, int]:
     try:
         return gradients_in_pack(
             run, setting.lengths, group, recompute=_flags(run, setting.recompute), scalar=setting.scalar,
@@ -273,7 +273,7 @@ def _packed(run: Run, setting: ComputeSetting, group: Any) -> tuple[GradientResu
         raise _decided_at_random(run) from None  # other calls were made, which is a difference as well
 
 
-def _decided_at_random(run: Run) -> CheckError:
+def _decided_at_random(run: PreparedModel) -> CheckError:
     return CheckError(
         f"{type(run.model).__name__} draws a random number in its forward that decides what is computed, such as "
         "which layers are left out, and ranks that share a sequence would decide differently; set layerdrop "
@@ -281,7 +281,7 @@ def _decided_at_random(run: Run) -> CheckError:
     )
 
 
-def _flags(run: Run, recompute: str) -> tuple[bool, ...]:
+def _flags(run: PreparedModel, recompute: str) -> tuple[bool, ...]:
     """One flag per layer for a recompute setting: whether the layer is recomputed."""
     num_layers = run.wrapped_model.structure.num_layers
     return {
@@ -291,7 +291,7 @@ def _flags(run: Run, recompute: str) -> tuple[bool, ...]:
     }[recompute]
 
 
-def _check_same_exchanges(run: Run, setting: ComputeSetting, group: Any) -> None:
+def _check_same_exchanges(run: PreparedModel, setting: ComputeSetting, group: Any) -> None:
     """Compute a setting on a loopback group first, so that an error on one rank leaves no other rank waiting.
 
     Raises:
@@ -309,7 +309,7 @@ def _check_same_exchanges(run: Run, setting: ComputeSetting, group: Any) -> None
         )
 
 
-def _check_buffers(run: Run, before: dict[str, Tensor]) -> None:
+def _check_buffers(run: PreparedModel, before: dict[str, Tensor]) -> None:
     """Raise ``CheckError`` if forwards have changed buffers of the model."""
     changed = changed_buffers(run.model, before)
     if not changed:
@@ -334,7 +334,11 @@ class _Worst:
 
 
 def _verdict(
-    run: Run, setting: ComputeSetting, packed: GradientResult | None, alone: GradientResult, tolerance: Tolerance
+    run: PreparedModel,
+    setting: ComputeSetting,
+    packed: GradientResult | None,
+    alone: GradientResult,
+    tolerance: Tolerance,
 ) -> None:
     """Raise the same ``CheckError`` on every rank if loss or gradients of the pack differ on any of them."""
     worst = _Worst(ratio=0.0, relative=0.0, name="") if packed is None else _worst(run, packed, alone, tolerance)
@@ -354,7 +358,7 @@ def _verdict(
     )
 
 
-def _worst(run: Run, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
+def _worst(run: PreparedModel, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
     off = abs(packed.loss - alone.loss)
     relative = off / max(abs(alone.loss), 1e-6)
     candidates = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import NEXT_TOKEN
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.models.targets import IGNORE
 from lengthwise.runtime.wrap.label_convention import LabelConvention, loss_of_logits
 
@@ -15,7 +15,7 @@ SAME = 1e-4
 """Relative difference of two losses that rounding explains, in float32 and above; in half precision 100 times that."""
 
 
-def learn_labels(run: Run, tokens: Tensor) -> LabelConvention:
+def learn_labels(run: PreparedModel, tokens: Tensor) -> LabelConvention:
     """Determine a model's label convention from calls with one sequence of ``tokens`` [L] and different labels.
 
     A model that fails, or whose loss is none of these, is taken for the usual kind; the check before training decides.
@@ -45,7 +45,7 @@ def learn_labels(run: Run, tokens: Tensor) -> LabelConvention:
     return usual
 
 
-def _call(run: Run, tokens: Tensor, labels: Tensor, **options: Any) -> Any:
+def _call(run: PreparedModel, tokens: Tensor, labels: Tensor, **options: Any) -> Any:
     return run.model(input_ids=tokens[None], labels=labels[None], **options)
 
 

@@ -1,13 +1,13 @@
 """Observe a forward and backward on one rank to learn which exchanges they issue where ranks share a sequence."""
 
 from lengthwise.core.batch import Pack
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Calls, Event, ExchangeScript
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward
 
 
-def observe_script(run: Run, num_slots: int) -> ExchangeScript:
+def observe_script(run: PreparedModel, num_slots: int) -> ExchangeScript:
     """Record the exchange script of the run's model on a sequence of ``num_slots``, by this rank alone."""
     num_layers = run.wrapped_model.structure.num_layers
     calls, without_recompute = _watched(run, num_slots, ())
@@ -16,7 +16,7 @@ def observe_script(run: Run, num_slots: int) -> ExchangeScript:
     return ExchangeScript(calls=calls, without_recompute=without_recompute, with_recompute=with_recompute)
 
 
-def _watched(run: Run, num_slots: int, recompute: tuple[bool, ...]) -> tuple[Calls, tuple[Event, ...]]:
+def _watched(run: PreparedModel, num_slots: int, recompute: tuple[bool, ...]) -> tuple[Calls, tuple[Event, ...]]:
     """Return the attention calls of a forward by number, and the events of its backward."""
     pack = Pack(ids=(0,), lengths=(num_slots * run.collator.slot_tokens,))
     events: list[Event] = []

@@ -17,7 +17,7 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import ALMOST_ONE, PackShard, active
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward, gradients
@@ -34,12 +34,12 @@ class GradientResult:
     """One for each trained parameter; with FSDP2 a single one for all of them."""
 
 
-def parameter_names(run: Run) -> list[str]:
+def parameter_names(run: PreparedModel) -> list[str]:
     """The name of each of :attr:`GradientResult.gradients`."""
     return ["all parameters"] if isinstance(run.state, Fsdp2State) else list(run.wrapped_model.structure.parameters)
 
 
-def shard_for(run: Run, pack: Pack, group: Group, **options: Any) -> PackShard:
+def shard_for(run: PreparedModel, pack: Pack, group: Group, **options: Any) -> PackShard:
     """The shard with this rank's slots of a pack, computed without noise by the ranks of ``group``."""
     return PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
@@ -47,13 +47,13 @@ def shard_for(run: Run, pack: Pack, group: Group, **options: Any) -> PackShard:
     )  # fmt: skip
 
 
-def pack_of(run: Run, lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> Pack:
+def pack_of(run: PreparedModel, lengths: tuple[int, ...], sequences: tuple[int, ...] | None = None) -> Pack:
     """A pack of synthetic sequences of ``lengths`` in slots; all of them, or those numbered ``sequences``."""
     sequences = tuple(range(len(lengths))) if sequences is None else sequences
     return Pack(ids=sequences, lengths=tuple(lengths[number] * run.collator.slot_tokens for number in sequences))
 
 
-def stock_output(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
+def stock_output(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> tuple[Any, MicroBatch]:
     """Call the stock model on one sequence alone; returns its output and the micro-batch."""
     pack = pack_of(run, lengths, (sequence,))
     shard = shard_for(run, pack, run.alone)
@@ -65,7 +65,7 @@ def stock_output(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Any
         return run.model(**inputs), micro_batch
 
 
-def stock_loss(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Tensor | None, int]:
+def stock_loss(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> tuple[Tensor | None, int]:
     """The mean loss of one sequence and the number of its targets; no loss where it has none."""
     output, micro_batch = stock_output(run, lengths, sequence)
     if not micro_batch.num_targets:
@@ -77,7 +77,7 @@ def stock_loss(run: Run, lengths: tuple[int, ...], sequence: int) -> tuple[Tenso
     return loss, micro_batch.num_targets
 
 
-def gradients_alone(run: Run, lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
+def gradients_alone(run: PreparedModel, lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
     """Loss and gradients of the stock model, called on each sequence of ``lengths`` slots in turn."""
     total, summed = 0.0, None
     for sequence in range(len(lengths)):
@@ -96,7 +96,7 @@ def gradients_alone(run: Run, lengths: tuple[int, ...], *, gradients: bool = Tru
 
 
 def gradients_in_pack(
-    run: Run,
+    run: PreparedModel,
     lengths: tuple[int, ...],
     group: Group | None,
     *,
@@ -135,7 +135,7 @@ def gradients_in_pack(
     return GradientResult(loss=float(total), gradients=result), num_made
 
 
-def _gradients(run: Run, loss: Tensor, num_targets: int, shard: PackShard | None = None) -> list[Tensor]:
+def _gradients(run: PreparedModel, loss: Tensor, num_targets: int, shard: PackShard | None = None) -> list[Tensor]:
     """Gradients of the mean loss times its number of targets, for every trained parameter.
 
     A rank without targets takes part in the backward of its ``shard`` with zeros.

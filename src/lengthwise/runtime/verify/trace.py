@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, summed_loss, synthetic
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
 
 
-def trace_model(run: Run) -> None:
+def trace_model(run: PreparedModel) -> None:
     """Trace the model on two sequences, each on this rank alone, and derive the rules for its calls.
 
     Raises:
@@ -36,7 +36,7 @@ def trace_model(run: Run) -> None:
 
 
 @contextmanager
-def _rows_named(run: Run) -> Iterator[None]:
+def _rows_named(run: PreparedModel) -> Iterator[None]:
     try:
         yield
     except IndexError as error:

@@ -8,7 +8,7 @@ import torch
 from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
-from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class NotInThisDtype(Exception):  # noqa: N818 - an outcome, not a fault
         self.reason = reason
 
 
-def on_every_rank(run: Run, compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
+def on_every_rank(run: PreparedModel, compute: Callable[[], T], what: str = "", *, is_stock: bool = False) -> T:
     """Return what ``compute`` returns, once all ranks have computed it; if one failed, all raise the same error.
 
     Args:
@@ -51,7 +51,7 @@ def on_every_rank(run: Run, compute: Callable[[], T], what: str = "", *, is_stoc
     )(message)
 
 
-def _described(run: Run, error: Exception, what: str, is_stock: bool) -> tuple[str, str]:
+def _described(run: PreparedModel, error: Exception, what: str, is_stock: bool) -> tuple[str, str]:
     """Return the error class of a failure by name, and its message."""
     if isinstance(error, LengthwiseError):
         kinds = [

@@ -1,0 +1,115 @@
+"""A model on its ranks, ready to compute micro-batches: what is traced, checked and measured before a run has plans."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch import nn
+
+from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.core.batch import Pack
+from lengthwise.runtime.comm.consensus import require_equal
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.call_order import all_succeed
+from lengthwise.runtime.loop.frozen_models import wrap_frozen
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State, fsdp_modules
+from lengthwise.runtime.loop.shared_reads import with_read_digests
+from lengthwise.runtime.loop.synthetic_batches import zero_loss
+from lengthwise.runtime.models.checksum import weight_checksums
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.preserved_state import preserve_state
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+
+
+class PreparedModel:
+    """A wrapped model with its sharded state, the collator of its micro-batches, and frozen models beside it."""
+
+    def __init__(
+        self,
+        wrapped_model: WrappedModel,
+        world: DistContext,
+        *,
+        collator: PackCollator,
+        state: ShardedState | Fsdp2State,
+        seed: int = 0,
+    ) -> None:
+        self.wrapped_model, self.world, self.collator, self.state = wrapped_model, world, collator, state
+        self.seed, self.alone = seed, Group(rank=0)
+        self.frozen_models: list[WrappedModel] = []
+
+    @classmethod
+    def with_optimizer(
+        cls,
+        wrapped_model: WrappedModel,
+        world: DistContext,
+        *,
+        collator: PackCollator,
+        optimizer: OptimizerSettings,
+        seed: int = 0,
+    ) -> "PreparedModel":
+        """Prepare a model with a new state of the optimizer; every rank calls this."""
+        state: ShardedState | Fsdp2State
+        if fsdp_modules(wrapped_model.model):
+            state = Fsdp2State(wrapped_model.model, world, optimizer, close=lambda: zero_loss(prepared))
+        else:
+            state = ShardedState(wrapped_model.model, world, optimizer, table=wrapped_model.structure.table())
+        state.materialize_all()
+        prepared = cls(wrapped_model, world, collator=collator, state=state, seed=seed)
+        return prepared
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, which is trained."""
+        return self.wrapped_model.model
+
+    @property
+    def num_params(self) -> int:
+        """The number of trained parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.wrapped_model.structure.parameters.values())
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The trained model and the frozen ones beside it."""
+        return [wrapped_model.model for wrapped_model in (self.wrapped_model, *self.frozen_models)]
+
+    @contextmanager
+    def plain(self) -> Iterator[nn.Module]:
+        """Let the model and the frozen ones compute as before ``prepare``, with current weights, as for evaluation."""
+        with ExitStack() as stack:
+            for wrapped_model in self.frozen_models:
+                stack.enter_context(wrapped_model.plain())
+            yield stack.enter_context(self.wrapped_model.plain())
+
+    def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
+        """Prepare a teacher or reference model to compute micro-batches beside the trained one; every rank calls this.
+
+        Call it in the loop as the trained model, such as ``teacher(**micro_batch.inputs)``. It computes without
+        gradients, has no state in checkpoints, and is whole on every rank. ``layers``: the name of its list of layers.
+
+        Raises:
+            InputError: it has parts of a prepared model, differs between ranks, or attends in an unknown way.
+            CheckError: its outputs on a pack are not those on single sequences.
+        """
+        with preserve_state(model):
+            require_equal(self.world, {"frozen": {"class": type(model).__qualname__, **weight_checksums(model)}})
+            wrapped_model = all_succeed(self.world, lambda: wrap_frozen(self, model, layers=layers, check=check))
+        self.frozen_models.append(wrapped_model)
+        return model
+
+    def make(self, shard: PackShard, pack: Pack) -> MicroBatch:
+        """Make the micro-batch of a shard."""
+        collator = self.collator if shard.group.size == 1 else with_read_digests(self.collator, shard)
+        return MicroBatch(shard, pack, collator, make_inputs=self.wrapped_model.inputs_of)
+
+    def discard(self) -> None:
+        """Discard gradients that belong to no step."""
+        self.state.discard_gradient()
+
+    def close(self) -> None:
+        """Restore the model as it was before ``prepare``, with current weights."""
+        for wrapped_model in (*self.frozen_models, self.wrapped_model):
+            wrapped_model.release()
+        self.state.release_params()
