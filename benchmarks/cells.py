@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 import numpy as np
+from hydraulis_cost import TABLES, PublishedCost
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, cluster_preset
-from lengthwise.cost.profiled.hydraulis_constants import TABLES
-from lengthwise.cost.profiled.hydraulis_cost import PublishedCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.solve.shop import Machines, Objective

@@ -10,7 +10,6 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.layout import (
     Layout,
     fully_sharded,
-    replicated,
     row_bounds,
     shard_size,
     sharded_by_unit,
@@ -21,6 +20,12 @@ from lengthwise.core.specs import ModelSpec
 
 RANKS = 5
 UNIT_SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=6)
+
+
+def replicated(num_elements: int, num_ranks: int) -> Layout:
+    """Every rank holds everything."""
+    all_elements = ((0, num_elements),) if num_elements else ()
+    return Layout(num_elements=num_elements, intervals=(all_elements,) * num_ranks)
 
 
 def layout_of(num_elements, holders):
@@ -215,3 +220,5 @@ def test_what_is_small_is_whole_on_every_rank(name):
         name="any", num_layers=1, hidden_size=4, ffn_size=4, num_heads=2, num_kv_heads=2, head_size=2, vocab_size=9
     )
     assert row_bounds(f"layers.0.{name}", spec, degree=2) is None
+    with pytest.raises(AssertionError, match=r"nothing says how ranks share the parameter .*query_norm"):
+        row_bounds("layers.0.query_norm", spec, degree=2)

@@ -2,7 +2,8 @@
 
 from lengthwise.core.cost import ProfileRow, ProfileTable
 from lengthwise.core.pipeline_config import Method, uniform_scheme
-from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.core.specs import ModelSpec, cluster_preset, model_preset
+from lengthwise.cost.memory_model import DTYPE_BYTES, kept_bytes_per_layer, loss_bytes_per_token
 
 MODEL = model_preset("llama-tiny")
 CLUSTER = cluster_preset("2xcpu")
@@ -33,3 +34,15 @@ def scheme_of(model, method, degree=4, stages=1, recomputed=0):
 
 
 PARALLEL = [method for method in Method if method is not Method.DENSE]
+
+
+def kept_bytes_per_token(model: ModelSpec, *, dtype: str, recompute: bool) -> float:
+    """Bytes per token that one forward leaves for the backward on a device that computes whole layers.
+
+    A recomputed layer keeps its input alone; one such layer is alive at a time while the backward runs. The loss keeps
+    the final norm's input, output and its gradient.
+    """
+    width = DTYPE_BYTES[dtype]
+    residual, layer = model.hidden_size, kept_bytes_per_layer(model, width)
+    layers = model.num_layers * residual * width + layer if recompute else model.num_layers * layer
+    return layers + loss_bytes_per_token(model, width)

@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.hydraulis_cost import TABLES, PublishedCost
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.profiled.hydraulis_constants import TABLES
-from lengthwise.cost.profiled.hydraulis_cost import PublishedCost
 from tests.cost.profiles import scheme_of
 
 # Hydraulis appendix B.1, computed from its code: (model, devices) -> (degree, stages) -> tokens.

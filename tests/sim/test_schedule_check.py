@@ -329,7 +329,7 @@ def test_a_rank_that_is_idle_first_holds_what_it_computes_with_later():
     plan = plan_of(((0,), scheme(), 1, 0), ((1,), scheme(), 0, 0), ((0,), scheme(), 0, 1), ((1,), scheme(), 1, 1))
     (weight_phase,) = weight_phases_of(plan)
     assert weight_phase.phases == range(0, 2)
-    assert all(held.is_everything for held in weight_phase.holdings)
+    assert all(held.has_input and held.has_output and held.num_shards == 1 for held in weight_phase.holdings)
 
 
 def test_phases_run_in_order_however_a_plan_lists_them():

@@ -102,12 +102,6 @@ def shard_size(num_elements: int, num_ranks: int) -> int:
     return -(-num_elements // num_ranks)
 
 
-def replicated(num_elements: int, num_ranks: int) -> Layout:
-    """Every rank holds everything."""
-    all_elements = ((0, num_elements),) if num_elements else ()
-    return Layout(num_elements=num_elements, intervals=(all_elements,) * num_ranks)
-
-
 def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
     """Who sends which slice to whom so that ``target`` holds what ``source`` has; sorted by (target, start).
 
@@ -174,7 +168,13 @@ _UNITS = {
     "qkv": "groups", "qkv_bias": "groups", "proj": "groups",
     "gate": "columns", "up": "columns", "up_bias": "columns", "down": "columns",
     "embedding": "vocabulary", "head": "vocabulary", "output_bias": "vocabulary",
+    **dict.fromkeys((
+        "attention_norm", "attention_norm_bias", "proj_bias", "ffn_norm", "ffn_norm_bias", "down_bias",
+        "position", "token_type", "embedding_norm", "embedding_norm_bias",
+        "transform", "transform_bias", "transform_norm", "transform_norm_bias", "final_norm", "final_norm_bias",
+    )),
 }  # fmt: skip
+"""By the last part of a parameter's name, in what its rows are dealt to ranks; None: every rank has all of them."""
 
 
 def row_bounds(name: str, spec: ModelSpec, *, degree: int) -> tuple[int, ...] | None:
@@ -183,12 +183,14 @@ def row_bounds(name: str, spec: ModelSpec, *, degree: int) -> tuple[int, ...] | 
     None: all of them. One layout for all methods on sharded weights (ParaDySe, table 2): queries, keys, values and the
     projection back by key/value head with its queries, the feed-forward by column, the vocabulary by row; norms and
     whatever else is small are whole on every rank. Shares differ by one head, column or row, and may be empty. The last
-    part of the name decides.
+    part of the name decides; a parameter that ``_UNITS`` does not have is refused.
     """
     kind = name.rpartition(".")[2]
-    if kind not in _UNITS:
+    assert kind in _UNITS, f"nothing says how ranks share the parameter {name}; add it to _UNITS"
+    unit = _UNITS[kind]
+    if unit is None:
         return None
-    count = {"groups": spec.num_kv_heads, "columns": spec.ffn_size, "vocabulary": spec.vocab_size}[_UNITS[kind]]
+    count = {"groups": spec.num_kv_heads, "columns": spec.ffn_size, "vocabulary": spec.vocab_size}[unit]
     group_size = spec.num_heads // spec.num_kv_heads
     rows = {"qkv": group_size + 2, "qkv_bias": group_size + 2, "proj": group_size}.get(kind, 0) * spec.head_size or 1
     return tuple(rank * count // degree * rows for rank in range(degree + 1))

@@ -81,11 +81,6 @@ class WeightShard:
         """Whether the shard has what comes after the last layer: norm and head."""
         return self.end == self.num_layers
 
-    @property
-    def is_everything(self) -> bool:
-        """Whether the shard is the whole model."""
-        return self.has_input and self.has_output and self.num_shards == 1
-
 
 class PipelineSchedule(StrEnum):
     """In which order the stages of a pipeline run forwards and backwards."""

@@ -24,21 +24,6 @@ def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int
     return num_params * (compute + master) + sharded * shard_size(model.num_params, num_devices)
 
 
-def kept_bytes_per_token(model: ModelSpec, *, dtype: str, recompute: bool) -> float:
-    """Bytes per token that one forward leaves for the backward on a device that computes whole layers.
-
-    A recomputed layer keeps its input alone; one such layer is alive at a time while the backward runs. The loss keeps
-    the final norm's input, output and its gradient.
-
-    Raises:
-        InputError: no memory model for this family.
-    """
-    width = DTYPE_BYTES[dtype]
-    residual, layer = model.hidden_size, kept_bytes_per_layer(model, width)
-    layers = model.num_layers * residual * width + layer if recompute else model.num_layers * layer
-    return layers + loss_bytes_per_token(model, width)
-
-
 def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:
     """Bytes per token that one layer leaves for its backward, in numbers of ``width`` bytes.
 

@@ -11,7 +11,12 @@ import numpy as np
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
-from lengthwise.plan.heterogeneous.adaptive_pipelines import AdaptiveCandidate, flexible_candidates
+from lengthwise.plan.heterogeneous.adaptive_pipelines import (
+    CandidateFamily,
+    ProposedCandidate,
+    candidate_families,
+    tile_of,
+)
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch
@@ -19,7 +24,6 @@ from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
 from lengthwise.plan.policies import POLICIES, Policy
 from lengthwise.plan.policies import prepare as prepare_policy
-from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
@@ -45,8 +49,8 @@ class AutoPolicy:
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
         self.bound = SearchSpaceBound(problem, (*problem.candidates, *mixed_candidates(problem)))
         self.others = others
-        candidates = flexible_candidates(problem)
-        proposed = proposals(problem, flexible_candidates)
+        candidates = candidate_families(problem)
+        proposed = proposals(problem, candidate_families)
         self.strategy_candidates = StrategyCandidates([_placed(problem, proposal.counts) for proposal in proposed])
         self.splits = SplitSearch(_fronts(problem, candidates), self.strategy_candidates, self.bound)
 
@@ -76,16 +80,14 @@ def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:
     return policy.floor_s(priced) < limit_s and policy.bound_s(priced) < limit_s
 
 
-def _placed(problem: PlanningProblem, counts: Sequence[tuple[Candidate, int]]) -> PlacedStrategy:
-    return PlacedStrategy(
-        problem, [candidate.tile(count) for candidate, count in counts if isinstance(candidate, AdaptiveCandidate)]
-    )
+def _placed(problem: PlanningProblem, counts: Sequence[tuple[ProposedCandidate, int]]) -> PlacedStrategy:
+    return PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in counts])
 
 
-def _fronts(problem: PlanningProblem, candidates: list[AdaptiveCandidate]) -> list[PlacedStrategy]:
+def _fronts(problem: PlanningProblem, candidates: list[CandidateFamily]) -> list[PlacedStrategy]:
     """For each degree of one stage that tiles the cluster, the family that computes the longest sequence fastest."""
     longest = np.array([problem.max_length])
-    best: dict[int, AdaptiveCandidate] = {}
+    best: dict[int, CandidateFamily] = {}
     for candidate in candidates:
         if (
             candidate.num_stages > 1

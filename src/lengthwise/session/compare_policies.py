@@ -18,7 +18,7 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
+from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.heterogeneous.propose.beforehand import Space, searching
 from lengthwise.plan.planner import Planner
@@ -32,7 +32,7 @@ from lengthwise.sim.step_summary import SimulatedStep, summary
 
 WORTH_OTHER_PROCESSES = 32
 """Devices from which on searching proposals takes longer than starting a process for it."""
-SEARCHED: dict[str, Space] = {"hydraulis": published_space, "auto": flexible_candidates}
+SEARCHED: dict[str, Space] = {"hydraulis": published_space, "auto": candidate_families}
 """Policies that propose strategies, and what of."""
 
 TIMED = 2

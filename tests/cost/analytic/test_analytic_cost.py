@@ -15,8 +15,7 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.stage_time import ATTENTION_EFFICIENCY, LAUNCH_S, MATMUL_EFFICIENCY
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.links import LINK_EFFICIENCY, collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s
-from lengthwise.cost.memory_model import kept_bytes_per_token
-from tests.cost.profiles import PARALLEL, scheme_of
+from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
 
 MODEL = model_preset("llama-7b")
 CLUSTER = cluster_preset("2x8xA800-80GB")

@@ -11,8 +11,8 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import model_preset
 from lengthwise.cost.analytic.heads import split_heads
 from lengthwise.cost.analytic.volume import layer_volume
-from lengthwise.cost.memory_model import kept_bytes_per_layer, kept_bytes_per_token, state_bytes
-from tests.cost.profiles import PARALLEL
+from lengthwise.cost.memory_model import kept_bytes_per_layer, state_bytes
+from tests.cost.profiles import PARALLEL, kept_bytes_per_token
 
 MODEL = model_preset("llama-3-8b")
 GATHERED = {Method.MEGATRON_CZ: Method.RING, Method.COLOSSAL_Z: Method.RING, Method.ULYSSES_Z: Method.ULYSSES}

@@ -5,11 +5,17 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
-from lengthwise.plan.dcp.recompute_levels import RecomputeLadder, fastest_fitting, fastest_setting
+from lengthwise.plan.dcp.recompute_levels import RecomputeLadder, fastest_setting
 from lengthwise.plan.space.problem import PricedBatch
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 ONE_OF_EIGHT = (0, 1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def fastest_fitting(candidates, num_tokens):
+    """The fastest of some candidates that holds a pack of ``num_tokens``: the one with the fewest recomputed layers."""
+    ladder = RecomputeLadder(candidates)
+    return ladder.candidates[int(ladder.indices(np.array(num_tokens)))]
 
 
 def recompute_family(**costs):

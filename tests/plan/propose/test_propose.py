@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
+from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
 from lengthwise.plan.heterogeneous.propose.planned import PlannedSteps
@@ -146,7 +146,7 @@ def test_flexible_pipelines_are_proposed_as_they_will_be_planned():
     problem = make_problem(
         SimpleCost(capacity=100), num_devices=4, max_length=350, recomputed=(0, 2, 4), samples=samples, stages=(1,)
     )
-    best = propose(problem, flexible_candidates(problem))[0]
+    best = propose(problem, candidate_families(problem))[0]
     assert best.mean_s == pytest.approx(planned_s(problem, best.counts, samples[:4]).mean())
     assert best.mean_s <= propose(problem)[0].mean_s * (1 + 1e-9)
 

@@ -9,7 +9,15 @@ from torch.nn import functional as F
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import model_preset
 from lengthwise.models.hf_config import hf_config, read_spec
-from lengthwise.runtime.models.hf_folder import from_hf, load_weights, save_pretrained, to_hf
+from lengthwise.models.hf_names import naming_of
+from lengthwise.runtime.models.hf_folder import (
+    check_tensors,
+    fuse_weight,
+    load_weights,
+    save_pretrained,
+    to_hf,
+    weight_shapes,
+)
 from lengthwise.runtime.models.registry import build_model
 from tests.runtime.models.cases import (
     assert_same,
@@ -47,6 +55,13 @@ NOT_OURS = {
 UNUSED_BIAS = "cls.predictions.bias"
 # transformers rounds rotary angles and norms to float32, we only the latter; logits here are of order one.
 FLOAT32_TOLERANCE = 1e-5
+
+
+def from_hf(spec, tensors):
+    """Convert Hugging Face's tensors to a state dict of this library's model."""
+    tensors = {naming_of(spec).today(name): tensor for name, tensor in tensors.items()}
+    check_tensors(spec, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "the tensors")
+    return {name: fuse_weight(spec, name, tensors) for name in weight_shapes(spec)}
 
 
 @pytest.fixture(params=SPECS.values(), ids=SPECS)

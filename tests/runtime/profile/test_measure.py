@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from lengthwise.core.specs import model_preset
-from lengthwise.cost.memory_model import kept_bytes_per_token
 from lengthwise.cost.profiled.fitted import fit
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.profile.measure import _kept_bytes, _random_feed, ladder, num_measurements, profile
+from tests.cost.profiles import kept_bytes_per_token
 from tests.runtime.train.runs import local_world
 from tests.sim.random_plans import SPEC
 

@@ -102,16 +102,6 @@ class RecomputeLadder:
         return tuple(self.candidates[level] for level in times_s.argmin(axis=0).tolist())
 
 
-def fastest_fitting(candidates: Iterable[Candidate], num_tokens: int) -> Candidate:
-    """The fastest of some candidates that holds a pack of ``num_tokens``: the one with the fewest recomputed layers.
-
-    Raises:
-        InfeasibleError: none does.
-    """
-    ladder = RecomputeLadder(candidates)
-    return ladder.candidates[int(ladder.indices(np.array(num_tokens)))]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BucketSetting:
     """How micro-batches of sequences of one length run: b sequences as one candidate, which fixes p and r."""

@@ -1,9 +1,12 @@
 """Pipelines that run each pack as fast as its tokens allow: recompute and methods change from pack to pack."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from lengthwise.core.cost import CostModel
+from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
@@ -12,25 +15,53 @@ MOST_COMPARED = 1 << 18
 """Sequences on which the candidates of a family are compared; of more, some at even distances by length."""
 
 
-class AdaptiveCandidate(Candidate):
-    """The candidates of one family as one: proposals see the fastest that holds each sequence.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CandidateFamily:
+    """Candidates that stand in for one another pack by pack; proposals see the fastest that holds each sequence.
 
-    It is a little too fast: as if a pack of short sequences held what the leanest candidate holds. Plans are made with
-    :meth:`tile`, which is exact.
+    That is a little too fast: as if a pack of short sequences held what the leanest candidate holds. Plans are made
+    with :func:`tile_of`, which is exact.
     """
 
-    def __init__(self, pivot: Candidate, leaner: Sequence[Candidate]) -> None:
-        super().__init__(
-            scheme=pivot.scheme,
-            cost=pivot.cost,
-            num_cluster_devices=pivot.num_cluster_devices,
-            token_limit=pivot.token_limit,
-            sizes=pivot.sizes,
-        )
-        self.__dict__.update(pivot=pivot, leaner=tuple(leaner), max_tokens=(pivot, *leaner)[-1].max_tokens)
-
     pivot: Candidate
-    leaner: tuple[Candidate, ...]
+    """Runs all packs that it holds."""
+    leaner: tuple[Candidate, ...] = ()
+    """Run longer packs, each more tokens than those before it."""
+
+    @property
+    def scheme(self) -> PipelineConfig:
+        """The parallel configuration of the pivot."""
+        return self.pivot.scheme
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model of all candidates."""
+        return self.pivot.cost
+
+    @property
+    def num_cluster_devices(self) -> int:
+        """The devices of the cluster."""
+        return self.pivot.num_cluster_devices
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one pipeline."""
+        return self.pivot.num_devices
+
+    @property
+    def num_stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pivot.num_stages
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds per stage that a micro-batch of the pivot costs before its first token."""
+        return self.pivot.overhead_s
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of a micro-batch of the leanest candidate."""
+        return (self.pivot, *self.leaner)[-1].max_tokens
 
     def times_s(self, lengths: np.ndarray) -> np.ndarray:
         """Seconds per stage of each sequence under the fastest candidate that holds it alone."""
@@ -45,13 +76,20 @@ class AdaptiveCandidate(Candidate):
             below = candidate.max_tokens
         return times_s
 
-    def tile(self, count: int) -> PipelineGroup:
-        """``count`` pipelines of these candidates."""
-        return PipelineGroup(candidate=self.pivot, count=count, leaner=self.leaner)
+
+ProposedCandidate = Candidate | CandidateFamily
+"""What strategies are proposed of."""
 
 
-def flexible_candidates(problem: PlanningProblem) -> list[AdaptiveCandidate]:
-    """One candidate per family; two, the fastest and the leanest, where there are several stages.
+def tile_of(candidate: ProposedCandidate, count: int) -> PipelineGroup:
+    """``count`` pipelines of ``candidate`` as the planner sees them."""
+    if isinstance(candidate, CandidateFamily):
+        return PipelineGroup(candidate=candidate.pivot, count=count, leaner=candidate.leaner)
+    return PipelineGroup(candidate=candidate, count=count)
+
+
+def candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:
+    """The families of the search space; where there are several stages, the fastest and the leanest member alone.
 
     Packs of one pipeline that recompute different shares of their layers have different shares of forward in their
     time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one.
@@ -59,15 +97,15 @@ def flexible_candidates(problem: PlanningProblem) -> list[AdaptiveCandidate]:
     lengths = np.concatenate(problem.samples) if problem.samples else np.array([problem.max_length])
     if len(lengths) > MOST_COMPARED:
         lengths = np.sort(lengths)[:: -len(lengths) // MOST_COMPARED]  # from the longest
-    flexible = []
+    families = []
     for family in problem.families.values():
         ladder = fastest_first(family)
         pivot = min(range(len(ladder)), key=lambda level: _corpus_time_s(ladder, level, lengths))
         if ladder[0].num_stages == 1:
-            flexible.append(AdaptiveCandidate(ladder[pivot], ladder[pivot + 1 :]))
+            families.append(CandidateFamily(pivot=ladder[pivot], leaner=tuple(ladder[pivot + 1 :])))
         else:
-            flexible += [AdaptiveCandidate(candidate, ()) for candidate in dict.fromkeys((ladder[pivot], ladder[-1]))]
-    return flexible
+            families += [CandidateFamily(pivot=candidate) for candidate in dict.fromkeys((ladder[pivot], ladder[-1]))]
+    return families
 
 
 def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -92,7 +130,7 @@ def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _corpus_time_s(ladder: Sequence[Candidate], level: int, lengths: np.ndarray) -> float:
     """Seconds of all sequences with ``ladder[level]`` as pivot; what it cannot hold runs as the leaner ones."""
-    pivot = AdaptiveCandidate(ladder[level], ladder[level + 1 :])
-    packed = lengths <= pivot.pivot.max_tokens
-    shares_s = pivot.overhead_s * lengths[packed].sum() / pivot.pivot.max_tokens
-    return float(pivot.times_s(lengths).sum()) + float(shares_s) + pivot.overhead_s * float((~packed).sum())
+    pivot, family = ladder[level], CandidateFamily(pivot=ladder[level], leaner=tuple(ladder[level + 1 :]))
+    packed = lengths <= pivot.max_tokens
+    shares_s = pivot.overhead_s * lengths[packed].sum() / pivot.max_tokens
+    return float(family.times_s(lengths).sum()) + float(shares_s) + pivot.overhead_s * float((~packed).sum())

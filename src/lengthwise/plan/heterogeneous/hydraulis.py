@@ -7,9 +7,10 @@ recompute (section 4, Table 3), or as little as lets the longest sequence fit.
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.heterogeneous.adaptive_pipelines import tile_of
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
-from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
+from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, strategy_of
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -30,9 +31,7 @@ def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
             f"{leanest.max_tokens} or less with data.over_length=split."
         )
     strategies = [
-        PlacedStrategy(
-            problem, [PipelineGroup(candidate=candidate, count=count) for candidate, count in proposal.counts]
-        )
+        PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in proposal.counts])
         for proposal in proposals(problem, published_space)
     ]
     return HydraulisPolicy(StrategyCandidates(strategies), SearchSpaceBound(problem, candidates))

@@ -61,17 +61,6 @@ def to_hf(spec: ModelSpec, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor
     return {k: v for name, weight in state_dict.items() for k, v in split_weight(spec, name, weight).items()}
 
 
-def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert Hugging Face's tensors to a state dict of this library's model.
-
-    Raises:
-        InputError: names or shapes are not those of ``spec``; all are listed.
-    """
-    tensors = {naming_of(spec).today(name): tensor for name, tensor in tensors.items()}
-    check_tensors(spec, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "the tensors")
-    return {name: fuse_weight(spec, name, tensors) for name in weight_shapes(spec)}
-
-
 def check_tensors(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Raise ``InputError`` unless ``found`` has every Hugging Face tensor of ``spec`` in its shape and no other."""
     expected, naming = hf_shapes(spec), naming_of(spec)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
+from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals, searching
@@ -30,7 +30,7 @@ def no_space(problem):
     raise InfeasibleError("nothing fits")
 
 
-@pytest.mark.parametrize("space", [published_space, flexible_candidates])
+@pytest.mark.parametrize("space", [published_space, candidate_families])
 def test_they_are_the_same_of_the_same_candidates(space):
     here, there = problem(), problem()
     with searching([there], [space], workers=1):

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 
 from lengthwise.core.pipeline_config import Method
-from lengthwise.plan.heterogeneous.adaptive_pipelines import flexible_candidates
+from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.propose.reduce import reduce_candidates
 from tests.plan.costs import SimpleCost, make_problem
 from tests.plan.propose.workloads import problems
@@ -50,5 +50,5 @@ def test_recompute_is_kept_for_what_it_holds():
 
 def test_flexible_pipelines_are_compared_by_what_their_packs_hold():
     problem = make_problem(num_devices=2, recomputed=(0, 4), samples=[np.array([10, 1500])])
-    candidates = flexible_candidates(problem)
+    candidates = candidate_families(problem)
     assert {candidate.num_devices for candidate in reduce_candidates(candidates, np.array([10, 1500]))} == {1, 2}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.errors import InfeasibleError, Setting
+from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose.choose import StrategyComparison
 from lengthwise.plan.heterogeneous.propose.estimate import Estimator
 from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_candidates
@@ -18,7 +19,6 @@ from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.starts import Starts, make_starts
 from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler, strategy_of
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
-from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.uniform.tune import tuning_batches
 
@@ -42,7 +42,7 @@ ENOUGH = 1e-3
 class Proposal:
     """A strategy: how many pipelines of each candidate. They tile the cluster; no stage crosses nodes needlessly."""
 
-    counts: tuple[tuple[Candidate, int], ...]
+    counts: tuple[tuple[ProposedCandidate, int], ...]
     """The candidates that hold the longest sequences first."""
     mean_s: float
     """Planned seconds of the average step that the search has not seen; a step that the strategy cannot hold takes what
@@ -50,7 +50,11 @@ class Proposal:
 
 
 def propose(
-    problem: PlanningProblem, candidates: Sequence[Candidate] | None = None, *, max_strategies: int = 8, effort: int = 4
+    problem: PlanningProblem,
+    candidates: Sequence[ProposedCandidate] | None = None,
+    *,
+    max_strategies: int = 8,
+    effort: int = 4,
 ) -> list[Proposal]:
     """Strategies one of which each step may use, the fastest first.
 

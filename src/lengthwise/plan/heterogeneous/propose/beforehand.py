@@ -7,11 +7,11 @@ from multiprocessing import get_context
 from signal import SIG_IGN, SIGINT, signal
 from threading import current_thread, main_thread
 
+from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose import Proposal, propose
-from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 
-Space = Callable[[PlanningProblem], Sequence[Candidate]]
+Space = Callable[[PlanningProblem], Sequence[ProposedCandidate]]
 """What strategies are made of; equal problems, equal candidates in the same order."""
 
 Found = list[tuple[tuple[tuple[int, int], ...], float]]

@@ -5,25 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.plan.heterogeneous.adaptive_pipelines import AdaptiveCandidate
-from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
-from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate, tile_of
+from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 MOST_PLANNED = 50_000
 """Sequences of a step beyond which its bound stands for its plan: with so many, plans come within some permil of it."""
 
 
-def tile_of(candidate: Candidate, count: int) -> PipelineGroup:
-    """``count`` pipelines of ``candidate`` as the planner sees them."""
-    return (
-        candidate.tile(count)
-        if isinstance(candidate, AdaptiveCandidate)
-        else PipelineGroup(candidate=candidate, count=count)
-    )
-
-
-def pack_tokens_of(candidate: Candidate) -> int:
+def pack_tokens_of(candidate: ProposedCandidate) -> int:
     """Most tokens of a micro-batch of several sequences."""
     return tile_of(candidate, 1).candidate.max_tokens
 
@@ -40,7 +30,7 @@ class PlannedSteps:
             for step, lengths in enumerate(steps)
         ]
 
-    def under(self, strategy: Sequence[tuple[Candidate, int]]) -> "PlannedStrategy":
+    def under(self, strategy: Sequence[tuple[ProposedCandidate, int]]) -> "PlannedStrategy":
         """The steps under one strategy."""
         tiles = [tile_of(candidate, count) for candidate, count in strategy]
         return PlannedStrategy(PlacedStrategy(self.problem, tiles), self._priced)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose.planned import pack_tokens_of
-from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 
 MOST = 20
@@ -21,8 +21,12 @@ TIGHTNESS = (0.0, 0.25, 0.6, 1.0)
 
 
 def reduce_candidates(
-    candidates: Sequence[Candidate], lengths: np.ndarray, *, max_candidates: int = MOST, keep: Sequence[Candidate] = ()
-) -> list[Candidate]:
+    candidates: Sequence[ProposedCandidate],
+    lengths: np.ndarray,
+    *,
+    max_candidates: int = MOST,
+    keep: Sequence[ProposedCandidate] = (),
+) -> list[ProposedCandidate]:
     """Keep at most ``max_candidates`` candidates, in their order, without those that another is at least as good as.
 
     A candidate is dominated by one of the same number of devices that holds as long sequences and packs, has no more
@@ -50,8 +54,8 @@ def reduce_candidates(
 
 
 def likely_equal(
-    problem: PlanningProblem, candidates: Sequence[Candidate], samples: Sequence[np.ndarray], *, holding: int
-) -> list[Candidate]:
+    problem: PlanningProblem, candidates: Sequence[ProposedCandidate], samples: Sequence[np.ndarray], *, holding: int
+) -> list[ProposedCandidate]:
     """The few candidates holding ``holding`` tokens whose equal pipelines are probably fastest on the samples.
 
     As if work could be balanced: each of d pipelines computes a d-th of it and one of the d longest sequences, for
@@ -67,7 +71,7 @@ def likely_equal(
     return [tiling[index] for index in np.argsort(estimates_s, kind="stable")[:EQUAL_CANDIDATES]]
 
 
-def _equal_s(problem: PlanningProblem, candidate: Candidate, lengths: np.ndarray, counts: np.ndarray) -> float:
+def _equal_s(problem: PlanningProblem, candidate: ProposedCandidate, lengths: np.ndarray, counts: np.ndarray) -> float:
     """Seconds of ``counts`` sequences of each length, the shortest first, on equal pipelines of ``candidate``."""
     count, overhead_s = problem.num_devices // candidate.num_devices, candidate.overhead_s
     times_s = candidate.times_s(lengths) + overhead_s * problem.overhead_per_sequence
@@ -89,7 +93,7 @@ def _grid(lengths: np.ndarray) -> np.ndarray:
     return np.unique(ordered[np.minimum(places, len(ordered) - 1)])
 
 
-def _dominated(candidates: list[Candidate], times_s: np.ndarray) -> np.ndarray:
+def _dominated(candidates: list[ProposedCandidate], times_s: np.ndarray) -> np.ndarray:
     """[K] whether some other candidate is at least as good in every respect."""
     merits = [
         (-candidate.max_tokens, -pack_tokens_of(candidate), candidate.num_stages, candidate.overhead_s, *row)
@@ -105,7 +109,7 @@ def _dominated(candidates: list[Candidate], times_s: np.ndarray) -> np.ndarray:
     return dominated
 
 
-def _regrets(candidates: list[Candidate], times_s: np.ndarray, grid: np.ndarray) -> np.ndarray:
+def _regrets(candidates: list[ProposedCandidate], times_s: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """[K] device-seconds over the fewest of any candidate, where a candidate comes closest to them.
 
     Lengths are compared one by one, and all together for candidates that tile the cluster. The longest sequences may

@@ -6,8 +6,8 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate, tile_of
 from lengthwise.plan.heterogeneous.propose.workload import Workload
-from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.placement import placeable
 
 MOST_ROUNDED = 6
@@ -97,13 +97,11 @@ class Tiler:
 
     def is_placeable(self, counts: Counts) -> bool:
         """Whether no stage crosses more nodes than its size makes it, or all are allowed to."""
-        return (
-            self.may_cross
-            or self._divides
-            or placeable(
-                strategy_of(self.workload.candidates, counts), self.workload.num_devices, self.devices_per_node
-            )
-        )
+        if self.may_cross or self._divides:
+            return True
+        strategy = strategy_of(self.workload.candidates, counts)
+        pipelines = [(tile_of(candidate, count).candidate, count) for candidate, count in strategy]
+        return placeable(pipelines, self.workload.num_devices, self.devices_per_node)
 
     @cached_property
     def _divides(self) -> bool:
@@ -113,7 +111,9 @@ class Tiler:
         return all(large % small == 0 for small, large in pairwise(degrees))
 
 
-def strategy_of(candidates: Sequence[Candidate], counts: Sequence[int]) -> tuple[tuple[Candidate, int], ...]:
+def strategy_of(
+    candidates: Sequence[ProposedCandidate], counts: Sequence[int]
+) -> tuple[tuple[ProposedCandidate, int], ...]:
     """The candidates that are used with their counts, the one that holds the longest sequences first."""
     used = [(candidate, int(count)) for candidate, count in zip(candidates, counts) if count]
     return tuple(sorted(used, key=lambda entry: -entry[0].max_tokens))

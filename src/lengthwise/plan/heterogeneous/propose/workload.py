@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from lengthwise.core.pipeline_config import homogeneous
+from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose.planned import pack_tokens_of
-from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 
 EXACT_CLASSES = 48
@@ -26,7 +26,7 @@ SHORT_RATIO = 0.72
 class Workload:
     """Steps of a run and the candidates they may use."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[ProposedCandidate, ...]
     num_devices: int
     counts: np.ndarray
     """[S, C] sequences of each class in each step."""
@@ -90,7 +90,9 @@ class Workload:
         return np.maximum(even_s, alone_s)
 
 
-def make_workload(problem: PlanningProblem, candidates: Sequence[Candidate], samples: Sequence[np.ndarray]) -> Workload:
+def make_workload(
+    problem: PlanningProblem, candidates: Sequence[ProposedCandidate], samples: Sequence[np.ndarray]
+) -> Workload:
     """Sort the sequences of ``samples`` into classes and price one of each class under every candidate.
 
     No class is cut by what a candidate holds, so a candidate holds all of a class or nothing of it.
@@ -124,7 +126,7 @@ def make_workload(problem: PlanningProblem, candidates: Sequence[Candidate], sam
     )
 
 
-def _update_s(candidate: Candidate, num_devices: int) -> float:
+def _update_s(candidate: ProposedCandidate, num_devices: int) -> float:
     """Seconds of an update with as many pipelines as the devices hold, on consecutive ranks."""
     return candidate.cost.update_s(
         homogeneous(candidate.scheme, num_devices // candidate.num_devices * candidate.num_devices)
