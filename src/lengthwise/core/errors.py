@@ -16,6 +16,7 @@ class Setting(StrEnum):
     """The settings that errors name, by their keys in a configuration."""
 
     MIXTURE = "data.mixture"
+    VALIDATION = "data.validation"
     VALIDATION_SHARE = "data.validation_share"
     MAX_LENGTH = "data.max_length"
     OVER_LENGTH = "data.over_length"
@@ -36,6 +37,7 @@ class Setting(StrEnum):
     MAX_TOKENS = "plan.max_tokens"
     BATCH_SIZE = "plan.batch_size"
     SHAPES = "plan.shapes"
+    COST = "plan.cost"
     OPTIMIZER = "optim.name"
     LR = "optim.lr"
     LR_REFERENCE = "optim.lr_reference"

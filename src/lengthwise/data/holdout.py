@@ -24,7 +24,7 @@ def hold_out(view: CorpusView, share: float) -> tuple[CorpusView, CorpusView]:
     if len(documents) < 2:
         raise InputError(
             f"{Setting.VALIDATION_SHARE}={share:g} of {len(documents)} document leaves nothing to train on; index "
-            "more, or name other documents in data.validation"
+            f"more, or name other documents in {Setting.VALIDATION}"
         )
     count = min(max(1, round(share * len(documents))), len(documents) - 1)
     chosen = documents[epoch_order(len(documents), seed=_SEED, epoch=0)[:count]]

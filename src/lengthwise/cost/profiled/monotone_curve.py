@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.errors import InputError, missing_package
+from lengthwise.core.errors import InputError, Setting, missing_package
 
 NUM_TREES = 50
 TREE_DEPTH = 10
@@ -99,6 +99,6 @@ def grow_forest(features: np.ndarray, target: np.ndarray) -> Any:
     try:
         from sklearn.ensemble import RandomForestRegressor
     except ImportError:
-        raise missing_package("plan.cost=hybrid", "sklearn") from None
+        raise missing_package(f"{Setting.COST}=hybrid", "sklearn") from None
     forest = RandomForestRegressor(n_estimators=NUM_TREES, max_depth=TREE_DEPTH, random_state=0)
     return forest.fit(features, target)

@@ -4,7 +4,7 @@ Its space is degree x stages with one method (tensor with sequence parallel wher
 recompute (section 4, Table 3), or as little as lets the longest sequence fit.
 """
 
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import tile_of
@@ -27,8 +27,8 @@ def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
     if leanest.max_tokens < problem.max_length:
         raise InfeasibleError(
             f"policy hydraulis plans with {leanest.scheme.methods[0]} alone: a sequence of {problem.max_length:,} "
-            f"tokens {problem.needs(leanest, problem.max_length)} Set plan.policy=auto, or data.max_length="
-            f"{leanest.max_tokens} or less with data.over_length=split."
+            f"tokens {problem.needs(leanest, problem.max_length)} Set {Setting.POLICY}=auto, or "
+            f"{Setting.MAX_LENGTH}={leanest.max_tokens} or less with {Setting.OVER_LENGTH}=split."
         )
     strategies = [
         PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in proposal.counts])
