@@ -47,7 +47,6 @@ class Setting(StrEnum):
     STEPS = "train.steps"
     DEVICE = "train.device"
     COMPILE = "train.compile"
-    TENSORBOARD = "train.tensorboard"
     TIMEOUT_S = "train.timeout_s"
 
     def __str__(self) -> str:
