@@ -63,7 +63,7 @@ LINES = {
     "nothing": "",
     "one line without an end": '{"step": 0}',
 }
-DOCUMENTS = ("model.json", "corpus.json", "ledger.json", "status.json", "sampling.json")
+DOCUMENTS = ("model.json", "corpus.json", "ledger.json", "status.json", "sampling.json", "provenance.json")
 
 
 def _cases() -> list[Case]:

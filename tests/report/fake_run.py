@@ -14,6 +14,11 @@ from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
 
 SCHEME = dense_scheme(4)
 UPDATE_S = 0.012
+START = {
+    "date": "2026-01-01T12:00:00+00:00", "command": "lengthwise train config.yaml", "lengthwise_version": "0.1.0",
+    "commit": "0123456789", "python_version": "3.11.2", "torch_version": "2.10.0", "host": "node-17", "num_ranks": 4,
+    "device": "H100-80GB", "device_memory_bytes": 16 * 2**30,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,7 @@ class Fake:
     timeline: bool = True
     status: dict = field(default_factory=lambda: {"state": "done", "exit_code": 0, "error": ""})
     corpus: bool = True
+    provenance: bool = True
 
 
 def make_run(path: Path, fake: Fake | None = None, **changes) -> RunFolder:
@@ -49,6 +55,8 @@ def make_run(path: Path, fake: Fake | None = None, **changes) -> RunFolder:
             _write(folder.timeline(rank), [timeline_to_row(_of_rank(timeline, rank)) for timeline in timelines])
     if fake.corpus:
         folder.write_json("corpus.json", _corpus())
+    if fake.provenance:
+        folder.write_json("provenance.json", {"starts": [{"date": "2026-01-01T11:58:00+00:00"}, START]})
     if fake.status:
         folder.write_json("status.json", fake.status)
     folder.write_json("ledger.json", {"rule": "error", "max_length": None, "sequences_in": 1920, "dropped": 0})
@@ -165,11 +173,13 @@ def _row(plan: StepPlan, timeline: Timeline, rng: random.Random) -> dict:
     lengths = [n for p in plan.pipelines for m in p.micro_batches for n in m.pack.lengths]
     return {
         "step": plan.step,
+        "timestamp": f"2026-01-01T12:00:{plan.step:02}.500+00:00",
         "loss/avg": 9.0 * (plan.step + 1) ** -0.35 + rng.uniform(-0.1, 0.1),
         "grad_norm": 1.0,
         "lr": 3e-4,
         "perf/tokens_per_s": sum(lengths) / timeline.step_time_s,
         "perf/mfu": None,
+        "memory/max_reserved_gib": 12.0 + min(plan.step, 8) / 4,
         "perf/step_time_s": timeline.step_time_s,
         "data/pad_frac": plan.padding_fraction,
         "data/max_len": max(lengths),

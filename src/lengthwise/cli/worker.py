@@ -60,6 +60,7 @@ from lengthwise.session.planning import (
     with_draws,
     with_steps,
 )
+from lengthwise.session.provenance import add_start
 from lengthwise.session.sampling_report import sampling_report, unused_settings, without_targets
 from lengthwise.session.validation import validation_corpus, validation_plans
 
@@ -292,6 +293,7 @@ def with_memory_at_most(cluster: ClusterSpec, memory_bytes: int | None) -> Clust
 
 def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:
     config.save(folder.config)  # before anything else that a run leaves: ranks started again read it
+    add_start(folder, cluster)
     if config.data.order != SHUFFLED:
         sampling = sampling_report(config, corpus)
         folder.write_json("sampling.json", sampling.to_json())

@@ -7,6 +7,7 @@ timeline/       one file a rank, a step a line  checkpoints/     step_00000100/,
 tensorboard/    event files                     trace.json.gz, report.html
 compiler/       what train.compile compiled
 model/          configuration and tokenizer of the model, for `lengthwise export`
+provenance.json where its numbers come from: version, commit, date, machine and command line of each start
 stop            asks the run to save and end
 launcher.lock, ranks.lock   who is training into it at the moment
 """
@@ -28,6 +29,7 @@ from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline, mer
 from lengthwise.core.typed_json import from_document
 from lengthwise.core.wording import whole_number
 
+PROVENANCE = "provenance.json"
 MAX_NUMBER = 1e18
 """Above any time in seconds and any size in bytes of a timeline."""
 

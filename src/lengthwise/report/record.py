@@ -1,8 +1,10 @@
 """Everything a run folder says about its run, read once and checked."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from lengthwise.config.limits import MAX_CONFIG_BYTES
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
-from lengthwise.core.run_folder import MAX_NUMBER, RunFolder
+from lengthwise.core.run_folder import MAX_NUMBER, PROVENANCE, RunFolder
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
 from lengthwise.report.charts.histogram import LengthBin
@@ -33,6 +35,24 @@ class RunRecord:
     sampling: dict[str, Any]
     """What the order does to sampling; empty if it is shuffled."""
     status: dict[str, Any]
+    provenance: dict[str, Any]
+    """Date, version, machine and command line of each start."""
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Each start of the run, as provenance.json has it; empty when the run did not write it."""
+        starts = self.provenance.get("starts", [])
+        if not isinstance(starts, list) or any(not isinstance(start, dict) for start in starts):
+            raise ValueError(f"its starts are {brief(starts)}")
+        return starts
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Memory of one device; None on a CPU, and when the run did not write it."""
+        num_bytes = self.starts[-1].get("device_memory_bytes") if self.starts else None
+        if num_bytes is not None and (type(num_bytes) is not int or not 0 < num_bytes < MAX_NUMBER):
+            raise ValueError(f"device_memory_bytes is {brief(num_bytes)}")
+        return num_bytes
 
     @property
     def name(self) -> str:
@@ -54,6 +74,16 @@ class RunRecord:
             if any(type(count) is not int or not 0 <= count < 1 << 62 for count in counts):
                 raise ValueError(f"a bin of its histogram is {brief(bin)}")
         return bins
+
+    @cached_property
+    def moments(self) -> dict[float, str]:
+        """Step -> hours, minutes and seconds after the first step, in words; steps without a timestamp are missing."""
+        ends_s: dict[int, float] = {}
+        for row in self.rows:
+            with suppress(ValueError, OverflowError):
+                ends_s[row["step"]] = datetime.fromisoformat(str(row.get("timestamp"))).timestamp()
+        first_s = min(ends_s.values(), default=0.0)
+        return {step: f"after {timedelta(seconds=round(end_s - first_s))}" for step, end_s in ends_s.items()}
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the configuration; None when it has none."""
@@ -84,12 +114,14 @@ def read_record(run: RunFolder) -> RunRecord:
     with _reading(run.path / "timeline"):
         timelines = run.read_timelines()
     documents: dict[str, dict[str, Any]] = {}
-    for name in ("model", "corpus", "ledger", "sampling", "status"):
+    for name in ("model", "corpus", "ledger", "sampling", "status", "provenance"):
         with _reading(run.path / f"{name}.json"):
             documents[name] = dict(run.read_json(f"{name}.json"))
     record = RunRecord(folder=run, config=config, rows=rows, plans=plans, timelines=timelines, **documents)
     with _reading(run.path / "corpus.json"):
         _ = record.length_bins
+    with _reading(run.path / PROVENANCE):
+        _ = record.device_memory_bytes
     return record
 
 
@@ -107,9 +139,10 @@ def _check_row(row: dict[str, Any]) -> None:
 
 _NOT_NEGATIVE = (
     "data/num_tokens", "data/num_sequences", "data/max_len", "data/pad_frac", "perf/step_time_s", "time/data_wait_s",
-    "plan/lower_bound_s", "plan/pred_time_s", "balance/time_max_over_mean", "lr_factor",
+    "plan/lower_bound_s", "plan/pred_time_s", "balance/time_max_over_mean", "lr_factor", "lr", "perf/tokens_per_s",
+    "memory/max_reserved_gib",
 )  # fmt: skip
-_MAY_DIVERGE = ("loss/avg", "val/loss")
+_MAY_DIVERGE = ("loss/avg", "val/loss", "grad_norm")
 _FIGURES = (*_NOT_NEGATIVE, *_MAY_DIVERGE)
 """Columns of metrics.jsonl that reports compute with."""
 

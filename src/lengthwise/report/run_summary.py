@@ -10,6 +10,9 @@ from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.timeline import SpanKind
 from lengthwise.report.record import RunRecord, read_record
 
+MOST_PICKED = 8
+"""Steps among which a reader picks; the page holds the timelines of all of them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepSummary:
@@ -135,6 +138,14 @@ def typical_step(summary: RunSummary, among: Iterable[int]) -> int | None:
 def worst_step(summary: RunSummary, among: Iterable[int]) -> int | None:
     """The timed step in ``among`` that loses most time to idling; None without any."""
     return _chosen(summary, among, lambda step: step.idle_s or 0.0)
+
+
+def steps_to_pick(record: RunRecord, most: int = MOST_PICKED) -> list[int]:
+    """At most so many steps with timelines, evenly chosen, the first and the last among them."""
+    steps = sorted(record.timelines)
+    if len(steps) <= most:
+        return steps
+    return [steps[k * (len(steps) - 1) // (most - 1)] for k in range(most)]
 
 
 def slowest_steps(summary: RunSummary, most: int = 10) -> list[StepSummary]:

@@ -13,7 +13,7 @@ from lengthwise.report.pages.run_figures import RunReport
 from lengthwise.report.pages.run_page import render_page
 from lengthwise.report.pages.runs_table import labels
 from lengthwise.report.record import RunRecord, read_record
-from lengthwise.report.run_summary import RunSummary, summarise_record, typical_step, worst_step
+from lengthwise.report.run_summary import RunSummary, steps_to_pick, summarise_record, typical_step, worst_step
 from lengthwise.report.trace_choice import TraceChoice
 from lengthwise.report.whole_file import write_whole
 from lengthwise.sim.engine import simulate
@@ -75,7 +75,7 @@ def _report(folder: RunFolder, warmup: int, choice: TraceChoice) -> tuple[RunRep
             break
         traced.append(row["step"])
     among = record.timelines or record.plans
-    shown = {typical_step(summary, among), worst_step(summary, record.timelines), *traced}
+    shown = {typical_step(summary, among), worst_step(summary, record.timelines), *steps_to_pick(record), *traced}
     predicted = _predict(record, [step for step in shown if step is not None])
     return RunReport(record=record, summary=summary, predicted=predicted), sorted(traced)
 

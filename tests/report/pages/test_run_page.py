@@ -7,20 +7,24 @@ import math
 import re
 from html.parser import HTMLParser
 from io import StringIO
+from itertools import pairwise
 from urllib.parse import unquote
 
 import pytest
 
 from lengthwise.report.pages.csv_link import csv_text, file_name
+from lengthwise.report.pages.history_figures import history_figures
 from lengthwise.report.pages.run_figures import RunReport, loss_figure
 from lengthwise.report.pages.run_page import render_page
+from lengthwise.report.pages.run_text import what_ran
+from lengthwise.report.pages.templates import FOLDER as TEMPLATES
 from lengthwise.report.record import read_record
-from lengthwise.report.run_summary import summarise_record
+from lengthwise.report.run_summary import MOST_PICKED, summarise_record
 from lengthwise.report.units import count, number, share
 from tests.report.fake_run import edit_row, make_run, simulate
 
 NASTY = "</title><script>alert(1)</script>"
-MOST_BYTES = 200_000
+MOST_BYTES = 260_000
 MOST_BYTES_OF_SCRIPT = 4_000
 VOID = {"meta", "br", "rect", "line", "circle", "path"}
 LEAST_CONTRAST = 4.5
@@ -248,3 +252,75 @@ def test_every_colour_class_has_a_colour(folders):
 def test_equal_runs_give_equal_pages(folders):
     assert render_page([report(folders[0])]) == render_page([report(folders[0])])
     assert json.loads(folders[0].metrics.read_text().splitlines()[0])["step"] == 0
+
+
+def test_what_every_step_recorded_is_a_line_over_steps(tmp_path):
+    run = report(make_run(tmp_path / "run", num_steps=12))
+    by_title = {figure.title: figure for figure in history_figures(run)}
+    assert list(by_title) == ["Throughput", "Memory", "Learning rate", "Gradient norm"]
+    for title, column in (
+        ("Memory", "memory/max_reserved_gib"),
+        ("Learning rate", "lr"),
+        ("Gradient norm", "grad_norm"),
+    ):
+        shown = [(step, number(row[column])) for row, (step, _) in zip(run.record.rows, by_title[title].chart.rows)]
+        assert list(by_title[title].chart.rows) == shown and len(shown) == 12
+    assert "step 3 (after 0:00:03): throughput" in by_title["Throughput"].chart.svg
+    assert "step 3 (after 0:00:03): loss" in loss_figure(run).chart.svg
+
+
+def test_the_memory_of_a_device_is_a_line_above_what_is_used(tmp_path):
+    run = report(make_run(tmp_path / "run", num_steps=12))
+    chart = next(figure.chart for figure in history_figures(run) if figure.title == "Memory")
+    assert "memory of a device, 16.0 GiB" in chart.svg.replace("\u00a0", " ")
+    shape = r'd="M[\d.]+ ([\d.]+)[^"]*" class="{}"'
+    (down,), used = ([float(y) for y in re.findall(shape.format(kind), chart.svg)] for kind in ("diagonal", "line s0"))
+    assert down == pytest.approx(150 * (1 - 16 / 20)) and all(down < y for y in used)
+
+
+def test_a_run_of_an_earlier_version_says_what_it_did_not_record(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=4, provenance=False)
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    for row in rows:
+        for name in ("timestamp", "lr", "grad_norm", "memory/max_reserved_gib"):
+            del row[name]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = report(folder)
+    missing = {figure.title: figure.missing for figure in history_figures(run) if figure.chart is None}
+    assert missing == {
+        "Memory": "The run did not record it (memory/max_reserved_gib).",
+        "Learning rate": "The run did not record it (lr).",
+        "Gradient norm": "The run did not record it (grad_norm).",
+    }
+    assert run.record.moments == {} and "Started" not in dict(what_ran(run.record, run.summary))
+
+
+def test_the_page_says_when_where_and_by_which_command_the_run_was_started(tmp_path):
+    run = report(make_run(tmp_path / "run", num_steps=3))
+    facts = dict(what_ran(run.record, run.summary))
+    assert facts["Started"] == "2026-01-01 12:00:00 UTC on node-17, start 2"
+    assert facts["Software"] == "Lengthwise 0.1.0 (0123456789), torch 2.10.0, Python 3.11.2"
+    assert facts["Command"] == "lengthwise train config.yaml"
+
+
+def test_a_reader_picks_among_an_even_choice_of_steps(tmp_path):
+    page = render_page([report(make_run(tmp_path / "run", num_steps=30))])
+    steps = [int(step) for step in re.findall(r'data-step="Step (\d+)"', page)]
+    assert len(steps) == MOST_PICKED and steps[0] == 0 and steps[-1] == 29
+    assert max(b - a for a, b in pairwise(steps)) - min(b - a for a, b in pairwise(steps)) <= 1
+
+
+def test_the_page_says_how_many_timelines_were_thinned(tmp_path):
+    folder = make_run(tmp_path / "run", num_steps=8)
+    assert "Timelines of" not in render_page([report(folder)])
+    kept = folder.timeline(1).read_text().splitlines(keepends=True)[::2]
+    folder.timeline(1).write_text("".join(kept))
+    assert "Timelines of 4 of 8 steps are kept; older ones are thinned" in render_page([report(folder)])
+
+
+def test_on_paper_colours_stay_and_figures_are_not_cut():
+    css = re.sub(r"\s+", " ", (TEMPLATES / "report.css").read_text())
+    on_paper = css.partition("@media print {")[2]
+    assert "@page { size: A4;" in css and "print-color-adjust: exact" in on_paper
+    assert re.search(r"figure, [^{]*tr[^{]*\{ break-inside: avoid", on_paper)
+    assert "@media screen and (prefers-color-scheme: dark)" in css, "a dark page is printed on white"

@@ -1,11 +1,11 @@
 """Line charts: something over steps or tokens, one line a run."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from lengthwise.report.charts.svg import WIDTH, Chart, brief, path, plot, shortened, stretched, thinned_rows
+from lengthwise.report.charts.svg import WIDTH, Chart, brief, path, plot, shortened, stretched, text, thinned_rows
 from lengthwise.report.charts.ticks import Axis, Labels, plain_labels, range_axis, value_axis
 from lengthwise.report.units import number
 
@@ -43,6 +43,10 @@ class LineStyle:
     """The vertical axis starts at zero."""
     log: bool = False
     height: int = 220
+    limit: tuple[float, str] | None = None
+    """A value that is drawn as a dashed line, and its name."""
+    moments: Mapping[float, str] = field(default_factory=dict)
+    """Horizontal position -> words about when it was, said to who points at it."""
 
 
 def line_chart(series: Sequence[Series], *, label: str, style: LineStyle) -> Chart | None:
@@ -53,16 +57,22 @@ def line_chart(series: Sequence[Series], *, label: str, style: LineStyle) -> Cha
     xs = [x for x, _ in points]
     whole = all(float(x).is_integer() for x in xs)
     x = range_axis(min(xs), max(xs), title=style.x_title, labels=style.x_labels, whole=whole)
-    y = value_axis([y for _, y in points], title=style.y_title, labels=style.y_labels, zero=style.zero, log=style.log)
+    heights = [y for _, y in points] + ([style.limit[0]] if style.limit else [])
+    y = value_axis(heights, title=style.y_title, labels=style.y_labels, zero=style.zero, log=style.log)
     shapes = [
         path(_outline(thin(one.points), x, y, style.height), f"line s{k % NUM_COLOURS}", one.name)
         for k, one in enumerate(series)
         if one.finite
     ]
+    labels: list[str] = []
+    if style.limit:
+        value, name = style.limit
+        down = (1 - y.at(value)) * style.height
+        shapes.append(path(f"M0 {brief(down)}H{WIDTH}", "diagonal", name))
+        labels.append(text(name, "100%", down - 6, anchor="end"))
+    drawn = stretched([*shapes, *_strips(series, x, style)], style.height)
     return Chart(
-        svg=plot(
-            [stretched([*shapes, *_strips(series, x, style)], style.height)], x=x, y=y, height=style.height, label=label
-        ),
+        svg=plot([drawn, *labels], x=x, y=y, height=style.height, label=label),
         legend=tuple(
             (f"s{k % NUM_COLOURS}", shortened(one.name, 60)) for k, one in enumerate(series) if len(series) > 1
         ),
@@ -119,4 +129,5 @@ def _strips(series: Sequence[Series], x: Axis, style: LineStyle) -> Iterator[str
             f"{shortened(series[k].name, 24)} {style.value(value)}" for k, value in sorted(by_series.items())
         )
         shape = f"M{brief(left)} 0h{brief(width)}v{style.height}h-{brief(width)}z"
-        yield path(shape, "hit", f"{style.x_title} {position:,.0f}: {said}")
+        moment = f" ({style.moments[position]})" if position in style.moments else ""
+        yield path(shape, "hit", f"{style.x_title} {position:,.0f}{moment}: {said}")

@@ -12,7 +12,14 @@ from lengthwise.report.charts.scatter import BAND, scatter_chart
 from lengthwise.report.charts.svg import Chart
 from lengthwise.report.charts.ticks import share_labels
 from lengthwise.report.record import RunRecord
-from lengthwise.report.run_summary import RunSummary, StepSummary, time_shares, typical_step, worst_step
+from lengthwise.report.run_summary import (
+    RunSummary,
+    StepSummary,
+    steps_to_pick,
+    time_shares,
+    typical_step,
+    worst_step,
+)
 from lengthwise.report.units import number, rough_share, seconds, share, tokens
 
 NO_TIMELINES = "No timelines were recorded; train with train.timeline=true to see them."
@@ -78,7 +85,7 @@ def loss_figure(run: RunReport) -> Figure:
     bad = [int(step) for step, loss in points if not math.isfinite(loss)]
     finite = [loss for _, loss in points if math.isfinite(loss)]
     log = bool(finite) and min(finite) > 0 and max(finite) / min(finite) > LOG_RATIO
-    style = LineStyle(x_title="step", y_title="loss per token", log=log)
+    style = LineStyle(x_title="step", y_title="loss per token", log=log, moments=run.record.moments)
     validated = [(float(s.step), s.validation_loss) for s in run.summary.steps if s.validation_loss is not None]
     series = [Series(name="loss", points=tuple(points))]
     series += [Series(name="validation loss", points=tuple(validated))] if validated else []
@@ -101,6 +108,19 @@ def step_figures(run: RunReport) -> list[Figure]:
     if worst is not None and worst != typical:
         figures.append(_step_figure(run, worst, "The worst step", "it loses the most time to idling"))
     return figures
+
+
+def more_step_figures(run: RunReport) -> list[Figure]:
+    """The timelines of further steps, evenly chosen, of which the reader picks one."""
+    return [_step_figure(run, step, f"Step {step:,}", "one of an even choice") for step in steps_to_pick(run.record)]
+
+
+def kept_timelines(run: RunReport) -> str:
+    """A sentence on the steps whose timelines are kept, where they are not all; empty otherwise."""
+    kept, recorded = len(run.record.timelines), len(run.record.rows)
+    if not 0 < kept < recorded:
+        return ""
+    return f"Timelines of {kept:,} of {recorded:,} steps are kept; older ones are thinned to bound their files."
 
 
 def _step_figure(run: RunReport, step: int, title: str, reason: str) -> Figure:
@@ -131,15 +151,16 @@ def share_figures(run: RunReport) -> list[Figure]:
     idle = [(float(s.step), s.idle_fraction) for s in run.summary.timed if s.idle_fraction is not None]
     padding = [(float(s.step), s.padding_fraction) for s in run.summary.steps if s.padding_fraction is not None]
     return [
-        _share_figure("Idle share", "of the device time", idle, NO_TIMELINES),
-        _share_figure("Padding share", "of the computed tokens", padding, "The run did not record its padding."),
+        _share_figure(run, "Idle share", "of the device time", idle, NO_TIMELINES),
+        _share_figure(run, "Padding share", "of the computed tokens", padding, "The run did not record its padding."),
     ]
 
 
-def _share_figure(title: str, whole: str, points: list[tuple[float, float]], missing: str) -> Figure:
+def _share_figure(run: RunReport, title: str, whole: str, points: list[tuple[float, float]], missing: str) -> Figure:
     style = LineStyle(
-        x_title="step", y_title=f"share {whole}", y_labels=share_labels, value=share, zero=True, height=150
-    )
+        x_title="step", y_title=f"share {whole}", y_labels=share_labels, value=share, zero=True, height=150,
+        moments=run.record.moments,
+    )  # fmt: skip
     values = [value for _, value in points]
     if values and not any(values):
         return Figure(title=title, missing=f"Zero in every step: none {whole}.")

@@ -6,6 +6,7 @@ from typing import Any
 from lengthwise.report.pages import run_figures as figures
 from lengthwise.report.pages import run_text as words
 from lengthwise.report.pages import runs_table as compare
+from lengthwise.report.pages.history_figures import history_figures
 from lengthwise.report.pages.run_figures import RunReport
 from lengthwise.report.pages.templates import render
 from lengthwise.report.run_summary import slowest_steps
@@ -21,11 +22,14 @@ def render_page(runs: Sequence[RunReport], *, trace: str = "", trace_note: str =
     """
     assert runs, "a report needs a run"
     names = compare.labels([run.summary for run in runs])
+    is_alone = len(runs) == 1
     return render(
         "report.html.j2",
         title=runs[0].summary.name if len(runs) == 1 else f"{len(runs)} runs compared",
         comparison=_comparison(runs) if len(runs) > 1 else None,
-        runs=[_section(run, name if len(runs) > 1 else run.summary.name) for run, name in zip(runs, names)],
+        runs=[
+            _section(run, run.summary.name if is_alone else name, is_alone=is_alone) for run, name in zip(runs, names)
+        ],
         trace=trace,
         trace_note=trace_note,
     )
@@ -42,7 +46,7 @@ def _comparison(runs: Sequence[RunReport]) -> dict[str, Any]:
     }
 
 
-def _section(run: RunReport, label: str) -> dict[str, Any]:
+def _section(run: RunReport, label: str, *, is_alone: bool) -> dict[str, Any]:
     record, summary = run.record, run.summary
     return {
         "label": label,
@@ -55,6 +59,9 @@ def _section(run: RunReport, label: str) -> dict[str, Any]:
         "lengths": figures.length_figure(run),
         "loss": figures.loss_figure(run),
         "steps": figures.step_figures(run),
+        "more_steps": figures.more_step_figures(run) if is_alone else [],
+        "kept_timelines": figures.kept_timelines(run),
+        "history": history_figures(run),
         "shares": figures.share_figures(run),
         "prediction": figures.prediction_figure(run),
         "slowest_columns": figures.SLOWEST_COLUMNS,

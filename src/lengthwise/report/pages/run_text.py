@@ -89,8 +89,29 @@ def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
         ("Data", _data(summary)),
         ("Status", "" if summary.status == "unknown" else summary.status),
         ("Folder", summary.path),
+        *_provenance(record),
     ]
     return [(term, words) for term, words in facts if words]
+
+
+def _provenance(record: RunRecord) -> list[tuple[str, str]]:
+    """When, where, with what and by which command the run was started, the last time."""
+    if not record.starts:
+        return []
+    start = record.starts[-1]
+    commit = start.get("commit")
+    software = [
+        f"Lengthwise {start.get('lengthwise_version')}" + (f" ({commit})" if commit else ""),
+        f"torch {start.get('torch_version')}",
+        f"Python {start.get('python_version')}",
+    ]
+    again = f", start {len(record.starts)}" if len(record.starts) > 1 else ""
+    date = str(start.get("date")).replace("T", " ").removesuffix("+00:00")
+    return [
+        ("Started", f"{date} UTC on {start.get('host')}{again}"),
+        ("Software", ", ".join(software)),
+        ("Command", str(start.get("command"))),
+    ]
 
 
 def _policy(record: RunRecord, summary: RunSummary) -> str:

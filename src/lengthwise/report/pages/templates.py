@@ -11,7 +11,7 @@ import jinja2
 
 from lengthwise.report.pages.csv_link import csv_link, file_name
 
-_FOLDER = Path(__file__).parent.parent / "templates"
+FOLDER = Path(__file__).parent.parent / "templates"
 
 
 def render(name: str, *, styles: Sequence[str] = ("report.css",), **values: Any) -> str:
@@ -19,8 +19,8 @@ def render(name: str, *, styles: Sequence[str] = ("report.css",), **values: Any)
 
     Style sheets and the script are written into the page, which lets no other script run and fetches nothing.
     """
-    style = "".join((_FOLDER / sheet).read_text() for sheet in styles)
-    script = (_FOLDER / "page.js").read_text()
+    style = "".join((FOLDER / sheet).read_text() for sheet in styles)
+    script = (FOLDER / "page.js").read_text()
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return _environment().get_template(name).render(**values, style=style, script=script, policy=policy)
@@ -30,7 +30,7 @@ def render(name: str, *, styles: Sequence[str] = ("report.css",), **values: Any)
 def _environment() -> jinja2.Environment:
     """Keeps compiled templates."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
+        loader=jinja2.FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -15,7 +15,7 @@
     const whole = inner.viewBox.baseVal.width, end = Number(chart.dataset.end);
     const ticks = [...chart.querySelectorAll("[data-at]")];
     let left = 0, width = 1;
-    const told = make("span", "");
+    const told = make("span", ""), pointed = make("span", "");
     told.setAttribute("aria-live", "polite");
     const show = (start, share) => {
       width = Math.min(1, Math.max(1e-4, share));
@@ -36,12 +36,13 @@
       button("Zoom out", () => show(left - width / 2, width * 2)),
       button("Earlier", () => show(left - width / 2, width)),
       button("Later", () => show(left + width / 2, width)),
-      button("Whole step", () => show(0, 1)), told);
+      button("Whole step", () => show(0, 1)), told, pointed);
     plot.after(bar);
     const at = (event) => {
       const box = chart.getBoundingClientRect();
       return left + width * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
     };
+    chart.addEventListener("pointermove", (event) => { pointed.textContent = `${(at(event) * end).toPrecision(4)} s`; });
     let from = null;
     chart.addEventListener("pointerdown", (event) => { from = at(event); });
     chart.addEventListener("pointerup", (event) => {
@@ -51,6 +52,17 @@
       from = null;
     });
     chart.addEventListener("dblclick", () => show(0, 1));
+  }
+
+  // Step picker: of the further steps, one is shown.
+  for (const box of document.querySelectorAll(".steps")) {
+    const steps = [...box.querySelectorAll("[data-step]")], select = make("select", "");
+    const pick = () => { for (const one of steps) one.hidden = one.dataset.step !== select.value; };
+    select.append(...steps.map((one) => make("option", one.dataset.step)));
+    select.setAttribute("aria-label", "Step");
+    select.addEventListener("change", pick);
+    box.firstElementChild.after(select);
+    pick();
   }
 
   // Policy picker: what belongs to a policy that is not chosen is hidden.

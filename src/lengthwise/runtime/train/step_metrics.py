@@ -4,12 +4,14 @@ import errno
 import json
 import os
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from lengthwise.core.atomic_write import write_text
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind, Timeline
@@ -20,6 +22,8 @@ from lengthwise.runtime.train.clock import peak_bytes
 from lengthwise.runtime.train.execute_step import StepResult
 
 Row = dict[str, Any]
+MAX_TIMELINE_BYTES = 64 << 20
+"""Size of a rank's timelines, about a million spans."""
 
 
 class StepCallback(Protocol):
@@ -92,6 +96,7 @@ def step_row(
     flops_per_s = float(model.train_flops(np.asarray(lengths)).sum()) / measured.step_s / plan.num_devices
     return {
         "step": plan.step,
+        "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "loss/avg": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
@@ -150,3 +155,34 @@ class JsonLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+class TimelineLines(JsonLines):
+    """Appends timelines to a file of bounded size: when it is full, older steps are thinned.
+
+    The newer half of the rows stays; of the older half, steps that are multiples of 2, then 4, 8 and so on. Ranks whose
+    files fill at different steps thus have the coarser choice in common, and reports use the steps that all ranks have.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = MAX_TIMELINE_BYTES) -> None:
+        super().__init__(path)
+        self._max_bytes = max_bytes
+        self._stride = 1
+
+    def on_step(self, row: Row) -> None:
+        """Write the row, and make room if the file is full.
+
+        Raises:
+            OSError: the disk refuses it, or the file was removed or replaced.
+        """
+        super().on_step(row)
+        if self._file.tell() <= self._max_bytes:
+            return
+        rows = self._path.read_bytes().splitlines(keepends=True)
+        older, newer = rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        while older and sum(map(len, older + newer)) > self._max_bytes * 3 // 4:
+            self._stride *= 2
+            older = [line for line in older if json.loads(line)["step"] % self._stride == 0] if len(older) > 1 else []
+        self._file.close()
+        write_text(self._path, b"".join(older + newer).decode())
+        self._file = self._path.open("ab", buffering=0)

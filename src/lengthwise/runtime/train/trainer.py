@@ -30,7 +30,7 @@ from lengthwise.runtime.train.executable import check_compiled
 from lengthwise.runtime.train.execute_step import DivergedError, run_step, sync_step
 from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.runtime.train.micro_batch_tensors import SourceError, TokenSource, masking_of
-from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, measure, step_row
+from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, TimelineLines, measure, step_row
 from lengthwise.runtime.train.stop import StopRequest
 from lengthwise.runtime.train.validation import Validation
 from lengthwise.sim.schedule_check import shares_of
@@ -258,7 +258,7 @@ class TrainingLoop:
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished_line(path)
-        return {name: JsonLines(path) for name, path in paths.items()}
+        return {name: (TimelineLines if name == "timeline" else JsonLines)(path) for name, path in paths.items()}
 
     def _save(self, sampler: dict[str, Any], *, wait: bool) -> None:
         """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""
