@@ -78,10 +78,10 @@ def _corpus(sequences: RunSequences) -> dict[str, Any]:
 def _probed(lengths: np.ndarray, sequences: RunSequences) -> Iterator[int]:
     """All sequences if they are few, else some all over the corpus."""
     last = len(lengths) - 1
-    size = np.asarray(sequences.tokens(0)).nbytes / max(1, int(lengths[0]))
+    size = np.asarray(sequences.tokens(0)).nbytes / int(lengths[0])
     if size * float(lengths.sum()) <= FULL_BYTES:
         return iter(range(len(lengths)))
-    return iter(sorted({probe * last // (NUM_PROBES - 1) for probe in range(NUM_PROBES)}))
+    return (probe * last // (NUM_PROBES - 1) for probe in range(NUM_PROBES))
 
 
 def _add(state: "hashlib.blake2b", values: Any) -> None:

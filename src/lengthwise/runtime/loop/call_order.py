@@ -76,7 +76,7 @@ class RankReports:
         """Raise ``CheckError`` unless all ranks are at one operation, or at one of ``also``, of one step."""
         if len(set(zip(self.operations, self.steps))) == 1:
             return
-        if also and set(self.operations) <= set(also) and len(set(self.steps)) == 1:
+        if set(self.operations) <= set(also) and len(set(self.steps)) == 1:
             return
         done = [f"{ranks_text(ranks)} {place}" for place, ranks in self._ranks_by_place().items()]
         raise CheckError(

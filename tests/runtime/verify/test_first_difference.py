@@ -1,0 +1,127 @@
+"""Where outputs of a pack begin to differ is named: the layer, the module, and what it calls in which slots meet."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.verify.first_difference import DIFFERS, locate_difference
+from lengthwise.runtime.verify.trace import trace_model
+from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.loop.modules import HEADS, VOCAB, WIDTH
+from tests.runtime.loop.runs import DENSE, Case, Source, Stream
+from tests.runtime.loop.test_plain_modules import LOGITS, built
+from tests.runtime.train.runs import local_world
+
+
+class Mixer(nn.Module):
+    """Adds ``scale`` times the number of slots so far to 1."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        return 1.0 + self.scale * torch.ones_like(x).cumsum(1)
+
+
+class Layer(nn.Module):
+    def __init__(self, place, number):
+        super().__init__()
+        self.qkv, self.norm, self.place = nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(WIDTH), place
+        self.last_norm = nn.LayerNorm(WIDTH)
+        self.mixer = Mixer(1.0) if place == f"a module of layer {number}" else nn.Identity()
+
+    def forward(self, x):
+        q, k, v = (z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        if self.place == "layers themselves":
+            x = x + x.flip(1) + x.cumsum(1) + x.roll(1, 1)
+        return torch.arange(x.shape[1]), x + self.mixer(self.last_norm(x))
+
+
+class Model(nn.Module):
+    """Whose slots meet in one place."""
+
+    def __init__(self, place="", scale=0.0):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+        self.aside = Mixer(scale)
+        self.stem = nn.Conv1d(WIDTH, WIDTH, 3, padding=1) if place == "the stem" else nn.Identity()
+        self.layers, self.place = nn.ModuleList(Layer(place, number) for number in range(2)), place
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = self.stem(x.transpose(1, 2)).transpose(1, 2) + 0 * self.aside(x)
+        for layer in self.layers:
+            _, x = layer(x)
+        if self.place == "before the head":
+            x = x + x.roll(1, 1)
+        if self.place == "nan":
+            x = x * (torch.nan if x.shape[1] in (4, 8) else 1.0)  # of the pack, or of half of it
+        logits = self.head(x)
+        return logits + (logits.flip(1) if self.place == "the end" else 0)
+
+
+def run_of(model, lengths):
+    case = Case(build=lambda: model, **LOGITS)
+    run = Run(
+        WrappedModel(model, loss=case.loss), local_world(), stream=Stream(case=case), planner=lambda batch: None,
+        collator=PackCollator(source=Source(lengths), objective=case.objective), optimizer=DENSE, lr=lambda step: 1.0,
+        num_steps=1,
+    )  # fmt: skip
+    trace_model(run)
+    return run
+
+
+def located(build, lengths=(3, 5), alone=False):
+    """What every rank is told, if all share the pack, or the first one has it alone."""
+    run = run_of(build(), lengths)
+    world = run.world
+    group = run.alone if world.size == 1 else world.groups.of(tuple(range(world.size)))
+    if alone:
+        group = run.alone if world.is_first else None
+    try:
+        return locate_difference(run, lengths, group, (False, True))
+    finally:
+        run.close()
+
+
+AGREE = "The outputs of all its modules agree, so the difference is in its loss, or in its backward"
+PLACES = {
+    "": AGREE,
+    "the stem": "It begins in stem (Conv1d, which calls conv1d), whose output differs by ",
+    "a module of layer 0": "It begins in layer 0 (Layer), in mixer (Mixer, which calls cumsum), whose output",
+    "a module of layer 1": "It begins in layer 1 (Layer), in mixer (Mixer, which calls cumsum), whose output",
+    "layers themselves": "It begins in layer 0 (Layer) itself, which calls roll, cumsum, before its last_norm, ",
+    "before the head": "It begins in the forward of Model itself, which calls roll, before its head, whose output",
+    "the end": "It begins in the forward of Model itself, which calls flip, whose output differs by ",
+    "nan": "It begins in the forward of Model itself, before its head, whose output differs by inf",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_first_place_where_slots_meet_is_named_alike_on_every_rank(ranks, place):
+    for num_ranks in (1, 2):
+        for told in ranks(num_ranks).run(located, partial(built, Model, place)):
+            assert told.startswith(PLACES[place]), told
+            assert told.endswith(". check=False trains it all the same")
+
+
+def test_a_difference_is_relative_to_the_largest_output_and_more_than_rounding(ranks):
+    """The second sequence counts three more than alone, up to 1 + 5 ``scale``."""
+    for scale, told in ((1.0, "It begins in aside (Mixer, which calls cumsum), whose output differs by 5.0e-01"),
+                        (1.01 * DIFFERS / 3, "It begins in aside (Mixer"), (0.99 * DIFFERS / 3, AGREE)):  # fmt: skip
+        for text in ranks(1).run(located, partial(built, Model, "", scale)):
+            assert text.startswith(told), text
+
+
+def test_ranks_without_the_pack_are_told_the_same_and_padding_is_not_compared(ranks):
+    texts = ranks(2).run(located, partial(built, Model, "the stem"), alone=True)
+    assert texts[0] == texts[1] and "begins in stem" in texts[0]
+    for text in ranks(2).run(located, partial(built, Model), lengths=(1,)):
+        assert text.startswith(AGREE)
