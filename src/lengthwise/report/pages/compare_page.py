@@ -22,9 +22,6 @@ from lengthwise.report.pages.sweep_results import sweep_page
 from lengthwise.report.pages.templates import render
 from lengthwise.report.units import count
 
-MOST_HEADLINES = 4
-"""More sentences at the top than these say less than the table of the sweep."""
-
 
 def render_comparison(comparison: Comparison) -> str:
     """The page; all text is escaped.
@@ -38,7 +35,7 @@ def render_comparison(comparison: Comparison) -> str:
     sizes = [cluster.num_devices for cluster in clusters]
     return render("policies.html.j2", 
         title=f"{comparison.model} on {', '.join(map(str, dict.fromkeys(sizes)))} {comparison.device}",
-        headlines=[headline(cluster) for cluster in clusters[:MOST_HEADLINES]],
+        headlines=[headline(cluster) for cluster in clusters] if len({*sizes}) == len(sizes) else [],
         certificate="" if many else certificate(clusters[0]),
         comparison=comparison,
         scaling=scaling_figure(comparison.clusters) if len({*sizes}) == len(clusters) > 1 else None,

@@ -40,14 +40,14 @@ def sweep_columns(clusters: Sequence[ClusterResult]) -> tuple[str, ...]:
     """Sizes that vary, and what is known of the fastest policy."""
     varying = [name for name in reversed(AXES) if len({sizes_of(cluster)[name] for cluster in clusters}) > 1]
     best = next((cluster for cluster in clusters if cluster.ranked), None)
-    known = [
+    columns = [
         name for name in _BEST
         if best is not None and not (
             (name in ("hours", "cost") and getattr(best, name)(best.ranked[0]) is None)
             or (name == "over static" and best.over_static(best.ranked[0]) is None)
         )
     ]  # fmt: skip
-    return (*varying, *known)
+    return (*varying, *columns)
 
 
 def sweep_rows(clusters: Sequence[ClusterResult], columns: Sequence[str]) -> list[tuple[str, ...]]:
@@ -74,7 +74,7 @@ def sweep_figure(clusters: Sequence[ClusterResult]) -> Figure | None:
     for name, members in by_line.items():
         points = []
         for cluster in members:
-            result = next((one for one in cluster.ranked if one.policy == (policy or one.policy)), None)
+            result = next((result for result in cluster.ranked if policy in (result.policy, "")), None)
             if result and (over := cluster.over_static(result)):
                 points.append((sizes_of(cluster)[axis], over))
         if points:
