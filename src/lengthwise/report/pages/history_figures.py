@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from lengthwise.core.specs import GIB
+from lengthwise.core.wording import GIB
 from lengthwise.report.charts.lines import LineStyle, Series, line_chart
 from lengthwise.report.pages.run_figures import Figure, RunReport
 from lengthwise.report.units import count, memory, number
