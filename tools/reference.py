@@ -1,6 +1,6 @@
 """The reference pages of the site, generated from the settings tree, the command line and docstrings.
 
-python tools/reference.py configuration|command-line|python
+python tools/reference.py configuration|command-line|python|json
 """
 
 import inspect
@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import typer
 
 import lengthwise
+from lengthwise.cli.json_documents import DOCUMENTS
 from lengthwise.cli.main import app
 from lengthwise.config.run_config import Config
 
@@ -206,7 +207,27 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("``", "`").replace("<", "&lt;")
 
 
-PAGES = {"configuration": configuration, "command-line": command_line, "python": python}
+def json_output() -> str:
+    """Every document that a command prints under `--json`, field by field."""
+    lines = [
+        "# JSON output", "",
+        "Under `--json` a command prints one document on stdout, and everything else on stderr; one that fails prints "
+        "`error` and `exit_code`. `schema_version` grows when a field goes or changes its meaning; fields may be added "
+        "at any time, so pass over those that you do not know. What is not a finite number is null.", "",
+    ]  # fmt: skip
+    for command, kinds in DOCUMENTS.items():
+        lines += [f"## lengthwise {command} --json", "", f"[JSON schema](schemas/{command}.json)", ""]
+        for kind in kinds:
+            lines += [inspect.getdoc(kind) or "", "", "| field | type | meaning |", "| --- | --- | --- |"]
+            for name, field in kind.model_fields.items():
+                shown = re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])|typing\.", "", str(field.annotation))
+                shown = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", shown)
+                lines.append(f"| `{name}` | {_code(shown)} | {_cell(field.description or '')} |")
+            lines.append("")
+    return HEAD + "\n".join(lines)
+
+
+PAGES = {"configuration": configuration, "command-line": command_line, "python": python, "json": json_output}
 
 if __name__ == "__main__":
     sys.stdout.write(PAGES[sys.argv[1]]())

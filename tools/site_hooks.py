@@ -1,5 +1,6 @@
 """Hooks of mkdocs: pages that are generated or lie outside docs/, and links to the rest of the repository."""
 
+import json
 import os
 import re
 import sys
@@ -10,6 +11,8 @@ from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
 import reference
+
+from lengthwise.cli import json_documents
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {
@@ -30,6 +33,9 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, site, content=(ROOT / repository).read_text()))
     for name, page in reference.PAGES.items():
         files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    for command in json_documents.DOCUMENTS:
+        schema = json.dumps(json_documents.json_schema(command), indent=1)
+        files.append(File.generated(config, f"reference/schemas/{command}.json", content=schema))
     return files
 
 

@@ -1,9 +1,11 @@
+import json
 import shutil
 import sys
 from collections.abc import Callable
 
 import pytest
 
+from lengthwise.cli.json_documents import DOCUMENTS, FailureDocument
 from lengthwise.cli.main import main
 from tests.cli.bad_inputs import Case, check, good_inputs
 
@@ -24,9 +26,18 @@ def cli(monkeypatch, capsys) -> Cli:
         else:
             code = 0
         written = capsys.readouterr()
+        if "--json" in arguments and written.out.startswith("{"):
+            check_document(str(arguments[0]), json.loads(written.out), failed=code != 0)
         return code, written.out, written.err
 
     return run
+
+
+def check_document(command: str, document: dict, *, failed: bool = False) -> None:
+    """What any test has a command print under ``--json`` is as its schema says."""
+    kinds = (FailureDocument,) if failed else DOCUMENTS[command]
+    kind = next((kind for kind in kinds if {*kind.model_fields} <= {*document}), kinds[0])
+    kind.model_validate(document)
 
 
 @pytest.fixture

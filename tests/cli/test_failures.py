@@ -87,7 +87,7 @@ def test_printable_keeps_text_and_spells_out_what_steers_terminals():
 
 def test_json_on_stdout_is_json_whatever_the_numbers(capsys):
     emit_json({"a": [float("nan"), 1.5], "b": float("inf")})
-    assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": None}
+    assert json.loads(capsys.readouterr().out) == {"schema_version": 1, "a": [None, 1.5], "b": None}
 
 
 @pytest.mark.parametrize(

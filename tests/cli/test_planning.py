@@ -137,7 +137,7 @@ def test_tables_are_printed_for_people(cli, lengths):
     ("command", "changes", "code", "message"),
     [
         ("plan", ["cluster.name="], 2, "cluster.name is not set"),
-        ("plan", ["plan.policy=aut"], 2, "or 'auto', not 'aut'"),
+        ("plan", ["plan.policy=aut"], 2, "'auto' or MODULE:FUNCTION of your own, not 'aut'"),
         ("plan", ["data.index="], 2, "data.index is not set"),
         ("plan", ["cluster.name=8xA100-40GB", "plan.max_degree=1", "plan.max_stages=1"], 3, "a device has 36.7 GiB"),
         ("plan", ["plan.profile=nowhere.json"], 2, "no profile at nowhere.json"),

@@ -270,7 +270,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not YAML of a configuration: {error}") from None
     if tree is not None and not isinstance(tree, dict):
         raise InputError(f"{path} must hold a tree of settings, not a {type(tree).__name__}")
-    return tree or {}
+    return {key: value for key, value in (tree or {}).items() if (key, value) != ("schema_version", 1)}
 
 
 def _headline(lines: list[str]) -> str:

@@ -18,8 +18,14 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2
 """What would steer a terminal or turn its text round, instead of being seen."""
 
 
-def emit_json(document: Any) -> None:
+SCHEMA_VERSION = 1
+"""Version of the documents under ``--json``; it grows when a field goes or changes its meaning."""
+
+
+def emit_json(fields: dict[str, Any]) -> None:
     """Print the one document of a command under ``--json``; what is not a finite number becomes null."""
+    version = {"schema_version": SCHEMA_VERSION}
+    document = version | fields | version
     try:
         text = json.dumps(document, indent=1, allow_nan=False)
     except ValueError:

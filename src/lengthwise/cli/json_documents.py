@@ -1,0 +1,296 @@
+"""The documents that commands print under ``--json``, as models from which their JSON schemas are made.
+
+Every document has ``schema_version``, which grows when a field goes or changes its meaning; fields may be added at any
+time.
+"""
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from lengthwise.data.length_stats import LengthStats
+from lengthwise.data.sampling_bias import SamplingReport
+from lengthwise.report.run_summary import RunSummary
+from lengthwise.session.console import SCHEMA_VERSION
+
+
+class Fields(BaseModel):
+    """Part of a document; readers pass over fields that they do not know."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+
+class Document(Fields):
+    """What every document has."""
+
+    schema_version: int = Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
+
+
+class FailureDocument(Document):
+    """The end of any command that fails, in place of its document."""
+
+    error: str
+    exit_code: int
+
+
+class IndexDocument(Document):
+    """An index that was built, or found up to date, or verified."""
+
+    path: str
+    num_sequences: int
+    num_tokens: int
+    max_length: int
+    digest: str
+    vocab_size: int
+    eos_id: int | None
+    dtype: str | None
+    has_tokens: bool
+    tokenizer: dict[str, Any] | str | None
+    ledger: dict[str, Any]
+    """What came in and what was left out, with examples."""
+
+
+def _document_of(name: str, kind: type, doc: str, *, base: type[BaseModel] = Document, without: str = "") -> type[Any]:
+    """A document with the fields of a dataclass."""
+    hints = get_type_hints(kind)
+    definitions: dict[str, Any] = {
+        field.name: (hints[field.name], ...) for field in fields(kind) if field.name != without
+    }
+    return create_model(name, __base__=base, __doc__=doc, **definitions)
+
+
+StatsDocument = _document_of("StatsDocument", LengthStats, "Lengths of a corpus and what they cost, and its `path`.")
+SamplingDocument = _document_of("SamplingDocument", SamplingReport, "What an order does to sampling (`--sampling`).")
+RunFields: Any = _document_of("RunFields", RunSummary, "The figures of one run.", base=Fields, without="steps")
+
+
+class AnalyzeDocument(Document):
+    """A metric of every sequence, and how it is distributed."""
+
+    index: str
+    name: str
+    metric: str
+    num_sequences: int
+    min: float
+    max: float
+    mean: float
+    quantiles: dict[str, float]
+    up_to_date: bool
+    num_resumed_blocks: int
+
+
+class ProfiledPack(Fields):
+    """One measured pack."""
+
+    lengths: list[int]
+    time_s: float
+    kept_bytes: float
+    residual: float
+    """Measured over fitted time, less 1."""
+
+
+class ProfileDocument(Document):
+    """A profile and the fit to it: seconds are a_s l^2 + b_s l for each sequence of l tokens, and c_s for each pack."""
+
+    profile: str
+    model: str
+    device: str
+    dtype: str
+    num_ranks: int
+    update_s: float
+    a_s: float
+    b_s: float
+    c_s: float
+    bytes_per_token: float
+    median_error: float
+    rows: list[ProfiledPack]
+
+
+class SchemeFields(Fields):
+    """What one parallel configuration holds."""
+
+    scheme: str
+    degree: int
+    stages: int
+    method: str
+    recomputed_layers: int
+    state_gib: float
+    max_tokens: int
+
+
+class MemoryDocument(Document):
+    """The longest sequence that each scheme holds, and the cheapest scheme for a length."""
+
+    model: str
+    num_params: int
+    num_layers: int
+    cluster: str
+    memory_gib: float
+    longest: SchemeFields
+    schemes: list[SchemeFields]
+    length: int | None
+    cheapest: SchemeFields | None
+    fits: list[SchemeFields] | None
+
+
+class PlanFields(Fields):
+    """One plan, as in plans.jsonl; it has a schema version of its own."""
+
+    schema_version: int
+    digest: str
+    step: int
+    policy: str
+    loss_normaliser: int
+    time_s: float
+    lower_bound_s: float
+    schemes: list[dict[str, Any]]
+    pipelines: list[dict[str, Any]]
+
+
+class PlanDocument(Document):
+    """The plans of the first steps, and quantiles over them."""
+
+    plans: list[PlanFields]
+    summary: dict[str, Any]
+    out: str | None
+
+
+class SimulateDocument(Document):
+    """Figures over the simulated steps; shares are of all device-seconds."""
+
+    policy: str
+    num_steps: int
+    num_devices: int
+    tokens_per_s: float
+    step_time_s: float
+    idle: float
+    compute: float
+    communicate: float
+    bubble: float
+    imbalance: float
+    switch: float
+    update: float
+    padding: float
+    gap_median: float
+    peak_gib: float
+
+
+class PolicyFields(Fields):
+    """One policy on one cluster; numbers are null where it is refused."""
+
+    policy: str
+    tokens_per_s: float | None
+    step_time_s: float | None
+    idle: float | None
+    bubble: float | None
+    padding: float | None
+    gap: float | None
+    planning_s: float | None
+    preparing_s: float | None
+    peak_gib: float | None
+    time_shares: dict[str, float] | None
+    refused: str | None
+    """Why it cannot run."""
+
+
+class ClusterFields(Fields):
+    """All policies on one cluster."""
+
+    gpus: int
+    cluster: str
+    tokens_per_step: int
+    policies: list[PolicyFields]
+
+
+class CompareDocument(Document):
+    """All policies on the same global batches; of a single cluster, its fields stand at the top as well."""
+
+    model: str
+    lengths: str
+    num_steps: int
+    clusters: list[ClusterFields]
+    dtype: str
+    seed: int
+    ledger: dict[str, Any]
+
+
+class TrainDocument(Document):
+    """A run that has ended well."""
+
+    run_folder: str
+    status: dict[str, Any]
+    """What `status.json` holds."""
+
+
+class ReportDocument(Document):
+    """The figures of each run, and where page and trace are."""
+
+    runs: list[RunFields]
+    report: str
+    trace: str
+
+
+class DemoDocument(Document):
+    """The figures of each run, and where the page is."""
+
+    runs: list[RunFields]
+    report: str
+
+
+class ExportDocument(Document):
+    """A model that was exported."""
+
+    out: str
+    checkpoint: str
+    num_params: int
+
+
+class ConfigDocument(Document):
+    """The resolved configuration; it can be read back as a configuration file."""
+
+    name: str
+    seed: int
+    data: dict[str, Any]
+    model: dict[str, Any]
+    cluster: dict[str, Any]
+    plan: dict[str, Any]
+    optim: dict[str, Any]
+    train: dict[str, Any]
+
+
+class PresetsDocument(Document):
+    """Names of model and device presets (`--presets`)."""
+
+    models: list[str]
+    devices: list[str]
+
+
+DOCUMENTS: dict[str, tuple[type[Document], ...]] = {
+    "demo": (DemoDocument,),
+    "index": (IndexDocument,),
+    "stats": (StatsDocument, SamplingDocument),
+    "analyze": (AnalyzeDocument,),
+    "profile": (ProfileDocument,),
+    "memory": (MemoryDocument,),
+    "plan": (PlanDocument,),
+    "simulate": (SimulateDocument,),
+    "compare": (CompareDocument,),
+    "train": (TrainDocument,),
+    "report": (ReportDocument,),
+    "export": (ExportDocument,),
+    "config": (ConfigDocument, PresetsDocument),
+}
+"""Command -> the documents that it may print; all may print a ``FailureDocument``."""
+
+
+def json_schema(command: str) -> dict[str, Any]:
+    """The JSON schema of what a command prints, whether it ends well or fails."""
+    kinds: tuple[type[Document], ...] = (*DOCUMENTS[command], FailureDocument)
+    schemas = [kind.model_json_schema(ref_template=f"#/$defs/{kind.__name__}/$defs/{{model}}") for kind in kinds]
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"lengthwise {command} --json",
+        "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in kinds],
+        "$defs": {kind.__name__: schema for kind, schema in zip(kinds, schemas)},
+    }
