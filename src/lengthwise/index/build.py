@@ -18,10 +18,11 @@ from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lock import FolderLock
 from lengthwise.core.processes import check_processes
 from lengthwise.index.build_part import PartJob, part_path
+from lengthwise.index.chats import open_chat_encoder
 from lengthwise.index.index_info import TOKENIZER_FILES
 from lengthwise.index.merge_parts import assemble
 from lengthwise.index.readers.documents_reader import holds_tokens
-from lengthwise.index.row_fields import row_fields
+from lengthwise.index.row_fields import RowFields, row_fields
 from lengthwise.index.sequence_metrics import FOLDER as METRICS_FOLDER
 from lengthwise.index.settings import IndexSettings, differences, fingerprint
 from lengthwise.index.source_file import Format, WorkUnit
@@ -76,6 +77,8 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
     sources = _find(settings, out)
     tokenizer_file, tokenizer_digest, eos_token = _choose_tokenizer(settings)
     fields = row_fields(settings, sources)
+    if fields.chat:
+        tokenizer_digest += _digest_beside(settings, tokenizer_file, sources)
     request = settings.to_json(sources, fields=fields.to_json(), tokenizer_digest=tokenizer_digest)
     mark = fingerprint(request)
     if restart:
@@ -84,7 +87,7 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
         return BuiltIndex(info=_up_to_date(out, request, mark), was_up_to_date=True, num_resumed_units=0)
     units = split_units(sources, unit_bytes=settings.unit_bytes_of(sources))
     field = fields.field
-    spec = _tokenizer_spec(settings, sources, units, field=field, parts=out / "parts", eos_token=eos_token)
+    spec = _tokenizer_spec(settings, sources, units, fields=fields, parts=out / "parts", eos_token=eos_token)
     parts = _claim(out, request, mark)
     job = PartJob(
         parts=str(parts),
@@ -105,6 +108,8 @@ def _build(settings: IndexSettings, out: Path, *, workers: int, restart: bool, o
                 size, num_bytes = settings.train_bpe, sources.num_bytes
                 target, limits = Path(spec.path), settings.limits
                 train_bpe(units, field=field, vocab_size=size, num_bytes=num_bytes, path=target, limits=limits)
+        if fields.chat:
+            open_chat_encoder(spec, fields)  # which raises before workers are started
         counting = _counting(on_progress, len(units) - len(pending), len(units))
         build_parts(job, pending, workers=workers, on_done=counting)
         on_progress("joining the parts", len(units), len(units))
@@ -143,9 +148,35 @@ def _choose_tokenizer(settings: IndexSettings) -> tuple[Path | None, str, str]:
     return file, f"{file_digest(file)} {eos_token}", eos_token
 
 
+def _digest_beside(settings: IndexSettings, tokenizer_file: Path | None, sources: Sources) -> str:
+    """Digests of the files beside a tokenizer.json, which decide how it renders chats.
+
+    Raises:
+        InputError: there is no such tokenizer.
+    """
+    if tokenizer_file is None:
+        chosen = settings.tokenizer or ("--train-bpe" if settings.train_bpe else "bytes")
+        raise InputError(
+            f"{sources.label} holds chats, and the tokenizer is {chosen}; give --tokenizer with the folder of a chat "
+            "model's tokenizer, or choose another field with --field"
+        )
+    beside = (tokenizer_file.parent / name for name in TOKENIZER_FILES[1:])
+    return "".join(f" {path.name} {file_digest(path)}" for path in beside if path.is_file())
+
+
 def _tokenizer_spec(
-    settings: IndexSettings, sources: Sources, units: list[WorkUnit], *, field: str, parts: Path, eos_token: str
+    settings: IndexSettings,
+    sources: Sources,
+    units: list[WorkUnit],
+    *,
+    fields: RowFields,
+    parts: Path,
+    eos_token: str,
 ) -> TokenizerSpec:
+    path, field = str(parts / "tokenizer.json"), fields.field
+    if fields.chat:
+        append_eos = settings.append_eos and fields.is_plain
+        return TokenizerSpec(kind="huggingface", path=path, eos_token=eos_token, append_eos=append_eos)
     chosen = settings.tokenizer or ("--train-bpe" if settings.train_bpe else "")
     if sources.format is Format.NPY or (units and holds_tokens(units[0], field=field, limits=settings.limits)):
         field_words = f" (field {field!r})" if field else ""
@@ -159,7 +190,6 @@ def _tokenizer_spec(
         return TokenizerSpec(kind=chosen, append_eos=settings.append_eos)
     if chosen in ("", "bytes"):
         return TokenizerSpec(kind="bytes", append_eos=settings.append_eos)
-    path = str(parts / "tokenizer.json")
     return TokenizerSpec(kind="huggingface", path=path, eos_token=eos_token, append_eos=settings.append_eos)
 
 

@@ -5,6 +5,8 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -12,9 +14,10 @@ import numpy as np
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import MOST_TOKENS
+from lengthwise.index.chats import TOOLS, ChatRow, open_chat_encoder
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
-from lengthwise.index.readers.document import Document, TokenRows, where
-from lengthwise.index.readers.documents_reader import read_documents, read_token_rows
+from lengthwise.index.readers.document import BLANK, Document, OversizedValue, TokenRows, where
+from lengthwise.index.readers.documents_reader import read_documents, read_records, read_token_rows
 from lengthwise.index.row_fields import RowFields
 from lengthwise.index.skipped import SkippedDocuments
 from lengthwise.index.source_file import Format, WorkUnit, check_unchanged
@@ -24,6 +27,7 @@ from lengthwise.index.work_units import open_lengths
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 4096
+_BATCH_CHATS = 256
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".7z")
 READY_DTYPE = np.dtype("<u4")
 """Type of tokens in the parts when the vocabulary is only known once all are read."""
@@ -130,7 +134,7 @@ def _write_tokens(job: PartJob, batch: _Batch, tokens: BinaryIO, tally: _Tally) 
     flat, lengths = batch.flat, batch.lengths
     if flat is None or not len(lengths):
         return lengths
-    if job.tokenizer.encodes:
+    if job.tokenizer.encodes and not job.fields.chat:  # chats end as their template says
         eos_id = load_tokenizer(job.tokenizer).eos_id
         flat, lengths = (flat, lengths) if eos_id is None else append_eos(flat, lengths, eos_id)
     tally.max_token = max(tally.max_token, int(flat.max()))
@@ -171,6 +175,9 @@ def _without_loss(job: PartJob, unit: WorkUnit, batch: _Batch, tally: _Tally) ->
 
 
 def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
+    if job.fields.chat:
+        yield from _chat_batches(job, unit, tally)
+        return
     if job.tokenizer.kind == "lengths":
         yield _length_batch(unit, tally)
         return
@@ -191,6 +198,22 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
         flat, lengths = tokenizer.encode([document.data for document in documents])
         origins = np.array([(document.file, document.row) for document in documents], dtype=np.int64)
         yield _Batch(flat, lengths, origins)
+
+
+def _chat_batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
+    encoder = open_chat_encoder(job.tokenizer, job.fields)
+    records = read_records(unit, fields=job.fields.chat, optional=(TOOLS,), limits=job.limits)
+    while group := list(islice(records, _BATCH_CHATS)):
+        tally.num_rows = group[-1][0] + 1
+        chats = [(row, value) for row, value in group if value is not BLANK]
+        tally.intake.documents += len(chats)
+        for row, value in chats:
+            if isinstance(value, OversizedValue):
+                _pass_over(job, unit, Document(0, row, b"", "large", value.size), tally)
+        chats = [(row, value) for row, value in chats if not isinstance(value, OversizedValue)]
+        flat, lengths, mask = encoder.encode([ChatRow(value, partial(where, unit, row)) for row, value in chats])
+        origins = np.array([(0, row) for row, _ in chats], dtype=np.int64).reshape(-1, 2)
+        yield _Batch(flat, lengths, origins, mask)
 
 
 def _mask_of(job: PartJob, rows: TokenRows) -> np.ndarray | None:

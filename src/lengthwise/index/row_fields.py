@@ -25,6 +25,8 @@ class RowFields:
     """The text, or the tokens; the reader of another package; empty where files have no fields."""
     chat: tuple[str, ...] = ()
     """Instead, the fields of a chat: messages, prompt and completion, or text that a chat template made."""
+    has_turns: bool = False
+    """Whether rows of a chat say who speaks: messages, or prompt and completion."""
     is_plain: bool = False
     """Whether prompt and completion are text, not messages."""
     loss: str = "all"
@@ -86,7 +88,7 @@ def _of_chat(settings: IndexSettings, kinds: dict[str, str], field: str) -> RowF
     if is_plain and settings.loss == "assistant":
         raise InputError("--loss assistant: prompt and completion are text, not messages; give --loss completions")
     loss = settings.loss or ("completions" if has_turns else "all")
-    return RowFields(field=field, chat=PAIR if is_pair else (field,), is_plain=is_plain, loss=loss)
+    return RowFields(field=field, chat=PAIR if is_pair else (field,), has_turns=has_turns, is_plain=is_plain, loss=loss)
 
 
 def _without_chat(settings: IndexSettings, fields: RowFields) -> RowFields:

@@ -26,6 +26,14 @@ class OnEmpty(StrEnum):
     DROP = "drop"
 
 
+class Loss(StrEnum):
+    """Choices of --loss."""
+
+    COMPLETIONS = "completions"
+    ASSISTANT = "assistant"
+    ALL = "all"
+
+
 class OnBinary(StrEnum):
     """Choices of --on-binary and --on-large."""
 
@@ -59,6 +67,15 @@ Field = Annotated[
         metavar="NAME",
         help="JSON key or column with the text, or with lists of token ids (default: text); in tar archives the "
         "extension of the member (default: txt), json:KEY for a key of a JSON member.",
+    ),
+]
+Chat = Annotated[
+    bool, typer.Option("--chat", help="Rows are chats, for the tokenizer's chat template; default: by the rows.")
+]
+LossOption = Annotated[
+    Loss | None,
+    typer.Option(
+        "--loss", help="Tokens of chats that have a loss: the last answer (completions), every answer, or all."
     ),
 ]
 Split = Annotated[str, typer.Option(metavar="NAME", help="Which split of a saved Hugging Face data set.")]
@@ -104,6 +121,8 @@ def run(
     reader: Reader = "",
     field: Field = "",
     split: Split = "",
+    chat: Chat = False,
+    loss: LossOption = None,
     tokenizer: TokenizerName = "",
     train_bpe: TrainBpe = None,
     eos: Eos = True,
@@ -134,6 +153,8 @@ def run(
         reader=reader,
         field=field,
         split=split,
+        chat=chat,
+        loss=loss.value if loss else "",
         tokenizer=tokenizer,
         train_bpe=train_bpe or 0,
         append_eos=eos,

@@ -1,0 +1,185 @@
+"""Chats in an index are what transformers makes of them with the tokenizer's own template, token by token."""
+
+import json
+
+import pytest
+
+from lengthwise.core.errors import InputError
+from tests.chats import TEMPLATE, write_tokenizer
+from tests.data.build import build, files_of, places_of
+from tests.index.test_loss_mask import write_rows
+
+transformers = pytest.importorskip("transformers")
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+CHATS = [
+    [turn("user", "How long is a coast?"), turn("assistant", "It depends, é, on the ruler.")],
+    [
+        turn("system", "Be brief."),
+        turn("user", "Hi"),
+        turn("assistant", "Hé"),
+        turn("user", "?"),
+        turn("assistant", "!"),
+    ],
+    [turn("user", "one"), turn("assistant", "two"), turn("user", "and nobody answers")],
+    [turn("user", "special words <|im_end|> in a question"), turn("assistant", "")],
+] * 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def ids_and_answer(tokenizer, messages, answer):
+    """All ids of a chat by transformers, and those of its answer, which begins where the prompt's ids end."""
+    ids = tokenizer.apply_chat_template(messages)["input_ids"]
+    start = len(tokenizer.apply_chat_template(messages[:answer], add_generation_prompt=True)["input_ids"])
+    stop = len(tokenizer.apply_chat_template(messages[: answer + 1])["input_ids"])
+    return ids, [start <= k < stop for k in range(len(ids))]
+
+
+def contents(store):
+    return [(store.tokens(id).tolist(), store.loss_mask(id).tolist()) for id in range(len(store))]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_the_last_answer_has_a_loss(folder, tokenizer, tmp_path, name):
+    source = write_rows(tmp_path / name, messages=CHATS)
+    store = build(source, tmp_path / "out", tokenizer=str(folder), unit_bytes=1000)
+    last = [max(k for k, message in enumerate(chat) if message["role"] == "assistant") for chat in CHATS]
+    assert contents(store) == [ids_and_answer(tokenizer, chat, answer) for chat, answer in zip(CHATS, last)]
+    assert store.tokens(0)[0] == 257, "<|im_start|> is one token"
+    assert (store.eos_id, store.info["vocab_size"]) == (None, 260)
+    store.verify_tokens()
+    assert len(places_of(store)) == len(CHATS)
+    assert (store.path / "chat_template.jinja").read_text() == TEMPLATE
+
+
+def test_every_answer_has_a_loss_by_the_mask_of_the_template(folder, tokenizer, tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", messages=CHATS)
+    store = build(source, tmp_path / "out", tokenizer=str(folder), loss="assistant")
+    for id, chat in enumerate(CHATS):
+        encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        assert store.tokens(id).tolist() == encoded["input_ids"]
+        assert store.loss_mask(id).tolist() == [bool(value) for value in encoded["assistant_masks"]]
+    every = build(source, tmp_path / "all", tokenizer=str(folder), loss="all")
+    assert not every.has_loss_mask
+    assert [every.tokens(id).tolist() for id in range(3)] == [store.tokens(id).tolist() for id in range(3)]
+
+
+def test_prompt_and_completion_are_messages_or_text(folder, tokenizer, tmp_path):
+    talks = write_rows(tmp_path / "a.jsonl", prompt=[chat[:1] for chat in CHATS[:1]], completion=[CHATS[0][1:]])
+    store = build(talks, tmp_path / "talks", tokenizer=str(folder))
+    assert contents(store) == [ids_and_answer(tokenizer, CHATS[0], 1)]
+    texts = write_rows(tmp_path / "b.jsonl", prompt=["Q: ä?\nA:", "no"], completion=[" <|im_start|>é", " more"])
+    store = build(texts, tmp_path / "texts", tokenizer=str(folder))
+    expected = []
+    for prompt, completion in (("Q: ä?\nA:", " <|im_start|>é"), ("no", " more")):
+        before, ids = tokenizer(prompt)["input_ids"], [*tokenizer(prompt + completion)["input_ids"], 258]
+        expected.append((ids, [k >= len(before) for k in range(len(ids))]))
+    assert contents(store) == expected and store.eos_id == 258
+    without = build(texts, tmp_path / "without", tokenizer=str(folder), append_eos=False)
+    assert without.tokens(0).tolist() == expected[0][0][:-1] and without.eos_id is None
+
+
+def test_templated_text_keeps_its_special_tokens(folder, tokenizer, tmp_path):
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in CHATS]
+    source = write_rows(tmp_path / "a.jsonl", text=texts)
+    store = build(source, tmp_path / "chats", tokenizer=str(folder), chat=True)
+    expected = [tokenizer.apply_chat_template(chat)["input_ids"] for chat in CHATS]
+    assert [store.tokens(id).tolist() for id in range(len(store))] == expected and not store.has_loss_mask
+    as_text = build(source, tmp_path / "text", tokenizer=str(folder), append_eos=False)
+    assert len(as_text.tokens(0)) > len(expected[0])
+    with pytest.raises(InputError, match="--loss completions: 'text' holds text, whose turns are not known"):
+        build(source, tmp_path / "out", tokenizer=str(folder), chat=True, loss="completions")
+
+
+def test_workers_change_no_byte_and_the_template_is_part_of_the_request(folder, tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", messages=CHATS * 20)
+    one = files_of(build(source, tmp_path / "one", tokenizer=str(folder), unit_bytes=4000).path)
+    two = build(source, tmp_path / "two", tokenizer=str(folder), unit_bytes=4000, workers=2)
+    assert files_of(two.path) == one
+    write_tokenizer(tmp_path / "other", template=TEMPLATE + "bye")
+    with pytest.raises(InputError, match="holds another index"):
+        build(source, tmp_path / "two", tokenizer=str(tmp_path / "other"), unit_bytes=4000)
+    with pytest.raises(InputError, match=r"holds another index \(loss: 'completions' then, 'all' now"):
+        build(source, tmp_path / "two", tokenizer=str(folder), unit_bytes=4000, loss="all")
+
+
+def test_tools_reach_the_template(tmp_path):
+    write_tokenizer(tmp_path / "tools", template="{{ tools[0]['name'] }}: " + TEMPLATE)
+    source = write_rows(tmp_path / "a.jsonl", messages=CHATS[:1], tools=[[{"name": "ruler"}]])
+    store = build(source, tmp_path / "out", tokenizer=str(tmp_path / "tools"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tools")
+    assert tokenizer.decode(store.tokens(0)).startswith("ruler: <|im_start|>user")
+
+
+THINKING = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("chats", "template", "options", "words"),
+    [
+        (
+            [CHATS[0], [turn("user", "alone")]],
+            TEMPLATE,
+            {},
+            "a.jsonl:2 has no token with a loss: there is no turn of the",
+        ),
+        ([CHATS[0]], THINKING, {}, "a.jsonl:1: the chat template renders what comes before the last answer otherwise"),
+        ([CHATS[0]], THINKING, {"loss": "assistant"}, "does not mark what the assistant generates"),
+        ([CHATS[0]], "", {}, "the tokenizer has no chat template"),
+        (
+            [CHATS[0]],
+            "{{ raise_exception('roles must alternate') }}",
+            {},
+            "a.jsonl:1: .* cannot render it: roles must alt",
+        ),
+        (
+            [CHATS[0], ["hello"]],
+            TEMPLATE,
+            {},
+            "a.jsonl:2: 'messages' must be a list of messages, each with role and cont",
+        ),
+        (
+            [CHATS[0]],
+            TEMPLATE,
+            {"tokenizer": "bytes"},
+            "holds chats, and the tokenizer is bytes; give --tokenizer with",
+        ),
+    ],
+)
+def test_what_is_no_chat_is_refused(tmp_path, chats, template, options, words):
+    write_tokenizer(tmp_path / "tokenizer", template=template)
+    source = write_rows(tmp_path / "a.jsonl", messages=chats)
+    with pytest.raises(InputError, match=words):
+        build(source, tmp_path / "out", **{"tokenizer": str(tmp_path / "tokenizer"), **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_with_text_stay_text_and_loss_is_of_chats(folder, tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", text=["a", "b"], messages=CHATS[:2])
+    assert build(source, tmp_path / "text").tokens(0).tolist() == [97, 256]
+    assert build(source, tmp_path / "chats", tokenizer=str(folder), chat=True).has_loss_mask
+    assert build(source, tmp_path / "field", tokenizer=str(folder), field="messages").has_loss_mask
+    (tmp_path / "b.jsonl").write_text("\n" + json.dumps({"text": "a"}) + "\n")
+    with pytest.raises(InputError, match="--loss assistant is of chats, and rows are none"):
+        build(tmp_path / "b.jsonl", tmp_path / "out", loss="assistant")
+    (tmp_path / "c.txt").write_text("a")
+    with pytest.raises(InputError, match="--chat reads rows of JSON lines, Parquet or Arrow"):
+        build(tmp_path / "c.txt", tmp_path / "out", chat=True)
