@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from lengthwise.core.errors import InputError
-from tests.chats import TEMPLATE, write_tokenizer
+from lengthwise.core.run_folder import RunFolder
+from lengthwise.index.store import open_index
+from tests.chats import TEMPLATE, write_model, write_tokenizer
+from tests.cli.runs import lengthwise
 from tests.data.build import build, files_of, places_of
 from tests.index.test_loss_mask import write_rows
 
@@ -183,3 +187,34 @@ def test_rows_with_text_stay_text_and_loss_is_of_chats(folder, tmp_path):
     (tmp_path / "c.txt").write_text("a")
     with pytest.raises(InputError, match="--chat reads rows of JSON lines, Parquet or Arrow"):
         build(tmp_path / "c.txt", tmp_path / "out", chat=True)
+
+
+FLOAT32_ANGLES = 1e-5
+"""transformers rounds rotary angles and norms to float32."""
+
+
+def test_a_chat_model_is_tuned_and_exported_with_the_loss_of_transformers(tmp_path):
+    write_model(tmp_path / "chatty")
+    write_rows(tmp_path / "chats.jsonl", messages=CHATS[:3])
+    told = lengthwise(
+        "index", tmp_path / "chats.jsonl", "--tokenizer", tmp_path / "chatty", "--out", tmp_path / "chats"
+    )
+    store = open_index(tmp_path / "chats")
+    assert f"{store.info['num_loss_tokens']} of {store.info['num_tokens']} tokens have a loss" in told.stderr
+    lengthwise(
+        "train", f"data.index={store.path}", f"model.hf={tmp_path / 'chatty'}", "train.steps=1", "train.dtype=float64",
+        f"run_folder={tmp_path / 'run'}",
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "chatty", dtype=torch.float64)
+    total = count = 0.0
+    for tokens, mask in contents(store):
+        labels = torch.tensor([token if has_loss else -100 for token, has_loss in zip(tokens, mask)])
+        number = int((labels[1:] != -100).sum())
+        total += model(torch.tensor([tokens]), labels=labels[None]).loss.item() * number
+        count += number
+    (row,) = RunFolder(tmp_path / "run").read_metrics()
+    assert row["loss/avg"] == pytest.approx(total / count, rel=FLOAT32_ANGLES)
+    assert count == store.info["num_loss_tokens"]
+    lengthwise("export", tmp_path / "run", "--out", tmp_path / "tuned")
+    tuned = transformers.AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    assert tuned.apply_chat_template(CHATS[0])["input_ids"] == store.tokens(0).tolist()

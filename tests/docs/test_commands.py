@@ -16,6 +16,7 @@ from lengthwise.config.run_config import check, load
 from lengthwise.core.read_yaml import parse_yaml
 from lengthwise.session.demo_settings import POLICIES
 from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, commands, in_language, unfenced, write_modules
+from tests.docs.user_files import write_tokenizer
 from tests.report.fake_run import make_run
 
 SHELL = in_language("bash")
@@ -124,6 +125,7 @@ def files(tmp_path_factory):
         (folder / name).write_text(text)
     lengthwise(["plan", str(folder / "CONFIG"), f"data.index={folder / 'DIR'}", "plan.policy=static", "--steps", "8",
                 "--out", str(folder / "plans.jsonl")])  # fmt: skip
+    write_tokenizer(folder / "my-model")
     for policy in POLICIES:  # as the demo leaves them
         make_run(folder / "outputs" / "demo" / "20260101-120000" / policy, policy=policy, name=policy, num_steps=4)
     for run in ("RUN", "PADDED", "PACKED", "BALANCED", "outputs/first"):

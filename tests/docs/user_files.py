@@ -20,10 +20,10 @@ def write_chats(path: Path, *, count: int = 24) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def write_model(folder: Path) -> None:
-    """A tiny Llama with a tokenizer of bytes, as `from_pretrained` reads them."""
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of bytes with a chat template, as `from_pretrained` reads it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={letter: k for k, letter in enumerate(letters)}, merges=[]))
@@ -32,5 +32,12 @@ def write_model(folder: Path) -> None:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(folder)
+
+
+def write_model(folder: Path) -> None:
+    """A tiny Llama with its tokenizer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    write_tokenizer(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=4096, **sizes)).save_pretrained(folder)

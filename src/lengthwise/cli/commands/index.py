@@ -201,6 +201,8 @@ def _document(store: TokenStore, *, built: BuiltIndex | None = None) -> dict[str
         "tokenizer", "ledger",
     )  # fmt: skip
     document = {"path": str(store.path), **{name: store.info[name] for name in names}}
+    if store.has_loss_mask:
+        document["num_loss_tokens"] = store.info["num_loss_tokens"]
     if built is not None:
         document |= {"up_to_date": built.was_up_to_date, "num_resumed_units": built.num_resumed_units}
     return document
@@ -218,6 +220,8 @@ def _tell(store: TokenStore, built: BuiltIndex) -> None:
         f"{info['num_sequences']:,} sequences, {info['num_tokens']:,} tokens, longest {info['max_length']:,}"
         f"{vocabulary} (digest {store.digest})"
     )
+    if store.has_loss_mask:
+        lines.append(f"  {info['num_loss_tokens']:,} of {info['num_tokens']:,} tokens have a loss")
     for reason in REASONS:
         if count := info["ledger"].get(reason):
             lines.append(f"  left out: {count:,} {reason}, such as {info['ledger']['examples'][reason][0]}")
