@@ -60,7 +60,7 @@ def _refused():
                 raise error
 
         with pytest.raises((LengthwiseError, NotInThisDtype)) as refused:
-            on_every_rank(run, compute, WHAT, is_stock=is_stock)
+            on_every_rank(run, compute, WHAT, **({"is_stock": True} if is_stock else {}))
         value = refused.value
         raised.append(
             (type(value).__name__, str(value), type(getattr(value, "reason", "")).__name__.replace("str", ""))
