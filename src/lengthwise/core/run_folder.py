@@ -15,6 +15,7 @@ launcher.lock, ranks.lock   who is training into it at the moment
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,21 @@ class RunFolder:
         except OSError as error:  # such as a name that is too long
             raise InputError(f"{shown(self.path)} is not a run folder ({reason(error)})") from None
         if not has_config:
-            raise InputError(
-                f"{shown(self.path)} is not a run folder: it has no config.yaml; give the folder train printed"
-            )
+            raise InputError(f"{shown(self.path)} is not a run folder: {self._no_run()}")
+
+    def _no_run(self) -> str:
+        """Why this is not the folder of a run, and what to give instead."""
+        if not self.path.exists():
+            return "there is nothing of that name; give the folder that train printed, such as outputs/demo/DATE-TIME"
+        if not self.path.is_dir():
+            beside = self.path.resolve().parent
+            given = shown(beside) if (beside / self.config.name).is_file() else "the folder that train printed"
+            return f"it is a file; give {given}"
+        with suppress(OSError):
+            configs = [*self.path.glob(f"*/{self.config.name}"), *self.path.glob(f"*/*/{self.config.name}")]
+            if configs:
+                return f"it has no config.yaml, but {shown(max(configs).parent)} has; name that, or another run in it"
+        return "it has no config.yaml; give the folder that train printed"
 
     def check_new(self) -> None:
         """Raise ``InputError`` if the folder holds a run already."""

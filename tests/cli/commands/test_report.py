@@ -119,3 +119,18 @@ def test_ranks_of_several_runs_have_no_folder_of_traces(lengthwise, tmp_path):
     folders = [make_run(tmp_path / name, name=name, num_steps=2).path for name in ("a", "b")]
     code, _, err = lengthwise("report", *folders, "--out", tmp_path / "page.html", "--kineto", tmp_path / "ranks")
     assert code == 2 and "--kineto takes one run" in err and not (tmp_path / "ranks").exists()
+
+
+def test_what_is_given_instead_of_a_run_is_told_from_it(lengthwise, tmp_path):
+    run = make_run(tmp_path / "outputs" / "demo" / "20260101-120000", num_steps=2)
+    (tmp_path / "empty").mkdir()
+    cases = {
+        tmp_path / "nothere": "there is nothing of that name; give the folder that train printed",
+        tmp_path / "outputs": f"it has no config.yaml, but {run.path} has; name that, or another run in it",
+        run.plans: f"it is a file; give {run.path}",
+        tmp_path / "empty": "it has no config.yaml; give the folder that train printed",
+    }
+    for path, words in cases.items():
+        code, out, err = lengthwise("report", path)
+        assert code == 2 and not out
+        assert err.startswith(f"error: {path} is not a run folder: {words}") and err.count("\n") == 1

@@ -122,7 +122,7 @@ def _x_labels(x: Axis, height: float, *, is_zoomable: bool) -> list[str]:
     parts = []
     for k, (tick, label) in enumerate(zip(x.ticks, x.labels)):
         place = {"data_at": brief(x.at(tick), 4)} if is_zoomable else {}
-        class_ = "tick alt" if k % 2 else "tick"
+        class_ = "tick alt" if k % 2 and len(x.ticks) > 3 else "tick"
         parts.append(text(label, percent(x.at(tick)), height + 18, anchor="middle", class_=class_, **place))
     if x.title:
         parts.append(text(x.title, "100%", height + 37, anchor="end", class_="axis-title"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from lengthwise.core.version import __version__
 from lengthwise.report.pages.csv_link import csv_link, file_name
 
 FOLDER = Path(__file__).parent.parent / "templates"
@@ -36,5 +37,5 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(csv_link=csv_link, csv_name=file_name)
+    environment.globals.update(csv_link=csv_link, csv_name=file_name, version=__version__)
     return environment
