@@ -16,11 +16,8 @@ from lengthwise.config.run_config import Config, DataConfig
 from lengthwise.config.setting_names import OTHER_MEANING
 from lengthwise.core.lr_scaling import RULES, SIZES
 from lengthwise.core.pipeline_config import Method
-from lengthwise.data.max_length import Rule
-from lengthwise.data.order import ORDERS
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.search_space import RecomputeMode
-from lengthwise.runtime.analyze.request import Dtype
 from lengthwise.session.planning import RANDOM
 
 SECTIONS = {"": Config} | {
@@ -68,14 +65,11 @@ def test_every_setting_is_documented_in_sentences():
 def test_enumerations_are_those_of_the_code():
     same = {
         choices.PolicyName: tuple(POLICIES),
-        choices.OrderName: ORDERS,
         choices.OptimizerName: tuple(STATE),
         choices.LrRule: RULES,
         choices.BatchSize: SIZES,
         choices.MethodName: (RANDOM, *(str(method) for method in Method)),
         choices.Recompute: tuple(str(mode) for mode in RecomputeMode),
-        choices.OverLength: get_args(Rule),
-        choices.Dtype: get_args(Dtype),
     }
     for spelt, known in same.items():
         assert sorted(get_args(spelt)) == sorted(known)

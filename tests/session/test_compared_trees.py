@@ -77,7 +77,7 @@ def halved(step):
     ],
 )
 def test_an_option_becomes_plain_values(value, plain):
-    given = type("Given", (), {"model_fields": {"value": None}})()
+    given = type("Given", (), {"model_fields": {"value": None}, "policy": "auto"})()
     given.value = value
     assert to_compare(model_of(), index_of(ROWS), given)["options"] == {"value": plain}
 

@@ -247,13 +247,13 @@ def _workers(config: Config, world: "DistContext") -> int:
     from lengthwise.runtime.comm.devices import local_size
 
     asked = config.plan.workers or 0
-    most = max(1, WORKERS_PER_CORE * num_cores() // local_size())
-    if asked > most and world.is_first:
+    max_workers = max(1, WORKERS_PER_CORE * num_cores() // local_size())
+    if asked > max_workers and world.is_first:
         sys.stderr.write(
             f"warning: plan.workers={asked} for each of {local_size()} ranks is more than the {num_cores()} cores of "
-            f"this machine can run; {most} for each are used, and make the same plans\n"
+            f"this machine can run; {max_workers} for each are used, and make the same plans\n"
         )
-    return min(asked, most)
+    return min(asked, max_workers)
 
 
 def build(config: Config, spec: ModelSpec, world: "DistContext") -> "Transformer":

@@ -110,5 +110,5 @@ SETTING_OF = {
 
 
 def setting_of(key: str) -> str | None:
-    """Ours for a key such as ``train.grad_clip``, if it is well known; None if it is not."""
+    """Return this library's name of a well-known key such as ``train.grad_clip``; None of any other key."""
     return SETTING_OF.get(key.rpartition(".")[2].lower().replace("-", "_"))

@@ -37,5 +37,5 @@ class OptimizerSettings:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Of the tensors it keeps."""
+        """Names of the tensors that the optimizer keeps for each parameter."""
         return () if self.name == "sgd" and not self.momentum else STATE[self.name]

@@ -115,7 +115,7 @@ class PrepareOptions(
 
     @property
     def budgets(self) -> dict[str, int | None]:
-        """Of a global batch, as the sampler takes them."""
+        """Budgets of a global batch in tokens and in sequences, as the sampler takes them."""
         if self.tokens_per_step is None and self.sequences_per_step is None:
             return {"tokens_per_step": DEFAULT_TOKENS_PER_STEP}
         return {"tokens_per_step": self.tokens_per_step, "sequences_per_step": self.sequences_per_step}
@@ -129,21 +129,21 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
     """
     fields = PrepareOptions.model_fields
     unknown = [f"{name}: no such option; {nearest(name, fields)}" for name in given if name not in fields]
-    known = {name: value for name, value in given.items() if name in fields}
+    known_options = {name: value for name, value in given.items() if name in fields}
     problems = list(unknown)
     try:
-        found = PrepareOptions(**known)
+        options = PrepareOptions(**known_options)
     except ValidationError as error:
         problems += [
-            f"{'.'.join(map(str, one['loc'][:1]))}: {one['msg'].removeprefix('Value error, ')}"
-            for one in error.errors()
+            f"{'.'.join(map(str, mistake['loc'][:1]))}: {mistake['msg'].removeprefix('Value error, ')}"
+            for mistake in error.errors()
         ]
-    if not problems and found.form_batches and not found.policy.startswith("dcp"):
+    if not problems and options.form_batches and not options.policy.startswith("dcp"):
         problems.append(
-            f"form_batches: the policy {found.policy} takes batches as they come; use dcp-intra or dcp-inter"
+            f"form_batches: the policy {options.policy} takes batches as they come; use dcp-intra or dcp-inter"
         )
-    if not problems and found.g_min > found.g_max:
-        problems.append(f"g_min: {found.g_min} is more than g_max, which is {found.g_max}")
+    if not problems and options.g_min > options.g_max:
+        problems.append(f"g_min: {options.g_min} is more than g_max, which is {options.g_max}")
     if problems:
         raise InputError("prepare(...) cannot be done as asked:\n  " + "\n  ".join(dict.fromkeys(problems)))
-    return found
+    return options

@@ -203,7 +203,7 @@ class TrainConfig(ProcessSettings):
 
 
 class Config(SeedSetting):
-    """One run."""
+    """The settings of one training run."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=100)
     """The name of the run: letters, digits, - and _; also . but not first."""

@@ -44,7 +44,7 @@ class _Column:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return int(self.dtype.itemsize * np.prod(self.shape[1:], dtype=int))
 
     def read(self, file: BinaryIO | None, first: int, last: int) -> np.ndarray:
@@ -161,8 +161,8 @@ class _Sort:
         return [(first, min(first + self._fit, self._size)) for first in range(0, self._size, self._fit)]
 
     def _merge(self, folder: Path, out: BinaryIO) -> None:
-        whole = self._kept[-1]
-        described = {"descr": np.lib.format.dtype_to_descr(whole.native), "fortran_order": False, "shape": whole.shape}
+        rows = self._kept[-1]
+        described = {"descr": np.lib.format.dtype_to_descr(rows.native), "fortran_order": False, "shape": rows.shape}
         np.lib.format.write_array_header_1_0(out, described)
         columns = [_Column(folder / str(place), column.native, column.shape) for place, column in enumerate(self._kept)]
         bounds = self._runs()
@@ -195,7 +195,7 @@ class _Run:
 
     @property
     def keys(self) -> np.ndarray:
-        """Those in memory."""
+        """Keys of the rows in memory."""
         return self._held[0]
 
     @property
@@ -225,7 +225,7 @@ class _Run:
 
 
 def _take_round(runs: list[_Run], at_once: int) -> list[list[np.ndarray]]:
-    """Of every run, in their order, what comes before all that is not in memory."""
+    """Take the rows of every run, in their order, that come before all that is not in memory."""
     for run in runs:
         run.fill(at_once)
     open_runs = [place for place, run in enumerate(runs) if not run.is_all_held]
@@ -277,13 +277,13 @@ def _codes(keys: np.ndarray) -> np.ndarray:
 
 def _sorted_numbers(keys: np.ndarray) -> np.ndarray:
     """``keys`` [m] in stable order, by a sort that is not: what compares equal and is not the same is put back."""
-    found = np.sort(keys)
+    ordered = np.sort(keys)
     if keys.dtype.kind == "f":
-        first, last = found.searchsorted(0, "left"), found.searchsorted(0, "right")
-        found[first:last] = keys[keys == 0]
+        first, last = ordered.searchsorted(0, "left"), ordered.searchsorted(0, "right")
+        ordered[first:last] = keys[keys == 0]
         nans = keys[np.isnan(keys)]
-        found[len(found) - len(nans) :] = nans
-    return found
+        ordered[len(ordered) - len(nans) :] = nans
+    return ordered
 
 
 def _open(path: Path, *, most_dims: int) -> _Column:

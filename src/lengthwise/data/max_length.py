@@ -1,21 +1,20 @@
 """What ``max_length`` does to a corpus: refuse, drop, truncate or split what is longer, and count every token of it."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from lengthwise.config.choices import OverLength
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.lengths import LengthIndex
-
-Rule = Literal["error", "drop", "truncate", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthLedger:
     """What became of every token: ``tokens_in == tokens_out + tokens_dropped + tokens_cut + tokens_held_out``."""
 
-    rule: Rule
+    rule: OverLength
     max_length: int | None
     sequences_in: int
     tokens_in: int
@@ -56,7 +55,7 @@ class CorpusView:
             object.__setattr__(self, name, view)
 
 
-def apply_max_length(lengths: LengthIndex, *, max_length: int | None, rule: Rule) -> CorpusView:
+def apply_max_length(lengths: LengthIndex, *, max_length: int | None, rule: OverLength) -> CorpusView:
     """Sequences of at most ``max_length`` tokens under ``rule``, in corpus order.
 
     ``split`` makes ceil(length / max_length) pieces that differ by at most one token. The view's digest covers the
@@ -89,7 +88,7 @@ def _refuse(lengths: LengthIndex, is_over: np.ndarray, max_length: int) -> None:
     )
 
 
-def _whole(lengths: LengthIndex, *, rule: Rule) -> CorpusView:
+def _whole(lengths: LengthIndex, *, rule: OverLength) -> CorpusView:
     count, tokens = len(lengths), lengths.num_tokens
     ledger = LengthLedger(
         rule=rule, max_length=None, sequences_in=count, tokens_in=tokens, sequences_out=count, tokens_out=tokens
@@ -133,7 +132,7 @@ def _drop(lengths: LengthIndex, is_over: np.ndarray, max_length: int) -> CorpusV
     )
 
 
-def _truncate(lengths: LengthIndex, is_over: np.ndarray, max_length: int, rule: Rule) -> CorpusView:
+def _truncate(lengths: LengthIndex, is_over: np.ndarray, max_length: int, rule: OverLength) -> CorpusView:
     new_lengths = np.minimum(lengths.lengths, max_length)
     counts = {
         "rule": rule,

@@ -1,17 +1,18 @@
 """Which sequences an epoch holds, and in which order; functions of seed and epoch, whatever the cluster."""
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, get_args, runtime_checkable
 
 import numpy as np
 
+from lengthwise.config.choices import OrderName
 from lengthwise.config.limits import WINDOW
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.wording import nearest
 from lengthwise.data.curriculum import NATURAL, ROOT, Curriculum, Difficulty, Pacing
 from lengthwise.data.rng import epoch_order as epoch_order
 
-SHUFFLED, CORPUS, SORTED, CURRICULUM, WINDOWED = ORDERS = ("shuffled", "corpus", "sorted", "curriculum", "windowed")
+SHUFFLED, CORPUS, SORTED, CURRICULUM, WINDOWED = ORDERS = get_args(OrderName)
 
 
 class Selection(Protocol):

@@ -127,8 +127,8 @@ class TokenStore:
         named = {"tokens": token_digest(blocks(), dtype)}
         if self.has_loss_mask:
             named["loss masks"] = token_digest(token_blocks(self.path / "loss_mask.bin", MASK_DTYPE), MASK_DTYPE)
-        known = self.info["corpus_digest"]
-        for (name, digest), indexed in zip(named.items(), (known[:_DIGITS], known[_DIGITS:])):
+        indexed_digests = self.info["corpus_digest"]
+        for (name, digest), indexed in zip(named.items(), (indexed_digests[:_DIGITS], indexed_digests[_DIGITS:])):
             if digest != indexed:
                 raise CheckError(
                     f"the {name} in {self.path} are not the ones indexed: digest {digest}, index.json says {indexed}; "

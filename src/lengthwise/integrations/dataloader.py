@@ -134,12 +134,12 @@ class BatchSampler(data.Sampler[list[int]]):
 
     @property
     def weight(self) -> float:
-        """Of the mean loss of the last list: its share of the step's targets. All of a step's, over ranks, sum to 1."""
+        """Weight of the last list's mean loss: its share of the step's targets. Those of a step sum to 1 over ranks."""
         return self._part.weight
 
     @property
     def ddp_weight(self) -> float:
-        """The same where gradients are averaged over ranks, as DistributedDataParallel does."""
+        """The weight times the ranks, where gradients are averaged over ranks, as DistributedDataParallel does."""
         return self._part.weight * self._num_ranks
 
     @property
@@ -235,11 +235,13 @@ class BatchSampler(data.Sampler[list[int]]):
         if self._padded is not None and self._padded.equal_shapes is not None:
             count = self._padded.equal_shapes
             edges = [len(batch.ids) * number // count for number in range(count + 1)]
-            held = [batch.ids[start:end] for start, end in pairwise(edges)][self._rank :: self._num_ranks]
+            lists = [batch.ids[start:end] for start, end in pairwise(edges)][self._rank :: self._num_ranks]
         else:
-            held = deal(batch, self._num_ranks, max_tokens=self._budget, equal_at=self._equal_at)[self._rank]
-            held = held if self._padded is None else self._cut_padded([i for ids in held for i in ids], self._padded)
-        counted = [(ids, sum(self._count(i, batch.objective) for i in ids) / total) if ids else nothing for ids in held]
+            lists = deal(batch, self._num_ranks, max_tokens=self._budget, equal_at=self._equal_at)[self._rank]
+            lists = lists if self._padded is None else self._cut_padded([i for ids in lists for i in ids], self._padded)
+        counted = [
+            (ids, sum(self._count(i, batch.objective) for i in ids) / total) if ids else nothing for ids in lists
+        ]
         return counted or [nothing]
 
     def _count(self, item: int, objective: str) -> int:
@@ -269,7 +271,7 @@ class BatchSampler(data.Sampler[list[int]]):
 def _padded_budget(
     tokens: int, *, padded: bool, max_sequences: int | None, equal_shapes: int | None, num_ranks: int
 ) -> Budget | None:
-    """Of a micro-batch that is padded; None: sequences are packed."""
+    """The budget of a padded micro-batch; None where sequences are packed."""
     if not padded:
         for name, value in {"max_sequences": max_sequences, "equal_shapes": equal_shapes}.items():
             if value is not None:
@@ -290,23 +292,23 @@ def _lattice(shapes: Iterable[tuple[int, int]], budget: Budget | None, longest: 
         InputError: micro-batches are not padded, or have a shape already; a shape is over their budget; none is long
             enough.
     """
-    found = sorted(((int(rows), int(length)) for rows, length in shapes), key=lambda shape: shape[1])
+    sorted_shapes = sorted(((int(rows), int(length)) for rows, length in shapes), key=lambda shape: shape[1])
     if budget is None or budget.equal_shapes is not None or budget.max_sequences is not None:
         raise InputError("shapes need padded=True, and say what equal_shapes and max_sequences would; leave those out")
-    if not found:
+    if not sorted_shapes:
         raise InputError("shapes is empty; leave it out, or make some: lengthwise.data.size_buckets.padded_lattice")
-    if found[-1][1] < longest:
+    if sorted_shapes[-1][1] < longest:
         raise InputError(
-            f"an item has {longest:,} tokens, the longest of {len(found)} shapes {found[-1][1]:,}; "
+            f"an item has {longest:,} tokens, the longest of {len(sorted_shapes)} shapes {sorted_shapes[-1][1]:,}; "
             "make them of all lengths: lengthwise.data.size_buckets.padded_lattice"
         )
-    for rows, length in found:
+    for rows, length in sorted_shapes:
         if rows < 1 or rows * length > (budget.tokens or 0):
             raise InputError(
                 f"the shape {rows} x {length:,} has {rows * length:,} tokens, over "
                 f"tokens_per_micro_batch={budget.tokens:,}; make the shapes with this budget"
             )
-    return found
+    return sorted_shapes
 
 
 def _place(rank: int | None, num_ranks: int | None) -> tuple[int, int]:

@@ -51,7 +51,7 @@ class TrainerCallback(transformers.TrainerCallback):
         busy = np.array([work_of(rank[:, 1], equal_at=self._equal_at).sum() for rank in ranks])
         batch = GlobalBatch(step=0, ids=tuple(range(len(lengths))), lengths=tuple(np.maximum(1, lengths).tolist()))
         dealt = deal(batch, len(ranks), max_tokens=int(lengths.max()), equal_at=self._equal_at)
-        best = max(sum(work_of(lengths[list(ids)], equal_at=self._equal_at).sum() for ids in held) for held in dealt)
+        best = max(sum(work_of(lengths[list(ids)], equal_at=self._equal_at).sum() for ids in rows) for rows in dealt)
         computed = sum(int(rank[:, 1].sum()) for rank in ranks)
         self._sums += computed, computed - int(lengths.sum()), busy.max(), best
         self._ratios.append(float(busy.max() / busy.mean()))
@@ -61,15 +61,15 @@ class TrainerCallback(transformers.TrainerCallback):
         computed, padding, busiest, best = self._sums.tolist()
         if not computed or logs is None or "loss" not in logs:
             return
-        found = {
+        figures = {
             "lengthwise/padding": round(padding / computed, 4),
             "lengthwise/imbalance": round(float(np.mean(self._ratios)), 4),
             "lengthwise/gain": round(busiest / best, 4),
         }
         self._sums, self._ratios = np.zeros(4), []
-        logs.update(found)
+        logs.update(figures)
         if state.log_history:
-            state.log_history[-1].update(found)
+            state.log_history[-1].update(figures)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Leave the model."""
@@ -102,9 +102,9 @@ def _gathered(rows: np.ndarray, device: torch.device) -> list[np.ndarray]:
     count = torch.tensor([len(rows)], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size())]
     dist.all_gather(counts, count)
-    most = int(torch.stack(counts).max())
-    padded = torch.zeros(most, 2, dtype=torch.int64, device=device)
+    max_rows = int(torch.stack(counts).max())
+    padded = torch.zeros(max_rows, 2, dtype=torch.int64, device=device)
     padded[: len(rows)] = torch.from_numpy(rows)
     gathered = [torch.zeros_like(padded) for _ in counts]
     dist.all_gather(gathered, padded)
-    return [found[: int(number)].cpu().numpy() for found, number in zip(gathered, counts)]
+    return [table[: int(number)].cpu().numpy() for table, number in zip(gathered, counts)]

@@ -80,7 +80,7 @@ class Trainer(transformers.Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
-        """As in transformers.
+        """Train as transformers does, planned step by step.
 
         Raises:
             InputError: something that was asked for would be ignored.
@@ -183,13 +183,13 @@ class Trainer(transformers.Trainer):
         max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         run.num_steps = max_steps
         self._init_training_state(max_steps, per_epoch, math.ceil(max_steps / per_epoch), checkpoint, None)
-        held = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)  # schedules need one
+        placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)  # schedules need one
         self.lr_scheduler = None
-        self.create_scheduler(num_training_steps=max_steps, optimizer=held)
+        self.create_scheduler(num_training_steps=max_steps, optimizer=placeholder)
         if checkpoint is not None:
             run.resume(os.path.join(checkpoint, FOLDER))
             self._load_rng_state(checkpoint)
-        held.step()  # of nothing, or the schedule warns
+        placeholder.step()  # of nothing, or the schedule warns
         for _ in range(self.state.global_step):
             self.lr_scheduler.step()
         self.run, self.optimizer, self.model_wrapped = run, run.state.optimizer, self.model
@@ -271,8 +271,10 @@ class Trainer(transformers.Trainer):
         """How far the training is, in epochs: by batches of ``per_device_train_batch_size``, as transformers counts."""
         stream: Any = run.stream
         source: Any = run.collator.source
-        each, number = self._train_batch_size * self.args.world_size, len(source.lengths)
-        return float(stream.epoch + math.ceil(stream.position / each) / math.ceil(number / each))
+        sequences_per_step, number = self._train_batch_size * self.args.world_size, len(source.lengths)
+        return float(
+            stream.epoch + math.ceil(stream.position / sequences_per_step) / math.ceil(number / sequences_per_step)
+        )
 
     @contextmanager
     def _prepared_for_evaluation(self) -> Iterator[None]:
@@ -281,18 +283,18 @@ class Trainer(transformers.Trainer):
             yield
 
     def evaluation_loop(self, *args: Any, **options: Any) -> Any:
-        """As in transformers, on the plain model."""
+        """Evaluate as transformers does, on the plain model."""
         if self.model not in self.accelerator._models:  # accelerate would wrap the forward; autocast is ours
             self.accelerator._models.append(self.model)
         with self._prepared_for_evaluation():
             return super().evaluation_loop(*args, **options)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[Any]:
-        """That of the precision that was asked for."""
+        """Return the autocast of the precision that was asked for."""
         return self.accelerator.autocast()
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
-        """As in transformers; for evaluation alone."""
+        """Compute the loss of an evaluation as transformers does."""
         return convert_to_fp32(super().compute_loss(*args, **options))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -214,8 +214,10 @@ def _of_arguments(args: Any) -> list[str]:
             reason = _REASONS.get(field.name, "it is not known what it asks for")
             problems.append(f"{field.name}={value!r}: {reason}")
     if _plain(args.optim) not in _OPTIMIZERS:
-        known = ", ".join(_OPTIMIZERS)
-        problems.append(f"optim={_plain(args.optim)!r}: sharded here are {known}, and lengthwise={{'optimizer': ...}}")
+        known_optimizers = ", ".join(_OPTIMIZERS)
+        problems.append(
+            f"optim={_plain(args.optim)!r}: sharded here are {known_optimizers}, and lengthwise={{'optimizer': ...}}"
+        )
     if _plain(args.lr_scheduler_type) in _STATEFUL_SCHEDULES:
         problems.append(
             f"lr_scheduler_type={_plain(args.lr_scheduler_type)!r}: the rate is to be a function of the step"

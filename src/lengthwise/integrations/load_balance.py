@@ -19,10 +19,10 @@ def work_of(lengths: np.ndarray, *, equal_at: int = EQUAL_AT) -> np.ndarray:
 def deal(
     batch: GlobalBatch, num_ranks: int, *, max_tokens: int, equal_at: int = EQUAL_AT
 ) -> list[list[tuple[int, ...]]]:
-    """By rank, the sequences of each of its micro-batches of at most ``max_tokens``: about the same work for all."""
+    """Deal sequences to ranks, in micro-batches of at most ``max_tokens``, so that all have about the same work."""
     lengths = np.array(batch.lengths, dtype=np.int64)
     dealt = []
-    for held in longest_first(work_of(lengths, equal_at=equal_at).tolist(), num_ranks):
-        packs = first_fit_decreasing([batch.lengths[number] for number in held], max_tokens)
-        dealt.append([tuple(batch.ids[held[number]] for number in pack) for pack in packs])
+    for numbers in longest_first(work_of(lengths, equal_at=equal_at).tolist(), num_ranks):
+        packs = first_fit_decreasing([batch.lengths[number] for number in numbers], max_tokens)
+        dealt.append([tuple(batch.ids[numbers[number]] for number in pack) for pack in packs])
     return dealt

@@ -73,9 +73,9 @@ def pad(
 
 def _square(is_token: torch.Tensor, *, causal: bool, dtype: torch.dtype) -> torch.Tensor:
     """[B, 1, T, T] from [B, T]: which key each query attends to."""
-    whole = torch.ones(is_token.shape[1], is_token.shape[1], dtype=torch.bool)
-    seen = is_token[:, None, :] & (whole.tril() if causal else whole)
-    seen = torch.where(is_token[:, :, None], seen, torch.eye(len(whole), dtype=torch.bool))[:, None]
+    all_pairs = torch.ones(is_token.shape[1], is_token.shape[1], dtype=torch.bool)
+    seen = is_token[:, None, :] & (all_pairs.tril() if causal else all_pairs)
+    seen = torch.where(is_token[:, :, None], seen, torch.eye(len(all_pairs), dtype=torch.bool))[:, None]
     if dtype == torch.bool:
         return seen
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)

@@ -1,1 +1,1 @@
-"""From settings to the objects of a run, for the command line and the library alike."""
+"""Makes the objects of a run from settings, for the command line and the library alike."""

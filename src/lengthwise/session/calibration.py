@@ -35,8 +35,8 @@ def find_cost(
     Raises:
         InputError: the profile's file is something else.
     """
-    most = options.max_degree or run.world.size
-    degrees = [degree for degree in range(1, most + 1) if run.world.size % degree == 0]
+    max_degree = options.max_degree or run.world.size
+    degrees = [degree for degree in range(1, max_degree + 1) if run.world.size % degree == 0]
     effort = ProfilingEffort(memory_bytes=None if options.memory_gib is None else cluster.device.memory_bytes)
 
     def make() -> LayerTable:
@@ -48,11 +48,11 @@ def find_cost(
     cost = DualLayerCost(table, cluster=cluster)
     if shown:
         structure = run.wrapped_model.structure
-        told = "read from" if was_kept else "measured, kept in"
-        off = max(found.worst_error for found in cost.fits.values())
+        origin = "read from" if was_kept else "measured, kept in"
+        off = max(fit.worst_error for fit in cost.fits.values())
         say(
             f"{type(run.model).__name__}: {structure.num_layers} layers in {structure.layers_name}, {run.num_params:,} "
-            f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {told} {path}, curves within "
+            f"parameters in {table.identity.dtype}, {run.world.size} ranks; costs {origin} {path}, curves within "
             f"{off:.0%}"
         )
     if not was_kept and options.check:
@@ -64,8 +64,8 @@ def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualL
     """The cost model with new measurements of one degree; between two steps, on every rank."""
     table = cost.table
     fresh = measure(run, longest=table.longest, degrees=[degree], update_s=table.update_s)
-    kept = tuple(row for row in table.rows if row.degree != degree)
-    return DualLayerCost(replace(table, rows=(*kept, *fresh.rows)), cluster=cost.cluster)
+    other_rows = tuple(row for row in table.rows if row.degree != degree)
+    return DualLayerCost(replace(table, rows=(*other_rows, *fresh.rows)), cluster=cost.cluster)
 
 
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
@@ -77,11 +77,11 @@ def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool
             length //= 2
         slot = run.collator.slot_tokens
         pack = (max(1, length // slot) * slot,)
-        for found in check_prediction(
+        for accuracy in check_prediction(
             run, cost.predict, packs=[pack], degrees=[degree], recomputed=[0, num_layers], repeats=3
         ):
             if shown:
-                say(f"  {found}")
+                say(f"  {accuracy}")
 
 
 def say(words: str) -> None:

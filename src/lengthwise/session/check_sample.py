@@ -29,8 +29,10 @@ class DistinctSlots:
     def add(self, tokens: np.ndarray, labels: np.ndarray | None, passed: Mapping[str, np.ndarray]) -> None:
         """Look at the slots of one item."""
         columns = {"tokens": tokens, **({} if labels is None else {"labels": labels}), **passed}
-        alike = all(values.shape == tokens.shape and values.dtype.kind in "iub" for values in columns.values())
-        if self._count >= MOST or tokens.ndim != 1 or not alike or not len(tokens):
+        are_token_columns = all(
+            values.shape == tokens.shape and values.dtype.kind in "iub" for values in columns.values()
+        )
+        if self._count >= MOST or tokens.ndim != 1 or not are_token_columns or not len(tokens):
             return
         is_new = np.zeros(len(tokens), dtype=bool)
         for name, values in columns.items():

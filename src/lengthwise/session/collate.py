@@ -99,10 +99,10 @@ class CollatedItems:
 
     def _check_masks_are_seen(self, item: Any, where: str) -> None:
         """Raise ``InputError`` if a mask of tokens that have a loss is removed before items are collated."""
-        kept = getattr(self._collate, "signature_columns", None)
-        if kept is None or not hasattr(item, "keys"):
+        kept_columns = getattr(self._collate, "signature_columns", None)
+        if kept_columns is None or not hasattr(item, "keys"):
             return
-        removed = [name for name in (*LOSS_MASKS, PROMPT_MASK) if name in item and name not in kept]
+        removed = [name for name in (*LOSS_MASKS, PROMPT_MASK) if name in item and name not in kept_columns]
         if removed:
             raise InputError(
                 f"{', '.join(removed)} of {where} says which tokens have a loss, and transformers removes it before "

@@ -24,8 +24,8 @@ def tell_sizes(planner: Planner) -> None:
     lattice = planner.problem.lattice
     if lattice is not None:
         sizes = ", ".join(f"{size:,}" for size in lattice.sizes)
-        told = f"micro-batches of {sizes} tokens: {lattice.waste:.1%} of typical batches is padding"
-        stderr().print(told, soft_wrap=True)
+        sizes_text = f"micro-batches of {sizes} tokens: {lattice.waste:.1%} of typical batches is padding"
+        stderr().print(sizes_text, soft_wrap=True)
 
 
 def sizes_of(config: Config, planner: Planner | PlanFile) -> tuple[int, ...]:
@@ -46,10 +46,10 @@ def sizes_of(config: Config, planner: Planner | PlanFile) -> tuple[int, ...]:
         plan = planner.plan(step)
         check_compiled(plan)
         sizes = sizes.union(*(shares_of(plan, rank) for rank in range(plan.num_devices)))
-    if len(sizes) > (most := config.plan.shapes or 0):
+    if len(sizes) > (max_sizes := config.plan.shapes or 0):
         raise InputError(
             f"train.compile=true: the plans of {planner.path} have {len(sizes)} sizes of micro-batches, plan.shapes "
-            f"allows {most}; plan again with plan.shapes set, or raise it to what compiling may take"
+            f"allows {max_sizes}; plan again with plan.shapes set, or raise it to what compiling may take"
         )
     return tuple(sorted(sizes, reverse=True))
 

@@ -233,7 +233,7 @@ def _changed(number: int) -> LengthwiseError:
 
 
 def _checksum(row: ItemRow) -> int:
-    """Of all that the model gets of an item."""
+    """CRC-32 of all that the model gets of an item."""
     checksum = zlib.crc32(repr((row.tokens.shape, row.bounds, *row.passed)).encode())
     for values in (row.tokens, row.labels, row.special, *row.passed.values()):
         checksum = checksum if values is None else zlib.crc32(np.ascontiguousarray(values).data, checksum)

@@ -28,11 +28,11 @@ class SequenceStore(Protocol):
 
     @property
     def lengths(self) -> LengthIndex:
-        """Of all of them, in tokens."""
+        """Lengths of all sequences, in tokens."""
         ...
 
     def tokens(self, id: int, /) -> np.ndarray:
-        """Of one."""
+        """Tokens of one sequence."""
         ...
 
 
@@ -52,7 +52,7 @@ class RunSequences:
 
     @cached_property
     def computed_lengths(self) -> LengthIndex:
-        """Of each sequence that the model computes: of the members of units, else :attr:`lengths`."""
+        """Lengths of the sequences that the model computes: of the members of units, else :attr:`lengths`."""
         if self.num_members is None:
             return self.lengths
         by_unit = self.store.lengths.lengths.reshape(-1, self.num_members)
@@ -106,7 +106,7 @@ class RunSequences:
 
     @property
     def passed(self) -> Mapping[str, Callable[[int], np.ndarray]]:
-        """By name, further arguments of the forward for the tokens of one sequence."""
+        """Further arguments of the forward by name, each a function from a sequence to its values."""
         store = self.store
         names = store.used - {"labels", "special"} if isinstance(store, DatasetItems) else ()
         return {name: _Passed(self, name) for name in sorted(names)}
@@ -146,7 +146,7 @@ class _Passed:
     name: str
 
     def __call__(self, id: int) -> np.ndarray:
-        """Its values for the tokens of a sequence."""
+        """Values of the column for the tokens of a sequence."""
         store = self.sequences.store
         assert isinstance(store, DatasetItems), "items have columns"
         return self.sequences._cut(store.passed(self.name, self.sequences._in_store(id)), id)
@@ -217,7 +217,7 @@ def _check_units(lengths: LengthIndex, num_members: int, max_length: int) -> Non
 
 
 def summed(lengths: LengthIndex, num_members: int) -> LengthIndex:
-    """Of units, the tokens of all of their members."""
+    """Lengths of units: the tokens of all of their members."""
     of_units = lengths.lengths.reshape(-1, num_members).sum(axis=1)
     return LengthIndex(lengths=of_units, corpus_digest=lengths.corpus_digest)
 

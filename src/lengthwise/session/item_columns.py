@@ -200,11 +200,11 @@ class ItemColumns:
             return self._label_of_sequence(where, values, masks, int(keep.sum()))
         labels: np.ndarray | None = None
         for name in (name for name in LABELS if name in values):
-            given = as_array(f"{name} of {where}", values.pop(name))
-            if labels is not None or (not given.ndim and name != "labels"):
+            given_labels = as_array(f"{name} of {where}", values.pop(name))
+            if labels is not None or (not given_labels.ndim and name != "labels"):
                 self._leave_out(name, "the tokens are what is predicted")
                 continue
-            labels = self._per_token(where, name, given, tokens)
+            labels = self._per_token(where, name, given_labels, tokens)
         ignored = self.expected.ignore_index
         if masks:
             if labels is None and self.expected.objective != NEXT_TOKEN:
@@ -222,13 +222,13 @@ class ItemColumns:
         self, where: str, values: dict[str, Any], masks: list[np.ndarray], length: int
     ) -> np.ndarray:
         """The label of the whole sequence at its first token, and no loss at the others."""
-        given = {name: as_array(f"{name} of {where}", values.pop(name)) for name in LABELS if name in values}
+        given_labels = {name: as_array(f"{name} of {where}", values.pop(name)) for name in LABELS if name in values}
         if masks:
             raise InputError(f"{where} has a mask of tokens with a loss, and the model has one label for a sequence")
-        name = next(iter(given), None)
-        self._check_labels_given(where, None if name is None else given[name])
+        name = next(iter(given_labels), None)
+        self._check_labels_given(where, None if name is None else given_labels[name])
         assert name is not None, "a label was given"
-        label = given[name]
+        label = given_labels[name]
         if (
             label.size != 1
             or label.dtype.kind not in "biu"
@@ -338,7 +338,7 @@ class ItemColumns:
         return ""
 
     def _check_slots(self, where: str, values: dict[str, Any]) -> None:
-        """Of items of slots, columns with values for slots are the user's own to use."""
+        """Raise ``InputError`` for columns of values for slots, which only the user's own forward could use."""
         for name, value in values.items():
             if self._reason_not_used(name, value) is None and np.ndim(value):
                 raise _cannot_be_used(where, name, f"is not known for slots of {self.expected.slot_tokens} tokens")

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run that need no torch: sampler, model spec, costs, planner."""
+"""Makes the parts of a run that need no torch from a configuration: sampler, model spec, costs, planner."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +70,7 @@ def with_steps(config: Config, sampler: Sampler) -> Config:
 
 
 def sampler_of(config: Config, lengths: LengthIndex, order: Order, selection: Selection | None = None) -> Sampler:
-    """The same for sequences of ``lengths`` in a given order.
+    """The sampler of sequences of ``lengths`` in a given order.
 
     Raises:
         InputError: budgets are contradictory.
@@ -131,9 +131,9 @@ def check_model_holds(spec: ModelSpec, corpus: Corpus, *, has_own_mask: bool = F
     """Raise ``InputError`` unless the model has a corpus's token ids and positions, and a mask if it needs one."""
     needed = corpus.vocab_size + has_own_mask if corpus.has_tokens else 0
     if spec.vocab_size < needed:
-        own = " (one of them its mask token)" if has_own_mask else ""
+        mask_note = " (one of them its mask token)" if has_own_mask else ""
         raise InputError(
-            f"the index has {needed:,} token ids{own}, model {spec.name} embeds {spec.vocab_size:,}; "
+            f"the index has {needed:,} token ids{mask_note}, model {spec.name} embeds {spec.vocab_size:,}; "
             "index with the model's own tokenizer.json or raise model.vocab_size"
         )
     longest = corpus.lengths.max_length
@@ -329,7 +329,7 @@ def with_draws(config: Config, planner: Planner) -> Callable[[GlobalBatch], Step
 
 
 def _compiled_methods(config: Config, methods: tuple[Method, ...]) -> tuple[Method, ...]:
-    """Those of ``methods`` that layers are compiled for.
+    """The parallel methods among ``methods`` that layers are compiled for.
 
     Raises:
         InputError: there is none, or micro-batches have any size.
@@ -339,16 +339,16 @@ def _compiled_methods(config: Config, methods: tuple[Method, ...]) -> tuple[Meth
             "train.compile=true compiles layers for fixed sizes, and micro-batches have any size; set plan.shapes, "
             "such as plan.shapes=8"
         )
-    whole = tuple(
+    compilable = tuple(
         method for method in methods if WEIGHTS_OF.get(method, WeightPlacement.WHOLE) is WeightPlacement.WHOLE
     )
-    if not whole:
+    if not compilable:
         raise InputError(
             f"train.compile=true with plan.method={config.plan.method}: layers whose weights are sharded are not "
             "compiled, they are gathered while they compute; set plan.method to ulysses, ring or dense, or "
             "train.compile=false"
         )
-    return whole
+    return compilable
 
 
 def _check_degree(config: Config, cluster: ClusterSpec) -> None:

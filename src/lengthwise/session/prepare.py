@@ -302,13 +302,13 @@ def _check_takes(model: nn.Module, sequences: RunSequences) -> None:
     limit, longest = getattr(config, "max_position_embeddings", None), sequences.computed_lengths.max_length
     if not isinstance(limit, int) or limit < 1 or longest <= limit:  # XLNet, which has no limit, says -1
         return
-    told = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
+    problem = f"the longest sequence has {longest:,} tokens, {name} was made for {limit:,} positions"
     if any(getattr(config, rotary, None) is not None for rotary in ("rope_parameters", "rope_theta", "rope_scaling")):
-        _log.warning("%s; rotary positions beyond are computed all the same", told)
+        _log.warning("%s; rotary positions beyond are computed all the same", problem)
         return
     if sequences.num_members is not None:
-        raise InputError(f"{told}; cut the members of units in the dataset, which max_length does not")
-    raise InputError(f"{told}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
+        raise InputError(f"{problem}; cut the members of units in the dataset, which max_length does not")
+    raise InputError(f"{problem}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
 
 
 def _masking(model: nn.Module, options: PrepareOptions) -> TokenMasking:

@@ -1,4 +1,4 @@
-"""From lengths and costs to the stream of batches and the planner of a prepared run."""
+"""Makes the stream of batches and the planner of a prepared run from lengths and costs."""
 
 from functools import partial
 from typing import Any
@@ -29,8 +29,8 @@ def with_metric_of(options: PrepareOptions, view: CorpusView) -> PrepareOptions:
     """
     if options.metric is None:
         return options
-    whole = of_values(options.metric, view.ledger.sequences_in)
-    return options.model_copy(update={"metric": whole.values[view.base_ids]})
+    sequence_metric = of_values(options.metric, view.ledger.sequences_in)
+    return options.model_copy(update={"metric": sequence_metric.values[view.base_ids]})
 
 
 def make_sampler(options: PrepareOptions, lengths: LengthIndex, objective: str) -> Sampler:
@@ -109,11 +109,11 @@ def make_planner(
     Raises:
         InfeasibleError: the model's state or the longest sequence fits under no scheme.
     """
-    most = cluster.num_devices
-    if options.max_degree is not None and options.max_degree > most:
-        raise InputError(f"max_degree={options.max_degree}, and there are {most} ranks")
+    num_ranks = cluster.num_devices
+    if options.max_degree is not None and options.max_degree > num_ranks:
+        raise InputError(f"max_degree={options.max_degree}, and there are {num_ranks} ranks")
     search_space = SearchSpace(
-        max_degree=options.max_degree or most,
+        max_degree=options.max_degree or num_ranks,
         max_stages=1,
         methods=(Method.ULYSSES,),
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),

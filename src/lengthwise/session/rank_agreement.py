@@ -98,9 +98,9 @@ def _plain(value: Any) -> Any:
         _add(state, value)
         return f"{list(value.shape)} {state.hexdigest()}"
     if is_dataclass(value) and not isinstance(value, type):
-        return {"type": type(value).__qualname__, **{name: _plain(each) for name, each in asdict(value).items()}}
+        return {"type": type(value).__qualname__, **{name: _plain(item) for name, item in asdict(value).items()}}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -19,7 +19,7 @@ def sampling_report(config: Config, corpus: Corpus) -> SamplingReport:
 
 
 def safety_of_lengths(config: Config, lengths: LengthIndex) -> SamplingReport:
-    """The same where there is no corpus, and so no metric but length."""
+    """The sampling report where there is no corpus, and so no metric but length."""
     order = make_order(OrderSettings.of(config.data), by_length(lengths))
     return safety_of(sampler_of(config, lengths, order), lengths)
 

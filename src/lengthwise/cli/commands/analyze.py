@@ -111,8 +111,8 @@ def run(
 
 def _warn_of_tokenizer(request: "AnalysisRequest", store: "TokenStore") -> None:
     """Say so if the model's token ids are not those of the index."""
-    models, own = (folder / "tokenizer.json" for folder in (Path(request.target), store.path))
-    if request.kind == "loss" and models.is_file() and not (own.is_file() and cmp(models, own, shallow=False)):
+    models, indexs = (folder / "tokenizer.json" for folder in (Path(request.target), store.path))
+    if request.kind == "loss" and models.is_file() and not (indexs.is_file() and cmp(models, indexs, shallow=False)):
         text = f"{request.target} has a tokenizer.json that {store.path} was not made with; losses may mean nothing"
         stderr().print(f"warning: {text}", markup=False, soft_wrap=True)
 
@@ -133,11 +133,11 @@ def _launch(arguments: list[str], *, nproc: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="lengthwise-analyze-") as folder:
         ended = torchrun(arguments, nproc=nproc, variables={RUN_FOLDER_VARIABLE: folder})
-        told: list[dict[str, Any]] = [
+        reports: list[dict[str, Any]] = [
             RunFolder(Path(folder)).read_json(path.name) for path in sorted(Path(folder).glob("rank_*.json"))
         ]
         if not ended:
-            first = told[0] if told else {"error": f"{ended.killed or 'a rank died'}; {_KEPT}"}
+            first = reports[0] if reports else {"error": f"{ended.killed or 'a rank died'}; {_KEPT}"}
             error = LengthwiseError(first["error"])
             error.exit_code = int(first.get("exit_code", LengthwiseError.exit_code))
             raise error
@@ -160,16 +160,16 @@ def _analyze_as_rank(
     try:
         outcome = _analyze(request, store, device=device, restart=restart)
     except Exception as error:
-        exit_code, told = LengthwiseError.exit_code, f"{type(error).__name__}: {error}"
+        exit_code, message = LengthwiseError.exit_code, f"{type(error).__name__}: {error}"
         if isinstance(error, LengthwiseError):
-            exit_code, told = error.exit_code, str(error)
+            exit_code, message = error.exit_code, str(error)
         else:
             traceback.print_exc()
         if folder:
             name = f"rank_{int(os.environ['RANK']):05d}.json"
-            RunFolder(Path(folder)).write_json(name, {"error": told, "exit_code": exit_code})
+            RunFolder(Path(folder)).write_json(name, {"error": message, "exit_code": exit_code})
         elif is_first():
-            sys.stderr.write(f"error: {told}\n")
+            sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
         os._exit(exit_code)
     stop_world()
@@ -220,8 +220,8 @@ def _show(outcome: dict[str, Any], *, json: bool) -> None:
     if outcome["up_to_date"]:
         log.print(f"metric {name} of {index} is up to date, nothing to do", markup=False, soft_wrap=True)
     elif outcome["num_resumed_blocks"]:
-        kept = f"{outcome['num_resumed_blocks']:,} of {outcome['num_blocks']:,} blocks were kept"
-        log.print(f"went on with an interrupted analysis: {kept}")
+        kept_text = f"{outcome['num_resumed_blocks']:,} of {outcome['num_blocks']:,} blocks were kept"
+        log.print(f"went on with an interrupted analysis: {kept_text}")
     middle = {share: outcome["quantiles"][share] for share in ("p5", "p25", "p50", "p75", "p95")}
     shown = {"min": outcome["min"], **middle, "max": outcome["max"], "mean": outcome["mean"]}
     console = stdout()

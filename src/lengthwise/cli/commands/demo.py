@@ -42,8 +42,8 @@ def run(
     config = demo_config(out / "index", runs / "profile.json", steps)
     config.save(runs / "demo.yaml")
     log.print(f"2/4 profile {config.model.preset} on {NUM_RANKS} ranks")
-    most = demo_share(config)
-    profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, max_tokens=most, repeats=2)
+    max_tokens = demo_share(config)
+    profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, max_tokens=max_tokens, repeats=2)
     folders = []
     for policy in POLICIES:
         log.print(f"3/4 train {steps} steps, policy {policy}")

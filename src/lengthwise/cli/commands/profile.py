@@ -61,15 +61,16 @@ def run(
         remove_empty(made)
         raise LengthwiseError(f"profiling failed: {ended.killed or 'see the messages above'}")
     table = ProfileTable.load(out)
-    found = _leave_out(resolved, table) if leave_out else ()
+    accuracies = _leave_out(resolved, table) if leave_out else ()
     if as_json:
-        errors = {one.name: {"median": one.median, "worst": one.worst} for one in found}
-        emit_json({**_document(table, fit(table), out), **({"leave_out": errors} if found else {})})
+        errors = {accuracy.name: {"median": accuracy.median, "worst": accuracy.worst} for accuracy in accuracies}
+        emit_json({**_document(table, fit(table), out), **({"leave_out": errors} if accuracies else {})})
     else:
         _print(table, fit(table), out)
-        for one in found:
+        for accuracy in accuracies:
             stdout().print(
-                f"rows it has not seen, {one.name}: off by {one.median:.1%} (median), {one.worst:.1%} (worst)"
+                f"rows it has not seen, {accuracy.name}: off by {accuracy.median:.1%} (median), "
+                f"{accuracy.worst:.1%} (worst)"
             )
 
 

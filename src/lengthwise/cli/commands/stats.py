@@ -88,8 +88,8 @@ def _lengths(source: Path, config: Config) -> LengthIndex:
     if not source.is_file():
         raise InputError(f"no file at {source}; give an index folder or a .npy file of lengths")
     file = SourceFile(path=str(source), name=str(source), size=source.stat().st_size, mtime_ns=0)
-    whole = LengthIndex(lengths=open_lengths(file))
-    return apply_max_length(whole, max_length=config.data.max_length, rule=config.data.over_length).lengths
+    source_lengths = LengthIndex(lengths=open_lengths(file))
+    return apply_max_length(source_lengths, max_length=config.data.max_length, rule=config.data.over_length).lengths
 
 
 def _sampling(source: Path, config: Config, *, json: bool) -> None:
@@ -133,8 +133,8 @@ def _show_safety(source: Path, safety: SamplingReport) -> None:
     for number, seen in enumerate(safety.coverage_by_tenth):
         row = [str(number + 1), _percent(seen), f"{safety.tokens_by_tenth[number]:,.0f}"]
         for trend in safety.trends:
-            found = trend.pearson_by_tenth[number]
-            row += ["-" if found is None else f"{found:.2f}", f"{trend.drift_by_tenth[number]:.2f}"]
+            correlation = trend.pearson_by_tenth[number]
+            row += ["-" if correlation is None else f"{correlation:.2f}", f"{trend.drift_by_tenth[number]:.2f}"]
         tenths.add_row(*row)
     _print(sums, trends, tenths)
     console.print(f"each sequence once: {'yes' if safety.each_once else 'no'}")

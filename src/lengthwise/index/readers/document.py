@@ -96,9 +96,9 @@ def from_utf8(number: int, row: int, data: bytes | None) -> Document:
 def token_rows(unit: WorkUnit, first_row: int, flat: np.ndarray, lengths: np.ndarray) -> TokenRows:
     """Consecutive rows of token ids of any integer type, end to end; refuses what cannot be an id, by its row."""
     if flat.size and (int(flat.min()) < 0 or int(flat.max()) >= 1 << 32):
-        at = int(np.argmin(flat)) if int(flat.min()) < 0 else int(np.argmax(flat))
-        place = where(unit, first_row + row_of(lengths, at))
-        raise InputError(f"{place}: token id {flat[at]} is out of range; ids are 0 to {(1 << 32) - 1:,}")
+        position = int(np.argmin(flat)) if int(flat.min()) < 0 else int(np.argmax(flat))
+        place = where(unit, first_row + row_of(lengths, position))
+        raise InputError(f"{place}: token id {flat[position]} is out of range; ids are 0 to {(1 << 32) - 1:,}")
     return TokenRows(first_row, len(lengths), flat.astype(np.uint32, copy=False), lengths)
 
 

@@ -31,13 +31,13 @@ def bar_chart(
     largest = max((v for _, v in bars if v is not None), default=0.0)
     if all(v is None for _, v in bars):
         return None
-    whole = full or largest
+    total = full or largest
     first = bars[0][1] if relative else None
     parts, rows = [], []
     for k, (name, amount) in enumerate(bars):
         times = ratio(amount / first) if first and amount is not None else ""
         words = f"{value(amount)}  ({times})" if times else value(amount)
-        width = max(0.0, amount or 0.0) / whole if whole > 0 else 0.0
+        width = max(0.0, amount or 0.0) / total if total > 0 else 0.0
         said = hint(f"{name}: {words}")
         parts += [
             text(shortened(name, 24), 0, k * _ROW + 14, class_="bar-name"),
@@ -52,19 +52,19 @@ def bar_chart(
 
 def share_bar(parts: Sequence[tuple[str, str, float]], *, label: str) -> Chart | None:
     """One bar cut into (name, CSS class, amount); the legend carries the shares. None when all is nothing."""
-    whole = sum(amount for _, _, amount in parts)
-    if whole <= 0:
+    total = sum(amount for _, _, amount in parts)
+    if total <= 0:
         return None
     pieces, start = [], 0.0
     for name, class_, amount in parts:
-        width = amount / whole
+        width = amount / total
         words = hint(f"{name}: {share(width)}")
         place = {"x": percent(start), "width": percent(width)}
         pieces.append(element("rect", words, y=0, height=28, class_=f"fill {class_}", **place))
         start += width
     return Chart(
         svg=drawing(pieces, label=label, height=28),
-        legend=tuple((class_, f"{name} {share(amount / whole)}") for name, class_, amount in parts if amount > 0),
+        legend=tuple((class_, f"{name} {share(amount / total)}") for name, class_, amount in parts if amount > 0),
         columns=("spent on", "share of device time"),
-        rows=tuple((name, share(amount / whole)) for name, _, amount in parts),
+        rows=tuple((name, share(amount / total)) for name, _, amount in parts),
     )

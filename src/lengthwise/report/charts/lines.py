@@ -51,18 +51,18 @@ class LineStyle:
 
 def line_chart(series: Sequence[Series], *, label: str, style: LineStyle) -> Chart | None:
     """The chart; None with fewer than two finite values, or one not positive on a logarithmic axis."""
-    points = [point for one in series for point in one.finite]
+    points = [point for line in series for point in line.finite]
     if len({x for x, _ in points}) < 2 or (style.log and min(y for _, y in points) <= 0):
         return None
     xs = [x for x, _ in points]
-    whole = all(float(x).is_integer() for x in xs)
-    x = range_axis(min(xs), max(xs), title=style.x_title, labels=style.x_labels, whole=whole)
+    are_whole = all(float(x).is_integer() for x in xs)
+    x = range_axis(min(xs), max(xs), title=style.x_title, labels=style.x_labels, whole=are_whole)
     heights = [y for _, y in points] + ([style.limit[0]] if style.limit else [])
     y = value_axis(heights, title=style.y_title, labels=style.y_labels, zero=style.zero, log=style.log)
     shapes = [
-        path(_outline(thin(one.points), x, y, style.height), f"line s{k % NUM_COLOURS}", one.name)
-        for k, one in enumerate(series)
-        if one.finite
+        path(_outline(thin(line.points), x, y, style.height), f"line s{k % NUM_COLOURS}", line.name)
+        for k, line in enumerate(series)
+        if line.finite
     ]
     labels: list[str] = []
     if style.limit:
@@ -74,9 +74,9 @@ def line_chart(series: Sequence[Series], *, label: str, style: LineStyle) -> Cha
     return Chart(
         svg=plot([drawn, *labels], x=x, y=y, height=style.height, label=label),
         legend=tuple(
-            (f"s{k % NUM_COLOURS}", shortened(one.name, 60)) for k, one in enumerate(series) if len(series) > 1
+            (f"s{k % NUM_COLOURS}", shortened(line.name, 60)) for k, line in enumerate(series) if len(series) > 1
         ),
-        columns=(style.x_title, *(shortened(one.name, 40) for one in series)),
+        columns=(style.x_title, *(shortened(line.name, 40) for line in series)),
         rows=tuple(
             (f"{position:,.0f}", *(style.value(values[k]) if k in values else "" for k in range(len(series))))
             for position, values in _values(series)
@@ -88,13 +88,13 @@ def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
     """At most ``most`` points that keep every spike: the lowest and the highest of each stretch."""
     if len(points) <= most:
         return list(points)
-    kept: list[Point] = []
+    thinned: list[Point] = []
     stretches = most // 2
     for k in range(stretches):
         part = points[k * len(points) // stretches : (k + 1) * len(points) // stretches]
         finite = [point for point in part if math.isfinite(point[1])] or list(part[:1])
-        kept += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
-    return kept
+        thinned += sorted({min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])})
+    return thinned
 
 
 def _outline(points: Sequence[Point], x: Axis, y: Axis, height: float) -> str:
@@ -113,15 +113,15 @@ def _outline(points: Sequence[Point], x: Axis, y: Axis, height: float) -> str:
 def _values(series: Sequence[Series]) -> tuple[tuple[float, dict[int, float]], ...]:
     """The values of all series by position: every position of few, an even choice of many."""
     values: dict[float, dict[int, float]] = {}
-    for k, one in enumerate(series):
-        for x, y in one.points:
+    for k, line in enumerate(series):
+        for x, y in line.points:
             values.setdefault(x, {})[k] = y
     return thinned_rows(sorted(values.items()))
 
 
 def _strips(series: Sequence[Series], x: Axis, style: LineStyle) -> Iterator[str]:
     """An invisible area around each position, which says the values there to who points at it."""
-    values = [at for at in _values(series) if x.low <= at[0] <= x.high]
+    values = [row for row in _values(series) if x.low <= row[0] <= x.high]
     edges = [x.low, *((left + right) / 2 for (left, _), (right, _) in pairwise(values)), x.high]
     for (position, by_series), low, high in zip(values, edges, edges[1:]):
         left, width = x.at(low) * WIDTH, (x.at(high) - x.at(low)) * WIDTH

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lengthwise.config.choices import Dtype
 from lengthwise.core.errors import InputError
 
 Kind = Literal["length", "loss", "function"]
-Dtype = Literal["float32", "bfloat16", "float64"]
 
 LENGTH = "length"
 _LOSS = "loss="

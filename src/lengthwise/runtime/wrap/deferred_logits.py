@@ -220,8 +220,8 @@ class DeferredLogits(Tensor):
                 checkpoint(compute, hidden_CD, *self._weights, *others_C, use_reentrant=False, preserve_rng_state=False)
                 for hidden_CD, *others_C in chunks
             ]
-            whole = torch.cat(results)
-            return whole.reshape(*self._hidden.shape[:-1], *whole.shape[1:])
+            joined = torch.cat(results)
+            return joined.reshape(*self._hidden.shape[:-1], *joined.shape[1:])
 
 
 def _apply(calls: tuple[Call, ...], logits: Tensor) -> Tensor:
