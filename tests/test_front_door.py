@@ -68,7 +68,18 @@ def without_torch(code):
 
 
 def test_without_torch_a_name_says_what_to_install():
-    names = ("prepare", "Trainer", "TrainerCallback", "BatchSampler", "pad", "compile", "recompute", "ScaledLR")
+    names = (
+        "prepare",
+        "Trainer",
+        "TrainerCallback",
+        "BatchSampler",
+        "pad",
+        "compile",
+        "recompute",
+        "ScaledLR",
+        "Run",
+        "Step",
+    )
     code = (
         f"for name in {names}:\n    try: getattr(lengthwise, name)\n    except ImportError as error: print(error)\n"
         f"assert not {{*dir(lengthwise)}} & {{*{names}}} and 'compare' in dir(lengthwise)"

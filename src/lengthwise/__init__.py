@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from lengthwise.integrations.hf_trainer import Trainer, TrainerCallback
     from lengthwise.integrations.padding import pad
     from lengthwise.runtime.compile.padded_model import compile
+    from lengthwise.runtime.loop.run import Run
+    from lengthwise.runtime.loop.step import Step
     from lengthwise.runtime.train.scaled_lr import ScaledLR
+    from lengthwise.runtime.wrap.micro_batch import MicroBatch
     from lengthwise.runtime.wrap.recompute_layers import recompute
     from lengthwise.session.compare_lengths import compare
     from lengthwise.session.prepare import prepare
@@ -27,7 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchSampler",
+    "MicroBatch",
+    "Run",
     "ScaledLR",
+    "Step",
     "Trainer",
     "TrainerCallback",
     "__version__",
@@ -51,6 +57,9 @@ _HOMES = {
     "compile": "lengthwise.runtime.compile.padded_model",
     "recompute": "lengthwise.runtime.wrap.recompute_layers",
     "ScaledLR": "lengthwise.runtime.train.scaled_lr",
+    "Run": "lengthwise.runtime.loop.run",
+    "Step": "lengthwise.runtime.loop.step",
+    "MicroBatch": "lengthwise.runtime.wrap.micro_batch",
     "Trainer": "lengthwise.integrations.hf_trainer",
     "TrainerCallback": "lengthwise.integrations.hf_trainer",
 }

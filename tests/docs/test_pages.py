@@ -10,6 +10,7 @@ import yaml
 
 import lengthwise
 from lengthwise.cli.main import COMMANDS
+from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.run_config import Config
 from tests.docs.blocks import FENCE, PAGES, ROOT
 
@@ -124,6 +125,18 @@ def test_the_reference_has_every_setting_command_and_public_name():
     assert "| `--nproc" in page and "`--resume" in page
     page = reference.python()
     assert not [name for name in lengthwise.__all__ if name[0] != "_" and f"## {name}\n" not in page]
+
+
+def test_what_a_loop_is_given_is_documented_member_by_member():
+    page = reference.python()
+    for name in reference.FOR_LOOPS:
+        part = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        members = reference.members(getattr(lengthwise, name))
+        assert len(members) > 4 and f"lw.{name}(" not in part
+        for member, thing in members.items():
+            assert thing.__doc__ and f"\n### {name}.{member}\n" in part, f"{name}.{member}"
+    options = page.partition("### Options of prepare")[2].partition("\n## ")[0]
+    assert not [option for option in PrepareOptions.model_fields if f"| `{option}` |" not in options]
 
 
 @pytest.mark.parametrize("name", concept_pictures.PICTURES)
