@@ -5,6 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from lengthwise.config.run_config import load
+from lengthwise.core.errors import InputError
+from lengthwise.session.planning import resolve_model
 from tests.cost.profiles import MANY_LENGTHS, row, table
 
 NOISY = [row(lengths, noise=1 + 0.05 * (-1) ** n) for n, lengths in enumerate(MANY_LENGTHS)]
@@ -63,9 +66,17 @@ def test_a_model_that_is_only_priced_is_planned_and_not_trained(cli, lengths, tm
     (tmp_path / "moe").mkdir()
     (tmp_path / "moe" / "config.json").write_text(json.dumps(config))
     given = [word for word in arguments(lengths, f"model.hf={tmp_path / 'moe'}") if "preset" not in word]
+    device = tmp_path / "box.yaml"
+    device.write_text(
+        "{memory_gib: 96, bfloat16_tflops: 500, memory_gbyte_per_s: 1800, link_gbyte_per_s: 64,"
+        " network_gbit_per_s: 200}"
+    )
+    given.append(f"cluster.name=1x8x{device}")
     for command in ("plan", "simulate"):
         code, _, err = cli(command, *given, "--steps", 1, "--json")
         assert code == 0 and "not priced in moe: routing between experts" in err
+    with pytest.raises(InputError, match=r"config\.json: architectures = .* is not supported"):  # as training reads it
+        resolve_model(load(None, given), None)
 
 
 def test_devices_share_layers_unless_settings_say_no(cli, lengths):

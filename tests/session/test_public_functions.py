@@ -45,6 +45,24 @@ def test_names_and_values_give_the_same_plans(lengths, tmp_path):
     ]
 
 
+def test_a_model_and_a_device_of_one_s_own_are_named_by_their_files(lengths, tmp_path):
+    config = {
+        "model_type": "gemma2", "head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+        "num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 512, "vocab_size": 8192,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    device = tmp_path / "box.yaml"
+    device.write_text(
+        "{memory_gib: 24, bfloat16_tflops: 165, memory_gbyte_per_s: 1000, link_gbyte_per_s: 32,"
+        " network_gbit_per_s: 100}"
+    )
+    given = {**CLUSTER, "model": tmp_path, "cluster": f"1x4x{device}", "steps": 1}
+    (plan,) = lengthwise.plan(lengths, policy="static", **given)
+    (result,) = lengthwise.compare(lengths, policies=["static"], **given).clusters
+    assert plan.num_devices == 4 and result.cluster == "1x4xbox"
+    assert lengthwise.simulate([plan])[0].step_time_s == pytest.approx(result.ranked[0].step_time_s)
+
+
 def test_compare_gives_what_the_command_prints(lengths, tmp_path, cli):
     path = tmp_path / "lengths.npy"
     np.save(path, lengths)

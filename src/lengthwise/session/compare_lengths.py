@@ -61,12 +61,12 @@ def compare(
         lengths: tokens of each sequence, as an array; a .npy file of them; an index folder; or the name of a
             distribution, such as "commoncrawl".
         model: the name of a preset, a Hugging Face folder, or a `ModelSpec`.
-        cluster: nodes x devices x device, such as "8x8xH100-80GB", or a `ClusterSpec`; several, to see how policies
-            scale.
+        cluster: nodes x devices x device, such as "8x8xH100-80GB", where the device may be a YAML file, or a
+            `ClusterSpec`; one or several.
         policies: which policies; by default all.
         steps: global batches that every policy plans.
-        tokens_per_step: most tokens of a global batch; by default 3,125 a device, or the longest sequence. Several, to
-            see how policies scale.
+        tokens_per_step: most tokens of a global batch, one or several; by default 3,125 a device, or the longest
+            sequence.
         network_gbit_per_s: rate of each device's network port instead of the device's own; one or several.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
@@ -80,22 +80,28 @@ def compare(
         seed: decides the order of the sequences; 0 by default.
 
     Returns:
-        A `Comparison`. Its `clusters` hold one result for each cluster, network and size of step, whose `ranked` has
-        one result a policy, the fastest first, with tokens_per_s, step_time_s, idle, bubble, padding, gap and
-        peak_bytes; `to_json()` gives plain values, with MFU, hours and cost.
+        A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one
+        for each policy, the fastest first, with tokens_per_s, step_time_s, idle, bubble, padding, gap and peak_bytes;
+        `to_json()` gives plain values, with MFU, hours and cost.
 
     Raises:
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: no policy can run on any of the clusters.
     """
-    networks, budget = (
-        options.pop("network_gbit_per_s", None),
-        make_budget(PYTHON, tokens=options.pop("tokens", None), price_per_hour=options.pop("price_per_hour", None)),
-    )
+    networks, tokens = options.pop("network_gbit_per_s", None), options.pop("tokens", None)
+    budget = make_budget(PYTHON, tokens=tokens, price_per_hour=options.pop("price_per_hour", None))
     planning: PlanningOptions = options
     contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
-    named = [cluster] if isinstance(cluster, str | ClusterSpec) else list(cluster)
-    clusters = [find_cluster(name) for name in named]
+    clusters = _clusters_of(cluster)
+    points = sweep_points(clusters, as_list(tokens_per_step), as_list(networks), PYTHON)
+    results = compare_points(replace(contest, budget=budget), points)
+    source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
+    return comparison_page(contest, clusters, results, source=source, ledger=ledger)
+
+
+def _clusters_of(cluster: str | ClusterSpec | Sequence[str | ClusterSpec]) -> list[ClusterSpec]:
+    """One or several clusters by name, none of them too large to compare."""
+    clusters = [find_cluster(name) for name in ([cluster] if isinstance(cluster, str | ClusterSpec) else cluster)]
     if not clusters:
         raise InputError("cluster is an empty list; name at least one, such as '8x8xH100-80GB'")
     if (num_devices := max(spec.num_devices for spec in clusters)) > MOST_DEVICES:
@@ -103,10 +109,7 @@ def compare(
             f"cluster has {num_devices:,} devices, and at most {MOST_DEVICES:,} are compared; for more, call "
             "lengthwise.plan with one policy"
         )
-    points = sweep_points(clusters, as_list(tokens_per_step), as_list(networks), PYTHON)
-    results = compare_points(replace(contest, budget=budget), points)
-    source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
-    return comparison_page(contest, clusters, results, source=source, ledger=ledger)
+    return clusters
 
 
 def compare_points(

@@ -79,6 +79,8 @@ def test_what_has_no_price_is_said(cli, tmp_path):
     ("changes", "code", "message"),
     [
         (["--model", "llama-tin"], 2, "did you mean llama-tiny"),
+        (["--model", "."], 2, "config.json cannot be read as a model's configuration"),
+        (["--device", "nowhere.yml"], 2, "there is no device file nowhere.yml"),
         (["--device", "A100"], 2, "did you mean A100-"),
         (["--gpus", "12"], 2, "do not fill nodes"),
         (["--hbm", "0.01"], 3, "no scheme fits a token"),

@@ -10,7 +10,7 @@ from lengthwise.core.timeline import Timeline
 from lengthwise.core.wording import GIB
 from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.pages.run_text import KeyFigure
-from lengthwise.report.units import count, hours, memory, ratio, seconds, share, token_count
+from lengthwise.report.units import MISSING, count, hours, memory, ratio, seconds, share, token_count
 
 PARTS = {
     "compute": "compute",
@@ -242,26 +242,18 @@ def tiles(cluster: ClusterResult) -> list[KeyFigure]:
     """Key figures of the fastest policy."""
     best = cluster.ranked[0]
     over = cluster.over_static(best)
-    return [
+    figures = [
         KeyFigure("tokens per second", count(best.tokens_per_s), f"{best.policy}, padding not counted"),
         KeyFigure("speed-up", ratio(over), f"over {YARDSTICK}: packs to the context length under one scheme"),
+        KeyFigure("MFU", share(cluster.mfu(best)), f"{count(cluster.per_device(best))} tokens per second and device"),
         KeyFigure("idle", share(best.idle), "of the device time: bubbles and waiting"),
-        *_training_tiles(cluster, best),
         KeyFigure("gap to the bound", share(cluster.gap(best)), "median of predicted time above the lower bound"),
         KeyFigure("peak memory", memory(best.peak_bytes), "per device, of all steps"),
-        KeyFigure("planning", seconds(best.planning_s), f"a step, which takes {seconds(best.step_time_s)}"),
     ]
-
-
-def _training_tiles(cluster: ClusterResult, best: PolicyResult) -> list[KeyFigure]:
-    """Key figures of the whole training, as far as they are known."""
-    figures = []
-    if (mfu := cluster.mfu(best)) is not None:
-        figures.append(KeyFigure("MFU", share(mfu), f"{count(cluster.per_device(best))} tokens per second and device"))
-    if (hours_needed := cluster.hours(best)) is not None:
-        price = cluster.cost(best)
-        words = f"for {token_count(cluster.budget.num_tokens or 0)} tokens"
-        figures.append(KeyFigure("hours", hours(hours_needed), words if price is None else f"{words}: {count(price)}"))
+    words = f"for {token_count(cluster.budget.num_tokens or 0)} tokens"
+    for name, value in (("hours", hours(cluster.hours(best))), ("cost", count(cluster.cost(best)))):
+        if value != MISSING:
+            figures.append(KeyFigure(name, value, words))
     return figures
 
 
