@@ -88,3 +88,11 @@ def test_a_resumed_run_goes_on_with_the_same_labels(index, rows, tmp_path):
     folder = RunFolder(tmp_path / "run")
     losses = [row["loss/avg"] for row in folder.read_metrics()]
     assert losses == pytest.approx(reference(folder, rows), rel=EXACT)
+
+
+def test_stats_say_how_many_tokens_have_a_loss(index, rows):
+    num_loss_tokens = sum(label != -100 for _, labels in rows for label in labels[1:])
+    assert json.loads(lengthwise("stats", index, "--json").stdout)["num_loss_tokens"] == num_loss_tokens
+    assert f"loss: {num_loss_tokens:,} of " in lengthwise("stats", index).stdout
+    cut = lengthwise("stats", index, f"data.max_length={MAX_LENGTH}", "data.over_length=split")
+    assert "sequences have no such token" in cut.stdout

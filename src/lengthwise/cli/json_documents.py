@@ -49,6 +49,8 @@ class IndexDocument(Document):
     tokenizer: dict[str, Any] | str | None
     ledger: dict[str, Any]
     """What came in and what was left out, with examples."""
+    num_loss_tokens: int | None = None
+    """The number of tokens that have a loss, where labels or chats say which."""
 
 
 def _document_of(name: str, kind: type, doc: str, *, base: type[BaseModel] = Document, without: str = "") -> type[Any]:

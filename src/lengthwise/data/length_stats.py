@@ -67,6 +67,10 @@ class LengthStats:
     attention_imbalance: float
     imbalance_ranks: int
     cuts: tuple[LengthLimitEffect, ...]
+    num_loss_tokens: int | None = None
+    """Tokens that have a loss, where the index says which; none: all but the first of each sequence."""
+    sequences_without_loss: int | None = None
+    """Sequences none of whose tokens has a loss, such as those that a limit on length has cut."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of the statistics, for JSON."""
@@ -101,6 +105,8 @@ def length_stats(
         attention_imbalance=attention_imbalance(shuffled, num_ranks=num_ranks),
         imbalance_ranks=num_ranks,
         cuts=tuple(_cut(lengths, limit) for limit in max_lengths),
+        num_loss_tokens=None if index.targets is None else int(index.targets.sum()),
+        sequences_without_loss=None if index.targets is None else int((index.targets == 0).sum()),
     )
 
 

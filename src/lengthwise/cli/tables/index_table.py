@@ -1,0 +1,34 @@
+"""What `lengthwise index` prints."""
+
+from lengthwise.index.build import BuiltIndex
+from lengthwise.index.skipped import REASONS
+from lengthwise.index.store import TokenStore
+from lengthwise.session.console import stderr
+
+
+def print_index(store: TokenStore, built: BuiltIndex) -> None:
+    """Print what an index holds, what was left out of it, and what comes next."""
+    lines = []
+    info = store.info
+    if built.was_up_to_date:
+        lines.append(f"{store.path} is up to date, nothing to do")
+    elif built.num_resumed_units:
+        lines.append(f"went on with an interrupted build: {built.num_resumed_units:,} finished parts were kept")
+    vocabulary = f", vocabulary {info['vocab_size']:,}" if store.has_tokens else ", lengths alone"
+    lines.append(
+        f"{info['num_sequences']:,} sequences, {info['num_tokens']:,} tokens, longest {info['max_length']:,}"
+        f"{vocabulary} (digest {store.digest})"
+    )
+    if store.has_loss_mask:
+        lines.append(f"  {info['num_loss_tokens']:,} of {info['num_tokens']:,} tokens have a loss")
+    for reason in REASONS:
+        if count := info["ledger"].get(reason):
+            lines.append(f"  left out: {count:,} {reason}, such as {info['ledger']['examples'][reason][0]}")
+    lines.append(f"next: lengthwise stats {store.path}")
+    stderr().print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def print_verified(store: TokenStore) -> None:
+    """Print that every token is the one that was indexed."""
+    words = f"{store.path}: {len(store):,} sequences, all as indexed (digest {store.digest})"
+    stderr().print(words, markup=False, soft_wrap=True)
