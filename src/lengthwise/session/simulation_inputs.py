@@ -4,13 +4,14 @@ from pathlib import Path
 
 from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
-from lengthwise.core.run_folder import RunFolder
-from lengthwise.core.specs import ModelSpec, model_preset
+from lengthwise.core.run_folder import PROVENANCE, RunFolder
+from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.console import stderr
 from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
-from lengthwise.session.planning import resolve_model
+from lengthwise.session.planning import resolve_cluster, resolve_model
+from lengthwise.session.planning_args import find_model
 from lengthwise.session.simulate_plans import ends_within_line, read_plans
 
 
@@ -37,10 +38,10 @@ def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None)
         InputError: a file of plans lies in no run folder, and no preset is named.
     """
     if preset is not None:
-        return model_preset(preset), "bfloat16"
+        return find_model(preset), "bfloat16"
     if path is None or path.suffix != ".jsonl":
         config = load(path, changes)
-        return resolve_model(config, open_corpus(config.data)), config.train.dtype
+        return resolve_model(config, open_corpus(config.data), only_priced=True), config.train.dtype
     run = RunFolder(path.parent)
     if not run.config.is_file():
         raise InputError(
@@ -48,3 +49,14 @@ def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None)
             "the configuration that the plans were made from"
         )
     return run.read_spec(), load(run.config, []).train.dtype
+
+
+def device_bytes_of(path: Path | None, changes: list[str]) -> int | None:
+    """Memory of a device of the configured cluster, or of the run that the plans lie in; None: not known, or a CPU."""
+    if path is None or path.suffix != ".jsonl":
+        device = resolve_cluster(load(path, changes)).device
+        return None if device.name == "cpu" else device.memory_bytes
+    starts = RunFolder(path.parent).read_json(PROVENANCE).get("starts")
+    start = starts[-1] if isinstance(starts, list) and starts else None
+    num_bytes = start.get("device_memory_bytes") if isinstance(start, dict) else None
+    return num_bytes if isinstance(num_bytes, int) and num_bytes > 0 else None

@@ -1,6 +1,7 @@
 """The page of a simulation: figures over all steps, and the timelines that say most."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -15,9 +16,13 @@ from lengthwise.sim.step_summary import SimulatedStep
 
 
 def simulation_html(
-    plans: Sequence[StepPlan], steps: Sequence[SimulatedStep], options: SimOptions, document: dict[str, Any]
-) -> str:
-    """The page: figures over all steps, timeline and memory of a typical step and of the one that idles longest."""
+    plans: Sequence[StepPlan], steps: Sequence[SimulatedStep], options: SimOptions, document: dict[str, Any], *,
+    device_bytes: int | None = None,
+) -> str:  # fmt: skip
+    """The page: figures over all steps, timeline and memory of a typical step and of the one that idles longest.
+
+    ``device_bytes``, the memory of a device, is a line above what is used; None: it is not known.
+    """
     return render_simulation(
         SimulationPage(
             title=f"Policy {document['policy']} on {document['num_devices']:,} devices",
@@ -33,7 +38,7 @@ def simulation_html(
                 KeyFigure("peak memory", memory(document["peak_gib"] * GIB), "of the device that holds most"),
             ),
             shares=_parts(document),
-            shown=tuple(_shown(plans, steps, options)),
+            shown=tuple(replace(step, device_bytes=device_bytes) for step in _shown(plans, steps, options)),
             columns=("step", "time", "planned", "bound", "idle", "bubble", "imbalance", "padding", "peak"),
             rows=tuple(_row(plan, step) for plan, step in zip(plans, steps)),
         )

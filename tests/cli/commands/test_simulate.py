@@ -170,3 +170,21 @@ def test_execution_traces_need_the_model_and_all_ranks(cli, single, tmp_path):
     assert {path.name for path in folder.iterdir()} == {f"lengthwise.{rank}.et" for rank in range(4)} | {
         "comm_groups.json"
     }
+
+
+def test_the_page_of_a_run_s_plans_has_the_memory_of_its_devices(cli, tmp_path):
+    run = make_run(tmp_path / "run", num_steps=2)
+    assert cli("simulate", run.plans, "--html", tmp_path / "page.html")[0] == 0
+    assert "memory of a device, 16.0" in (tmp_path / "page.html").read_text()
+    (run.path / "provenance.json").unlink()
+    assert cli("simulate", run.plans, "--html", tmp_path / "page.html")[0] == 0
+    assert "memory of a device" not in (tmp_path / "page.html").read_text()
+
+
+def test_a_page_says_that_it_draws_many_spans_coarsely(cli, tmp_path):
+    many, few = (
+        write(tmp_path / f"{count}.jsonl", make_plan([lane(*[1.0] * count), lane(1.0)])) for count in (100, 10)
+    )
+    for plans, is_coarse in ((many, True), (few, False)):
+        assert cli("simulate", plans, "--html", tmp_path / "page.html")[0] == 0
+        assert ("Rows of over 150 spans show what fills most" in (tmp_path / "page.html").read_text()) is is_coarse

@@ -62,3 +62,10 @@ def test_small_memory_is_drawn_in_mebibytes_and_long_lines_keep_their_peak():
 @pytest.mark.parametrize("timeline", [Timeline(step=0, num_ranks=1, spans=()), timeline_of([[]])])
 def test_no_samples_make_no_chart(timeline):
     assert memory_chart(timeline, label="memory") is None
+
+
+def test_the_memory_of_a_device_is_a_line_that_the_axis_reaches():
+    timeline = timeline_of([[(0.0, 2 * GIB), (2.5, 4 * GIB)]])
+    chart = memory_chart(timeline, label="memory", device_bytes=40 * GIB)
+    assert "memory of a device, 40.0 GiB" in chart.svg.replace("\u00a0", " ") and ">40<" in chart.svg
+    assert "memory of a device" not in memory_chart(timeline, label="memory").svg

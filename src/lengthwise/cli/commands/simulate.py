@@ -32,7 +32,7 @@ def run(
         Path | None, typer.Option(metavar="FOLDER", help="write Chakra traces, the input of ASTRA-sim, here")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="model of --chakra where no run or config names it")
+        str | None, typer.Option(metavar="NAME|DIR", help="model of --chakra where no run or config names it")
     ] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with timelines and memory here")] = None,
     as_json: Json = False,
@@ -42,7 +42,7 @@ def run(
     from lengthwise.report.trace_choice import TraceChoice
     from lengthwise.report.whole_file import check_folder, check_place, write_whole
     from lengthwise.session.simulate_plans import figures, parse_straggler
-    from lengthwise.session.simulation_inputs import model_of_plans, plans_of
+    from lengthwise.session.simulation_inputs import device_bytes_of, model_of_plans, plans_of
     from lengthwise.session.simulation_report import simulation_html
     from lengthwise.session.simulation_traces import write_execution_traces, write_traces
     from lengthwise.sim.sim_options import SimOptions
@@ -63,7 +63,8 @@ def run(
     if chakra is not None:
         write_execution_traces(chakra, plans, choice, model_of_plans(path, changes, preset=model))
     if html is not None:
-        write_whole({html: simulation_html(plans, simulated, options, document).encode()})
+        memory = device_bytes_of(path, changes)
+        write_whole({html: simulation_html(plans, simulated, options, document, device_bytes=memory).encode()})
     if as_json:
         emit_json(document)
     else:

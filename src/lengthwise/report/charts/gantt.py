@@ -91,6 +91,13 @@ def drawn(spans: Iterable[Span], end_s: float) -> list[Stretch]:
     return stretches
 
 
+def coarseness(timeline: Timeline | None) -> str:
+    """A sentence if ranks have more spans than are drawn one by one; empty otherwise."""
+    if timeline is None or max(map(len, _by_rank(timeline).values()), default=0) <= _MOST_SPANS:
+        return ""
+    return f"Rows of over {_MOST_SPANS} spans show what fills most of each {_CELLS}th of the step; the trace has all."
+
+
 def _by_rank(timeline: Timeline) -> dict[int, list[Span]]:
     spans_of: dict[int, list[Span]] = {rank: [] for rank in range(timeline.num_ranks)}
     for span in timeline.spans:

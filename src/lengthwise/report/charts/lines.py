@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from lengthwise.report.charts.svg import WIDTH, Chart, brief, path, plot, shortened, stretched, text, thinned_rows
+from lengthwise.report.charts.svg import WIDTH, Chart, brief, limit_line, path, plot, shortened, stretched, thinned_rows
 from lengthwise.report.charts.ticks import Axis, Labels, plain_labels, range_axis, value_axis
 from lengthwise.report.units import number
 
@@ -67,9 +67,9 @@ def line_chart(series: Sequence[Series], *, label: str, style: LineStyle) -> Cha
     labels: list[str] = []
     if style.limit:
         value, name = style.limit
-        down = (1 - y.at(value)) * style.height
-        shapes.append(path(f"M0 {brief(down)}H{WIDTH}", "diagonal", name))
-        labels.append(text(name, "100%", down - 6, anchor="end"))
+        line, words = limit_line(name, y.at(value), style.height)
+        shapes.append(line)
+        labels.append(words)
     drawn = stretched([*shapes, *_strips(series, x, style)], style.height)
     return Chart(
         svg=plot([drawn, *labels], x=x, y=y, height=style.height, label=label),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from lengthwise.core.timeline import Timeline
 from lengthwise.core.wording import GIB
 from lengthwise.report.charts.lines import NUM_COLOURS, Point, thin
-from lengthwise.report.charts.svg import WIDTH, Chart, brief, path, plot, shortened, stretched
+from lengthwise.report.charts.svg import WIDTH, Chart, brief, limit_line, path, plot, shortened, stretched
 from lengthwise.report.charts.ticks import Axis, range_axis, second_labels, value_axis
-from lengthwise.report.units import seconds, significant
+from lengthwise.report.units import memory, seconds, significant
 
 _MIB = 2**20
 _HEIGHT = 200
@@ -39,8 +39,11 @@ class _Group:
         return min(num_bytes for _, num_bytes in self.samples)
 
 
-def memory_chart(timeline: Timeline, *, label: str) -> Chart | None:
-    """Bytes over time of at most six groups of ranks, from the highest peak to the lowest; None without samples."""
+def memory_chart(timeline: Timeline, *, label: str, device_bytes: int | None = None) -> Chart | None:
+    """Bytes over time of at most six groups of ranks, from the highest peak to the lowest; None without samples.
+
+    ``device_bytes``, the memory of a device, is a line across.
+    """
     end_s = timeline.step_time_s
     groups = _shown(_groups(timeline))
     if not groups or end_s <= 0:
@@ -48,14 +51,19 @@ def memory_chart(timeline: Timeline, *, label: str) -> Chart | None:
     highest = max(group.peak[0] for group in groups)
     unit, word = (GIB, "GiB") if highest >= GIB / 10 else (_MIB, "MiB")
     x = range_axis(0.0, end_s, title="time since the start of the step", labels=second_labels)
-    y = value_axis([0.0, highest / unit], title=f"{word} per device", zero=True)
+    y = value_axis([0.0, max(highest, device_bytes or 0) / unit], title=f"{word} per device", zero=True)
     peaks = [_size(group.peak[0], unit, word) for group in groups]
     shapes = [
         path(_staircase(group, unit, end_s, x, y), f"line s{k}", f"{group.name}, peak {peaks[k]}")
         for k, group in enumerate(groups)
     ]
+    labels: list[str] = []
+    if device_bytes:
+        line, words = limit_line(f"memory of a device, {memory(device_bytes)}", y.at(device_bytes / unit), _HEIGHT)
+        shapes.append(line)
+        labels.append(words)
     return Chart(
-        svg=plot([stretched(shapes, _HEIGHT)], x=x, y=y, height=_HEIGHT, label=label, end_s=end_s),
+        svg=plot([stretched(shapes, _HEIGHT), *labels], x=x, y=y, height=_HEIGHT, label=label, end_s=end_s),
         legend=tuple((f"s{k}", shortened(group.name, 60)) for k, group in enumerate(groups)),
         columns=("", "peak", "at", "least"),
         rows=tuple(

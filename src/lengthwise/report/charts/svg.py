@@ -97,6 +97,12 @@ def plot(parts: Iterable[str], *, x: Axis, y: Axis, height: float, label: str, e
     return drawing([body], label=label, height=top + height + _BOTTOM, **attributes)
 
 
+def limit_line(name: str, share: float, height: float) -> tuple[str, str]:
+    """A dashed line across the stretched drawing at ``share`` of its height, and its name for the chart around it."""
+    down = (1 - share) * height
+    return path(f"M0 {brief(down)}H{WIDTH}", "diagonal", name), text(name, "100%", down - 6, anchor="end")
+
+
 def thinned_rows(rows: list[_Row]) -> tuple[_Row, ...]:
     """At most sixty rows, evenly taken, the last one always among them."""
     stride = -(-len(rows) // _NUMBERS_SHOWN)

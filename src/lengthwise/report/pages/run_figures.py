@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from lengthwise.core.timeline import SpanKind, Timeline
 from lengthwise.report.charts.bars import share_bar
-from lengthwise.report.charts.gantt import KIND_WORDS, MOST_ROWS, gantt_chart
+from lengthwise.report.charts.gantt import KIND_WORDS, MOST_ROWS, coarseness, gantt_chart
 from lengthwise.report.charts.histogram import length_histogram
 from lengthwise.report.charts.lines import LineStyle, Series, line_chart
 from lengthwise.report.charts.scatter import BAND, scatter_chart
@@ -138,6 +138,8 @@ def _step_figure(run: RunReport, step: int, title: str, reason: str) -> Figure:
         sentences.append(NO_TIMELINES)
     if (any_one := measured or predicted) and any_one.num_ranks > MOST_ROWS:
         sentences.append(f"Shown are {MOST_ROWS} of {any_one.num_ranks} ranks, from the busiest to the least busy.")
+    if words := coarseness(measured) or coarseness(predicted):
+        sentences.append(words)
     return Figure(
         title=title,
         caption=" ".join(sentences),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from lengthwise.core.timeline import Timeline
 from lengthwise.report.charts.bars import share_bar
-from lengthwise.report.charts.gantt import MOST_ROWS, gantt_chart
+from lengthwise.report.charts.gantt import MOST_ROWS, coarseness, gantt_chart
 from lengthwise.report.charts.memory_plot import memory_chart
 from lengthwise.report.pages.run_figures import Figure
 from lengthwise.report.pages.run_text import KeyFigure
@@ -18,6 +18,8 @@ class ShownStep:
     title: str
     caption: str
     timeline: Timeline
+    device_bytes: int | None = None
+    """Memory of a device; None where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ def _figures(step: ShownStep) -> tuple[Figure, Figure]:
     caption = step.caption
     if timeline.num_ranks > MOST_ROWS:
         caption += f" Shown are {MOST_ROWS} of {timeline.num_ranks:,} ranks, from the busiest to the least busy."
+    caption = f"{caption} {coarseness(timeline)}".rstrip()
     return (
         Figure(
             title=step.title,
@@ -62,7 +65,9 @@ def _figures(step: ShownStep) -> tuple[Figure, Figure]:
         Figure(
             title=f"{step.title}: memory",
             caption="Weights, gradients and optimizer state, and what micro-batches keep from forward to backward.",
-            chart=memory_chart(timeline, label=f"Simulated memory of step {timeline.step}"),
+            chart=memory_chart(
+                timeline, label=f"Simulated memory of step {timeline.step}", device_bytes=step.device_bytes
+            ),
             missing="The step takes no time.",
         ),
     )
