@@ -3,7 +3,7 @@
 import pytest
 
 from lengthwise.core.device_file import read_device, resolve_device
-from lengthwise.core.device_spec import DEVICES
+from lengthwise.core.device_spec import DEVICES, device_of_gpu
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import cluster_preset
 
@@ -14,6 +14,19 @@ memory_gbyte_per_s: 1792
 link_gbyte_per_s: 64
 network_gbit_per_s: 400
 """
+
+
+@pytest.mark.parametrize(
+    ("gpu_name", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA B200", "B200-180GB"),
+        ("NVIDIA GB200", "GB200-186GB"), ("NVIDIA GeForce RTX 4090", "RTX4090-24GB"), ("NVIDIA A10G", "A10G-24GB"),
+        ("AMD Instinct MI300X", "MI300X-192GB"), ("NVIDIA GeForce RTX 3090", None), ("NVIDIA A10", None),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_found_by_the_name_of_its_driver(gpu_name, preset):
+    device = device_of_gpu(gpu_name)
+    assert (device and device.name) == preset
 
 
 @pytest.fixture

@@ -121,3 +121,13 @@ DEVICES = {
         ),
     )
 }  # fmt: skip
+
+
+def device_of_gpu(gpu_name: str) -> DeviceSpec | None:
+    """The preset of a GPU by the name that its driver gives, such as ``NVIDIA GeForce RTX 4090``; None: there is none.
+
+    Of presets that the name contains, the longest is meant: a GB200 is no B200.
+    """
+    words = gpu_name.replace(" ", "")
+    named = [spec for spec in DEVICES.values() if spec.name.split("-")[0] in words]
+    return max(named, key=lambda spec: len(spec.name.split("-")[0]), default=None)

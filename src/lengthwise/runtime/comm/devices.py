@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from lengthwise.core.device_spec import DEVICES, GPU_SHARE, DeviceSpec
+from lengthwise.core.device_spec import DEVICES, GPU_SHARE, DeviceSpec, device_of_gpu
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.wording import nearest
 from lengthwise.runtime.comm.collectives import all_reduce
@@ -31,13 +31,10 @@ def find_device(world: DistContext) -> DeviceSpec:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return replace(DEVICES["cpu"], memory_bytes=_smallest(int(CPU_SHARE * total / local_size()), world))
     gpu_name = torch.cuda.get_device_name(world.device)
-    words = gpu_name.replace(" ", "")  # "NVIDIA GeForce RTX 4090" is an RTX4090
-    known_specs = sorted(  # a GB200 is a B200 by name: the longest name is the right one
-        (spec for spec in DEVICES.values() if spec.name.split("-")[0] in words), key=lambda spec: -len(spec.name)
-    )
-    if not known_specs:
+    spec = device_of_gpu(gpu_name)
+    if spec is None:
         raise InputError(f"no speeds known for GPU {gpu_name!r}; set {Setting.CLUSTER} ({nearest(gpu_name, DEVICES)})")
-    return replace(known_specs[0], memory_bytes=memory_of_gpu(world) or 0)
+    return replace(spec, memory_bytes=memory_of_gpu(world) or 0)
 
 
 def memory_of_gpu(world: DistContext) -> int | None:
