@@ -37,7 +37,7 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     plan = replace(plan_of(batch, groups_of(num_phases), 1), lr_factor=FACTOR)
     run = mock.Mock(
         world=SimpleNamespace(rank=0, size=2, device=torch.device("cpu")), readers=None, counts_targets=False,
-        collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), lr=lambda step: LR, clip_norm=clip_norm,
+        collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), lr=given.get("lr", lambda step: LR), clip_norm=clip_norm,
         gradient_version=1,
     )  # fmt: skip
     run.inspect.return_value = given.get("problem", ""), 77, True
@@ -110,9 +110,10 @@ def test_shares_of_means_over_the_step_are_added_with_the_factor_of_the_gradient
     step = step_of(monkeypatch, {DIRECT: bits_of(0.5)}, num_targets=5)
     step._weighing.direct = 1.0
     assert step.update().loss == pytest.approx(60 / 10 + 2.0 * 1.5)
-    step = step_of(monkeypatch, {USES: int(Uses.UNITS)}, num_targets=0, loss=0.0)
+    step = step_of(monkeypatch, {USES: 0, DIRECT: bits_of(0.0)}, num_targets=0, loss=0.0)
     step._weighing.uses, step._weighing.direct = Uses.UNITS, 0.25
-    assert step.update().loss == pytest.approx(0.5), "without a target there may be means over units"
+    assert step.update().loss == pytest.approx(0.25), "without a target there may be means over units on some rank"
+    assert step_of(monkeypatch, {TARGETS: 0}, num_targets=1).update().loss == 60.0
 
 
 REFUSED = {
@@ -126,6 +127,7 @@ REFUSED = {
     "noted": ({"note": "a parameter is gone"}, {}, CheckError, "rank 1: a parameter is gone"),
     "of this rank": ({"note": ""}, {"problem": "a parameter is gone"}, CheckError, "rank 0: a parameter is gone"),
     "of gradients": ({"note": ""}, {"gradient_problem": "zero_grad()"}, CheckError, r"rank 0: zero_grad\(\)"),
+    "no rate": ({"note": ""}, {"lr": lambda step: -1.0}, CheckError, "rank 0: lr of step 3 is -1.0; give one number"),
     "other rates": ({RATE: bits_of(0.75)}, {}, CheckError, "lr is 0.125, 0.75 on ranks 0 to 1; it has to be the same"),
     "other sequences": ({DIGEST: 7}, {}, CheckError, "ranks 0-1 share sequences, but read other tokens or labels"),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from lengthwise.runtime.wrap.zero_collectives import SAID
 from tests.runtime.loop.runs import shard_of
 from tests.runtime.train.runs import local_world
 
-LENGTHS, IDS = (5, 2, 9, 1, 6), (11, -1, 12, 3, -1)
+LENGTHS, IDS = (5, 2, 9, 1, 6), (0, -1, 12, 3, -1)
 """Two of them are padding, one between sequences."""
 
 
@@ -97,7 +97,7 @@ def _refused():
     assert sums_by_sequence(shard, most, 1).shape == (3, *[1] * (SAID - 3))
     for values in (
         torch.ones(num_slots, 2 + rank),
-        torch.ones(num_slots, dtype=(torch.float32, torch.float64)[rank]),
+        torch.ones(num_slots, dtype=(torch.float64, torch.complex64)[rank]),
         most[..., None],
     ):
         with pytest.raises(InputError) as refused:
