@@ -37,8 +37,8 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     plan = replace(plan_of(batch, groups_of(num_phases), 1), lr_factor=FACTOR)
     run = mock.Mock(
         world=SimpleNamespace(rank=0, size=2, device=torch.device("cpu")), readers=None, counts_targets=False,
-        collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), lr=given.get("lr", lambda step: LR), clip_norm=clip_norm,
-        gradient_version=1,
+        collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), gradient_version=1, clip_norm=clip_norm,
+        lr=given.get("lr", lambda step: LR),
     )  # fmt: skip
     run.inspect.return_value = given.get("problem", ""), 77, True
     run.gradient_problem.return_value = given.get("gradient_problem", "")
