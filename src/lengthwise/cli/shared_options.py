@@ -64,3 +64,19 @@ KinetoFolder = Annotated[
     typer.Option("--kineto", metavar="FOLDER", help="Also write traces as PyTorch's profiler does, one file a rank."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+
+
+class ComputeDtype(StrEnum):
+    """Choices of --dtype."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+
+
+class ComputeDevice(StrEnum):
+    """Choices of --device."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"

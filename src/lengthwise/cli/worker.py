@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from lengthwise.cli.advice import CheckpointAdvice, space_warning
@@ -67,7 +66,6 @@ from lengthwise.session.validation import validation_corpus, validation_plans
 if TYPE_CHECKING:
     from lengthwise.core.batch import BatchStream
     from lengthwise.runtime.comm.world import DistContext
-    from lengthwise.runtime.models.base import Transformer
     from lengthwise.runtime.train.step_metrics import StepCallback
     from lengthwise.runtime.train.validation import Validation
 
@@ -158,6 +156,7 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
     from lengthwise.runtime.comm.activity import ACTIVITY
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import TrainingLoop
+    from lengthwise.session.run_model import build
 
     corpus = open_corpus(config.data)
     corpus.check_tokens()
@@ -254,19 +253,6 @@ def _workers(config: Config, world: "DistContext") -> int:
             f"this machine can run; {max_workers} for each are used, and make the same plans\n"
         )
     return min(asked, max_workers)
-
-
-def build(config: Config, spec: ModelSpec, world: "DistContext") -> "Transformer":
-    """The model with its first weights: from ``model.hf``, or drawn from the seed."""
-    import torch
-
-    from lengthwise.runtime.models.hf_folder import load_weights
-    from lengthwise.runtime.models.registry import build_model
-
-    model = build_model(spec, dtype=getattr(torch, config.train.dtype), device=world.device, seed=config.seed)
-    if config.model.hf:
-        load_weights(model, Path(config.model.hf))
-    return model
 
 
 def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:

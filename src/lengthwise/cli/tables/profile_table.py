@@ -1,0 +1,72 @@
+"""What `lengthwise profile` prints: every pack's time and fit error, and the fitted coefficients."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lengthwise.core.cost import ProfileTable
+from lengthwise.session.console import stdout
+
+if TYPE_CHECKING:
+    from lengthwise.cost.profiled.accuracy import ModelErrors
+    from lengthwise.cost.profiled.fitted import Fit
+
+
+def profile_document(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequence[ModelErrors]") -> dict[str, Any]:
+    """The JSON document of a profile; ``unseen``: errors on rows that were left out."""
+    errors = {model.name: {"median": model.median, "worst": model.worst} for model in unseen}
+    document = {
+        "profile": str(out),
+        "model": table.model_name,
+        "device": table.device,
+        "dtype": table.dtype,
+        "num_ranks": table.num_ranks,
+        "update_s": table.update_s,
+        "a_s": fitted.a_s,
+        "b_s": fitted.b_s,
+        "c_s": fitted.c_s,
+        "bytes_per_token": fitted.bytes_per_token,
+        "median_error": fitted.median_error,
+        "rows": [
+            {"lengths": row.lengths, "time_s": row.time_s, "kept_bytes": row.kept_bytes, "residual": residual}
+            for row, residual in zip(table.rows, fitted.time_residuals)
+        ],
+    }
+    return {**document, "leave_out": errors} if errors else document
+
+
+def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequence[ModelErrors]") -> None:
+    """Print the rows of a profile, its fit, and how far off predictions of rows are that were left out."""
+    from rich.table import Table
+
+    shown = Table(title=f"{table.model_name} on {table.num_ranks} x {table.device}, {table.dtype}")
+    for heading in ("pack", "time", "+-", "fit error", "kept"):
+        shown.add_column(heading, justify="left" if heading == "pack" else "right")
+    for row, residual in zip(table.rows, fitted.time_residuals):
+        shown.add_row(
+            pack_name(row.lengths), f"{row.time_s * 1e3:,.1f} ms", f"{row.spread_s / row.time_s:.0%}",
+            f"{residual:+.1%}", f"{row.kept_bytes / 2**20:,.1f} MiB",
+        )  # fmt: skip
+    console = stdout()
+    console.print(shown)
+    console.print(
+        f"T = {fitted.a_s:.3g} s l^2 + {fitted.b_s:.3g} s l per sequence + {fitted.c_s:.3g} s per micro-batch; "
+        f"{fitted.bytes_per_token / 1024:,.1f} KiB per token; update {table.update_s * 1e3:.1f} ms; "
+        f"median fit error {fitted.median_error:.1%}. Written to {out}",
+        soft_wrap=True,
+    )
+    for model in unseen:
+        console.print(
+            f"rows it has not seen, {model.name}: off by {model.median:.1%} (median), {model.worst:.1%} (worst)"
+        )
+
+
+def pack_name(lengths: tuple[int, ...]) -> str:
+    """Runs of equal lengths, such as ``1 x 4,096 + 8 x 512``."""
+    runs: list[list[int]] = []
+    for length in lengths:
+        if runs and runs[-1][1] == length:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, length])
+    return " + ".join(f"{count} x {length:,}" for count, length in runs)
