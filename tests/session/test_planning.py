@@ -8,6 +8,7 @@ import pytest
 
 from lengthwise.config.run_config import check, load
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import ProfileRow, ProfileTable, SharedRows
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
@@ -18,7 +19,7 @@ from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.models.hf_config import write_config
 from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, sizes_of
-from lengthwise.session.planning import make_planner, make_sampler, open_plans, resolve_model
+from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans, resolve_model
 
 TWO_SEQUENCES = Corpus(
     parts=(
@@ -221,3 +222,34 @@ def test_a_model_that_is_no_folder_or_of_another_family_is_told_what_trains_it(t
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     with pytest.raises(InputError, match=r"Qwen3ForCausalLM.* is not supported; .*lengthwise\.prepare and lengthwise"):
         resolve_model(check({"model": {"hf": str(tmp_path)}}), None)
+
+
+def test_a_profile_of_shared_micro_batches_lets_plans_share_the_longest(tmp_path):
+    """One sequence is longer than half of the step, and two ranks compute it faster together."""
+    spec = resolve_model(check({}), None)
+    alone, shared = (
+        tuple(
+            ProfileRow(lengths=(n,), time_s=(n + n * n / 1000) * 1e-4 / speed, spread_s=0.0, kept_bytes=n)
+            for n in (512, 1024, 2048, 4096)
+        )
+        for speed in (1, 1.8)
+    )
+    ProfileTable(
+        model_digest=spec.digest, model_name=spec.name, device="cpu", dtype="float32", recompute=False, num_ranks=2,
+        update_s=0.0, rows=alone, shared=(SharedRows(degree=2, method="ulysses", rows=shared),),
+    ).save(tmp_path / "profile.json")  # fmt: skip
+    config = check({"plan": {"profile": str(tmp_path / "profile.json")}, "data": {"sequences_per_step": 3}})
+    view = apply_max_length(LengthIndex(lengths=np.array([4096, 100, 90])), max_length=None, rule="error")
+    corpus = Corpus(parts=(CorpusPart(name="a", store=SimpleNamespace(has_loss_mask=False), view=view),))
+    cluster = cluster_preset("2xcpu")
+    cost = make_cost(config, spec, cluster)
+    planner = make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus)
+    plan = planner(GlobalBatch(step=0, ids=(0, 1, 2), lengths=(4096, 100, 90)))
+    schemes = {id: p.scheme for p in plan.pipelines for m in p.micro_batches for id in m.pack.ids}
+    assert schemes[0].degree == 2 and set(schemes[0].methods) == {"ulysses"}
+    for name in ("degree", "max_degree"):
+        limited = config.model_copy(update={"plan": config.plan.model_copy(update={name: 4})})
+        with pytest.raises(
+            InputError, match=rf"up to 2 devices that share a layer and knows no cost of plan\.{name}=4"
+        ):
+            make_planner(limited, cost, spec=spec, cluster=cluster_preset("4xcpu"), corpus=corpus)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from lengthwise.core.atomic_write import write_text
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import MOST_TOKENS
-from lengthwise.core.pipeline_config import PipelineConfig, Strategy
+from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy
 from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import MAX_DEVICES
 from lengthwise.core.typed_json import from_document
@@ -102,6 +102,22 @@ class ProfileRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedRows:
+    """Measured micro-batches that ``degree`` ranks shared by one method."""
+
+    degree: int
+    method: str
+    rows: tuple[ProfileRow, ...]
+
+    def __post_init__(self) -> None:
+        if self.degree < 2 or self.method not in list(Method) or not self.rows:
+            raise InputError(
+                f"shared rows of a profile have degree {self.degree}, method {brief(self.method)} and "
+                f"{len(self.rows)} rows; they need a degree of 2 or more, a method, and rows"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileTable:
     """Measurements of one model on one kind of device; what a fitted cost model is fitted to."""
 
@@ -116,6 +132,14 @@ class ProfileTable:
     update_s: float
     """Push, clip, optimizer and pull of one step on ``num_ranks``."""
     rows: tuple[ProfileRow, ...]
+    """Of micro-batches that each rank computed alone."""
+    shared: tuple[SharedRows, ...] = ()
+    """Of micro-batches that ranks shared, where that was measured."""
+
+    @property
+    def max_degree(self) -> int:
+        """The most ranks that shared a micro-batch."""
+        return max((part.degree for part in self.shared), default=1)
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_ranks <= MAX_DEVICES:

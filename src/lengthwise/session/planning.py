@@ -13,12 +13,20 @@ from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.core.pipeline_config import (
+    WEIGHTS_OF,
+    Method,
+    PipelineConfig,
+    WeightPlacement,
+    dense_scheme,
+    uniform_scheme,
+)
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.profiled.fitted import FittedCost
+from lengthwise.cost.profiled.measured_schemes import ProfiledCost
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.order import Order, OrderSettings, Selection, Shuffled, make_order
@@ -193,7 +201,17 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
         from lengthwise.cost.profiled.hybrid import HybridCost
 
         return HybridCost(table, model=spec, cluster=cluster)
-    return FittedCost(table, model=spec, cluster=cluster)
+    return FittedCost(tables_of(table, spec), model=spec, cluster=cluster)
+
+
+def tables_of(table: ProfileTable, spec: ModelSpec) -> list[tuple[PipelineConfig, ProfileTable]]:
+    """The rows of a profile by the scheme that they were measured under."""
+    recomputed = spec.num_layers if table.recompute else 0
+    tables = [(dense_scheme(spec.num_layers, recompute=table.recompute), table)]
+    for part in table.shared:
+        scheme = uniform_scheme(spec.num_layers, degree=part.degree, method=Method(part.method), recomputed=recomputed)
+        tables.append((scheme, replace(table, rows=part.rows, shared=())))
+    return tables
 
 
 def open_profile(config: Config) -> ProfileTable:
@@ -251,7 +269,7 @@ def make_planner(
         methods = (Method(plan.method),) if plan.method else DEFAULT_METHODS
     if config.train.compile:
         methods = _compiled_methods(config, methods)
-    _check_degree(config, cluster)
+    _check_degree(config, cost, cluster)
     search_space = SearchSpace(
         max_degree=plan.degree or plan.max_degree,
         max_stages=plan.max_stages,
@@ -351,19 +369,23 @@ def _compiled_methods(config: Config, methods: tuple[Method, ...]) -> tuple[Meth
     return compilable
 
 
-def _check_degree(config: Config, cluster: ClusterSpec) -> None:
+def _check_degree(config: Config, cost: CostModel, cluster: ClusterSpec) -> None:
     plan, num_devices = config.plan, cluster.num_devices
     if plan.degree and num_devices % plan.degree:
         fitting = ", ".join(str(degree) for degree in range(1, num_devices + 1) if num_devices % degree == 0)
         raise InputError(
             f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
         )
-    several = {"plan.degree": plan.degree or 1, "plan.max_degree": plan.max_degree, "plan.max_stages": plan.max_stages}
-    if plan.profile and (asked := [f"{name}={count}" for name, count in several.items() if (count or 1) > 1]):
-        raise InputError(
-            f"{plan.profile} was measured on one device and knows no cost of {' and '.join(asked)}; set "
-            "plan.profile= (empty) for analytic costs"
-        )
+    if plan.profile:
+        measured = max(scheme.degree for scheme in cost.tables) if isinstance(cost, ProfiledCost) else 1
+        limits = {"plan.degree": (plan.degree, measured), "plan.max_degree": (plan.max_degree, measured)}
+        limits["plan.max_stages"] = (plan.max_stages, 1)
+        if asked := [f"{name}={count}" for name, (count, limit) in limits.items() if (count or 1) > limit]:
+            known = "one device" if measured == 1 else f"up to {measured} devices that share a layer"
+            raise InputError(
+                f"{plan.profile} was measured on {known} and knows no cost of {' and '.join(asked)}; profile with "
+                "--max-degree, or set plan.profile= (empty) for analytic costs"
+            )
     if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree != 1):
         drawn = "; or leave plan.max_degree out to have it drawn for every step" if plan.method == RANDOM else ""
         raise InputError(

@@ -41,8 +41,13 @@ def errors_on_unseen_rows(config: Config, table: ProfileTable) -> "tuple[ModelEr
     return leave_out_errors(table, model=_spec(config), cluster=cluster)
 
 
-def measure_as_rank(config: Config, out: Path, *, longest: int, max_tokens: int, repeats: int) -> None:
-    """Measure micro-batches as one rank; the first one writes the profile to ``out``."""
+def measure_as_rank(
+    config: Config, out: Path, *, longest: int, max_tokens: int, repeats: int, max_degree: int = 1
+) -> None:
+    """Measure micro-batches as one rank; the first one writes the profile to ``out``.
+
+    With a ``max_degree`` above 1 also micro-batches that ranks share, for every number up to it that divides theirs.
+    """
     from lengthwise.runtime.comm.activity import told_to_peers
     from lengthwise.runtime.comm.world import start_world, stop_world
     from lengthwise.runtime.profile.measure import ladder, num_measurements, profile
@@ -51,8 +56,11 @@ def measure_as_rank(config: Config, out: Path, *, longest: int, max_tokens: int,
     spec = _spec(config)
     world = start_world(config.train.device, timeout_s=config.train.timeout_s)
     packs = ladder(longest, max_tokens)
+    degrees = [degree for degree in range(1, max_degree + 1) if world.size % degree == 0]
     with told_to_peers(), progress() as bar:
-        task = bar.add_task("profile", total=num_measurements(packs, repeats), visible=world.is_first)
+        task = bar.add_task(
+            "profile", total=num_measurements(packs, repeats, num_degrees=len(degrees)), visible=world.is_first
+        )
         table = profile(
             build(config, spec, world),
             spec,
@@ -60,6 +68,7 @@ def measure_as_rank(config: Config, out: Path, *, longest: int, max_tokens: int,
             packs=packs,
             recompute=config.plan.recompute == "all",
             repeats=repeats,
+            degrees=degrees,
             on_row=lambda: bar.advance(task),
         )
     if world.is_first:

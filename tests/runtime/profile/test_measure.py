@@ -9,7 +9,7 @@ from lengthwise.core.specs import model_preset
 from lengthwise.cost.profiled.fitted import fit
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.profile.measure import _kept_bytes, _random_feed, ladder, num_measurements, profile
+from lengthwise.runtime.profile.measure import _kept_bytes, _loss_of, _random_feed, ladder, num_measurements, profile
 from tests.cost.profiles import kept_bytes_per_token
 from tests.runtime.train.runs import local_world
 from tests.sim.random_plans import SPEC
@@ -37,6 +37,16 @@ def test_a_profile_has_a_row_per_pack_and_fits(ranks):
         assert sizes[128] > sizes[64] > sizes[32] > 0
 
 
+def test_what_ranks_share_is_measured_beside_what_each_computes_alone(ranks):
+    for table, calls in ranks(2).run(_profile, recompute=False, degrees=(1, 2)):
+        (shared,) = table.shared
+        assert (shared.degree, shared.method, table.max_degree) == (2, "ulysses", 2)
+        assert [row.lengths for row in shared.rows] == [row.lengths for row in table.rows] == ladder(128, 128)
+        assert calls == num_measurements(ladder(128, 128), 2, num_degrees=2)
+        alone, half = (max(row.kept_bytes for row in rows) for rows in (table.rows, shared.rows))
+        assert half < 0.8 * alone, "each rank keeps its share of the tokens"
+
+
 def test_recomputing_keeps_fewer_bytes(ranks):
     whole, again = (ranks(2).run(_profile, recompute=flag)[0][0] for flag in (False, True))
     assert again.recompute
@@ -51,13 +61,19 @@ def test_kept_bytes_are_the_ones_the_memory_model_counts(recompute):
     world = DistContext(rank=0, size=1, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     few, many = (
-        _kept_bytes(model, _random_feed((length,), spec, world, generator), flags, world) for length in (256, 1024)
+        _kept_bytes(
+            model,
+            _loss_of(model, _random_feed((length,), spec, world, generator), flags, world, degree=1),
+            world,
+            recompute=recompute,
+        )
+        for length in (256, 1024)
     )
     expected = kept_bytes_per_token(spec, dtype="float32", recompute=recompute)
     assert (many - few) / 768 == pytest.approx(expected, rel=0.05)  # the rotary tables are left out
 
 
-def _profile(recompute):
+def _profile(recompute, degrees=(1,)):
     calls = []
     table = profile(
         build_model(SPEC, dtype=torch.float32, seed=0),
@@ -66,6 +82,7 @@ def _profile(recompute):
         packs=ladder(128, 128),
         recompute=recompute,
         repeats=2,
+        degrees=degrees,
         on_row=lambda: calls.append(None),
     )
     return table, len(calls)

@@ -25,6 +25,9 @@ def run(
     max_tokens: Annotated[
         int | None, typer.Option(min=32, max=1 << 32, help="most tokens of a pack; default: max length")
     ] = None,
+    max_degree: Annotated[
+        int, typer.Option(min=1, max=1024, help="also measure micro-batches that up to so many of the ranks share")
+    ] = 1,
     repeats: Annotated[int, typer.Option(min=1, max=10_000, help="measurements of each pack")] = 5,
     leave_out: Annotated[
         bool, typer.Option("--leave-out", help="how well each cost model predicts unseen rows")
@@ -41,13 +44,16 @@ def run(
     check_place(out if out.is_dir() or out.parent.is_dir() else None, "--out")
     longest = max_length or longest_sequence(resolved)
     if is_rank():
-        measure_as_rank(resolved, out, longest=longest, max_tokens=max_tokens or longest, repeats=repeats)
+        measure_as_rank(
+            resolved, out, longest=longest, max_tokens=max_tokens or longest, repeats=repeats, max_degree=max_degree
+        )
         return
     if out.is_dir():
         raise InputError(f"--out {shown(out)} is a folder; name a file in it")
     check_torch()
     made = make_folder(out.parent, setting="--out in")
     sizes = ["--max-length", str(longest), "--max-tokens", str(max_tokens or longest), "--repeats", str(repeats)]
+    sizes += ["--max-degree", str(max_degree)]
     arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), *sizes]
     ended = torchrun(arguments, nproc=nproc)
     if not ended:

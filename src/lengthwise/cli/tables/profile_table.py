@@ -1,6 +1,7 @@
 """What `lengthwise profile` prints: every pack's time and fit error, and the fitted coefficients."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ def profile_document(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Seq
         "c_s": fitted.c_s,
         "bytes_per_token": fitted.bytes_per_token,
         "median_error": fitted.median_error,
+        "shared": [asdict(part) for part in table.shared],
         "rows": [
             {"lengths": row.lengths, "time_s": row.time_s, "kept_bytes": row.kept_bytes, "residual": residual}
             for row, residual in zip(table.rows, fitted.time_residuals)
@@ -49,6 +51,10 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
         )  # fmt: skip
     console = stdout()
     console.print(shown)
+    for part in table.shared:
+        alone = {row.lengths: row.time_s for row in table.rows}
+        ratios = ", ".join(f"{pack_name(row.lengths)}: {row.time_s / alone[row.lengths]:.2f}" for row in part.rows[-3:])
+        console.print(f"time shared by {part.degree} ranks ({part.method}) over time alone: {ratios}", soft_wrap=True)
     console.print(
         f"T = {fitted.a_s:.3g} s l^2 + {fitted.b_s:.3g} s l per sequence + {fitted.c_s:.3g} s per micro-batch; "
         f"{fitted.bytes_per_token / 1024:,.1f} KiB per token; update {table.update_s * 1e3:.1f} ms; "

@@ -4,7 +4,7 @@ All ranks measure at the same time, as they will train: on CPUs they share memor
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, Pack
-from lengthwise.core.cost import ProfileRow, ProfileTable
+from lengthwise.core.cost import ProfileRow, ProfileTable, SharedRows
+from lengthwise.core.pipeline_config import Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.state.sharded import ShardedState
 
 SHORTEST = 32
@@ -46,37 +48,26 @@ def profile(
     packs: list[tuple[int, ...]],
     recompute: bool,
     repeats: int,
+    degrees: Sequence[int] = (1,),
     on_row: Callable[[], None] = lambda: None,
 ) -> ProfileTable:
     """Measure every pack ``repeats`` times, in shuffled rounds so that a slow moment of the machine hits all alike.
 
-    Cost: the sum over packs of one forward and ``repeats`` forwards and backwards.
+    With ``degrees`` above 1 also as groups of so many ranks share it, by Ulysses where there are as many heads, else by
+    ring attention. Cost: for each degree, the sum over packs of one forward and ``repeats`` forwards and backwards.
     """
     flags = (recompute,) * spec.num_layers
     state = ShardedState(model, world, OptimizerSettings())
     state.materialize_all()
     generator = torch.Generator().manual_seed(0)
     feeds = [_random_feed(lengths, spec, world, generator) for lengths in packs]
-    _forward_backward(model, feeds[0], flags)  # the first call of anything is slow
-    kept_bytes = []
-    for feed in feeds:
-        kept_bytes.append(_kept_bytes(model, feed, flags, world))
-        on_row()
-    seconds: list[list[float]] = [[] for _ in packs]
-    for _ in range(repeats):
-        for number in torch.randperm(len(packs), generator=generator).tolist():
-            seconds[number].append(_time_s(partial(_forward_backward, model, feeds[number], flags), world))
-            on_row()
-    update_s = _median([_time_s(partial(_update, state), world) for _ in range(max(5, repeats))], world)
-    rows = tuple(
-        ProfileRow(
-            lengths=lengths,
-            time_s=_median(times, world),
-            spread_s=_half_interquartile(times),
-            kept_bytes=size,
+    rows: dict[int, tuple[ProfileRow, ...]] = {}
+    for degree in degrees:
+        passes = [_loss_of(model, feed, flags, world, degree=degree) for feed in feeds]
+        rows[degree] = _measure_rows(
+            passes, packs, model, world, recompute=recompute, repeats=repeats, generator=generator, on_row=on_row
         )
-        for lengths, times, size in zip(packs, seconds, kept_bytes)
-    )
+    update_s = _median([_time_s(partial(_update, state), world) for _ in range(max(5, repeats))], world)
     return ProfileTable(
         model_digest=spec.digest,
         model_name=spec.name,
@@ -85,7 +76,49 @@ def profile(
         recompute=recompute,
         num_ranks=world.size,
         update_s=update_s,
-        rows=rows,
+        rows=rows[1],
+        shared=tuple(
+            SharedRows(degree=degree, method=str(method_of(spec, degree)), rows=of_degree)
+            for degree, of_degree in rows.items()
+            if degree > 1
+        ),
+    )
+
+
+def method_of(spec: ModelSpec, degree: int) -> Method:
+    """The method by which ``degree`` ranks are measured to share a micro-batch."""
+    return Method.ULYSSES if degree <= spec.num_kv_heads else Method.RING
+
+
+def _measure_rows(
+    passes: "list[Forward]",
+    packs: list[tuple[int, ...]],
+    model: Transformer,
+    world: DistContext,
+    *,
+    recompute: bool,
+    repeats: int,
+    generator: torch.Generator,
+    on_row: Callable[[], None],
+) -> tuple[ProfileRow, ...]:
+    _backward(passes[0])  # the first call of anything is slow
+    kept_bytes = []
+    for forward in passes:
+        kept_bytes.append(_kept_bytes(model, forward, world, recompute=recompute))
+        on_row()
+    seconds: list[list[float]] = [[] for _ in packs]
+    for _ in range(repeats):
+        for number in torch.randperm(len(packs), generator=generator).tolist():
+            seconds[number].append(_time_s(partial(_backward, passes[number]), world))
+            on_row()
+    return tuple(
+        ProfileRow(
+            lengths=lengths,
+            time_s=_median(times, world),
+            spread_s=_half_interquartile(times),
+            kept_bytes=size,
+        )
+        for lengths, times, size in zip(packs, seconds, kept_bytes)
     )
 
 
@@ -110,9 +143,41 @@ def _random_feed(lengths: tuple[int, ...], spec: ModelSpec, world: DistContext, 
     return tokens.to(world.device), pack.cu_seqlens, targets.to(world.device)
 
 
-def _forward_backward(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) -> None:
+Forward = Callable[[tuple[bool, ...] | None], Tensor]
+"""Computes the loss of a pack; takes flags of recomputed layers in place of the profile's."""
+
+
+def _loss_of(
+    model: Transformer, feed: Feed, recompute: tuple[bool, ...], world: DistContext, *, degree: int
+) -> Forward:
+    """The forward of a pack on this rank alone, or shared by its group of ``degree`` ranks."""
     tokens_T, cu_seqlens, targets_T = feed
-    (model(tokens_T, cu_seqlens, targets_T, recompute=recompute) / len(tokens_T)).backward()
+    if degree == 1:
+        return lambda flags: model(tokens_T, cu_seqlens, targets_T, recompute=flags or recompute) / len(tokens_T)
+    groups = [tuple(range(first, first + degree)) for first in range(0, world.size, degree)]
+    world.groups.prepare([(ranks, "") for ranks in groups])
+    group = world.groups.of(groups[world.rank // degree])
+    assert group is not None, "every rank is in one group of the degree, which divides their number"
+    methods = (method_of(model.spec, degree),) * model.spec.num_layers
+
+    def forward(flags: tuple[bool, ...] | None) -> Tensor:
+        execution = StageExecution(
+            model,
+            group,
+            tokens_T=tokens_T,
+            targets_T=targets_T,
+            cu_seqlens=cu_seqlens,
+            methods=methods,
+            weights=WeightPlacement.WHOLE,
+            recompute=flags or recompute,
+        )
+        return model.run(execution) / len(tokens_T)
+
+    return forward
+
+
+def _backward(forward: Forward) -> None:
+    forward(None).backward()
 
 
 def _update(state: ShardedState) -> None:
@@ -133,20 +198,20 @@ def _time_s(work: Callable[[], None], world: DistContext) -> float:
     return time.perf_counter() - start_s
 
 
-def _kept_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...], world: DistContext) -> int:
+def _kept_bytes(model: Transformer, forward: Forward, world: DistContext, *, recompute: bool) -> int:
     """Bytes a micro-batch needs beyond the model state: the allocator's peak on a GPU, saved tensors on a CPU."""
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
-        _forward_backward(model, feed, recompute)
+        _backward(forward)
         return torch.cuda.max_memory_allocated(world.device) - before
-    num_bytes = _saved_bytes(model, feed, recompute)
-    if all(recompute):  # in the backward, one layer at a time is alive in full
-        num_bytes += _saved_bytes(model, feed, (False,) * len(recompute)) // len(recompute)
+    num_bytes, num_layers = _saved_bytes(model, forward, None), model.spec.num_layers
+    if recompute:  # in the backward, one layer at a time is alive in full
+        num_bytes += _saved_bytes(model, forward, (False,) * num_layers) // num_layers
     return num_bytes
 
 
-def _saved_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) -> int:
+def _saved_bytes(model: Transformer, forward: Forward, recompute: tuple[bool, ...] | None) -> int:
     """Bytes of the distinct storages, weights left out, that the forward saves for the backward."""
     weight_addresses = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     sizes: dict[int, int] = {}
@@ -160,8 +225,7 @@ def _saved_bytes(model: Transformer, feed: Feed, recompute: tuple[bool, ...]) ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        tokens_T, cu_seqlens, targets_T = feed
-        loss = model(tokens_T, cu_seqlens, targets_T, recompute=recompute)
+        loss = forward(recompute)
     del loss
     alive.clear()
     return sum(sizes.values())
@@ -178,6 +242,6 @@ def _half_interquartile(times: list[float]) -> float:
     return float(high - low) / 2
 
 
-def num_measurements(packs: list[tuple[int, ...]], repeats: int) -> int:
+def num_measurements(packs: list[tuple[int, ...]], repeats: int, *, num_degrees: int = 1) -> int:
     """The number of times that :func:`profile` calls ``on_row``."""
-    return len(packs) * (repeats + 1)
+    return len(packs) * (repeats + 1) * num_degrees
