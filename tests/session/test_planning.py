@@ -25,7 +25,7 @@ TWO_SEQUENCES = Corpus(
     parts=(
         CorpusPart(
             name="two",
-            store=None,  # nothing is read
+            store=SimpleNamespace(has_loss_mask=False),  # nothing is read
             view=apply_max_length(LengthIndex(lengths=np.array([5, 9])), max_length=None, rule="error"),
         ),
     )
@@ -164,7 +164,7 @@ def test_policies_are_tuned_on_batches_that_the_run_does_not_compute(order):
     """Random ones, whatever the order: a sorted run's first batches are alike."""
     lengths = LengthIndex(lengths=synthetic_lengths("commoncrawl", 3000, 0))
     view = apply_max_length(lengths, max_length=None, rule="error")
-    corpus = Corpus(parts=(CorpusPart(name="made up", store=None, view=view),))
+    corpus = Corpus(parts=(CorpusPart(name="made up", store=SimpleNamespace(has_loss_mask=False), view=view),))
     config = load(None, ["data.sequences_per_step=50", "plan.policy=static", f"data.order={order}"])
     cluster, spec = cluster_preset("4xcpu"), model_preset("llama-tiny")
     cost = AnalyticCost(model=spec, cluster=cluster, dtype="float32")

@@ -36,11 +36,11 @@ def _analyze_on_ranks(arguments: list[str], *, nproc: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="lengthwise-analyze-") as folder:
         ended = torchrun(arguments, nproc=nproc, variables={RUN_FOLDER_VARIABLE: folder})
-        told: list[dict[str, Any]] = [
+        reports: list[dict[str, Any]] = [
             RunFolder(Path(folder)).read_json(path.name) for path in sorted(Path(folder).glob("rank_*.json"))
         ]
         if not ended:
-            first = told[0] if told else {"error": f"{ended.killed or 'a rank died'}; {KEPT}"}
+            first = reports[0] if reports else {"error": f"{ended.killed or 'a rank died'}; {KEPT}"}
             error = LengthwiseError(first["error"])
             error.exit_code = int(first.get("exit_code", LengthwiseError.exit_code))
             raise error
@@ -66,16 +66,16 @@ def analyze_as_rank(request: "AnalysisRequest", store: "TokenStore", *, device: 
     try:
         outcome = analyze_index(request, store, device=device, restart=restart)
     except Exception as error:
-        exit_code, told = LengthwiseError.exit_code, f"{type(error).__name__}: {error}"
+        exit_code, message = LengthwiseError.exit_code, f"{type(error).__name__}: {error}"
         if isinstance(error, LengthwiseError):
-            exit_code, told = error.exit_code, str(error)
+            exit_code, message = error.exit_code, str(error)
         else:
             traceback.print_exc()
         if folder:
             name = f"rank_{int(os.environ['RANK']):05d}.json"
-            RunFolder(Path(folder)).write_json(name, {"error": told, "exit_code": exit_code})
+            RunFolder(Path(folder)).write_json(name, {"error": message, "exit_code": exit_code})
         elif is_first():
-            sys.stderr.write(f"error: {told}\n")
+            sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
         os._exit(exit_code)
     stop_world()

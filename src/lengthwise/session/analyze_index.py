@@ -34,7 +34,7 @@ def analyze_index(request: AnalysisRequest, store: TokenStore, *, device: str, r
 
 def foreign_tokenizer(request: AnalysisRequest, store: TokenStore) -> str:
     """A warning if the model's token ids are not those of the index; empty if they are."""
-    models, own = (folder / "tokenizer.json" for folder in (Path(request.target), store.path))
-    if request.kind != "loss" or not models.is_file() or (own.is_file() and cmp(models, own, shallow=False)):
+    models, indexs = (folder / "tokenizer.json" for folder in (Path(request.target), store.path))
+    if request.kind != "loss" or not models.is_file() or (indexs.is_file() and cmp(models, indexs, shallow=False)):
         return ""
     return f"{request.target} has a tokenizer.json that {store.path} was not made with; losses may mean nothing"

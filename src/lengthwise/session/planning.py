@@ -16,17 +16,14 @@ from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.pipeline_config import (
     WEIGHTS_OF,
     Method,
-    PipelineConfig,
     WeightPlacement,
-    dense_scheme,
-    uniform_scheme,
 )
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.profiled.fitted import FittedCost
-from lengthwise.cost.profiled.measured_schemes import ProfiledCost
+from lengthwise.cost.profiled.measured_schemes import ProfiledCost, tables_by_scheme
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.order import Order, OrderSettings, Selection, Shuffled, make_order
@@ -201,17 +198,7 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
         from lengthwise.cost.profiled.hybrid import HybridCost
 
         return HybridCost(table, model=spec, cluster=cluster)
-    return FittedCost(tables_of(table, spec), model=spec, cluster=cluster)
-
-
-def tables_of(table: ProfileTable, spec: ModelSpec) -> list[tuple[PipelineConfig, ProfileTable]]:
-    """The rows of a profile by the scheme that they were measured under."""
-    recomputed = spec.num_layers if table.recompute else 0
-    tables = [(dense_scheme(spec.num_layers, recompute=table.recompute), table)]
-    for part in table.shared:
-        scheme = uniform_scheme(spec.num_layers, degree=part.degree, method=Method(part.method), recomputed=recomputed)
-        tables.append((scheme, replace(table, rows=part.rows, shared=())))
-    return tables
+    return FittedCost(tables_by_scheme(table, num_layers=spec.num_layers), model=spec, cluster=cluster)
 
 
 def open_profile(config: Config) -> ProfileTable:

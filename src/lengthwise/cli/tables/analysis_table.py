@@ -14,8 +14,8 @@ def print_analysis(outcome: dict[str, Any], *, json: bool) -> None:
     if outcome["up_to_date"]:
         log.print(f"metric {name} of {index} is up to date, nothing to do", markup=False, soft_wrap=True)
     elif outcome["num_resumed_blocks"]:
-        kept = f"{outcome['num_resumed_blocks']:,} of {outcome['num_blocks']:,} blocks were kept"
-        log.print(f"went on with an interrupted analysis: {kept}")
+        kept_text = f"{outcome['num_resumed_blocks']:,} of {outcome['num_blocks']:,} blocks were kept"
+        log.print(f"went on with an interrupted analysis: {kept_text}")
     middle = {share: outcome["quantiles"][share] for share in ("p5", "p25", "p50", "p75", "p95")}
     shown = {"min": outcome["min"], **middle, "max": outcome["max"], "mean": outcome["mean"]}
     console = stdout()

@@ -1,15 +1,26 @@
 """The base of cost models made from profiles, which refuse schemes that were not measured."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, Setting
-from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme
+from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.separable import SeparableCost
 
 Tables = ProfileTable | Sequence[tuple[PipelineConfig, ProfileTable]]
 """A profile of one device that computes the whole model, or profiles and the scheme that each was taken under."""
+
+
+def tables_by_scheme(table: ProfileTable, *, num_layers: int) -> list[tuple[PipelineConfig, ProfileTable]]:
+    """The rows of a profile by the scheme that they were measured under: of one device, and of devices that share."""
+    tables = [(dense_scheme(num_layers, recompute=table.recompute), replace(table, shared=()))]
+    for part in table.shared:
+        recomputed = num_layers if table.recompute else 0
+        scheme = uniform_scheme(num_layers, degree=part.degree, method=Method(part.method), recomputed=recomputed)
+        tables.append((scheme, replace(table, rows=part.rows, shared=())))
+    return tables
 
 
 class ProfiledCost(SeparableCost):
