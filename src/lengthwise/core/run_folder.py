@@ -119,8 +119,8 @@ class RunFolder:
             return "there is nothing of that name; give the folder that train printed, such as outputs/demo/DATE-TIME"
         if not self.path.is_dir():
             beside = self.path.resolve().parent
-            given = shown(beside) if (beside / self.config.name).is_file() else "the folder that train printed"
-            return f"it is a file; give {given}"
+            folder = shown(beside) if (beside / self.config.name).is_file() else "the folder that train printed"
+            return f"it is a file; give {folder}"
         with suppress(OSError):
             configs = [*self.path.glob(f"*/{self.config.name}"), *self.path.glob(f"*/*/{self.config.name}")]
             if configs:

@@ -118,10 +118,10 @@ def _names(name: str, pid: int) -> Iterator[Event]:
 
 
 def _events(timeline: Timeline, plan: StepPlan | None, pids: Mapping[int, int], offset_s: float) -> Iterator[Event]:
+    args: dict[str, Any] = {"step": timeline.step}
+    if plan is not None:
+        args |= {"policy": plan.policy, "strategy": plan.strategy_words, "predicted_s": plan.time_s}
     for pid in pids.values():
-        args: dict[str, Any] = {"step": timeline.step}
-        if plan is not None:
-            args |= {"policy": plan.policy, "strategy": plan.strategy_words, "predicted_s": plan.time_s}
         yield _slice(
             f"ProfilerStep#{timeline.step}", "user_annotation", STEPS, pid,
             offset_s, offset_s + timeline.step_time_s, args,

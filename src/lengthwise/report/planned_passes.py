@@ -24,6 +24,8 @@ class PlannedPass:
     place: int
     """Where the rank stands among those of its stage."""
     is_backward: bool
+    scheme: str
+    """Name of the micro-batch's scheme."""
 
     @property
     def micro_batch(self) -> PlannedMicroBatch:
@@ -41,7 +43,7 @@ class PlannedPass:
             "tokens": pack.num_tokens,
             "sequences": len(pack.ids),
             "longest": max(pack.lengths),
-            "scheme": self.pipeline.scheme_of(self.micro_batch).name,
+            "scheme": self.scheme,
             "bytes": self.micro_batch.peak_bytes,
         }
 
@@ -63,6 +65,7 @@ def planned_passes(timeline: Timeline, plan: StepPlan | None) -> Iterator[tuple[
     for span in sorted(timeline.spans):
         spans_of.setdefault(span.rank, []).append(span)
     roles = _roles(plan)
+    schemes: dict[tuple[int, int], str] = {}
     for rank, spans in sorted(spans_of.items()):
         remaining, has_gone_back = roles.get(rank, []), False
         for span in spans:
@@ -78,9 +81,11 @@ def planned_passes(timeline: Timeline, plan: StepPlan | None) -> Iterator[tuple[
             if number >= len(pipeline.micro_batches):
                 yield span, None
                 continue
+            if (position, number) not in schemes:
+                schemes[position, number] = pipeline.scheme_of(pipeline.micro_batches[number]).name
             yield span, PlannedPass(
                 position=position, pipeline=pipeline, number=number, stage=stage, place=place,
-                is_backward=word == "backward",
+                is_backward=word == "backward", scheme=schemes[position, number],
             )  # fmt: skip
 
 

@@ -117,10 +117,12 @@ def more_step_figures(run: RunReport) -> list[Figure]:
 
 def kept_timelines(run: RunReport) -> str:
     """A sentence on the steps whose timelines are kept, where they are not all; empty otherwise."""
-    kept, recorded = len(run.record.timelines), len(run.record.rows)
-    if not 0 < kept < recorded:
+    num_timelines, num_steps = len(run.record.timelines), len(run.record.rows)
+    if not 0 < num_timelines < num_steps:
         return ""
-    return f"Timelines of {kept:,} of {recorded:,} steps are kept; older ones are thinned to bound their files."
+    return (
+        f"Timelines of {num_timelines:,} of {num_steps:,} steps are kept; older ones are thinned to bound their files."
+    )
 
 
 def _step_figure(run: RunReport, step: int, title: str, reason: str) -> Figure:
