@@ -4,7 +4,6 @@ A policy is a pure function of (problem, batch): equal input, equal answer, on e
 """
 
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import Protocol
 
@@ -79,15 +78,16 @@ def prepare(name: str, problem: PlanningProblem) -> Policy:
         InputError: there is none, or a policy of another package cannot be used.
         InfeasibleError: no scheme the policy may use fits the longest sequence.
     """
-    if name not in problem.prepared:
-        if name in POLICIES:
-            module_name, function_name = _PREPARE[name].split(":")
-            prepare_policy = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)
-        else:
-            prepare_policy = partial(OutsidePolicy, name)
-        problem.prepared[name] = prepare_policy(problem)
-    policy: Policy = problem.prepared[name]
-    return policy
+
+    def make() -> Policy:
+        if name not in POLICIES:
+            check_policies([name], "policy")
+            return OutsidePolicy(name, problem)
+        module_name, function_name = _PREPARE[name].split(":")
+        policy: Policy = getattr(import_module(f"lengthwise.plan.{module_name}"), function_name)(problem)
+        return policy
+
+    return problem.once(f"policy {name}", make)
 
 
 def check_policies(names: Sequence[str], setting: str) -> list[str]:

@@ -52,7 +52,6 @@ def filled_up(problem: PlanningProblem, lattice: SizeBuckets) -> PlanningProblem
         problem,
         candidates=tuple(candidate for candidate in candidates if candidate.max_tokens),
         lattice=lattice,
-        prepared={},
     )
 
 

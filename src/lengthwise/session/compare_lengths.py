@@ -70,14 +70,8 @@ def compare(
         network_gbit_per_s: rate of each device's network port instead of the device's own; one or several.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
-        max_length: the longest sequence that is trained; by default there is no limit.
-        over_length: what becomes of sequences over `max_length`: "split" (the default), "truncate", "drop", "error".
-        max_degree: most devices that share a layer; by default any number.
-        max_stages: most pipeline stages; by default 8.
-        methods: how devices share a layer; by default "ulysses", "ring" and "megatron_ts".
-        recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
-        dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
-        seed: decides the order of the sequences; 0 by default.
+        options: max_length, over_length, max_degree, max_stages, methods, recompute, dtype and seed, as in
+            `lengthwise.plan`.
 
     Returns:
         A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one

@@ -101,7 +101,7 @@ def random_strategies(planner: Planner, *, seed: int) -> RandomStrategies:
     """Draw one of the planner's degrees and numbers of stages whose pipelines tile the cluster at each step."""
     problem = planner.problem
     members = [
-        RandomMethods(planner=replace(planner, problem=replace(problem, candidates=candidates, prepared={})), seed=seed)
+        RandomMethods(planner=replace(planner, problem=replace(problem, candidates=candidates)), seed=seed)
         for candidates in problem.families.values()
         if problem.num_devices % candidates[0].num_devices == 0 and candidates[0].max_tokens >= problem.max_length
     ]

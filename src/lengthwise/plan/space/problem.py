@@ -1,8 +1,10 @@
 """The planning problem: candidates a policy may use, the cluster they must tile, typical batches to prepare for."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -13,6 +15,8 @@ from lengthwise.core.wording import bytes_in_words, needed_and_available
 from lengthwise.data.size_buckets import SizeBuckets
 from lengthwise.plan.solve.shop import Certificate, Objective
 from lengthwise.plan.space.candidate import Candidate, Family
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +42,9 @@ class PlanningProblem:
     objective: Objective = Objective.FLOW_SHOP
     overhead_per_sequence: bool = False
     """Charge the overhead once per sequence, as Hydraulis' Eq. (1) reads, instead of once per micro-batch."""
-    prepared: dict[str, Any] = field(default_factory=dict, repr=False)
-    """Policies by name, ready: some are moves of others, and preparing takes seconds."""
+    searches: dict[str, Future[Any]] = field(init=False, default_factory=dict, repr=False)
+    """Searches for proposals that other processes have begun, by the name of what strategies are made of."""
+    _made: dict[str, object] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.candidates:
@@ -47,7 +52,13 @@ class PlanningProblem:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what can be prepared again."""
-        return {**self.__dict__, "prepared": {}}
+        return {**self.__dict__, "searches": {}, "_made": {}}
+
+    def once(self, name: str, make: Callable[[], Made]) -> Made:
+        """Return what ``make`` makes, kept under ``name``: policies share parts, and preparing takes seconds."""
+        if name not in self._made:
+            self._made[name] = make()
+        return cast(Made, self._made[name])
 
     @property
     def cost(self) -> CostModel:

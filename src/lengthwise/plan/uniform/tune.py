@@ -61,10 +61,7 @@ def tuning_batches(problem: PlanningProblem) -> list[PricedBatch]:
 
     The same ones for all policies, which share the times found.
     """
-    if "tuning" not in problem.prepared:
-        problem.prepared["tuning"] = _tuning_batches(problem)
-    batches: list[PricedBatch] = problem.prepared["tuning"]
-    return batches
+    return problem.once("tuning", lambda: _tuning_batches(problem))
 
 
 def _tuning_batches(problem: PlanningProblem) -> list[PricedBatch]:

@@ -25,7 +25,7 @@ def searching(problems: Sequence[PlanningProblem], spaces: Sequence[Space], *, w
         with _interrupts_ignored():
             for problem in problems:
                 for space in spaces:
-                    problem.prepared[_key(space)] = pool.submit(_search, problem, space)
+                    problem.searches[_key(space)] = pool.submit(_search, problem, space)
         try:
             yield
         finally:
@@ -52,7 +52,7 @@ def proposals(problem: PlanningProblem, space: Space) -> list[Proposal]:
         InfeasibleError: as ``propose``.
     """
     candidates = space(problem)
-    begun: Future[Found] | None = problem.prepared.get(_key(space))
+    begun: Future[Found] | None = problem.searches.get(_key(space))
     if begun is None:
         return propose(problem, candidates)
     try:
