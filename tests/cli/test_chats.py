@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 
+from lengthwise.config.run_config import DataConfig, PartConfig
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.data.corpus import open_corpus
 from lengthwise.index.store import open_index
 from tests.chats import TEMPLATE, write_model, write_tokenizer
 from tests.cli.runs import lengthwise
@@ -106,6 +108,9 @@ def test_templated_text_keeps_its_special_tokens(folder, tokenizer, tmp_path):
     assert [store.tokens(id).tolist() for id in range(len(store))] == expected and not store.has_loss_mask
     as_text = build(source, tmp_path / "text", tokenizer=str(folder), append_eos=False)
     assert len(as_text.tokens(0)) > len(expected[0])
+    told = lengthwise("index", source, "--tokenizer", folder, "--out", tmp_path / "told").stderr
+    assert f"{len(CHATS)} documents spell special tokens, which became plain letters; --chat recognises them" in told
+    assert "documents_spelling_special_tokens" not in store.info
     with pytest.raises(InputError, match="--loss completions: 'text' holds text, whose turns are not known"):
         build(source, tmp_path / "out", tokenizer=str(folder), chat=True, loss="completions")
 
@@ -187,6 +192,14 @@ def test_rows_with_text_stay_text_and_loss_is_of_chats(folder, tmp_path):
     (tmp_path / "c.txt").write_text("a")
     with pytest.raises(InputError, match="--chat reads rows of JSON lines, Parquet or Arrow"):
         build(tmp_path / "c.txt", tmp_path / "out", chat=True)
+
+
+def test_chats_and_text_of_one_tokenizer_mix(folder, tmp_path):
+    chats = build(write_rows(tmp_path / "a.jsonl", messages=CHATS), tmp_path / "chats", tokenizer=str(folder))
+    texts = build(write_rows(tmp_path / "b.jsonl", text=["some", "text"]), tmp_path / "text", tokenizer=str(folder))
+    corpus = open_corpus(DataConfig(mixture=(PartConfig(index=str(chats.path)), PartConfig(index=str(texts.path)))))
+    assert corpus.lengths.targets.sum() == chats.info["num_loss_tokens"] + len("some") + len("text")
+    assert corpus.loss_mask(0).tolist() == chats.loss_mask(0).tolist() and corpus.loss_mask(len(chats)) is None
 
 
 FLOAT32_ANGLES = 1e-5

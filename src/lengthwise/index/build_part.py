@@ -22,7 +22,7 @@ from lengthwise.index.row_fields import RowFields
 from lengthwise.index.skipped import SkippedDocuments
 from lengthwise.index.source_file import Format, WorkUnit, check_unchanged
 from lengthwise.index.store import MASK_DTYPE
-from lengthwise.index.tokenizers import TokenizerSpec, append_eos, dtype_for, load_tokenizer
+from lengthwise.index.tokenizers import HuggingFaceTokenizer, TokenizerSpec, append_eos, dtype_for, load_tokenizer
 from lengthwise.index.work_units import open_lengths
 
 _BATCH_BYTES = 1 << 20
@@ -68,6 +68,7 @@ class _Tally:
     num_rows: int = 0
     max_token: int = -1
     num_loss_tokens: int = 0
+    num_spelled: int = 0
 
 
 def part_path(job: PartJob, number: int) -> Path:
@@ -112,6 +113,7 @@ def _write_part(job: PartJob, unit: WorkUnit, folder: Path) -> None:
         "num_rows": tally.num_rows,
         "max_token": tally.max_token,
         "num_loss_tokens": tally.num_loss_tokens,
+        "num_spelled": tally.num_spelled,
         "intake": tally.intake.to_json(),
     }
     with (folder / "lengths.npy").open("wb") as file:
@@ -195,7 +197,10 @@ def _batches(job: PartJob, unit: WorkUnit, tally: _Tally) -> Iterator[_Batch]:
         return
     tokenizer = load_tokenizer(job.tokenizer)
     for documents in _document_batches(job, unit, tally):
-        flat, lengths = tokenizer.encode([document.data for document in documents])
+        texts = [document.data for document in documents]
+        flat, lengths = tokenizer.encode(texts)
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            tally.num_spelled += tokenizer.count_spelled(texts)
         origins = np.array([(document.file, document.row) for document in documents], dtype=np.int64)
         yield _Batch(flat, lengths, origins)
 

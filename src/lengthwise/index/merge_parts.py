@@ -30,6 +30,7 @@ class _Totals:
     max_length: int
     max_token: int
     num_loss_tokens: int
+    num_spelled: int
     intake: SkippedDocuments
 
 
@@ -70,6 +71,7 @@ def assemble(
         "num_tokens": totals.num_tokens,
         "max_length": totals.max_length,
         **({"num_loss_tokens": totals.num_loss_tokens} if has_mask else {}),
+        **({"documents_spelling_special_tokens": totals.num_spelled} if totals.num_spelled else {}),
         "has_tokens": has_tokens,
         "vocab_size": vocab_size if has_tokens else None,
         "dtype": dtype.name if has_tokens else None,
@@ -92,7 +94,7 @@ def _copy(path: Path, file: BinaryIO) -> None:
 
 def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
     intake = SkippedDocuments()
-    num_sequences = num_tokens = max_length = num_loss_tokens = 0
+    num_sequences = num_tokens = max_length = num_loss_tokens = num_spelled = 0
     max_token = -1
     for unit in units:
         counts = _counts(job, unit)
@@ -101,6 +103,7 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
         max_length = max(max_length, counts["max_length"])
         max_token = max(max_token, counts["max_token"])
         num_loss_tokens += counts.get("num_loss_tokens", 0)  # parts of an earlier version have none
+        num_spelled += counts.get("num_spelled", 0)
         intake.merge(counts["intake"])
     return _Totals(
         num_sequences=num_sequences,
@@ -108,6 +111,7 @@ def _sum_counts(job: PartJob, units: list[WorkUnit]) -> _Totals:
         max_length=max_length,
         max_token=max_token,
         num_loss_tokens=num_loss_tokens,
+        num_spelled=num_spelled,
         intake=intake,
     )
 

@@ -167,6 +167,12 @@ class HuggingFaceTokenizer:
         self._path = path
         self.eos_id = self._tokenizer.token_to_id(eos_token) if eos_token else None
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self._special = [token.content.encode() for token in added if token.special]
+
+    def count_spelled(self, documents: list[bytes]) -> int:
+        """The number of documents that spell a special token, which becomes plain letters."""
+        return sum(any(token in document for token in self._special) for document in documents)
 
     def encode(self, documents: list[bytes]) -> Encoded:
         """Tokens by the file's own rules, without special tokens."""

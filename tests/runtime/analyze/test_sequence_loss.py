@@ -1,5 +1,6 @@
 """The loss of a sequence in a pack is that of the sequence alone."""
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from torch.nn import functional as F
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.index.build import build_index
 from lengthwise.index.sequence_metrics import open_metric
+from lengthwise.index.settings import IndexSettings
 from lengthwise.index.store import open_index
 from lengthwise.runtime.analyze import sequence_loss as loss
 from lengthwise.runtime.analyze.sequence_loss import LossScorer
@@ -240,3 +243,22 @@ def test_a_run_without_a_checkpoint_has_no_loss(store, tmp_path):
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(InputError, match="checkpoint"):
         LossScorer(request_of(f"loss={tmp_path / 'run'}"), store)
+
+
+def test_the_loss_of_an_index_with_labels_is_that_of_its_labels(tmp_path):
+    numbers = np.random.default_rng(0)
+    rows = [numbers.integers(0, 50, size).tolist() for size in (5, 17, 9)]
+    labels = [[token if k % 3 == 2 else IGNORE for k, token in enumerate(row)] for row in rows]
+    lines = (json.dumps({"input_ids": row, "labels": label}) for row, label in zip(rows, labels))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    build_index(IndexSettings(source=tmp_path / "rows.jsonl"), tmp_path / "index", workers=1)
+    model = model_of(SPECS["llama"])
+    save_pretrained(model, tmp_path / "model")
+    expected = []
+    for row, label in zip(rows, labels):
+        logits = model.logits(torch.tensor(row), (0, len(row)))[:-1]
+        expected.append(F.cross_entropy(logits, torch.tensor(label[1:]), ignore_index=IGNORE).item())
+    request = request_of(f"loss={tmp_path / 'model'}", dtype="float64", max_tokens=100)
+    scorer = LossScorer(request, open_index(tmp_path / "index"))
+    scorer.start(torch.device("cpu"))
+    np.testing.assert_allclose(scorer.score(np.arange(3)), expected, rtol=EXACT)

@@ -21,6 +21,8 @@ def print_index(store: TokenStore, built: BuiltIndex) -> None:
     )
     if store.has_loss_mask:
         lines.append(f"  {info['num_loss_tokens']:,} of {info['num_tokens']:,} tokens have a loss")
+    if count := info.get("documents_spelling_special_tokens"):
+        lines.append(f"  {count:,} documents spell special tokens, which became plain letters; --chat recognises them")
     for reason in REASONS:
         if count := info["ledger"].get(reason):
             lines.append(f"  left out: {count:,} {reason}, such as {info['ledger']['examples'][reason][0]}")
