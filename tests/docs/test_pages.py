@@ -85,7 +85,7 @@ def test_the_readme_is_one_page_in_the_words_of_the_field():
 
 def test_readme_and_site_begin_with_a_page_for_each_reader():
     head = (ROOT / "README.md").read_text().partition("\n## ")[0]
-    for page in ("docs/guides/any-model.md", "docs/get-started/plan-without-gpus.md", "CONTRIBUTING.md"):
+    for page in ("docs/guides/fine-tune.md", "docs/get-started/plan-without-gpus.md", "CONTRIBUTING.md"):
         assert f"]({page})" in head
     assert (ROOT / "tools" / "site_hooks.py").read_text().count('"README.md": "index.md"') == 1
 

@@ -21,20 +21,20 @@ class Fields(BaseModel):
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
 
-class Document(Fields):
+class JsonDocument(Fields):
     """What every document has."""
 
     schema_version: int = Field(ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
 
 
-class FailureDocument(Document):
+class FailureDocument(JsonDocument):
     """The end of any command that fails, in place of its document."""
 
     error: str
     exit_code: int
 
 
-class IndexDocument(Document):
+class IndexDocument(JsonDocument):
     """An index that was built, or found up to date, or verified."""
 
     path: str
@@ -53,7 +53,9 @@ class IndexDocument(Document):
     """The number of tokens that have a loss, where labels or chats say which."""
 
 
-def _document_of(name: str, kind: type, doc: str, *, base: type[BaseModel] = Document, without: str = "") -> type[Any]:
+def _document_of(
+    name: str, kind: type, doc: str, *, base: type[BaseModel] = JsonDocument, without: str = ""
+) -> type[Any]:
     """A document with the fields of a dataclass."""
     hints = get_type_hints(kind)
     definitions: dict[str, Any] = {
@@ -67,7 +69,7 @@ SamplingDocument = _document_of("SamplingDocument", SamplingReport, "What an ord
 RunFields: Any = _document_of("RunFields", RunSummary, "The figures of one run.", base=Fields, without="steps")
 
 
-class AnalyzeDocument(Document):
+class AnalyzeDocument(JsonDocument):
     """A metric of every sequence, and how it is distributed."""
 
     index: str
@@ -92,7 +94,7 @@ class ProfiledPack(Fields):
     """Measured over fitted time, less 1."""
 
 
-class ProfileDocument(Document):
+class ProfileDocument(JsonDocument):
     """A profile and the fit to it: seconds are a_s l^2 + b_s l for each sequence of l tokens, and c_s for each pack."""
 
     profile: str
@@ -121,7 +123,7 @@ class SchemeFields(Fields):
     max_tokens: int
 
 
-class MemoryDocument(Document):
+class MemoryDocument(JsonDocument):
     """The longest sequence that each scheme holds, and the cheapest scheme for a length."""
 
     model: str
@@ -150,7 +152,7 @@ class PlanFields(Fields):
     pipelines: list[dict[str, Any]]
 
 
-class PlanDocument(Document):
+class PlanDocument(JsonDocument):
     """The plans of the first steps, and quantiles over them."""
 
     plans: list[PlanFields]
@@ -158,7 +160,7 @@ class PlanDocument(Document):
     out: str | None
 
 
-class SimulateDocument(Document):
+class SimulateDocument(JsonDocument):
     """Figures over the simulated steps; shares are of all device-seconds."""
 
     policy: str
@@ -205,7 +207,7 @@ class ClusterFields(Fields):
     policies: list[PolicyFields]
 
 
-class CompareDocument(Document):
+class CompareDocument(JsonDocument):
     """All policies on the same global batches; of a single cluster, its fields stand at the top as well."""
 
     model: str
@@ -217,7 +219,7 @@ class CompareDocument(Document):
     ledger: dict[str, Any]
 
 
-class TrainDocument(Document):
+class TrainDocument(JsonDocument):
     """A run that has ended well."""
 
     run_folder: str
@@ -225,7 +227,7 @@ class TrainDocument(Document):
     """What `status.json` holds."""
 
 
-class ReportDocument(Document):
+class ReportDocument(JsonDocument):
     """The figures of each run, and where page and trace are."""
 
     runs: list[RunFields]
@@ -233,14 +235,14 @@ class ReportDocument(Document):
     trace: str
 
 
-class DemoDocument(Document):
+class DemoDocument(JsonDocument):
     """The figures of each run, and where the page is."""
 
     runs: list[RunFields]
     report: str
 
 
-class ExportDocument(Document):
+class ExportDocument(JsonDocument):
     """A model that was exported."""
 
     out: str
@@ -248,7 +250,7 @@ class ExportDocument(Document):
     num_params: int
 
 
-class ConfigDocument(Document):
+class ConfigDocument(JsonDocument):
     """The resolved configuration; it can be read back as a configuration file."""
 
     name: str
@@ -261,14 +263,14 @@ class ConfigDocument(Document):
     train: dict[str, Any]
 
 
-class PresetsDocument(Document):
+class PresetsDocument(JsonDocument):
     """Names of model and device presets (`--presets`)."""
 
     models: list[str]
     devices: list[str]
 
 
-DOCUMENTS: dict[str, tuple[type[Document], ...]] = {
+DOCUMENTS: dict[str, tuple[type[JsonDocument], ...]] = {
     "demo": (DemoDocument,),
     "index": (IndexDocument,),
     "stats": (StatsDocument, SamplingDocument),
@@ -288,7 +290,7 @@ DOCUMENTS: dict[str, tuple[type[Document], ...]] = {
 
 def json_schema(command: str) -> dict[str, Any]:
     """The JSON schema of what a command prints, whether it ends well or fails."""
-    kinds: tuple[type[Document], ...] = (*DOCUMENTS[command], FailureDocument)
+    kinds: tuple[type[JsonDocument], ...] = (*DOCUMENTS[command], FailureDocument)
     schemas = [kind.model_json_schema(ref_template=f"#/$defs/{kind.__name__}/$defs/{{model}}") for kind in kinds]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

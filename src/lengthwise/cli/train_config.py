@@ -56,13 +56,11 @@ def train(
     """
     resumed = None if resume is None else Path(resume)
     with ExitStack() as stack:
-        path: Path | None
+        path = None if config is None or isinstance(config, Config) else Path(config)
         if isinstance(config, Config):
             path = Path(stack.enter_context(TemporaryDirectory(prefix="lengthwise-"))) / "config.yaml"
             config.save(path)
             overrides = [f"plan.policy={config.plan.policy}", *overrides]  # a policy that a file alone names is refused
-        else:
-            path = None if config is None else Path(config)
         if resumed is not None:
             if path is not None:
                 raise InputError(
