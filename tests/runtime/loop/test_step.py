@@ -24,17 +24,19 @@ BY_TARGET, TARGETS, PIPELINE, MICRO_BATCH, FINGERPRINT, IS_CHANGED, RATE, DIGEST
 DIRECT, USES = 11, 12
 
 
-def groups_of(num_phases):
-    """Two ranks that share a pipeline in the first phase and have their own in the others."""
-    first = Packs(ranks=(0, 1), packs=((0,), (1,)))
-    others = (Packs(ranks=(r,), packs=((2,),) if r == 0 else (), phase=p) for p in range(1, num_phases) for r in (0, 1))
-    return (first, *others)
+def groups_of(num_phases, shared=0):
+    """Two ranks that share a pipeline in the phase ``shared`` and have their own in the others."""
+    by_phase = [
+        [Packs(ranks=(r,), packs=((2,),) if r == 0 else (), phase=p) for r in (0, 1)] for p in range(num_phases)
+    ]
+    by_phase[shared] = [Packs(ranks=(0, 1), packs=((0,), (1,)), phase=shared)]
+    return tuple(group for groups in by_phase for group in groups)
 
 
 def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
     """A step of rank 0 that is computed; ``changes``: what rank 1 reports otherwise, by column or name."""
     batch = GlobalBatch(step=3, ids=tuple(range(len(LENGTHS))), lengths=LENGTHS, objective=EVERY_TOKEN)
-    plan = replace(plan_of(batch, groups_of(num_phases), 1), lr_factor=FACTOR)
+    plan = replace(plan_of(batch, groups_of(num_phases, given.get("shared", 0)), 1), lr_factor=FACTOR)
     run = mock.Mock(
         world=SimpleNamespace(rank=0, size=2, device=torch.device("cpu")), readers=None, counts_targets=False,
         collator=PackCollator(source=Source(LENGTHS), objective=EVERY_TOKEN), gradient_version=1, clip_norm=clip_norm,
@@ -152,6 +154,8 @@ def test_ranks_at_other_operations_are_refused(monkeypatch):
 
 def test_what_is_not_shared_or_not_read_to_the_end_is_not_compared(monkeypatch):
     step_of(monkeypatch, {DIGEST + 1: 99}).update()  # pipelines of one rank each
+    with pytest.raises(CheckError, match="ranks 0-1 share sequences"):
+        step_of(monkeypatch, {DIGEST + 1: 99}, shared=1).update()
     step_of(monkeypatch, {DIGEST: 99}, num_phases=NUM_DIGESTS + 1).update()
     with pytest.raises(CheckError, match="share sequences"):
         step_of(monkeypatch, {DIGEST: 99}, num_phases=NUM_DIGESTS).update()

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.verify.first_difference import DIFFERS, locate_difference
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.loop.memory_runs import run_of
 from tests.runtime.loop.modules import HEADS, VOCAB, WIDTH
 from tests.runtime.loop.runs import DENSE, Case, Source, Stream
 from tests.runtime.loop.test_plain_modules import LOGITS, built
@@ -61,15 +61,17 @@ class Model(nn.Module):
             _, x = layer(x)
         if self.place == "before the head":
             x = x + x.roll(1, 1)
+        if self.place == "a spectrum":
+            x = x + torch.fft.fft(x, dim=1).real
         if self.place == "nan":
             x = x * (torch.nan if x.shape[1] in (4, 8) else 1.0)  # of the pack, or of half of it
         logits = self.head(x)
         return logits + (logits.flip(1) if self.place == "the end" else 0)
 
 
-def run_of(model, lengths):
+def traced(model, lengths):
     case = Case(build=lambda: model, **LOGITS)
-    run = Run(
+    run = run_of(
         WrappedModel(model, loss=case.loss), local_world(), stream=Stream(case=case), planner=lambda batch: None,
         collator=PackCollator(source=Source(lengths), objective=case.objective), optimizer=DENSE, lr=lambda step: 1.0,
         num_steps=1,
@@ -80,7 +82,7 @@ def run_of(model, lengths):
 
 def located(build, lengths=(3, 5), alone=False):
     """What every rank is told, if all share the pack, or the first one has it alone."""
-    run = run_of(build(), lengths)
+    run = traced(build(), lengths)
     world = run.world
     group = run.alone if world.size == 1 else world.groups.of(tuple(range(world.size)))
     if alone:
@@ -99,6 +101,7 @@ PLACES = {
     "a module of layer 1": "It begins in layer 1 (Layer), in mixer (Mixer, which calls cumsum), whose output",
     "layers themselves": "It begins in layer 0 (Layer) itself, which calls roll, cumsum, before its last_norm, ",
     "before the head": "It begins in the forward of Model itself, which calls roll, before its head, whose output",
+    "a spectrum": "It begins in the forward of Model itself, which calls fft, before its head, whose output",
     "the end": "It begins in the forward of Model itself, which calls flip, whose output differs by ",
     "nan": "It begins in the forward of Model itself, before its head, whose output differs by inf",
 }

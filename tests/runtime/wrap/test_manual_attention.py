@@ -1,6 +1,7 @@
 """Attention that a model writes out becomes a scale and a bias by position, or is refused."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
-from lengthwise.runtime.wrap import manual_attention
-from lengthwise.runtime.wrap.manual_attention import begin_scores, find_scores, record_operation
+from lengthwise.runtime.wrap.manual_attention import (
+    begin_scores,
+    begin_scores_with_bias,
+    find_scores,
+    record_operation,
+)
 
 HEADS, T, SIZE = 3, 5, 4
 GENERATOR = torch.Generator().manual_seed(0)
@@ -65,15 +70,44 @@ def test_a_bias_may_need_all_heads_or_the_dtype_of_the_model():
     scale, bias = viewed.attended.scale_and_bias()
     assert scale == pytest.approx(1.0)
     torch.testing.assert_close(bias, BIAS)
-    single = scores_of(HEADS, dtype=torch.float32)
-    single = record_operation(torch.baddbmm, (single, torch.ones(HEADS, T, 1), torch.ones(HEADS, 1, T)), {})
-    torch.testing.assert_close(single.attended.scale_and_bias()[1], torch.ones(1, T, T))
+    flattened = recorded(scores_of(2, HEADS), (Tensor.view, 2 * HEADS, T, T), (torch.add, BIAS[0]))
+    torch.testing.assert_close(flattened.attended.scale_and_bias(), (1.0, BIAS[:1]))
+    single = in_its_dtype(scores_of(HEADS, dtype=torch.float32)).attended
+    torch.testing.assert_close(single.scale_and_bias()[1], torch.ones(1, T, T))
     with pytest.raises(InputError, match="calls baddbmm between its products"):
-        wrong = scores_of(HEADS, dtype=torch.float32)
-        attended = record_operation(
-            torch.baddbmm, (wrong, torch.ones(HEADS, T, 1), torch.ones(HEADS, 1, T)), {}
-        ).attended
-        manual_attention.replace(attended, query=attended.query.bfloat16()).scale_and_bias()
+        replace(single, query=single.query.bfloat16()).scale_and_bias()
+
+
+def test_products_added_to_a_bias_have_its_factors():
+    query = torch.randn(HEADS, T, SIZE, generator=GENERATOR, dtype=torch.float64)
+    for factors in ({}, {"beta": 0.5, "alpha": 0.25}, {"alpha": 2.0}, {"beta": 0.0}):
+        attended = begin_scores_with_bias(BIAS, query, query.mT, **factors).attended
+        torch.testing.assert_close(attended.logits(query @ query.mT), torch.baddbmm(BIAS, query, query.mT, **factors))
+        assert len(attended.steps) == (factors.get("alpha", 1.0) != 1.0) + (factors.get("beta", 1.0) != 0.0)
+
+
+def in_its_dtype(scores, added=1.0):
+    """Scores and ``added``, by a function that takes one dtype alone and all heads."""
+    ones = torch.ones(HEADS, 1, T, dtype=scores.dtype)
+    return record_operation(torch.baddbmm, (scores, added * ones.mT, ones), {})
+
+
+def test_rounding_of_the_dtype_is_no_difference():
+    low = in_its_dtype(recorded(scores_of(HEADS, dtype=torch.bfloat16), (torch.mul, 0.3)))
+    assert low.attended.scale_and_bias()[0] == pytest.approx(0.3, rel=2e-2)
+    large = in_its_dtype(recorded(scores_of(HEADS, dtype=torch.float32), (torch.mul, 0.3)), 1e4)
+    assert large.attended.scale_and_bias()[0] == pytest.approx(0.3, rel=1e-2)
+    with pytest.raises(InputError, match="does more to its logits"):
+        in_its_dtype(recorded(scores_of(HEADS, dtype=torch.float32), (bent, 1e-2))).attended.scale_and_bias()
+
+
+def test_scale_and_bias_are_those_of_float64_where_that_can_be_computed():
+    scores = recorded(scores_of(HEADS, dtype=torch.float32), (torch.mul, 0.3), (torch.add, 1e4))
+    scale, bias = scores.attended.scale_and_bias()
+    assert scale == pytest.approx(0.3, rel=1e-9) and torch.equal(bias, torch.full((1, T, T), 1e4).double())
+    swapped = recorded(scores_of(HEADS, dtype=torch.float32), (torch.add, BIAS), (torch.mul, 0.3))
+    swapped = record_operation(Tensor.__getitem__, (swapped, ([2, 0, 1],)), {})
+    torch.testing.assert_close(swapped.attended.scale_and_bias(), (0.3, 0.3 * BIAS[[2, 0, 1]]))
 
 
 def bent(logits, amount):

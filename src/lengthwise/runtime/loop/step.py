@@ -312,15 +312,15 @@ class Step:
             digests[min(self._own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
         return digests
 
-    def _read_differently(self, reports: RankReports) -> list[int]:
+    def _read_differently(self, reports: RankReports) -> tuple[int, ...]:
         """Ranks of a pipeline that read different things for the same sequences."""
         if self.plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in reports.column(2)):
-            return []  # ranks of several pipelines cannot be compared; one that failed has not read all
+            return ()  # ranks of several pipelines cannot be compared; one that failed has not read all
         for pipeline in self.plan.pipelines:
             digests = reports.column(7 + pipeline.phase)
             if len({digests[rank] for rank in pipeline.ranks}) > 1:
-                return sorted(pipeline.ranks)
-        return []
+                return pipeline.ranks
+        return ()
 
     def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
         """Discard the step and return the error to raise; every rank calls this."""

@@ -92,7 +92,7 @@ def _by_slot(values: Any, num_slots: int) -> Tensor:
         raise InputError(f"per_sequence takes a tensor with one value for each slot; got {type(values).__name__}")
     if values.dim() and len(values) == num_slots:
         return values
-    if values.dim() > 1 and tuple(values.shape[:2]) == (1, num_slots):
+    if tuple(values.shape[:2]) == (1, num_slots):
         return values[0]
     raise InputError(
         f"per_sequence needs one value for each of the {num_slots} slots of this rank, [t, ...] or [1, t, ...]; got "
