@@ -1,12 +1,15 @@
 """Where outputs of a pack begin to differ is named: the layer, the module, and what it calls in which slots meet."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.verify import first_difference
 from lengthwise.runtime.verify.first_difference import DIFFERS, locate_difference
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
@@ -29,11 +32,16 @@ class Mixer(nn.Module):
         return 1.0 + self.scale * torch.ones_like(x).cumsum(1)
 
 
+class Counted(nn.Module):
+    def forward(self, tokens):
+        return tokens.cumsum(1).double()
+
+
 class Layer(nn.Module):
     def __init__(self, place, number):
         super().__init__()
         self.qkv, self.norm, self.place = nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(WIDTH), place
-        self.last_norm = nn.LayerNorm(WIDTH)
+        self.last_norm, self.end = nn.LayerNorm(WIDTH), f"the end of layer {number}"
         self.mixer = Mixer(1.0) if place == f"a module of layer {number}" else nn.Identity()
 
     def forward(self, x):
@@ -41,7 +49,11 @@ class Layer(nn.Module):
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         if self.place == "layers themselves":
             x = x + x.flip(1) + x.cumsum(1) + x.roll(1, 1)
-        return torch.arange(x.shape[1]), x + self.mixer(self.last_norm(x))
+        x = x + self.mixer(self.last_norm(x))
+        if self.place == self.end:
+            x = x + x.flip(1)
+        counts = torch.tensor([x.shape[1]] * x.shape[1])  # what is no hidden state is not compared
+        return counts, 0.5, x.sum(), x
 
 
 class Model(nn.Module):
@@ -50,15 +62,18 @@ class Model(nn.Module):
     def __init__(self, place="", scale=0.0):
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.aside = Mixer(scale)
+        self.aside, self.extra = Mixer(scale), nn.Identity()
+        self.counted = Counted() if place == "counted tokens" else nn.Identity()
         self.stem = nn.Conv1d(WIDTH, WIDTH, 3, padding=1) if place == "the stem" else nn.Identity()
         self.layers, self.place = nn.ModuleList(Layer(place, number) for number in range(2)), place
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) + 0 * self.counted(tokens)[..., None]
         x = self.stem(x.transpose(1, 2)).transpose(1, 2) + 0 * self.aside(x)
         for layer in self.layers:
-            _, x = layer(x)
+            *_, x = layer(x)
+        if x.shape[1] in (4, 8):  # of the pack, or of half of it
+            x = self.extra(x)
         if self.place == "before the head":
             x = x + x.roll(1, 1)
         if self.place == "a spectrum":
@@ -100,6 +115,8 @@ PLACES = {
     "a module of layer 0": "It begins in layer 0 (Layer), in mixer (Mixer, which calls cumsum), whose output",
     "a module of layer 1": "It begins in layer 1 (Layer), in mixer (Mixer, which calls cumsum), whose output",
     "layers themselves": "It begins in layer 0 (Layer) itself, which calls roll, cumsum, before its last_norm, ",
+    "counted tokens": "It begins in counted (Counted, which calls cumsum), whose output differs by ",
+    "the end of layer 1": "It begins in layer 1 (Layer) itself, which calls flip, sum, whose output differs by ",
     "before the head": "It begins in the forward of Model itself, which calls roll, before its head, whose output",
     "a spectrum": "It begins in the forward of Model itself, which calls fft, before its head, whose output",
     "the end": "It begins in the forward of Model itself, which calls flip, whose output differs by ",
@@ -128,3 +145,19 @@ def test_ranks_without_the_pack_are_told_the_same_and_padding_is_not_compared(ra
     assert texts[0] == texts[1] and "begins in stem" in texts[0]
     for text in ranks(2).run(located, partial(built, Model), lengths=(1,)):
         assert text.startswith(AGREE)
+
+
+def test_what_cannot_be_compared_is_refused_all_the_same_and_no_hook_stays(ranks):
+    assert ranks(1).run(compared_in_vain) == [None]
+
+
+def compared_in_vain():
+    run = traced(built(Model), (3, 5))
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in run.model.modules()]
+    assert locate_difference(run, (3, 5), run.alone, ()).startswith(AGREE)
+    assert hooks == [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in run.model.modules()]
+    for kind in (InputError, RuntimeError, IndexError, KeyError):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(first_difference, "_compare", mock.Mock(side_effect=kind("no")))
+            assert locate_difference(run, (3, 5), run.alone, ()).startswith(AGREE)
+    run.close()
