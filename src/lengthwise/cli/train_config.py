@@ -62,11 +62,7 @@ def train(
             config.save(path)
             overrides = [f"plan.policy={config.plan.policy}", *overrides]  # a policy that a file alone names is refused
         if resumed is not None:
-            if path is not None:
-                raise InputError(
-                    f"--resume goes on with {resumed}/config.yaml; give overrides, not another config ({path})"
-                )
-            RunFolder(resumed).check()
+            _check_resumed(resumed, path)
         resolved = load(path if resumed is None else resumed / "config.yaml", list(overrides))
         if is_rank():
             return _train_as_rank(resolved, resumed, fall_back=fall_back, quiet=quiet)
@@ -80,6 +76,12 @@ def train(
         run_folder = stack.enter_context(claim)
         launch(run_folder, arguments, nproc=nproc, max_restarts=max_restarts)
     return run_folder.path
+
+
+def _check_resumed(folder: Path, config: Path | None) -> None:
+    if config is not None:
+        raise InputError(f"--resume goes on with {folder}/config.yaml; give overrides, not another config ({config})")
+    RunFolder(folder).check()
 
 
 def _folder_of(config: Config, resume: Path | None, *, fall_back: bool) -> RunFolder | None:
@@ -111,7 +113,7 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
         resolve_model,
         with_steps,
     )
-    from lengthwise.session.validation import validation_corpus
+    from lengthwise.session.validation_set import validation_corpus
 
     check_trackers(config)
     corpus = open_corpus(config.data)

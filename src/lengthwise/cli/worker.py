@@ -61,7 +61,7 @@ from lengthwise.session.planning import (
 )
 from lengthwise.session.provenance import add_start
 from lengthwise.session.sampling_report import sampling_report, unused_settings, without_targets
-from lengthwise.session.validation import validation_corpus, validation_plans
+from lengthwise.session.validation_set import validation_corpus, validation_plans
 
 if TYPE_CHECKING:
     from lengthwise.core.batch import BatchStream

@@ -368,9 +368,9 @@ def _check_degree(config: Config, cost: CostModel, cluster: ClusterSpec) -> None
         limits = {"plan.degree": (plan.degree, measured), "plan.max_degree": (plan.max_degree, measured)}
         limits["plan.max_stages"] = (plan.max_stages, 1)
         if asked := [f"{name}={count}" for name, (count, limit) in limits.items() if (count or 1) > limit]:
-            known = "one device" if measured == 1 else f"up to {measured} devices that share a layer"
+            devices = "one device" if measured == 1 else f"up to {measured} devices that share a layer"
             raise InputError(
-                f"{plan.profile} was measured on {known} and knows no cost of {' and '.join(asked)}; profile with "
+                f"{plan.profile} was measured on {devices} and knows no cost of {' and '.join(asked)}; profile with "
                 "--max-degree, or set plan.profile= (empty) for analytic costs"
             )
     if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree != 1):

@@ -9,7 +9,7 @@ from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.specs import cluster_preset
 from lengthwise.data.corpus import open_corpus, open_validation
 from lengthwise.session.planning import make_sampler, resolve_model, with_steps
-from lengthwise.session.validation import validation_corpus, validation_plans
+from lengthwise.session.validation_set import validation_corpus, validation_plans
 from tests.data.build import build, write_jsonl
 
 
