@@ -56,7 +56,7 @@ def reasons(summaries: "list[RunSummary]") -> list[str]:
     *others, auto = summaries
     num_shared, num_all = shared_sequences(Path(auto.path))
     sentences = [
-        f"auto had both ranks compute {num_shared} of {num_all} sequences together; alone, the longest keep one waiting."
+        f"auto had both ranks compute {num_shared} of {num_all} sequences together; alone, the longest keep one idle."
         if num_shared
         else f"auto computed each of {num_all} sequences on one rank: by the measured costs, sharing none was faster."
     ]
@@ -66,9 +66,7 @@ def reasons(summaries: "list[RunSummary]") -> list[str]:
         about += share(auto.idle_fraction)
         predicted = (auto.predicted_step_time_s or 0.0) / (other.predicted_step_time_s or 1.0)
         if abs(predicted - 1) < NOISE:
-            about += (
-                "; their plans were predicted to take the same time, so that any difference is this machine's drift"
-            )
+            about += "; their plans were predicted to take the same time, and any difference is this machine's drift"
         elif ratio < 1 - NOISE:
             about += (
                 f"; auto lost to {other.policy} here: {NUM_RANKS} CPU ranks share cores and memory, so that plans win "
