@@ -16,7 +16,7 @@ from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch
 from lengthwise.runtime.train import execute_step as step
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
-from lengthwise.runtime.train.execute_step import StepConsensus, run_step, sync_step
+from lengthwise.runtime.train.execute_step import StepConsensus, StepResult, run_step, sync_step
 from lengthwise.sim.schedule_check import operations
 from tests.runtime.train.runs import RandomTokens, local_world, new_state
 from tests.sim.random_plans import SPEC, random_batch, random_plan
@@ -135,3 +135,7 @@ def _check_refused():
         run()
     assert not state.sent.calls
     assert math.isfinite(run().loss)
+
+
+def test_a_result_prints_as_a_line_of_figures():
+    assert str(StepResult(loss=2.34567, grad_norm=1.0, lr=3e-4)) == "loss 2.3457, gradient norm 1, learning rate 0.0003"

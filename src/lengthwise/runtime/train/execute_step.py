@@ -38,6 +38,9 @@ class StepResult:
     """Global, before clipping."""
     lr: float
 
+    def __str__(self) -> str:
+        return f"loss {self.loss:.4f}, gradient norm {self.grad_norm:.3g}, learning rate {self.lr:.3g}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepConsensus:
