@@ -108,3 +108,10 @@ def test_functions_and_commands_name_their_own_arguments(policy):
         lengthwise.plan(lengths, policy=policy, **wanted)
     with pytest.raises(InputError, match=r"over max_length 100; .*Raise max_length, or set over_length to drop"):
         lengthwise.plan(lengths, policy=policy, max_length=100, over_length="error", **wanted)
+
+
+def test_the_batch_sampler_names_its_own_arguments():
+    with pytest.raises(InputError, match=r"^window 0: at least 1 sequence is needed"):
+        lengthwise.BatchSampler(
+            [3, 4], tokens_per_micro_batch=8, tokens_per_step=8, order="windowed", window=0, rank=0, num_ranks=1
+        )

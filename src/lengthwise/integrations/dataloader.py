@@ -19,8 +19,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils import data
 
+from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch, num_targets
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import CheckError, InputError, errors_spelt
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.order import OrderSettings, make_order
@@ -78,6 +79,7 @@ class BatchSampler(data.Sampler[list[int]]):
             :class:`~lengthwise.data.order.OrderSettings`.
     """
 
+    @errors_spelt(as_option)
     def __init__(
         self,
         lengths: Sequence[int] | np.ndarray,
