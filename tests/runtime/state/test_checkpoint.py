@@ -201,6 +201,11 @@ def test_a_checkpoint_of_another_model_is_refused_and_what_differs_named(ranks, 
         assert re.search(message, told)
 
 
+def test_one_process_refuses_weights_of_another_model(intact):
+    with pytest.raises(InputError, match=r"its digest is [0-9a-f]{16}, that of test is"):
+        checkpoint.load_weights(intact, replace(SPEC, rope_theta=5e5))
+
+
 @pytest.mark.parametrize(
     ("saved_with", "loaded_with", "message"),
     [

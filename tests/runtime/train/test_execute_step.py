@@ -80,6 +80,20 @@ def _check_disagreement():
         sync_step(plan, world, StepClock(world), stop=False)
 
 
+def test_clocks_begin_with_the_rank_that_started_last_and_any_digest_is_told(monkeypatch):
+    other = torch.tensor([-(1 << 63), 0, 0, 3_000_000_000])
+    monkeypatch.setattr(step, "gather_rows", lambda row: torch.stack([row, other]))
+    clock = mock.Mock(**{"since_start_s.return_value": 2.0})
+    plan, world = mock.Mock(step=3, digest="f" * 16), mock.Mock(device=torch.device("cpu"))
+    with pytest.raises(CheckError, match=f"^step 3: rank 1 plans {'0' * 16}, rank 0 plans {'f' * 16};"):
+        sync_step(plan, world, clock, stop=False)
+    clock.align.assert_called_once_with(3.0)
+    other[3] = 1_000_000_000
+    with pytest.raises(CheckError):
+        sync_step(plan, world, clock, stop=False)
+    clock.align.assert_called_with(2.0)
+
+
 def test_what_one_rank_knows_all_know(ranks):
     """That it was asked to stop; that a checkpoint could not be written."""
     for agreed in ranks(3).run(_agree_on_what_rank_one_knows):

@@ -161,6 +161,8 @@ def test_softmax_over_keys_makes_weights_and_any_other_is_refused(options):
     scores = scores_of(HEADS)
     weights = record_operation(F.softmax, (scores,), options)
     assert weights.attended.is_weights and not scores.attended.is_weights and weights.attended.steps == ()
+    with pytest.raises(InputError, match="calls softmax between"):
+        record_operation(F.softmax, (weights,), options)
     for wrong in (0, 1, -2):
         with pytest.raises(InputError, match="calls softmax between"):
             record_operation(F.softmax, (scores,), {"dim": wrong})
