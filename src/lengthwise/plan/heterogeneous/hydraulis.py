@@ -20,11 +20,11 @@ def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
     """Propose strategies for the corpus.
 
     Raises:
-        InfeasibleError: the longest sequence fits under no candidate of the published space.
+        InfeasibleError: the longest sequence fits the search space, but no candidate of the published one.
     """
     candidates = published_space(problem)
     leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
-    if leanest.max_tokens < problem.max_length:
+    if leanest.max_tokens < min(problem.max_length, problem.leanest.max_tokens):
         raise InfeasibleError(
             f"policy hydraulis plans with {leanest.scheme.methods[0]} alone: a sequence of {problem.max_length:,} "
             f"tokens {problem.needs(leanest, problem.max_length)} Set {Setting.POLICY}=auto, or "
