@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import get_context
+from multiprocessing import get_context, util
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ PRELOADED = [
 ]
 POLL_S = 0.01
 _POPEN = subprocess.Popen
+util.get_temp_dir()  # for sockets, whose paths are short; later it would be below a test's own TMPDIR
 
 
 def context() -> ForkServerContext:

@@ -17,7 +17,7 @@ OVERRIDES = {
     "optim.min_lr_fraction": ("1.5", "-0.1", ".nan"),
     "optim.warmup_steps": ("-1", "1000000000000", "1.5"),
     "optim.lr ": ("1",),
-    "train.steps": ("1:30", "0", "-3", "1000000000000", "1.5", "true", "yes", "1e3x", "9" * 5000, "٣", "{}", "null"),
+    "train.steps": ("1:30", "0", "-3", "1000000000000", "1.5", "true", "yes", "1e3x", "9" * 5000, "٣", "{}"),
     "train.checkpoint_every": ("-1", "99999999999999", "0.5"),
     "train.keep_checkpoints": ("0", "1.5", "[]"),
     "train.log_every": ("0", "-1"),

@@ -58,7 +58,7 @@ def _in_folder(spoil):
 
 
 def _cases() -> list[Case]:
-    command = ("plan", "data.index=GOOD/index", "cluster.name=1xcpu", "model.hf=GOOD/model", "train.steps=1")
+    command = ("train", "data.index=GOOD/index", "model.hf=GOOD/model", "train.steps=1", "run_folder=GOOD/new")
     cases = [
         Case(
             name=f"{key}={str(value)[:20]}", arguments=command, words=("model",), spoil=_writing({**CONFIG, key: value})
@@ -70,6 +70,17 @@ def _cases() -> list[Case]:
     cases += [
         Case(name=f"config.json: {name}", arguments=command, words=("config.json", word), spoil=_in_folder(spoil))
         for name, (spoil, word) in no_document("model/config.json").items()
+    ]
+    priced = ("plan", "data.index=GOOD/index", "cluster.name=1xcpu", "model.hf=GOOD/model", "train.steps=1")
+    cases += [  # what training refuses may have a price, but no size that cannot be meant
+        Case(
+            name=f"priced {key}={value!s}",
+            arguments=priced,
+            words=("config.json",),
+            spoil=_writing({**CONFIG, key: value}),
+        )
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
+        for value in (0, -1, NAN, "64", {}, 1.5)
     ]
     return [*cases, Case(name="no folder", arguments=command, words=("model",))]
 

@@ -124,7 +124,8 @@ def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
         (values[name] for name in ("hidden_act", "hidden_activation", "activation_function", "activation")
          if values.get(name)), "silu",
     )  # fmt: skip
-    dense_size = fields.size("dense_size") or fields.size("ffn_size") or 4 * hidden_size
+    is_gated = family.startswith("gemma") or not str(activation).startswith(("gelu", "relu", "quick_gelu"))
+    dense_size = fields.size("dense_size") or _dense_size(fields, hidden_size, is_gated=is_gated)
     ffn_size, stored_ffn_size, experts = _ffn_columns(fields, dense_size, num_layers)
     window, num_window_layers = _windows(fields, family, num_layers)
     if "chunked_attention" in fields.names("layer_types"):
@@ -139,14 +140,29 @@ def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
         num_kv_heads=fields.size("num_kv_heads") or (1 if one_kv_head else num_heads),
         head_size=fields.size("head_size") or max(1, hidden_size // num_heads),
         vocab_size=fields.needed("vocab_size"),
-        gated_ffn=family.startswith("gemma") or not str(activation).startswith(("gelu", "relu", "quick_gelu")),
-        tied_embeddings=bool(values.get("tie_word_embeddings", family.startswith(_TIED))),
+        gated_ffn=is_gated,
+        tied_embeddings=_is_tied(fields, family),
         causal=not any(str(name).endswith("ForMaskedLM") for name in fields.names("architectures")),
         stored_ffn_size=stored_ffn_size,
         window=window,
         num_window_layers=num_window_layers,
         unpriced=", ".join([*parts, *experts, "biases"]),
     )
+
+
+def _dense_size(fields: _Fields, hidden_size: int, *, is_gated: bool) -> int:
+    """Columns of a dense feed-forward; families of GPT-2's time leave out that they have four times the hidden size."""
+    if fields.size("ffn_size") is None and not is_gated:
+        return 4 * hidden_size
+    return fields.needed("ffn_size")
+
+
+def _is_tied(fields: _Fields, family: str) -> bool:
+    """Whether embedding and head are one matrix."""
+    is_tied = fields.values.get("tie_word_embeddings", family.startswith(_TIED))
+    if not isinstance(is_tied, bool):
+        raise InputError(f"{fields.path}: tie_word_embeddings must be true or false, not {brief(is_tied)}")
+    return is_tied
 
 
 def _refuse_other_layers(fields: _Fields) -> None:

@@ -1,5 +1,6 @@
 """Lengths, models, clusters, policies and methods by name, checked, for commands and functions alike."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +135,7 @@ def find_model(model: str | Path | ModelSpec) -> ModelSpec:
         return model
     if str(model) in MODELS:
         return MODELS[str(model)]
-    if Path(model).is_dir():
+    if os.path.isdir(model):  # unlike Path.is_dir, also of names that are too long
         from lengthwise.models.hf_sizes import read_priced_spec
 
         return read_priced_spec(Path(model))
