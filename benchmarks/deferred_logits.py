@@ -11,8 +11,9 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
+
+from measure import save
 
 VOCAB = 128_256
 """That of Llama 3."""
@@ -73,8 +74,7 @@ def main() -> None:
         }
         print(name, results[name], flush=True)
     record = {"tokens": options.tokens, "vocab_size": VOCAB, "rounds": options.rounds, "models": results}
-    out = Path(__file__).parent / "results" / "deferred_logits.json"
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    save("deferred_logits", record)
 
 
 def _run(name: str, side: str, tokens: int) -> dict[str, float]:
