@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -253,3 +254,20 @@ def test_a_model_that_packs_would_change_is_computed_sequence_by_sequence_with_a
     run = lw.prepare(models.gpt(), models.rows(), packing="never", **options)
     assert run.wrapped_model.by_sequence is not None
     run.close()
+
+
+def test_the_comparison_before_a_run_says_how_far_it_is(monkeypatch):
+    shares, bars = [], []
+
+    @contextmanager
+    def recorded(words, *, shown):
+        bars.append((words, shown))
+        yield shares.append
+
+    monkeypatch.setattr("lengthwise.session.prepare.progress_bar", recorded)
+    for verbose in (True, False):
+        lw.prepare(
+            models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, verbose=verbose, **OPTIONS
+        ).close()
+    assert bars == [("comparing with the stock model", True), ("comparing with the stock model", False)]
+    assert len(shares) > 4 and shares[0] == 0 and all(0 <= share < 1 for share in shares)

@@ -40,7 +40,7 @@ def find_cost(
     effort = ProfilingEffort(memory_bytes=None if options.memory_gib is None else cluster.device.memory_bytes)
 
     def make() -> LayerTable:
-        with _progress(shown=options.verbose and run.world.is_first) as advance:
+        with progress_bar("measuring two layers", shown=options.verbose and run.world.is_first) as advance:
             return measure(run, longest=lengths.max_length, degrees=degrees, effort=effort, on_progress=advance)
 
     path, shown = profile_path(run, options), options.verbose and run.world.is_first
@@ -92,10 +92,11 @@ def say(words: str) -> None:
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[float], None]]:
+def progress_bar(words: str, *, shown: bool) -> Iterator[Callable[[float], None]]:
+    """A bar on standard error; yields a function that takes the share which is done."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True, markup=False), transient=True, disable=not shown) as bar:
-        task = bar.add_task("measuring two layers", total=1.0)
+        task = bar.add_task(words, total=1.0)
         yield lambda done: bar.update(task, completed=done)

@@ -37,7 +37,7 @@ from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
-from lengthwise.session.calibration import find_cost, measure_again, say
+from lengthwise.session.calibration import find_cost, measure_again, progress_bar, say
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.id_ranges import IdRanges
@@ -264,12 +264,15 @@ def _units(sequences: RunSequences) -> Units | None:
 def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> None:
     """Compare what plans may compute with the stock model."""
     size = prepared.world.size
-    check_exact(
-        prepared,
-        degrees=[degree for degree in degrees_of(size, local_size()) if degree <= (options.max_degree or size)],
-        recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
-        longest=longest // options.slot_tokens,
-    )
+    shown = options.verbose and prepared.world.is_first
+    with progress_bar("comparing with the stock model", shown=shown) as advance:
+        check_exact(
+            prepared,
+            degrees=[degree for degree in degrees_of(size, local_size()) if degree <= (options.max_degree or size)],
+            recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
+            longest=longest // options.slot_tokens,
+            on_progress=advance,
+        )
 
 
 def _planner(prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences) -> Planner | OnlineCalibration:

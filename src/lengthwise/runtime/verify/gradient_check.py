@@ -7,7 +7,7 @@ where memory allows. What differs is refused with the layer and the operation wh
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,6 +101,7 @@ def check_exact(
     degrees: Sequence[int] | None = None,
     recompute: Sequence[str] = RECOMPUTE,
     longest: int | None = None,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Compare loss and gradients of packs with those of the stock model, called on each sequence alone.
 
@@ -111,6 +112,7 @@ def check_exact(
         degrees: that plans may use; None: the divisors of the world's size, and all numbers up to 4.
         recompute: which of ``none``, ``all`` and ``alternate`` layers plans may recompute.
         longest: slots of the longest sequence of the corpus; None: only short ones are compared.
+        on_progress: hears of the share of the comparisons that is done.
 
     Raises:
         CheckError: they differ by more than rounding, or the forward changes the model's buffers.
@@ -126,7 +128,7 @@ def check_exact(
     for dtype in dtypes:
         try:
             with noise_free(run, dtype):
-                _compare(run, settings, _tolerance(dtype, run.state.compute_dtype))
+                _compare(run, settings, _tolerance(dtype, run.state.compute_dtype), on_progress)
             return
         except NotInThisDtype as error:
             if dtype == dtypes[-1]:
@@ -223,10 +225,13 @@ def _dtypes(run: PreparedModel) -> list[torch.dtype | None]:
     return dtypes
 
 
-def _compare(run: PreparedModel, settings: list[ComputeSetting], tolerance: Tolerance) -> None:
+def _compare(
+    run: PreparedModel, settings: list[ComputeSetting], tolerance: Tolerance, on_progress: Callable[[float], None]
+) -> None:
     before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool, bool], GradientResult]()
     dry = set[tuple[tuple[int, ...], int, bool]]()
-    for setting in settings:
+    for number, setting in enumerate(settings):
+        on_progress(number / len(settings))
         key, what = (setting.lengths, setting.gradients, setting.kinds), str(setting)
         group = group_of_degree(run.world, setting.degree)
         made_up = synthetic_of_all_kinds if setting.kinds else synthetic
