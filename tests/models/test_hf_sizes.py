@@ -146,5 +146,5 @@ def test_what_has_no_cost_model_is_refused_by_file_and_field(read, config, messa
 
 
 def test_a_folder_without_config_is_named(tmp_path):
-    with pytest.raises(InputError, match=r"config\.json cannot be read as a model's configuration: No such file"):
+    with pytest.raises(InputError, match=r"holds no config\.json"):
         read_priced_spec(tmp_path)

@@ -12,5 +12,5 @@ def test_counts_are_read_once_each_in_the_order_given():
 
 @pytest.mark.parametrize("words", ["", "0", "8,", "²", "٨", "1e3", "-8", "8.0", ",".join(map(str, range(1, 30)))])
 def test_what_is_no_count_is_refused(words):
-    with pytest.raises(InputError, match="not a list of numbers of devices"):
+    with pytest.raises(InputError, match="not a list of up to 16 numbers of devices"):
         parse_counts(words, "--gpus")

@@ -11,7 +11,7 @@ from lengthwise.data.corpus import open_corpus
 from lengthwise.index.sequence_metrics import METRIC_VERSION, values_digest
 from lengthwise.index.store import open_index
 from lengthwise.session.planning import make_sampler
-from lengthwise.session.sampling_report import sampling_report, unused_settings
+from lengthwise.session.sampling_report import sampling_report, training_warnings, unused_settings
 
 
 @pytest.fixture
@@ -94,3 +94,15 @@ def test_metrics_that_are_not_there_and_budgets_that_contradict_are_refused(inde
         sample({"index": str(indexes[0]), "order": "sorted", "metric": "noise"})
     with pytest.raises(InputError, match=r"leave data\.sequences_per_step out"):
         sample({"index": str(indexes[0]), "sequences_per_step": 2, "count_padding": True})
+
+
+def test_a_run_that_leaves_sequences_out_or_never_ends_its_warm_up_says_so(indexes):
+    data = {"index": str(indexes[1]), "max_length": 10, "over_length": "drop"}
+    config = check({"data": data, "train": {"steps": 20}, "optim": {"warmup_steps": 20}})
+    corpus = open_corpus(config.data)
+    assert list(training_warnings(config, corpus)) == [
+        "2 sequences (50 tokens) over 10 left out, of 4 with 62 tokens (data.over_length)",
+        "optim.warmup_steps is 20 and the run has 20 steps, so it never reaches optim.lr",
+    ]
+    config = check({"data": data | {"over_length": "split"}, "train": {"steps": 20}, "optim": {"warmup_steps": 19}})
+    assert list(training_warnings(config, open_corpus(config.data))) == []

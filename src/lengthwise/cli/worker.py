@@ -60,7 +60,7 @@ from lengthwise.session.planning import (
     with_steps,
 )
 from lengthwise.session.provenance import add_start
-from lengthwise.session.sampling_report import sampling_report, unused_settings, without_targets
+from lengthwise.session.sampling_report import sampling_report, training_warnings
 from lengthwise.session.validation_set import validation_corpus, validation_plans
 
 if TYPE_CHECKING:
@@ -285,8 +285,8 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
         folder.write_json("sampling.json", sampling.to_json())
         for warning in sampling.warnings:
             stderr().print(f"sampling: {warning}", soft_wrap=True)
-    for unused in (*unused_settings(config), *without_targets(corpus)):
-        stderr().print(f"warning: {unused}", soft_wrap=True)
+    for words in training_warnings(config, corpus):
+        stderr().print(f"warning: {words}", soft_wrap=True)
     for name in keep_model_files(folder, config.model.hf, corpus.parts[0].store):
         stderr().print(f"warning: {config.model.hf}/{name} is too large to be exported with the model", soft_wrap=True)
     folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})

@@ -34,6 +34,18 @@ class LengthLedger:
     sequences_out: int
     tokens_out: int
 
+    @property
+    def in_words(self) -> str:
+        """What became of sequences over the limit; empty if every token is kept in one piece."""
+        if not (self.dropped or self.truncated or self.split):
+            return ""
+        limit = f"{self.max_length:,}"
+        return {
+            "drop": f"{self.dropped:,} sequences ({self.tokens_dropped:,} tokens) over {limit} left out",
+            "truncate": f"{self.truncated:,} sequences cut at {limit}, losing {self.tokens_cut:,} tokens",
+            "split": f"{self.split:,} sequences over {limit} split into {self.pieces:,} pieces",
+        }[self.rule]
+
     def to_json(self) -> dict[str, Any]:
         """Plain values of the ledger, for JSON."""
         return asdict(self)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
+from numpy.lib.format import MAGIC_PREFIX
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.readers.arrow import arrow_slices
@@ -85,6 +86,9 @@ def open_lengths(file: SourceFile) -> np.ndarray:
     """The memory-mapped row of integers in a .npy file."""
     with explaining(f"{file.name} is not a .npy array of numbers"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of sizes that overflow, which are refused
+        with open(file.path, "rb") as start:
+            if start.read(len(MAGIC_PREFIX)) != MAGIC_PREFIX:
+                raise ValueError("save lengths with np.save, or make an index of texts with `lengthwise index`")
         lengths = np.load(file.path, mmap_mode="r", allow_pickle=False)
     if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         description = f"{lengths.dtype} of shape {lengths.shape}" if isinstance(lengths, np.ndarray) else "an archive"

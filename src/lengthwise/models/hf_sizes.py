@@ -106,6 +106,8 @@ def read_priced_spec(folder: Path) -> ModelSpec:
         path = folder / "config.json"
     try:
         document = read_json(path, what="a model's configuration")
+    except FileNotFoundError:
+        raise InputError(f"{path.parent} holds no config.json, which says the sizes of a model") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read as a model's configuration: {error.strerror}") from None
     if not isinstance(document, dict):

@@ -178,13 +178,7 @@ def write_page(comparison: Comparison, path: Path) -> None:
 
 def ledger_words(ledger: LengthLedger) -> str:
     """What became of sequences over the limit, in words."""
-    if not (ledger.dropped or ledger.truncated or ledger.split):
-        return "every token of every sequence is kept"
-    return {
-        "drop": f"{ledger.dropped:,} sequences ({ledger.tokens_dropped:,} tokens) over {ledger.max_length:,} left out",
-        "truncate": f"{ledger.truncated:,} sequences cut at {ledger.max_length:,}, losing {ledger.tokens_cut:,} tokens",
-        "split": f"{ledger.split:,} sequences over {ledger.max_length:,} split into {ledger.pieces:,} pieces",
-    }.get(ledger.rule, "")
+    return ledger.in_words or "every token of every sequence is kept"
 
 
 def _facts(

@@ -139,9 +139,10 @@ def find_model(model: str | Path | ModelSpec) -> ModelSpec:
         from lengthwise.models.hf_sizes import read_priced_spec
 
         return read_priced_spec(Path(model))
+    suggestion = "" if "/" in str(model) else f"; {nearest(str(model), MODELS)}"
     raise InputError(
-        f"no model preset {brief(str(model))} and no folder of that name with a config.json; "
-        f"{nearest(str(model), MODELS)}"
+        f"no model preset {brief(str(model))} and no folder of that name; give the folder that holds the model's "
+        f"config.json{suggestion}"
     )
 
 
@@ -184,8 +185,8 @@ def parse_counts(words: str, option: str) -> list[int]:
     counts = [whole_number(part.strip()) for part in words.split(",")]
     if not all(counts) or len(counts) > MAX_SIZES:
         raise InputError(
-            f"{option} {brief(words)} is not a list of numbers of devices, at most {MAX_SIZES}, such as "
-            "64 or 64,128,256"
+            f"{option} {brief(words)} is not a list of up to {MAX_SIZES} numbers of devices, each at "
+            "least 1, such as 64 or 64,128,256"
         )
     return list(dict.fromkeys(count for count in counts if count))
 

@@ -1,4 +1,6 @@
-"""What the configured order does to sampling."""
+"""What the configured order does to sampling, and what a run would do less of than its user may think."""
+
+from collections.abc import Iterator
 
 from pydantic import BaseModel
 
@@ -22,6 +24,17 @@ def safety_of_lengths(config: Config, lengths: LengthIndex) -> SamplingReport:
     """The sampling report where there is no corpus, and so no metric but length."""
     order = make_order(OrderSettings.of(config.data), by_length(lengths))
     return safety_of(sampler_of(config, lengths, order), lengths)
+
+
+def training_warnings(config: Config, corpus: Corpus) -> Iterator[str]:
+    """What a run would do less of than its user may think, in words."""
+    ledger, warmup, steps = corpus.ledger, config.optim.warmup_steps, config.train.num_steps
+    if ledger.dropped or ledger.truncated:
+        yield f"{ledger.in_words}, of {ledger.sequences_in:,} with {ledger.tokens_in:,} tokens (data.over_length)"
+    if warmup >= steps > 1:
+        yield f"optim.warmup_steps is {warmup:,} and the run has {steps:,} steps, so it never reaches optim.lr"
+    yield from unused_settings(config)
+    yield from without_targets(corpus)
 
 
 def without_targets(corpus: Corpus) -> list[str]:

@@ -263,11 +263,11 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
         (["--model", "llama-tin"], 2, "did you mean llama-tiny"),
         (["--device", "H100"], 2, "did you mean H100-80GB"),
         (["--device", "nowhere.yaml"], 2, "there is no device file nowhere.yaml"),
-        (["--model", "/nowhere"], 2, "no folder of that name with a config.json"),
+        (["--model", "/nowhere"], 2, "no folder of that name; give the folder"),
         (["--policies", "static,hydraulic"], 2, "did you mean hydraulis"),
         (["--methods", "ulyses"], 2, "did you mean ulysses"),
         (["--lengths", "commoncraw"], 2, "did you mean commoncrawl"),
-        (["--gpus", "four"], 2, "not a list of numbers of devices"),
+        (["--gpus", "four"], 2, "not a list of up to 16 numbers of devices"),
         (["--tokens-per-step", "many"], 2, "--tokens-per-step 'many' is not a number of tokens, such as 200000, 200K"),
         (["--tokens-per-step", "0"], 2, "--tokens-per-step '0' is not a number of tokens"),
         (

@@ -79,7 +79,7 @@ def test_what_has_no_price_is_said(cli, tmp_path):
     ("changes", "code", "message"),
     [
         (["--model", "llama-tin"], 2, "did you mean llama-tiny"),
-        (["--model", "."], 2, "config.json cannot be read as a model's configuration"),
+        (["--model", "."], 2, "holds no config.json"),
         (["--device", "nowhere.yml"], 2, "there is no device file nowhere.yml"),
         (["--device", "A100"], 2, "did you mean A100-"),
         (["--gpus", "12"], 2, "do not fill nodes"),
