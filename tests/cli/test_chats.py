@@ -73,6 +73,17 @@ def test_the_last_answer_has_a_loss(folder, tokenizer, tmp_path, name):
     assert (store.path / "chat_template.jinja").read_text() == TEMPLATE
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_chats_of_sharegpt_are_the_same_tokens(folder, tmp_path, name):
+    speakers = {"user": "human", "assistant": "gpt"}
+    rows = [[{"from": speakers.get(m["role"], m["role"]), "value": m["content"]} for m in chat] for chat in CHATS]
+    stores = [
+        build(write_rows(tmp_path / f"{field}-{name}", **{field: chats}), tmp_path / field, tokenizer=str(folder))
+        for field, chats in (("messages", CHATS), ("conversations", rows))
+    ]
+    assert contents(stores[0]) == contents(stores[1])
+
+
 def test_every_answer_has_a_loss_by_the_mask_of_the_template(folder, tokenizer, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", messages=CHATS)
     store = build(source, tmp_path / "out", tokenizer=str(folder), loss="assistant")

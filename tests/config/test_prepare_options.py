@@ -32,8 +32,10 @@ def test_a_mistake_is_found_before_the_corpus_is_read():
         def __len__(self):
             raise AssertionError("read")
 
-    with pytest.raises(InputError, match=r"learning_rate: no such option"):
+    with pytest.raises(InputError, match=r"learning_rate: no such option; did you mean lr\?"):
         lw.prepare(models.gpt(), Unread(), learning_rate=1e-3)
+    with pytest.raises(InputError, match=r"batch_size: no such option; did you mean sequences_per_step\?"):
+        lw.prepare(models.gpt(), Unread(), batch_size=8)
 
 
 def test_what_cannot_price_is_no_cost_model():

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
 from lengthwise.config.choices import OptimizerName, Packing, Recompute, TrainingObjective
+from lengthwise.config.foreign_names import SETTING_OF
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP, LearningRate, NumSteps
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.shared_settings import (
@@ -121,6 +122,14 @@ class PrepareOptions(
         return {"tokens_per_step": self.tokens_per_step, "sequences_per_step": self.sequences_per_step}
 
 
+def _suggestion(name: str) -> str:
+    """The option that another trainer's name means, or the nearest."""
+    ours = SETTING_OF.get(name, "").rpartition(".")[2]
+    return (
+        f"did you mean {ours}?" if ours in PrepareOptions.model_fields else nearest(name, PrepareOptions.model_fields)
+    )
+
+
 def read_options(given: dict[str, Any]) -> PrepareOptions:
     """The options, or every mistake in them at once.
 
@@ -128,7 +137,7 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
         InputError: unknown names, with the nearest known one, and values out of range.
     """
     fields = PrepareOptions.model_fields
-    unknown = [f"{name}: no such option; {nearest(name, fields)}" for name in given if name not in fields]
+    unknown = [f"{name}: no such option; {_suggestion(name)}" for name in given if name not in fields]
     known_options = {name: value for name, value in given.items() if name in fields}
     problems = list(unknown)
     try:

@@ -15,6 +15,7 @@ from lengthwise.index.tokenizers import TokenizerSpec, load_tokenizer
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHERWISE = "use --loss assistant, if the template marks what is generated, or --loss all"
+_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 TOOLS = "tools"
 """The field with the tools that a chat's template is told of, if rows have it."""
 
@@ -166,11 +167,21 @@ class ChatEncoder:
 
 def _checked_messages(row: ChatRow, name: str) -> list[dict[str, Any]]:
     messages = _without_nulls(row.fields[name] or [])
+    if isinstance(messages, list):
+        messages = [_with_role(message) for message in messages]
     if not isinstance(messages, list) or not all(isinstance(item, dict) and "role" in item for item in messages):
         raise InputError(
             f"{row.place()}: {name!r} must be a list of {MESSAGES}, each with role and content, not {brief(messages)}"
         )
     return messages
+
+
+def _with_role(message: Any) -> Any:
+    """A message of ``role`` and ``content``; ShareGPT calls them ``from`` and ``value``, and has other speakers."""
+    if not isinstance(message, dict) or "role" in message or not {"from", "value"} <= message.keys():
+        return message
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return {"role": _SPEAKERS.get(message["from"], message["from"]), "content": message["value"], **others}
 
 
 def _without_nulls(value: Any) -> Any:

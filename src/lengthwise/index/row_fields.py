@@ -13,6 +13,8 @@ from lengthwise.index.source_file import Format, WorkUnit
 from lengthwise.index.sources import Sources
 
 MESSAGES, PAIR, TEXT, TOKENS = "messages", ("prompt", "completion"), "text", "input_ids"
+CONVERSATIONS = "conversations"
+"""The chats of ShareGPT: messages of ``from`` and ``value``."""
 _WITH_FIELDS = (Format.JSONL, Format.PARQUET, Format.ARROW, Format.TAR)
 _ROWS = (Format.JSONL, Format.PARQUET, Format.ARROW)
 
@@ -69,8 +71,9 @@ def row_fields(settings: IndexSettings, sources: Sources) -> RowFields:
 def _field_by_kinds(kinds: dict[str, str], *, is_chat: bool) -> str:
     if TEXT in kinds and not is_chat:
         return TEXT
-    if kinds.get(MESSAGES) == MESSAGES:
-        return MESSAGES
+    for name in (MESSAGES, CONVERSATIONS):
+        if kinds.get(name) == MESSAGES:
+            return name
     if all(name in kinds for name in PAIR):
         return PAIR[0]
     return TOKENS if kinds.get(TOKENS) == "tokens" and not is_chat else TEXT

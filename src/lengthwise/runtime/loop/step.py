@@ -115,7 +115,8 @@ class Step:
                 if self._current is not None:
                     raise CheckError(
                         f"step {self.number}: micro-batch {index} of pipeline {number} got no step.backward(loss), "
-                        "which every micro-batch needs, for other ranks take part in it"
+                        "which every micro-batch needs, for other ranks take part in it; call it instead of "
+                        "loss.backward()"
                     )
                 time_s, peak = meter.stop()
                 if is_computed:
