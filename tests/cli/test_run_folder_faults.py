@@ -320,6 +320,7 @@ def test_a_kill_before_the_first_checkpoint_says_what_is_lost(start, tmp_path):
     assert (status["state"], status["safe_step"]) == ("crashed", None) and "SIGKILL" in status["error"]
 
 
+@pytest.mark.deep
 def test_a_folder_may_have_any_name(corpus, tmp_path, cli):
     folder = tmp_path / "a b [red] {x} 'q' ünï-☃ $HOME"
     lengthwise("train", *settings(corpus, folder, *SMALL, "train.steps=2"))

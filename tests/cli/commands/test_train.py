@@ -99,7 +99,7 @@ def test_the_validation_loss_is_the_same_on_one_rank_and_on_two_stages_of_a_pipe
         "data.validation_share=0.2",
         "train.steps=null",
         "train.epochs=1",
-        "train.validate_every=2",
+        "train.validate_every=6",
         "train.patience=99",
     ]
     staged = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_degree=1"]
@@ -107,7 +107,7 @@ def test_the_validation_loss_is_the_same_on_one_rank_and_on_two_stages_of_a_pipe
     done = lengthwise("train", *options(corpus, tmp_path / "two", *more, *staged), "--nproc", 2)
     one, two = (RunFolder(tmp_path / name).read_metrics() for name in ("one", "two"))
     steps = [row["step"] + 1 for row in one if "val/loss" in row]
-    assert steps[:-1] == list(range(2, len(one), 2)) and steps[-1] == len(one)
+    assert steps[:-1] == list(range(6, len(one), 6)) and steps[-1] == len(one)
     for row, other in zip(one, two, strict=True):
         assert other["loss/avg"] == pytest.approx(row["loss/avg"], rel=1e-10)
         assert other.get("val/loss") == (pytest.approx(row["val/loss"], rel=1e-10) if "val/loss" in row else None)
@@ -268,6 +268,7 @@ def test_what_cannot_run_is_refused_with_the_right_exit_code(
     assert message in status["error"]
 
 
+@pytest.mark.deep
 def test_a_profile_says_how_well_each_cost_model_predicts_rows_it_has_not_seen(corpus, tmp_path):
     rules = ["data.max_length=256", "data.over_length=split"]
     arguments = [f"data.index={corpus}", *rules, "--out", tmp_path / "p.json", "--repeats", 1]
