@@ -110,12 +110,12 @@ def transfers(source: Layout, target: Layout) -> tuple[Transfer, ...]:
     Raises:
         InputError: the layouts are of buffers of different size, or ``source`` misses or repeats an element.
     """
-    _check_movable(source, target)
+    check_movable(source, target)
     starts = [start for start, _, _ in source.owners]
     return tuple(
         Transfer(source=owner, target=rank, start=start, end=end)
         for rank, rank_intervals in enumerate(target.intervals)
-        for start, end, owner in _overlaps(rank_intervals, source.owners, starts)
+        for start, end, owner in overlaps_in(rank_intervals, source.owners, starts)
     )
 
 
@@ -125,7 +125,15 @@ def transfers_of(rank: int, source: Layout, target: Layout) -> tuple[Transfer, .
     Raises:
         InputError: as :func:`transfers`.
     """
-    _check_movable(source, target)
+    check_movable(source, target)
+    return moves_of(rank, source, target)
+
+
+def moves_of(rank: int, source: Layout, target: Layout) -> tuple[Transfer, ...]:
+    """:func:`transfers_of` where the ranks of ``source`` together hold what those of ``target`` do, if not everything.
+
+    No two of ``source`` hold the same.
+    """
     starts = [start for start, _, _ in source.owners]
     sent_intervals = [(start, end, rank) for start, end in source.intervals[rank]]
     sent_starts = [start for start, _, _ in sent_intervals]
@@ -133,23 +141,24 @@ def transfers_of(rank: int, source: Layout, target: Layout) -> tuple[Transfer, .
     moves = []
     for other, rank_intervals in enumerate(target.intervals):
         if other == rank:
-            overlaps = _overlaps(rank_intervals, source.owners, starts)
+            overlaps = overlaps_in(rank_intervals, source.owners, starts)
         else:
             if rank_intervals not in sent:
-                sent[rank_intervals] = _overlaps(rank_intervals, sent_intervals, sent_starts)
+                sent[rank_intervals] = overlaps_in(rank_intervals, sent_intervals, sent_starts)
             overlaps = sent[rank_intervals]
         moves += [Transfer(source=owner, target=other, start=start, end=end) for start, end, owner in overlaps]
     return tuple(moves)
 
 
-def _check_movable(source: Layout, target: Layout) -> None:
+def check_movable(source: Layout, target: Layout) -> None:
+    """Raise ``InputError`` unless both are layouts of one buffer and ``source`` owns each element once."""
     if source.num_elements != target.num_elements:
         raise InputError(f"a buffer of {source.num_elements} elements cannot become one of {target.num_elements}")
     if not source.owns_each_element_once:
         raise InputError("the source layout must own each element exactly once")
 
 
-def _overlaps(
+def overlaps_in(
     wanted: Sequence[Interval], owners: Sequence[tuple[int, int, int]], starts: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """The pieces of ``wanted`` that lie in ``owners``, which ascend and begin at ``starts``."""

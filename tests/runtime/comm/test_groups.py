@@ -63,6 +63,23 @@ def _release():
         module.MOST_GROUPS = kept
 
 
+def test_groups_to_keep_are_never_released(ranks):
+    assert ranks(2).run(_keep) == [True] * 2
+
+
+def _keep():
+    most, module.MOST_GROUPS = module.MOST_GROUPS, 2
+    try:
+        groups = start_world("cpu").groups
+        groups.keep([((0, 1), "kept")])
+        for purpose in "abc":
+            groups.prepare([((0, 1), purpose)])
+        return groups.of((0, 1), "kept").all_reduce(torch.ones(1), dist.ReduceOp.SUM).item() == 2 and len(groups) == 2
+    finally:
+        module.MOST_GROUPS = most
+        groups.close()
+
+
 def test_a_step_that_needs_more_files_than_there_may_be_is_refused_on_every_rank(fresh_ranks):
     for message in fresh_ranks(2).run(_refuse):
         assert "the groups of one step need 800 open files in a process, and the limit is 160; raise it" in message

@@ -1,6 +1,7 @@
 """Pull and push on real ranks: who computes with a weight gets it from its owner, and gradients come back summed."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from time import monotonic
 from unittest import mock
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
-from lengthwise.core.layout import transfers
+from lengthwise.core.layout import Layout, moves_of, transfers
+from lengthwise.core.node_exchange import landing_layout
 from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.parallel.shards import keep_own_rows
@@ -46,14 +48,14 @@ def pulled(state, holdings):
         state.need(unit)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])
 @every_case
-def test_every_rank_gets_the_rows_it_computes_with_and_nothing_else(ranks, name, settings, num_ranks):
-    ranks(num_ranks).run(_check_pulled, name, settings)
+def test_every_rank_gets_the_rows_it_computes_with_and_nothing_else(ranks, name, settings, num_ranks, ranks_per_node):
+    ranks(num_ranks).run(_check_pulled, name, settings, ranks_per_node)
 
 
-def _check_pulled(name, settings):
-    spec, world = FAMILIES[name], local_world()
+def _check_pulled(name, settings, ranks_per_node):
+    spec, world = FAMILIES[name], local_world(ranks_per_node)
     model, state = new_state(world, torch.float64, spec=spec, settings=settings)
     for seed in range(8):
         for holdings in layouts_of(name, seed, world.size):
@@ -71,14 +73,16 @@ def _check_pulled(name, settings):
                     assert found.numel() == 0, f"{parameter} is not computed with, seed {seed}"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 0), (3, 0), (4, 0), (4, 2)])
 @every_case
-def test_owners_get_the_sum_of_the_gradients_of_all_that_computed_with_their_share(ranks, name, settings, num_ranks):
-    ranks(num_ranks).run(_check_pushed, name, settings)
+def test_owners_get_the_sum_of_the_gradients_of_all_that_computed_with_their_share(
+    ranks, name, settings, num_ranks, ranks_per_node
+):
+    ranks(num_ranks).run(_check_pushed, name, settings, ranks_per_node)
 
 
-def _check_pushed(name, settings):
-    world = local_world()
+def _check_pushed(name, settings, ranks_per_node):
+    world = local_world(ranks_per_node)
     model, state = new_state(world, torch.float64, spec=FAMILIES[name], settings=settings)
     for seed in range(8):
         state.clear_gradient()
@@ -156,15 +160,15 @@ def _check_order():
     return checked
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 0), (3, 0), (4, 0), (4, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", [SETTINGS, ADAFACTOR], ids=lambda one: one.name)
-def test_as_many_bytes_are_sent_as_the_layouts_transfers_say(ranks, num_ranks, dtype, settings):
-    ranks(num_ranks).run(_check_traffic, dtype, settings)
+def test_as_many_bytes_are_sent_as_the_layouts_transfers_say(ranks, num_ranks, dtype, settings, ranks_per_node):
+    ranks(num_ranks).run(_check_traffic, dtype, settings, ranks_per_node)
 
 
-def _check_traffic(dtype, settings):
-    world, names = local_world(), set()
+def _check_traffic(dtype, settings, ranks_per_node):
+    world, names = local_world(ranks_per_node), set()
     _, state = new_state(world, dtype, settings=settings)
     for seed in range(8):
         for holdings in layouts_of("llama", seed, world.size):
@@ -175,15 +179,38 @@ def _check_traffic(dtype, settings):
             state.finish_push()
             pulls, pushes = expected_traffic(state, holdings)
             assert state.sent.num_bytes == {"pull": pulls * dtype.itemsize, "push": pushes * 4}
-            assert state.sent.calls == dict.fromkeys(("pull", "push"), state.table.num_units)
+            num_calls = sum(1 if route.shard else len(route.hops) for route in state.routes.units)
+            assert num_calls == state.table.num_units or ranks_per_node
+            assert state.sent.calls == dict.fromkeys(("pull", "push"), num_calls)
             names.add(tuple(bool(route.shard) for route in state.routes.units))
     assert len(names) > 1 or settings == ADAFACTOR
+
+
+def moves_among_all(source, target, ranks_per_node):
+    """Transfers between layouts; from one of which each node has everything that it needs, those within each node."""
+    if source.owns_each_element_once:
+        return transfers(source, target)
+    num_elements, num_ranks = source.num_elements, source.num_ranks
+    moves = []
+    for first in range(0, num_ranks, ranks_per_node):
+        node = slice(first, first + ranks_per_node)
+        parts = [Layout(num_elements=num_elements, intervals=layout.intervals[node]) for layout in (source, target)]
+        for rank in range(ranks_per_node):
+            for move in moves_of(rank, *parts):
+                if move.source == rank:
+                    moves.append(replace(move, source=first + move.source, target=first + move.target))
+    return moves
 
 
 def expected_traffic(state, holdings):
     """Elements that this rank sends to others in a pull and in a push; an all-gather's padding counts."""
     rank, size, bounds = state.world.rank, state.world.size, state.table.bounds
-    moves = transfers(state.owned_layout, state.table.propagation(holdings))
+    computed = state.table.propagation(holdings)
+    hops = [(state.owned_layout, computed)]
+    if state.world.nodes is not None:
+        landing = landing_layout(state.owned_layout, computed, ranks_per_node=state.world.ranks_per_node)
+        hops = [(state.owned_layout, landing), (landing, computed)]
+    moves = [move for source, target in hops for move in moves_among_all(source, target, state.world.ranks_per_node)]
     pulls = pushes = 0
     for (first, end), route in zip(pairwise(bounds), state.routes.units):
         mine = [m for m in moves if first <= m.start < end and m.source != m.target]

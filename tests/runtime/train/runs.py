@@ -34,10 +34,10 @@ class RandomTokens:
 
 
 @cache
-def local_world() -> DistContext:
-    """The world of the rank pool this runs in. Tests share its groups: the threads of each wake up all the time."""
+def local_world(ranks_per_node: int = 0) -> DistContext:
+    """The world of the rank pool this runs in, as if on nodes of so many ranks; 0: on one."""
     size = dist.get_world_size()
-    return DistContext(rank=dist.get_rank(), size=size, device=torch.device("cpu"))
+    return DistContext(rank=dist.get_rank(), size=size, device=torch.device("cpu"), ranks_per_node=ranks_per_node)
 
 
 def new_state(

@@ -36,6 +36,11 @@ def test_any_plan_gives_the_gradient_of_one_device(ranks, num_ranks):
     ranks(num_ranks).run(_check_gradients, seeds=range(6 if num_ranks < 8 else 3))
 
 
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_any_plan_over_two_nodes_gives_the_gradient_of_one_device(ranks, num_ranks):
+    ranks(num_ranks).run(_check_gradients, seeds=range(4), ranks_per_node=num_ranks // 2)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6, 7, 8])
 def test_many_more_plans_give_the_gradient_of_one_device(ranks, num_ranks):
@@ -43,11 +48,11 @@ def test_many_more_plans_give_the_gradient_of_one_device(ranks, num_ranks):
         ranks(num_ranks).run(_check_gradients, seeds=range(first, first + 20))
 
 
-def _check_gradients(seeds):
+def _check_gradients(seeds, ranks_per_node=0):
     for seed in seeds:
         rng = random.Random(seed)
         batch = random_batch(rng, seed)
-        world = local_world()
+        world = local_world(ranks_per_node)
         plan = random_plan(rng, batch, world.size)
         reference = build_model(SPEC, dtype=torch.float64, seed=1)
         whole_batch_loss(reference, batch).backward()

@@ -36,6 +36,7 @@ class GroupRegistry:
         self._rank, self._timeout, self._device = rank, timeout, device or torch.device("cpu")
         self._made: OrderedDict[Key, Group] = OrderedDict()
         self._limit: int | None = None
+        self._kept: list[Key] = []
 
     def __len__(self) -> int:
         return len(self._made)
@@ -57,13 +58,19 @@ class GroupRegistry:
         Raises:
             InfeasibleError: on every rank, as the step alone needs more files than a process may open.
         """
-        needed = list(dict.fromkeys(keys))
+        needed = list(dict.fromkeys([*self._kept, *keys]))
         for key in needed:
             if key in self._made:
                 self._made.move_to_end(key)
         if missing := [key for key in needed if key not in self._made]:
             self._make_room(missing, needed)
         for key in missing:
+            self.of(*key)
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """Make groups that are never released before the end; every rank calls it."""
+        self._kept = list(dict.fromkeys([*self._kept, *keys]))
+        for key in self._kept:
             self.of(*key)
 
     def close(self) -> None:

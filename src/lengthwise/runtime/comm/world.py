@@ -18,6 +18,7 @@ from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_lin
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
 from lengthwise.runtime.comm.groups import GroupRegistry
 from lengthwise.runtime.comm.liveness import Liveness
+from lengthwise.runtime.comm.nodes import NodeGroups, agreed_ranks_per_node, node_groups
 
 TIMEOUT_S = 1800.0
 """Unless said otherwise, a collective that some rank never joins fails after this long instead of hanging."""
@@ -36,11 +37,20 @@ class DistContext:
     device: torch.device
     timeout_s: float = TIMEOUT_S
     """Most seconds that a collective waits for a rank."""
+    ranks_per_node: int = 0
+    """Ranks on every machine, which follow one another; 0: all ranks are on one."""
 
     @cached_property
     def groups(self) -> GroupRegistry:
         """Registry of the groups of some of the ranks."""
         return GroupRegistry(self.rank, self.timeout, device=self.device)
+
+    @cached_property
+    def nodes(self) -> NodeGroups | None:
+        """Groups by which weights move between machines and within them; None on one machine. All ranks ask for it."""
+        if not 1 < self.ranks_per_node < self.size:
+            return None
+        return node_groups(self.groups, rank=self.rank, num_ranks=self.size, ranks_per_node=self.ranks_per_node)
 
     @property
     def timeout(self) -> timedelta:
@@ -94,11 +104,13 @@ def start_world(device: str = "auto", *, timeout_s: float | None = None) -> Dist
             size=dist.get_world_size(),
             timeout_s=timeout.total_seconds(),
         )
+    used_device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     return DistContext(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
-        device=torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu"),
+        device=used_device,
         timeout_s=timeout.total_seconds(),
+        ranks_per_node=agreed_ranks_per_node(used_device) if under_torchrun() else 0,
     )
 
 

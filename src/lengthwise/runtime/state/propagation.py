@@ -1,45 +1,131 @@
 """Pull and push: how each unit's weights come from their owners to whoever computes with them, and gradients back.
 
-Owners hold their shares in the optimization layout, ranks compute in a propagation layout. Of every unit, all ranks
-issue one collective each way. Where every rank computes with all of a unit these are an all-gather and a
-reduce-scatter, else all-to-alls of exactly the slices that :func:`lengthwise.core.layout.transfers` counts.
+Owners hold their shares in the optimization layout, ranks compute in a propagation layout. Where every rank computes
+with all of a unit, the two ways are an all-gather and a reduce-scatter over all ranks. Else they are all-to-alls of
+exactly the slices that :func:`lengthwise.core.node_exchange.hops_of` lists. Within a node that is one; over several
+nodes it is one between them, by which every number comes to a node once, and one within each. Gradients are added up
+within their node first.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from lengthwise.core.layout import Interval, Layout, Transfer, shard_size, transfers_of
-from lengthwise.runtime.comm.collectives import all_gather, all_to_all, reduce_scatter
+from lengthwise.core.layout import Interval, Layout, Transfer, shard_size
+from lengthwise.core.node_exchange import hops_of
+from lengthwise.runtime.comm.collectives import Handle, all_gather, all_to_all, reduce_scatter
 from lengthwise.runtime.comm.group import AsyncResult, Traffic
+from lengthwise.runtime.comm.nodes import NodeGroups
 
 Slices = tuple[tuple[slice, ...], ...]
-"""For each rank, some slices of a tensor."""
+"""For each rank of a group, some slices of a tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SliceExchange:
+    """One hop of a unit's weights: an all-to-all of slices within a group, and its reverse, which adds gradients."""
+
+    group: Handle
+    place: int
+    """Of this rank in the group."""
+    to: Slices
+    """For each rank: what it gets of what this rank has before the hop."""
+    come: Slices
+    """For each rank: what comes from it of what this rank has afterwards."""
+    num_source: int
+    """Elements that this rank has before."""
+    num_target: int
+    """Elements that it has afterwards."""
+
+    def forward(self, source: Tensor, target: Tensor) -> AsyncResult:
+        """Fill ``target`` from the sources of all ranks."""
+        outgoing, direct = _joined(source, self.to), _is_in_order(self.come)
+        incoming = target if direct else torch.empty_like(target)
+        work = all_to_all(
+            incoming, outgoing, receive=_sizes(self.come), send=_sizes(self.to), group=self.group, async_op=True
+        )
+
+        def make(keep: Tensor = outgoing) -> Tensor:
+            if not direct:
+                for place, piece in _pieces(incoming, self.come):
+                    target[place] = piece
+            return target
+
+        return AsyncResult(make, [work], "pull of weights")
+
+    def reverse(self, gradients: Tensor, total: Tensor) -> AsyncResult:
+        """Add all ranks' ``gradients``, laid out as targets, to ``total``, laid out as the source, rank by rank."""
+        outgoing = gradients if _is_in_order(self.come) else _joined(gradients, self.come)
+        receive = _sizes(self.to)
+        incoming = gradients.new_empty(sum(receive))
+        work = all_to_all(incoming, outgoing, receive=receive, send=_sizes(self.come), group=self.group, async_op=True)
+
+        def make(keep: Tensor = outgoing) -> Tensor:
+            for place, piece in _pieces(incoming, self.to):
+                total[place] += piece
+            return total
+
+        return AsyncResult(make, [work], "push of gradients")
+
+    @property
+    def num_sent(self) -> tuple[int, int]:
+        """Elements that this rank sends to others, forward and in reverse."""
+        forward, reverse = _sizes(self.to), _sizes(self.come)
+        return sum(forward) - forward[self.place], sum(reverse) - reverse[self.place]
+
+
+class TwoHops(AsyncResult):
+    """An exchange whose second hop starts when the first has come.
+
+    On a GPU it is queued behind the first at once, on a stream of its own. A CPU has to wait for the first, so there
+    it starts with :meth:`start` or, at the latest, with :meth:`wait`; all ranks must do so in one order.
+    """
+
+    def __init__(self, first: AsyncResult, then: Callable[[Tensor], AsyncResult], device: torch.device) -> None:
+        self._first, self._then = first, then
+        self._second: AsyncResult | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self._second = self._then(self._first.wait())
+
+    def start(self) -> "TwoHops":
+        """Start the second hop, waiting for the first if need be."""
+        if self._second is None:
+            self._second = self._then(self._first.wait())
+        return self
+
+    def wait(self) -> Tensor:
+        """The result of both hops, when it is there."""
+        self.start()
+        assert self._second is not None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._second.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether waiting would take no time."""
+        return self._second is not None and self._second.is_done
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitRoute:
     """Route of one unit's weights and gradients between owners and the ranks that compute, as one rank sees it."""
 
-    rank: int
     region: slice
     """Of this rank's flat weights and gradients: what it computes with, in the order of the buffer, then padding."""
     own_share: slice
     """Of this rank's flat master weights: its share of the unit."""
+    num_ranks: int
     shard: int
     """Elements of the largest share where all ranks compute with the whole unit; else 0."""
-    to: Slices
-    """For each rank: what it computes with of our share, counted from the share's start.
-
-    Empty where ``shard`` is not 0."""
-    come: Slices
-    """For each rank: what it owns of our region, counted from the region's start.
-
-    Empty where ``shard`` is not 0."""
+    hops: tuple[SliceExchange, ...]
+    """From owners to those who compute; none where ``shard`` is not 0."""
     sent: Traffic
 
     def pull(self, own_share: Tensor, weights: Tensor) -> AsyncResult:
@@ -51,43 +137,33 @@ class UnitRoute:
                 if len(own_share) == self.shard
                 else torch.cat([own_share, own_share.new_zeros(self.shard - len(own_share))])
             )
-            self.sent.add("pull", (len(self.to) - 1) * self.shard * own_share.element_size())
+            self.sent.add("pull", (self.num_ranks - 1) * self.shard * own_share.element_size())
             work = all_gather(region, own_share, async_op=True)
             return AsyncResult(lambda keep=own_share: region, [work], "pull of weights")  # type: ignore[misc]
-        outgoing, send, receive = _joined(own_share, self.to), _sizes(self.to), _sizes(self.come)
-        self.sent.add("pull", (sum(send) - send[self.rank]) * own_share.element_size())
-        direct = _is_in_order(self.come)
-        incoming = region if direct else torch.empty_like(region)
-        work = all_to_all(incoming, outgoing, receive=receive, send=send, async_op=True)
-
-        def make(keep: Tensor = outgoing) -> Tensor:
-            if not direct:
-                for target, piece in _pieces(incoming, self.come):
-                    region[target] = piece
-            return region
-
-        return AsyncResult(make, [work], "pull of weights")
+        for hop in self.hops:
+            self.sent.add("pull", hop.num_sent[0] * own_share.element_size())
+        if len(self.hops) == 1:
+            return self.hops[0].forward(own_share, region)
+        across, within = self.hops
+        landed = own_share.new_empty(across.num_target)
+        first = across.forward(own_share, landed)
+        return TwoHops(first, lambda landed: within.forward(landed, region), own_share.device).start()
 
     def push(self, gradients: Tensor, pushed: Tensor) -> AsyncResult:
         """Add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
         region, target = gradients[self.region], pushed[self.own_share]
         if self.shard:
             incoming = region.new_empty(self.shard)
-            self.sent.add("push", (len(self.to) - 1) * self.shard * region.element_size())
+            self.sent.add("push", (self.num_ranks - 1) * self.shard * region.element_size())
             work = reduce_scatter(incoming, region, async_op=True)
             return AsyncResult(lambda: target.add_(incoming[: len(target)]), [work], "push of gradients")
-        outgoing = region if _is_in_order(self.come) else _joined(region, self.come)
-        send, receive = _sizes(self.come), _sizes(self.to)
-        self.sent.add("push", (sum(send) - send[self.rank]) * region.element_size())
-        incoming = region.new_empty(sum(receive))
-        work = all_to_all(incoming, outgoing, receive=receive, send=send, async_op=True)
-
-        def make(keep: Tensor = outgoing) -> Tensor:
-            for rows, piece in _pieces(incoming, self.to):
-                target[rows] += piece
-            return target
-
-        return AsyncResult(make, [work], "push of gradients")
+        for hop in self.hops:
+            self.sent.add("push", hop.num_sent[1] * region.element_size())
+        if len(self.hops) == 1:
+            return self.hops[0].reverse(region, target)
+        across, within = self.hops
+        first = within.reverse(region, region.new_zeros(within.num_source))
+        return TwoHops(first, lambda landed: across.reverse(landed, target), region.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,47 +189,82 @@ class Routes:
         return slice(first, first + end - start)
 
 
-def routes(bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int, sent: Traffic) -> Routes:
+def routes(
+    bounds: Sequence[int],
+    owned: Layout,
+    computed: Layout,
+    *,
+    rank: int,
+    sent: Traffic,
+    nodes: NodeGroups | None = None,
+) -> Routes:
     """Routes from the optimization layout ``owned`` to the propagation layout ``computed``, as ``rank`` sees them.
 
-    ``bounds``: unit u is the elements ``bounds[u]`` to ``bounds[u + 1]`` of the buffer.
+    ``bounds``: unit u is the elements ``bounds[u]`` to ``bounds[u + 1]`` of the buffer. ``nodes``: the groups of this
+    rank where ranks are on several nodes.
     """
     num_ranks, held_intervals = owned.num_ranks, computed.intervals[rank]
     distinct = set(computed.intervals)
     is_whole_unit = [_is_whole(first, end, owned, distinct) for first, end in pairwise(bounds)]
-    moves: list[list[Transfer]] = [[] for _ in is_whole_unit]
-    for move in transfers_of(rank, owned, _without(computed, bounds, is_whole_unit)):
-        moves[bisect_right(bounds, move.start) - 1].append(move)
+    exchanges = _exchanges(bounds, owned, _without(computed, bounds, is_whole_unit), rank=rank, nodes=nodes)
     unit_routes, places = [], []
     region_start = own_start = 0
     for unit, (first, end) in enumerate(pairwise(bounds)):
-        own_intervals = [interval for interval in owned.intervals[rank] if first <= interval[0] < end]
-        mine = [interval for interval in held_intervals if first <= interval[0] < end]
-        in_own, in_region = _Offsets(own_intervals), _Offsets(mine)
-        to: list[list[slice]] = [[] for _ in range(num_ranks)]
-        come: list[list[slice]] = [[] for _ in range(num_ranks)]
-        for move in moves[unit]:
-            if move.source == rank:
-                to[move.target].append(in_own.of(move.start, move.end))
-            if move.target == rank:
-                come[move.source].append(in_region.of(move.start, move.end))
+        own_size = sum(b - a for a, b in _within(owned.intervals[rank], first, end))
+        in_region = _Offsets(_within(held_intervals, first, end))
         shard = shard_size(end - first, num_ranks) if is_whole_unit[unit] else 0
         length = shard * num_ranks if shard else in_region.total
         unit_routes.append(
             UnitRoute(
-                rank=rank,
                 region=slice(region_start, region_start + length),
-                own_share=slice(own_start, own_start + in_own.total),
+                own_share=slice(own_start, own_start + own_size),
+                num_ranks=num_ranks,
                 shard=shard,
-                to=tuple(map(tuple, to)),
-                come=tuple(map(tuple, come)),
+                hops=() if shard else tuple(exchanges[unit]),
                 sent=sent,
             )
         )
         places += [region_start + offset for offset in in_region.starts]
         region_start += length
-        own_start += in_own.total
+        own_start += own_size
     return Routes(units=tuple(unit_routes), num_elements=region_start, intervals=held_intervals, places=tuple(places))
+
+
+def _exchanges(
+    bounds: Sequence[int], owned: Layout, computed: Layout, *, rank: int, nodes: NodeGroups | None
+) -> list[list[SliceExchange]]:
+    """The hops of each unit."""
+    of_unit: list[list[SliceExchange]] = [[] for _ in bounds[1:]]
+    handles = (None,) if nodes is None else (nodes.across.handle, nodes.within.handle)
+    ranks_per_node = owned.num_ranks if nodes is None else nodes.ranks_per_node
+    for hop, handle in zip(hops_of(rank, owned, computed, ranks_per_node=ranks_per_node), handles):
+        moves: list[list[Transfer]] = [[] for _ in of_unit]
+        for move in hop.moves:
+            moves[bisect_right(bounds, move.start) - 1].append(move)
+        for unit, (first, end) in enumerate(pairwise(bounds)):
+            source, target = _Offsets(_within(hop.source, first, end)), _Offsets(_within(hop.target, first, end))
+            to: dict[int, list[slice]] = {other: [] for other in hop.ranks}
+            come: dict[int, list[slice]] = {other: [] for other in hop.ranks}
+            for move in moves[unit]:
+                if move.source == rank:
+                    to[move.target].append(source.of(move.start, move.end))
+                if move.target == rank:
+                    come[move.source].append(target.of(move.start, move.end))
+            of_unit[unit].append(
+                SliceExchange(
+                    group=handle,
+                    place=hop.ranks.index(rank),
+                    to=tuple(map(tuple, to.values())),
+                    come=tuple(map(tuple, come.values())),
+                    num_source=source.total,
+                    num_target=target.total,
+                )
+            )
+    return of_unit
+
+
+def _within(intervals: Sequence[Interval], first: int, end: int) -> list[Interval]:
+    return [interval for interval in intervals if first <= interval[0] < end]
 
 
 class _Offsets:

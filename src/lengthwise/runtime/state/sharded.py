@@ -305,7 +305,14 @@ class ShardedState:
         cached_routes = self._routes.pop(holdings, None)
         if cached_routes is None:
             computed = self.table.propagation(holdings)
-            cached_routes = routes(self.table.bounds, self.owned_layout, computed, rank=self.world.rank, sent=self.sent)
+            cached_routes = routes(
+                self.table.bounds,
+                self.owned_layout,
+                computed,
+                rank=self.world.rank,
+                sent=self.sent,
+                nodes=self.world.nodes,
+            )
         self._routes[holdings] = cached_routes  # the newest last
         while len(self._routes) > MAX_ROUTES:
             del self._routes[next(iter(self._routes))]
