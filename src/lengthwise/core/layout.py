@@ -199,7 +199,7 @@ def row_bounds(name: str, spec: ModelSpec, *, degree: int) -> tuple[int, ...] | 
     unit = _UNITS[kind]
     if unit is None:
         return None
-    count = {"groups": spec.num_kv_heads, "columns": spec.ffn_size, "vocabulary": spec.vocab_size}[unit]
+    count = {"groups": spec.num_kv_heads, "columns": spec.ffn_columns, "vocabulary": spec.vocab_size}[unit]
     group_size = spec.num_heads // spec.num_kv_heads
     rows = {"qkv": group_size + 2, "qkv_bias": group_size + 2, "proj": group_size}.get(kind, 0) * spec.head_size or 1
     return tuple(rank * count // degree * rows for rank in range(degree + 1))

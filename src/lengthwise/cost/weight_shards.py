@@ -1,16 +1,17 @@
 """Parameter memory per rank, and the seconds to reduce-scatter gradients, update, all-gather and switch weights.
 
-Master weights and optimizer state are fully sharded over all N ranks and never move. A rank that holds n numbers owns
-about n / N of those itself; the other n (N - 1) / N come from their owners when weights are pulled, and go to them when
-gradients are pushed. ``core.layout.transfers`` counts the same, slice by slice.
+Master weights and optimizer state are fully sharded over all N ranks and never move. What a rank computes with comes
+from its owners when weights are pulled, and goes to them when gradients are pushed: :mod:`.port_traffic` counts it.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement, WeightShard
+from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement, homogeneous
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import LINK_EFFICIENCY
 from lengthwise.cost.memory_model import DTYPE_BYTES
+from lengthwise.cost.port_traffic import holdings, port_traffic
 
 
 def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
@@ -44,6 +45,9 @@ def largest_held_params(model: ModelSpec, scheme: PipelineConfig) -> int:
     return max(held_params(model, scheme, stage=stage) for stage in range(scheme.num_stages))
 
 
+_equal_pipelines = lru_cache(maxsize=4096)(homogeneous)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightTraffic:
     """Seconds of what happens to parameters between the micro-batches of one model on one cluster."""
@@ -60,10 +64,14 @@ class WeightTraffic:
         """Push gradients at master precision, update every shard, pull weights in the compute dtype, in turn.
 
         The optimizer reads the gradient twice (norm, update) and reads and writes master weights and both moments.
+        Never less than under equal pipelines of one of the schemes: what :class:`~lengthwise.core.cost.CostModel`
+        promises, and mixtures that overlap better with what ranks own would break by a few per cent.
         """
         width, master = self._widths
-        touched = 8 * master * self.model.num_params / strategy.num_devices
-        moved_s = self.exchange_s(strategy, master) + self.exchange_s(strategy, width)
+        num_devices, schemes = strategy.num_devices, dict.fromkeys(strategy.schemes)
+        equal = [_equal_pipelines(scheme, num_devices) for scheme in schemes if num_devices % scheme.num_devices == 0]
+        moved_s = max(self.exchange_s(compared, master + width) for compared in (strategy, *equal))
+        touched = 8 * master * self.model.num_params / num_devices
         return moved_s + touched / self.cluster.device.memory_bytes_per_s
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
@@ -74,34 +82,13 @@ class WeightTraffic:
         return self.exchange_s(before, master) + self.exchange_s(after, width)
 
     def exchange_s(self, strategy: Strategy, num_bytes: int) -> float:
-        """Seconds to move what every rank holds, ``num_bytes`` a number, from its owners or to them.
+        """Seconds to move what every rank computes with, ``num_bytes`` a number, from its owners or to them.
 
-        The slowest rank's (N - 1) / N of what it holds over its link, or what its node holds, each number once, from
-        the other nodes over the node's ports: whichever takes longer.
+        The busiest port between nodes or the busiest link within them, whichever takes longer: while one layer is
+        spread within nodes, the next one crosses between them.
         """
-        cluster, device = self.cluster, self.cluster.device
-        ranks, per_node = strategy.num_devices, min(strategy.num_devices, cluster.devices_per_node)
-        slowest_s = 0.0
-        for scheme in dict.fromkeys(strategy.schemes):
-            held_bytes = largest_held_params(self.model, scheme) * num_bytes
-            within_s = held_bytes * (ranks - 1) / ranks / device.link_bytes_per_s
-            ports = per_node * device.network_bytes_per_s
-            across_s = _num_distinct(scheme, per_node) * held_bytes * (ranks - per_node) / ranks / ports
-            slowest_s = max(slowest_s, within_s, across_s)
-        return slowest_s / LINK_EFFICIENCY
-
-
-def holdings(strategy: Strategy) -> dict[int, WeightShard]:
-    """The weights that each rank computes with."""
-    return {
-        rank: scheme.holding(*divmod(place, scheme.degree))
-        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
-        for place, rank in enumerate(ranks)
-    }
-
-
-def _num_distinct(scheme: PipelineConfig, per_node: int) -> int:
-    """How many different slices the ranks of one node hold, at most."""
-    if scheme.weights is WeightPlacement.SHARDED:
-        return min(scheme.num_devices, per_node)
-    return min(scheme.num_stages, -(-per_node // scheme.degree))
+        device = self.cluster.device
+        traffic = port_traffic(self.model, strategy, ranks_per_node=self.cluster.devices_per_node)
+        across_s = traffic.busiest_across / device.network_bytes_per_s
+        within_s = traffic.busiest_within / device.link_bytes_per_s
+        return max(across_s, within_s) * num_bytes / LINK_EFFICIENCY

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.layout import row_bounds, sharded_by_unit
+from lengthwise.core.parameter_shapes import unit_shapes
 from lengthwise.core.pipeline_config import Method, WeightPlacement, uniform_scheme
 from lengthwise.cost.weight_shards import held_params
 from lengthwise.runtime.models.registry import empty_model
@@ -51,6 +52,15 @@ def test_units_are_the_input_each_layer_and_the_output(name):
     first = {"embedding", "position", "token_type", "embedding_norm", "embedding_norm_bias"}
     assert outside == {parameter: 0 if parameter in first else last for parameter in outside}
     assert "embedding" in outside and ("head" in outside) is not FAMILIES[name].tied_embeddings
+
+
+@every_family
+def test_costs_know_every_parameter_in_the_order_of_the_buffer(name):
+    spec, slots = FAMILIES[name], TABLES[name].slots.values()
+    for unit, number in (("input", 0), *(("layer", 1 + n) for n in range(spec.num_layers)), ("output", -1)):
+        there = [slot for slot in slots if slot.unit == number % (spec.num_layers + 2)]
+        shapes = {slot.name.rpartition(".")[2]: (*slot.shape, 1)[:2] for slot in there}
+        assert list(unit_shapes(spec, unit).items()) == list(shapes.items())
 
 
 @every_family

@@ -1,0 +1,162 @@
+"""What every rank sends and receives when a strategy's weights are pulled; when gradients are pushed, the reverse.
+
+The counts are those of the runtime's collectives: of the slices that :mod:`lengthwise.core.node_exchange` lists, and of
+an all-gather where all ranks compute with all of a unit. Owners hold equal consecutive shares of each unit, so that
+units of one shape that the same ranks compute with are counted once.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from lengthwise.core.layout import row_bounds, shard_size
+from lengthwise.core.parameter_shapes import Unit, unit_shapes, unit_size
+from lengthwise.core.pipeline_config import Strategy, WeightPlacement, WeightShard
+from lengthwise.core.specs import ModelSpec
+
+MAX_STRATEGIES = 1 << 14
+"""Strategies whose traffic is remembered."""
+
+UnitShard = tuple[int, int, bool]
+"""What a rank computes with of a unit: a shard, the number of shards, and whether it is the tied embedding alone."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PortTraffic:
+    """Elements of each rank, [ranks]: between nodes, through its own port, and over its link within the node."""
+
+    sent_across: np.ndarray
+    received_across: np.ndarray
+    sent_within: np.ndarray
+    received_within: np.ndarray
+
+    @cached_property
+    def busiest_across(self) -> float:
+        """Elements of the busiest port, in the direction in which it has more."""
+        return float(max(self.sent_across.max(), self.received_across.max()))
+
+    @cached_property
+    def busiest_within(self) -> float:
+        """Elements of the busiest link, in the direction in which it has more."""
+        return float(max(self.sent_within.max(), self.received_within.max()))
+
+
+def holdings(strategy: Strategy) -> dict[int, WeightShard]:
+    """The weights that each rank computes with."""
+    return {
+        rank: scheme.holding(*divmod(place, scheme.degree))
+        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
+        for place, rank in enumerate(ranks)
+    }
+
+
+def port_traffic(model: ModelSpec, strategy: Strategy, *, ranks_per_node: int) -> PortTraffic:
+    """What the ranks of ``strategy`` send and receive in one pull of the whole model."""
+    key = tuple(
+        (scheme.degree, scheme.stage_layers, scheme.weights is WeightPlacement.SHARDED, ranks)
+        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
+    )
+    return _traffic(model, key, min(ranks_per_node, strategy.num_devices))
+
+
+@lru_cache(maxsize=MAX_STRATEGIES)
+def _traffic(
+    model: ModelSpec, pipelines: Sequence[tuple[int, tuple[int, ...], bool, tuple[int, ...]]], per_node: int
+) -> PortTraffic:
+    num_ranks = sum(len(ranks) for *_, ranks in pipelines)
+    layers, shards = [(0, 0)] * num_ranks, [(0, 1)] * num_ranks
+    for degree, stage_layers, is_sharded, ranks in pipelines:
+        bounds = list(pairwise((0, *accumulate(stage_layers))))
+        for place, rank in enumerate(ranks):
+            layers[rank] = bounds[place // degree]
+            shards[rank] = (place % degree, degree) if is_sharded and degree > 1 else (0, 1)
+    total = np.zeros((4, num_ranks))
+    for unit, of_ranks, count in _units(model, layers, shards):
+        total += count * _unit_traffic(model, unit, of_ranks, per_node)
+    sent_across, received_across, sent_within, received_within = total
+    return PortTraffic(
+        sent_across=sent_across,
+        received_across=received_across,
+        sent_within=sent_within,
+        received_within=received_within,
+    )
+
+
+def _units(
+    model: ModelSpec, layers: list[tuple[int, int]], shards: list[tuple[int, int]]
+) -> Iterator[tuple[Unit, tuple[UnitShard | None, ...], int]]:
+    """Each kind of unit, what ranks compute with of it, and how many layers are alike."""
+
+    def of_ranks(first: int, end: int) -> tuple[UnitShard | None, ...]:
+        return tuple((*s, False) if a <= first and end <= b else None for (a, b), s in zip(layers, shards))
+
+    last = max(end for _, end in layers)
+    from_first, to_last = of_ranks(0, 1), of_ranks(last - 1, last)
+    tied = to_last if model.tied_embeddings else (None,) * len(layers)
+    yield "input", tuple(a or (b and (*b[:2], True)) for a, b in zip(from_first, tied)), 1
+    alike: Counter[tuple[UnitShard | None, ...]] = Counter()
+    cuts = sorted({end for ends in layers for end in ends})
+    for first, end in pairwise(cuts):
+        alike[of_ranks(first, end)] += end - first
+    for ranks, count in alike.items():
+        yield "layer", ranks, count
+    yield "output", to_last, 1
+
+
+def _unit_traffic(model: ModelSpec, unit: Unit, of_ranks: tuple[UnitShard | None, ...], per_node: int) -> np.ndarray:
+    """[4, ranks] Elements of one unit: sent and received across nodes, sent and received within."""
+    num_ranks, size = len(of_ranks), unit_size(model, unit)
+    shard = shard_size(size, num_ranks)
+    slices = {part: _slices(model, unit, part) for part in set(of_ranks) if part is not None}
+    if None not in of_ranks and all(sum(b - a for a, b in pieces) == size for pieces in slices.values()):
+        across = (num_ranks - per_node) * shard / per_node
+        within = (num_ranks - 1) * shard
+        return np.repeat([[across], [across], [within], [within]], num_ranks, axis=1)
+    ends = {end for pieces in slices.values() for piece in pieces for end in piece}
+    cuts = np.unique([*range(0, size, shard), size, *ends])
+    sizes, owners = np.diff(cuts).astype(np.float64), cuts[:-1] // shard
+    masks: dict[UnitShard | None, np.ndarray] = {None: np.zeros(len(sizes), dtype=bool)}
+    for part, pieces in slices.items():
+        masks[part] = mask = np.zeros(len(sizes), dtype=bool)
+        for first, end in np.searchsorted(cuts, pieces).reshape(-1, 2):
+            mask[first:end] = True
+    nodes: dict[tuple[UnitShard | None, ...], list[int]] = {}
+    for first in range(0, num_ranks, per_node):
+        nodes.setdefault(of_ranks[first : first + per_node], []).append(first)
+    traffic = np.zeros((4, num_ranks))
+    for parts, firsts in nodes.items():
+        wanted = np.array([masks[part] for part in parts])
+        num_copies, places = wanted.sum(axis=0), owners % per_node % len(parts)
+        needed = sizes * (num_copies > 0)
+        of_owner = np.bincount(owners, weights=needed, minlength=num_ranks)
+        landed = np.bincount(places, weights=needed, minlength=len(parts))
+        spread = np.bincount(places, weights=sizes * num_copies, minlength=len(parts))
+        kept = (wanted * sizes * (places == np.arange(len(parts))[:, None])).sum(axis=1)
+        traffic[0] += len(firsts) * of_owner
+        for first in firsts:
+            ranks = slice(first, first + len(parts))
+            traffic[0, ranks] -= of_owner[ranks]
+            traffic[1, ranks] = landed - of_owner[ranks]
+            traffic[2, ranks] = spread - kept
+            traffic[3, ranks] = wanted @ sizes - kept
+    return traffic
+
+
+@lru_cache(maxsize=MAX_STRATEGIES)
+def _slices(model: ModelSpec, unit: Unit, part: UnitShard) -> list[tuple[int, int]]:
+    """The intervals of a unit that make up a part of it."""
+    shard, num_shards, is_embedding = part
+    if num_shards == 1 and not is_embedding:
+        return [(0, unit_size(model, unit))]
+    slices, start = [], 0
+    for name, (rows, columns) in unit_shapes(model, unit).items():
+        bounds = row_bounds(name, model, degree=num_shards) if num_shards > 1 else None
+        first, end = (0, rows) if bounds is None else bounds[shard : shard + 2]
+        if first < end and (not is_embedding or name == "embedding"):
+            slices.append((start + first * columns, start + end * columns))
+        start += rows * columns
+    return slices

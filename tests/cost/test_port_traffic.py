@@ -1,0 +1,146 @@
+"""The price of an update is that of the slices that the runtime sends, through the busiest port or link."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from lengthwise.core.layout import Layout, row_bounds, sharded_by_unit
+from lengthwise.core.node_exchange import landing_layout
+from lengthwise.core.parameter_shapes import unit_shapes
+from lengthwise.core.pipeline_config import Method, Strategy, homogeneous, uniform_scheme
+from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
+from lengthwise.cost.links import LINK_EFFICIENCY
+from lengthwise.cost.port_traffic import holdings, port_traffic
+from lengthwise.cost.weight_shards import WeightTraffic
+
+SIZES = {"num_layers": 3, "hidden_size": 3, "ffn_size": 24, "num_heads": 8, "num_kv_heads": 4, "head_size": 2}
+BIASED = {"gated_ffn": False, "qkv_bias": True, "max_positions": 9}
+SPECS = [
+    ModelSpec(name="llama", vocab_size=37, **SIZES),
+    ModelSpec(name="tied", vocab_size=37, tied_embeddings=True, qkv_bias=True, **SIZES),
+    ModelSpec(name="gpt", vocab_size=37, family="gpt", tied_embeddings=True, **SIZES, **BIASED),
+    ModelSpec(name="bert", vocab_size=37, family="bert", causal=False, **SIZES, **BIASED),
+]
+METHODS = [Method.ULYSSES, Method.MEGATRON_TS]
+
+
+def random_strategy(rng, num_ranks):
+    """Pipelines of any sizes that tile the ranks, on consecutive ranks or anywhere."""
+    ranks, schemes, placed = list(range(num_ranks)), [], []
+    if rng.random() < 0.3:
+        rng.shuffle(ranks)
+    most = rng.choice([1, 2, 8, num_ranks])
+    while ranks:
+        degree = rng.randint(1, min(most, len(ranks), 16))
+        stages = rng.randint(1, min(3, len(ranks) // degree))
+        method = rng.choice(METHODS) if degree > 1 else Method.DENSE
+        scheme = uniform_scheme(3, degree=degree, stages=stages, method=method)
+        for _ in range(rng.randint(1, len(ranks) // scheme.num_devices)):
+            schemes.append(scheme)
+            placed.append(tuple(ranks[: scheme.num_devices]))
+            ranks = ranks[scheme.num_devices :]
+    return Strategy(schemes=tuple(schemes), ranks=tuple(placed))
+
+
+def layouts(model, strategy):
+    """Bounds of the units, who owns what, and who computes with what."""
+    units = ["input", *["layer"] * model.num_layers, "output"]
+    bounds, starts = [0], {}
+    for number, unit in enumerate(units):
+        start = bounds[-1]
+        for name, (rows, columns) in unit_shapes(model, unit).items():
+            starts[number, name] = start
+            start += rows * columns
+        bounds.append(start)
+    held_by = holdings(strategy)
+    intervals = []
+    for rank in range(strategy.num_devices):
+        held, mine = held_by[rank], []
+        for number, unit in enumerate(units):
+            is_there = {"input": held.has_input, "output": held.has_output}.get(
+                unit, held.first <= number - 1 < held.end
+            )
+            for name, (rows, columns) in unit_shapes(model, unit).items():
+                is_tied = model.tied_embeddings and name == "embedding" and held.has_output
+                cut = row_bounds(name, model, degree=held.num_shards) if held.num_shards > 1 else None
+                first, end = (0, rows) if cut is None else cut[held.shard : held.shard + 2]
+                if (is_there or is_tied) and first < end:
+                    start = starts[number, name]
+                    mine.append((start + first * columns, start + end * columns))
+        intervals.append(tuple(mine))
+    computed = Layout(num_elements=bounds[-1], intervals=tuple(intervals))
+    return bounds, sharded_by_unit(bounds, strategy.num_devices), computed
+
+
+def who(layout):
+    """[ranks, elements] who has what."""
+    has = np.zeros((layout.num_ranks, layout.num_elements), dtype=bool)
+    for rank, intervals in enumerate(layout.intervals):
+        for start, end in intervals:
+            has[rank, start:end] = True
+    return has
+
+
+def counted(model, strategy, per_node):
+    """[4, ranks] The elements that are sent and received, element by element."""
+    bounds, owned, computed = layouts(model, strategy)
+    num_ranks, traffic = strategy.num_devices, np.zeros((4, strategy.num_devices))
+    owner, computes = who(owned).argmax(axis=0), who(computed)
+    landed = who(landing_layout(owned, computed, ranks_per_node=per_node))
+    for first, end in pairwise(bounds):
+        unit = slice(first, end)
+        if computes[:, unit].all():
+            shard = -(-(end - first) // num_ranks)
+            traffic += np.array([[(num_ranks - per_node) * shard / per_node]] * 2 + [[(num_ranks - 1) * shard]] * 2)
+            continue
+        crosses = landed[:, unit] & (owner[unit] != np.arange(num_ranks)[:, None])
+        traffic[0] += np.bincount(np.broadcast_to(owner[unit], crosses.shape)[crosses], minlength=num_ranks)
+        traffic[1] += crosses.sum(axis=1)
+        for node in range(0, num_ranks, per_node):
+            ranks = slice(node, node + per_node)
+            source = landed[ranks, unit].argmax(axis=0)
+            moves = computes[ranks, unit] & (source != np.arange(per_node)[:, None])
+            traffic[2, ranks] += np.bincount(np.broadcast_to(source, moves.shape)[moves], minlength=per_node)
+            traffic[3, ranks] += moves.sum(axis=1)
+    return traffic
+
+
+def test_prices_are_those_of_the_bytes_that_are_sent_for_a_thousand_strategies():
+    rng, device = random.Random(0), cluster_preset("H100-80GB").device
+    sizes = {8: 500, 16: 300, 32: 130, 64: 40, 128: 20, 256: 10}
+    assert sum(sizes.values()) == 1_000
+    for num_ranks, count in sizes.items():
+        for number in range(count):
+            model, strategy = SPECS[number % len(SPECS)], random_strategy(rng, num_ranks)
+            per_node = rng.choice([4, 8])
+            found = port_traffic(model, strategy, ranks_per_node=per_node)
+            expected = counted(model, strategy, per_node)
+            across, within = [found.sent_across, found.received_across], [found.sent_within, found.received_within]
+            np.testing.assert_allclose(across + within, expected, err_msg=f"{num_ranks} ranks, strategy {number}")
+            cluster = ClusterSpec(num_nodes=num_ranks // per_node, devices_per_node=per_node, device=device)
+            price_s = WeightTraffic(model=model, cluster=cluster, dtype="bfloat16").exchange_s(strategy, 2)
+            ports_s = expected[:2].max() * 2 / device.network_bytes_per_s
+            links_s = expected[2:].max() * 2 / device.link_bytes_per_s
+            assert price_s == pytest.approx(max(ports_s, links_s) / LINK_EFFICIENCY)
+
+
+def test_no_update_is_faster_than_that_of_equal_pipelines_of_one_of_its_schemes():
+    """What bounds of plans rest on."""
+    rng, cluster = random.Random(1), cluster_preset("4x8xH100-80GB")
+    model = model_preset("llama-7b")
+    mover, worst = WeightTraffic(model=model, cluster=cluster, dtype="bfloat16"), 1.0
+    for _ in range(300):
+        strategy = random_strategy(rng, 32)
+        schemes = [replace_layers(scheme, model.num_layers) for scheme in strategy.schemes]
+        strategy = Strategy(schemes=tuple(schemes), ranks=strategy.ranks)
+        for scheme in set(schemes):
+            if 32 % scheme.num_devices == 0:
+                equal_s = mover.update_s(homogeneous(scheme, 32))
+                worst = min(worst, mover.update_s(strategy) / equal_s)
+    assert worst == 1
+
+
+def replace_layers(scheme, num_layers):
+    return uniform_scheme(num_layers, degree=scheme.degree, stages=scheme.num_stages, method=scheme.methods[0])
