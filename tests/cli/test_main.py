@@ -59,6 +59,24 @@ def test_a_mistyped_command_is_told_the_nearest(cli):
     assert "known: " in cli("zzzz")[2]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("memory", "--model", "llama-7b"), "Presets: A100-40GB, A100-80GB"),
+        (("compare", "--lengths", "code", "--model", "llama-7b", "--gpus", "8"), "or give a YAML file of a device"),
+        (("memory", "--model", "a", "--device", "b", "--dtype", "bfloat61"), "did you mean bfloat16?"),
+        (("compare", "--over-length", "spilt"), "did you mean split?"),
+        (("memory", "--length", "many"), "'many' is not a number of tokens from 1 to 1,099,511,627,776, such as 4096"),
+        (("profile", "--max-tokens", "31"), "'31' is not a number of tokens from 32 to"),
+        (("stats", "x", "--max-length", "1.5"), "'1.5' is not a number of tokens"),
+        (("analyze", "x", "--metric", "length", "--max-tokens", "0K"), "'0K' is not a number of tokens"),
+    ],
+)
+def test_what_an_option_may_be_is_said_where_it_is_wrong_or_missing(cli, arguments, message):
+    code, _, err = cli(*arguments)
+    assert code == 2 and message in " ".join(err.replace("\u2502", " ").split())
+
+
 def test_tab_completes_commands_without_importing_any_and_options_of_the_command_that_is_named():
     def completed(words):
         code = (

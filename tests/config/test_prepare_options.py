@@ -58,3 +58,17 @@ def test_a_step_has_one_budget():
     assert read_options({"sequences_per_step": 8}).budgets == {"tokens_per_step": None, "sequences_per_step": 8}
     with pytest.raises(InputError, match=r"set exactly one of tokens_per_step and sequences_per_step; 2 of them"):
         lw.prepare(models.gpt(), models.rows(), tokens_per_step=100, sequences_per_step=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"policy": "atuo"}, "auto"), ({"policy": "dcp-inta"}, "dcp-intra"), ({"recompute": "slective"}, "selective"),
+        ({"over_length": "spilt"}, "split"), ({"order": "curiculum"}, "curriculum"), ({"optimizer": "adamv"}, "adamw"),
+        ({"packing": "allways"}, "always"), ({"objective": "maskd"}, "masked"), ({"device": "cdua"}, "cuda"),
+        ({"pacing": "linaer"}, "linear"), ({"lr_scaling": "sqr"}, "sqrt"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_word_is_told_the_nearest(options, word):
+    with pytest.raises(InputError, match=f"did you mean {word}\\?"):
+        read_options(options)

@@ -3,7 +3,7 @@
 import pytest
 
 from lengthwise.config.foreign_names import SETTING_OF
-from lengthwise.config.run_config import Config, check, load
+from lengthwise.config.run_config import Config, check, load, load_saved
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_yaml import parse_yaml
 
@@ -121,3 +121,32 @@ def test_files_and_overrides_that_cannot_be_read_are_refused(text, overrides, me
 def test_configurations_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Config().seed = 3
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("plan.policy=atuo", "auto"), ("plan.method=ulyses", "ulysses"), ("optim.name=adamv", "adamw"),
+        ("optim.schedule=cosin", "cosine"), ("train.dtype=bfloat61", "bfloat16"), ("train.schedule=gipe", "gpipe"),
+        ("plan.recompute=al", "all"), ("data.order=sortd", "sorted"), ("data.over_length=spilt", "split"),
+    ],
+)  # fmt: skip
+def test_a_mistyped_word_is_told_the_nearest(override, word):
+    with pytest.raises(InputError, match=f"did you mean {word}\\?"):
+        load(None, [override])
+
+
+def test_numbers_of_tokens_have_suffixes(tmp_path):
+    (tmp_path / "config.yaml").write_text("data: {max_length: 32Ki}\n")
+    config = load(tmp_path / "config.yaml", ["data.tokens_per_step=1.5M", "plan.max_tokens=64K"])
+    assert (config.data.max_length, config.data.tokens_per_step, config.plan.max_tokens) == (32_768, 1_500_000, 64_000)
+    with pytest.raises(InputError, match="valid integer"):
+        load(None, ["data.max_length=32X"])
+
+
+def test_a_saved_configuration_is_read_though_its_policy_is_code_of_the_user(tmp_path):
+    config = check({"plan": {"policy": "mine:policy"}})
+    config.save(tmp_path / "config.yaml")
+    assert load_saved(tmp_path / "config.yaml") == config
+    with pytest.raises(InputError, match="is code that a file names"):
+        load(tmp_path / "config.yaml", [])

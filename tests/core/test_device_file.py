@@ -93,6 +93,9 @@ def test_what_is_no_device_is_refused_by_file_and_field(write, text, message):
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_named():
+def test_a_file_that_is_not_there_is_named_with_the_nearest_beside_it(write):
+    path = write(SMALLEST)
+    with pytest.raises(InputError, match=rf"there is no device file .*my-gpus\.yml; did you mean {path}\?"):
+        resolve_device(str(path.with_name("my-gpus.yml")))
     with pytest.raises(InputError, match=r"there is no device file nowhere\.yaml"):
         resolve_device("nowhere.yaml")

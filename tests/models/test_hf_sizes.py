@@ -134,7 +134,7 @@ def test_what_training_reads_is_read_with_its_details(read):
         ({**MIXTRAL, "is_encoder_decoder": True}, "an encoder with a decoder, has no cost model"),
         ({**MIXTRAL, "layer_types": ["mamba"]}, "layer_types has mamba; only full_attention"),
         ({**MIXTRAL, "layer_types": "full"}, "layer_types must be a list"),
-        ({**MIXTRAL, "mamba_d_state": 16}, "layers without attention have no cost model"),
+        ({**MIXTRAL, "mamba_d_state": 16}, "such as state-space layers, have no cost model"),
         ("[]", r"holds \[\], not an object"),
         ("{", "is not a model's configuration"),
     ],
@@ -148,3 +148,16 @@ def test_what_has_no_cost_model_is_refused_by_file_and_field(read, config, messa
 def test_a_folder_without_config_is_named(tmp_path):
     with pytest.raises(InputError, match=r"holds no config\.json"):
         read_priced_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "has_biases"),
+    [
+        (MIXTRAL, False), (MISTRAL, False), (GEMMA2_9B, False), (FALCON_7B, False), (QWEN3_30B, False),
+        ({**QWEN3_30B, "attention_bias": True}, True), (GPT_OSS_20B, True), ({**GPT_OSS_20B, "no_bias": True}, False),
+        ({**FALCON_7B, "bias": True}, True),
+    ],
+)  # fmt: skip
+def test_biases_are_said_to_lack_a_price_only_where_there_are_any(tmp_path, config, has_biases):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ("biases" in read_priced_spec(tmp_path).unpriced) == has_biases

@@ -16,6 +16,7 @@ from lengthwise.data.corpus import open_corpus
 from lengthwise.data.sampler import Sampler
 from lengthwise.index.build import build_index
 from lengthwise.index.settings import IndexSettings
+from lengthwise.runtime.profile.validate import Prediction
 from tests.session import models
 from tests.session.loops import step_through, train_gpt, train_in_parts, train_video, weights_of
 
@@ -254,6 +255,19 @@ def test_a_model_that_packs_would_change_is_computed_sequence_by_sequence_with_a
     run = lw.prepare(models.gpt(), models.rows(), packing="never", **options)
     assert run.wrapped_model.by_sequence is not None
     run.close()
+
+
+def test_what_a_run_says_of_its_measurements_fits_a_console(capsys, tmp_path):
+    path = tmp_path / "profile.json"
+    lw.prepare(models.gpt(), models.rows(), profile=path, device="cpu", **OPTIONS).close()
+    lines = capsys.readouterr().err.replace(str(path), "PATH").splitlines()
+    assert any("PATH" in line for line in lines) and any("recomputed" in line for line in lines)
+    assert max(map(len, lines)) <= 100
+    widest = Prediction(
+        lengths=(131_072,), degree=16, recomputed=32, measured_s=12.3456, predicted_s=13, measured_bytes=10**11,
+        predicted_bytes=11 * 10**10,
+    )  # fmt: skip
+    assert len(f"  {widest}") <= 100
 
 
 def test_the_comparison_before_a_run_says_how_far_it_is(monkeypatch):

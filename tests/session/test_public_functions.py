@@ -110,7 +110,7 @@ def test_a_straggler_is_slower_and_no_timeline_is_made_unasked(lengths):
     [
         ({"policy": "autp"}, "policy autp: no 'autp'; did you mean auto"),
         ({"methods": ["ulyses"]}, "methods ulyses: no 'ulyses'; did you mean ulysses"),
-        ({"recompute": "some"}, "recompute='some' is not one of auto, none, all"),
+        ({"recompute": "some"}, "recompute='some' is not one of 'auto', 'none', 'all'"),
         ({"steps": 0}, "steps=0: at least 1"),
         ({"model": "llama-7"}, "no model preset 'llama-7'"),
         ({"cluster": "8xH100"}, "no device 'H100'"),

@@ -42,8 +42,8 @@ def with_buffer(value):
 
 
 DIFFERENT = {
-    "weights": (lambda rank: (models.gpt(seed=rank), models.rows(), {}), r"model.parameters.blocks.0.*on rank 1"),
-    "a buffer": (lambda rank: (with_buffer(rank), models.rows(), {}), "model.buffers.scale is"),
+    "weights": (lambda rank: (models.gpt(seed=rank), models.rows(), {}), "seed.* Others on rank 1: blocks.0.* and"),
+    "a buffer": (lambda rank: (with_buffer(rank), models.rows(), {}), "Others on rank 1: scale"),
     "what is trained": (
         lambda rank: (models.gpt().requires_grad_(True), models.rows(), {})
         if rank

@@ -106,3 +106,9 @@ def test_a_run_that_leaves_sequences_out_or_never_ends_its_warm_up_says_so(index
     ]
     config = check({"data": data | {"over_length": "split"}, "train": {"steps": 20}, "optim": {"warmup_steps": 19}})
     assert list(training_warnings(config, open_corpus(config.data))) == []
+
+
+def test_a_validation_set_of_a_few_sequences_is_remarked(indexes):
+    config = check({"data": {"index": str(indexes[1]), "validation_share": 0.01}})
+    (words,) = training_warnings(config, open_corpus(config.data))
+    assert words.startswith("data.validation_share=0.01 holds out 1 of 4 sequences")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lengthwise.cli.shared_options import MAX_SEED, MAX_TOKENS
+from lengthwise.cli.shared_options import MAX_SEED, tokens_from
 from lengthwise.plan.space.search_space import RecomputeMode
 
 
@@ -25,7 +25,7 @@ Lengths = Annotated[
 Gpus = Annotated[str, typer.Option(metavar="N[,N...]", help="Devices; several sizes show how policies scale.")]
 MaxLength = Annotated[
     int | None,
-    typer.Option(min=1, max=MAX_TOKENS, metavar="TOKENS", help="Longest sequence trained; default: no limit."),
+    typer.Option(parser=tokens_from(1), metavar="TOKENS", help="Longest sequence trained; default: no limit."),
 ]
 OverLengthOption = Annotated[OverLength, typer.Option(help="What becomes of sequences over it.")]
 TokensPerStep = Annotated[

@@ -3,7 +3,7 @@
 from contextlib import suppress
 
 from lengthwise.cli.restart import CRASHED, FAILED, PREEMPTED, RUNNING, read_status, write_status
-from lengthwise.config.run_config import load
+from lengthwise.config.run_config import load_saved
 from lengthwise.core.atomic_write import reason, shown
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.run_folder import RunFolder
@@ -47,7 +47,7 @@ def way_on(folder: RunFolder) -> str:
         return f"Go on with: lengthwise train --resume {shown(folder.path)}"
     try:
         num_steps = len(folder.read_metrics())
-        every = load(folder.config, []).train.checkpoint_every
+        every = load_saved(folder.config).train.checkpoint_every
     except InputError:
         return f"No checkpoint was complete yet: remove {shown(folder.path)} and start anew"
     setting = f"train.checkpoint_every={every}" + ("" if every else ", only at the end")

@@ -66,6 +66,14 @@ class LazyGroup(typer.core.TyperGroup):
             ctx.fail(f"no command {args[0][:100]!a}; {nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Call the command; where its command line is wrong, say what was meant."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = _with_hint(error)
+            raise
+
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Complete the name of a command from the table, so that pressing Tab imports none of them."""
         if incomplete.startswith("-"):
@@ -126,6 +134,17 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+
+
+def _with_hint(error: typer.BadParameter) -> str:
+    """The message of a wrong option with the choice that is nearest, or of a missing --device with the presets."""
+    from lengthwise.core.wording import with_nearest
+
+    if "--device" in getattr(error.param, "opts", ()) and type(error).__name__ == "MissingParameter":
+        from lengthwise.core.device_spec import DEVICES
+
+        return f"Presets: {', '.join(DEVICES)}; or give a YAML file of a device"
+    return with_nearest(error.message, error.message.partition("'")[2].partition("'")[0])
 
 
 def _guarded(run: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lengthwise.cli.launch import LAUNCHER_FOLDER_VARIABLE, LAUNCHER_VARIABLE, RUN_FOLDER_VARIABLE
 from lengthwise.cli.rank_errors import SAME_ERROR_WITHIN_S, is_first, note_for_torchrun
-from lengthwise.config.run_config import Config, load
+from lengthwise.config.run_config import Config, load_saved
 from lengthwise.core.atomic_write import full_disk_behind, is_of_disk, reason, shown, write_text
 from lengthwise.core.errors import CommunicationError, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
@@ -153,7 +153,7 @@ def settings_of(config: Config, folder: RunFolder, *, resume: bool) -> Config:
         if is_first():
             folder.check_new()  # a run that lost its config.yaml is not one
         return config
-    begun = load(folder.config, [])
+    begun = load_saved(folder.config)
     if num_restarts():
         return begun
     if is_first() and begun != config:

@@ -1,15 +1,32 @@
 """Options that the commands of what-if questions share."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lengthwise.core.wording import parse_tokens
+
 MAX_DEVICES = 1 << 16
 """The limit in ``core.specs``, spelt here so that the options of a command need no NumPy."""
 MAX_TOKENS = 1 << 40
 MAX_SEED = (1 << 64) - 1
+
+
+def tokens_from(least: int, most: int = MAX_TOKENS) -> Callable[[str], int]:
+    """The parser of an option that takes a number of tokens, such as 4096, 32K or 1M."""
+
+    def parse(text: str) -> int:
+        number = parse_tokens(text)
+        if number is None or not least <= number <= most:
+            raise typer.BadParameter(
+                f"{text[:80]!a} is not a number of tokens from {least:,} to {most:,}, such as 4096, 32K or 1M"
+            )
+        return number
+
+    return parse
 
 
 class Dtype(StrEnum):

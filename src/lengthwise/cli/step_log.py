@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS = 100
 """Characters of a line, and of the table."""
-DATA_SHEETS = "plans follow data sheets, not measurements: run lengthwise profile, set plan.profile"
+DATA_SHEETS = "plans follow data sheets; lengthwise profile CONFIG measures instead, for plan.profile=profile.json"
 _ROWS_SHOWN = 12
 _MUCH_WAIT = 0.05
 """Share of a step that ranks may wait for data before a line names it."""

@@ -37,7 +37,6 @@ from lengthwise.core.processes import num_cores
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import StepPlan
-from lengthwise.core.wording import GIB
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.length_stats import histogram
 from lengthwise.data.order import SHUFFLED
@@ -266,7 +265,7 @@ def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
     local = local_size()
     device = find_device(world)
     if config.cluster.memory_gib:
-        device = replace(device, memory_bytes=int(config.cluster.memory_gib * GIB))
+        device = device.with_memory(config.cluster.memory_gib)
     return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
 
 

@@ -1,12 +1,13 @@
 """Limits and defaults that settings and the code behind them share."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from lengthwise.core.lengths import MOST_TOKENS
 from lengthwise.core.lr_scaling import MAX_LR_FACTOR
 from lengthwise.core.specs import MAX_DEVICES
+from lengthwise.core.wording import parse_tokens
 
 MAX_CONFIG_BYTES = 256 << 10
 MAX_TEXT = 4096
@@ -23,7 +24,14 @@ DEFAULT_TRAIN_STEPS = 100
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Token budget of a global batch where neither budget is set."""
 
-NumTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+
+def _count_of(value: Any) -> Any:
+    """The number that text such as 32K means; whatever else is given is checked later."""
+    number = parse_tokens(value) if isinstance(value, str) else None
+    return value if number is None else number
+
+
+NumTokens = Annotated[int, BeforeValidator(_count_of), Field(ge=1, le=MOST_TOKENS)]
 NumSequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 NumSteps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
 StepsOrNone = Annotated[int, Field(ge=0, le=MAX_STEPS)]

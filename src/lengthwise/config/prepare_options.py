@@ -21,7 +21,7 @@ from lengthwise.config.shared_settings import (
 )
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
-from lengthwise.core.wording import nearest
+from lengthwise.core.wording import nearest, with_nearest
 
 _PRICES = ("sequence_times_s", "overhead_s", "time_s", "comm_times_s", "update_s", "peak_bytes", "max_tokens")
 """Methods without which nothing can be planned."""
@@ -144,7 +144,8 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
         options = PrepareOptions(**known_options)
     except ValidationError as error:
         problems += [
-            f"{'.'.join(map(str, mistake['loc'][:1]))}: {mistake['msg'].removeprefix('Value error, ')}"
+            f"{'.'.join(map(str, mistake['loc'][:1]))}: "
+            + with_nearest(mistake["msg"].removeprefix("Value error, "), mistake["input"])
             for mistake in error.errors()
         ]
     if not problems and options.form_batches and not options.policy.startswith("dcp"):

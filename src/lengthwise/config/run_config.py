@@ -44,7 +44,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.plugins import is_label
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
-from lengthwise.core.wording import nearest
+from lengthwise.core.wording import nearest, with_nearest
 
 
 class PartConfig(Settings):
@@ -233,16 +233,29 @@ def load(path: Path | None, overrides: list[str]) -> Config:
     mistakes = [mistake for override in overrides if (mistake := _apply(tree, override))]
     if mistakes:
         raise InputError(_headline(mistakes) + "\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
-    try:
-        config = check(tree)
-    except InputError as error:
-        raise InputError(f"{path}: {error}" if path is not None else str(error)) from None
+    config = _checked(tree, path)
     if is_label(config.plan.policy) and f"plan.policy={config.plan.policy}" not in overrides:
         raise InputError(
             f"{path}: plan.policy={config.plan.policy} is code that a file names; if you trust it, say so by giving "
             f"plan.policy={config.plan.policy} on the command line too"
         )
     return config
+
+
+def load_saved(path: Path) -> Config:
+    """The settings that a run saved, to be read and not run again: a policy that they name is not imported.
+
+    Raises:
+        InputError: the file is missing, or no configuration.
+    """
+    return _checked(_read(path), path)
+
+
+def _checked(tree: dict[str, Any], path: Path | None) -> Config:
+    try:
+        return check(tree)
+    except InputError as error:
+        raise InputError(f"{path}: {error}" if path is not None else str(error)) from None
 
 
 def check(tree: dict[str, Any]) -> Config:
@@ -318,4 +331,4 @@ def _explain(location: tuple[int | str, ...], kind: str, message: str, value: ob
             return f"  {key}: unknown key; did you mean {ours}?"
         return f"  {key}: unknown key; {nearest(key, [prefix + name for name in section.model_fields])}"
     message = message.removeprefix("Value error, ")
-    return f"  {key}: {message[0].lower()}{message[1:]}, not {brief(value)}"
+    return with_nearest(f"  {key}: {message[0].lower()}{message[1:]}, not {brief(value)}", value)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from lengthwise.core.device_spec import DEVICES, GBIT, DeviceSpec
@@ -62,7 +63,7 @@ def read_device(path: Path) -> DeviceSpec:
     try:
         values = parse_yaml(read_text(path, what="a device file", max_bytes=MAX_FILE_BYTES))
     except FileNotFoundError:
-        raise InputError(f"there is no device file {path}") from None
+        raise InputError(f"there is no device file {path}; {_nearest_device(path)}") from None
     except InputError:
         raise
     except ValueError as error:
@@ -80,6 +81,12 @@ def read_device(path: Path) -> DeviceSpec:
     fields = {_FIELDS[key].sets: number * _FIELDS[key].unit for key, number in numbers.items()}
     counts = {field: int(fields[field]) for field in ("memory_bytes", *_WHOLE) if field in fields}
     return DeviceSpec(name=name, **{**fields, **counts})  # type: ignore[arg-type]
+
+
+def _nearest_device(path: Path) -> str:
+    """A clause that suggests the device file beside a missing one, or the preset, that its name is close to."""
+    files = [str(other) for suffix in SUFFIXES for other in path.parent.glob(f"*{suffix}")]
+    return nearest(str(path), files) if get_close_matches(str(path), files) else nearest(path.stem, DEVICES)
 
 
 def _number(path: Path, key: str, value: object) -> float:

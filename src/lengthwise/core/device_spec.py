@@ -1,7 +1,8 @@
 """Speeds, memory and price of one device, and presets from vendors' data sheets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lengthwise.core.errors import InputError
 from lengthwise.core.wording import GIB
 
 GPU_SHARE = 0.92
@@ -44,6 +45,19 @@ class DeviceSpec:
     def usable_bytes(self) -> int:
         """The part of the memory that plans may fill: on a GPU, the context and fragmentation take the rest."""
         return self.memory_bytes if self.name == "cpu" else int(GPU_SHARE * self.memory_bytes)
+
+    def with_memory(self, memory_gib: float) -> "DeviceSpec":
+        """The device with only ``memory_gib`` of its memory, which a CPU may have any of.
+
+        Raises:
+            InputError: it has less.
+        """
+        if memory_gib * GIB > self.memory_bytes and self.name != "cpu":
+            raise InputError(
+                f"{memory_gib:g} GiB of memory are more than the {self.memory_bytes / GIB:g} GiB of a {self.name}; "
+                "give at most that, or describe a larger device in a YAML file"
+            )
+        return replace(self, memory_bytes=int(memory_gib * GIB))
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak dense rate of products in ``dtype``."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from lengthwise.core.device_file import resolve_device
 from lengthwise.core.device_spec import DeviceSpec
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
-from lengthwise.core.wording import GIB, nearest, whole_number
+from lengthwise.core.wording import nearest, whole_number
 
 MAX_DEVICES = 1 << 16
 """Devices of the largest cluster that is planned for."""
@@ -306,5 +306,5 @@ def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec
             raise InputError(
                 f"memory must be positive and finite, at most {MAX_MEMORY_GIB:,.0f} GiB, not {memory_gib} GiB"
             )
-        spec = replace(spec, memory_bytes=int(memory_gib * GIB))
+        spec = spec.with_memory(memory_gib)
     return ClusterSpec(num_nodes=num_nodes, devices_per_node=devices_per_node, device=spec)

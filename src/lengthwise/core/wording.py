@@ -1,10 +1,15 @@
 """Words of messages: sizes in the unit that suits them, and the known name nearest to a typo; numbers from text."""
 
 import math
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from fractions import Fraction
 
 GIB = 2**30
+_TOKENS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMBT]?|[KM]i)", re.ASCII | re.IGNORECASE)
+_QUOTED = re.compile(r"'([^']*)'")
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 1 << 10, "MI": 1 << 20}
 _UNITS = ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -36,6 +41,23 @@ def needed_and_available(needed_bytes: float, available_bytes: float) -> tuple[s
 def whole_number(text: str) -> int | None:
     """The number that up to nine digits spell; None for any other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 9 else None
+
+
+def parse_tokens(text: str) -> int | None:
+    """The number of tokens in text such as 200000, 200K, 32Ki or 10B; None for any other text.
+
+    K, M, B and T are powers of a thousand; Ki and Mi of 1,024.
+    """
+    match = _TOKENS.fullmatch(text)
+    number = Fraction(match[1]) * _SUFFIXES[match[2].upper()] if match else Fraction(1, 2)
+    return int(number) if number.denominator == 1 else None
+
+
+def with_nearest(message: str, mistyped: object) -> str:
+    """A message about a mistyped word, with the nearest of the words that it quotes if one is close."""
+    words = [word for word in _QUOTED.findall(message) if word != mistyped]
+    close = get_close_matches(mistyped[:200], words, n=1) if isinstance(mistyped, str) else []
+    return f"{message.rstrip('.')}; did you mean {close[0]}?" if close else message
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

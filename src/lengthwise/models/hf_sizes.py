@@ -41,6 +41,20 @@ _NAMES = {
 _TEXT = ("text_config", "llm_config", "language_config")
 _TIED = ("gemma", "gpt2", "gpt_bigcode", "falcon", "bloom", "opt", "mpt", "starcoder2", "cohere", "bert", "roberta")
 """Beginnings of model types whose embedding and head are one matrix unless their file says otherwise."""
+_NO_BIASES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "qwen3",
+    "phi3",
+    "olmo",
+    "cohere",
+    "granite",
+    "falcon",
+    "stablelm",
+)
+"""Beginnings of model types whose linear layers have no biases unless their file says otherwise."""
 _REFUSED = {
     "kv_lora_rank": "multi-head latent attention",
     "is_encoder_decoder": "an encoder with a decoder",
@@ -148,8 +162,18 @@ def _spec(fields: _Fields, parts: list[str]) -> ModelSpec:
         stored_ffn_size=stored_ffn_size,
         window=window,
         num_window_layers=num_window_layers,
-        unpriced=", ".join([*parts, *experts, "biases"]),
+        unpriced=", ".join([*parts, *experts, *(["biases"] if _has_biases(values, family) else [])]),
     )
+
+
+def _has_biases(values: Mapping[str, Any], family: str) -> bool:
+    """Whether linear layers add biases: as any field says, else as the family does; unknown ones may."""
+    said = [
+        value != name.startswith("no_")
+        for name, value in values.items()
+        if name.endswith("bias") and isinstance(value, bool)
+    ]
+    return any(said) if said else not family.startswith(_NO_BIASES)
 
 
 def _dense_size(fields: _Fields, hidden_size: int, *, is_gated: bool) -> int:
@@ -175,7 +199,7 @@ def _refuse_other_layers(fields: _Fields) -> None:
             raise InputError(f"{path}: {name} = {brief(values[name], 40)}, {words}, has no cost model")
     mixer = next((name for name in values if name.startswith(("mamba_", "ssm_", "linear_"))), None)
     if mixer:
-        raise InputError(f"{path}: {mixer}: layers without attention have no cost model")
+        raise InputError(f"{path}: {mixer}: layers without attention, such as state-space layers, have no cost model")
     if other := sorted({str(kind) for kind in fields.names("layer_types")} - set(_LAYER_TYPES)):
         raise InputError(f"{path}: layer_types has {other[0]}; only {', '.join(_LAYER_TYPES)} have a cost model")
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from lengthwise.config.run_config import load
+from lengthwise.config.run_config import load_saved
 from lengthwise.core.atomic_write import new_folder, shown
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import MAX_DOCUMENT_BYTES, read_json
@@ -94,7 +94,7 @@ def source_files(folder: RunFolder) -> Path | None:
     Raises:
         InputError: the model came from a folder, and neither is there.
     """
-    hf = load(folder.config, []).model.hf
+    hf = load_saved(folder.config).model.hf
     if not hf:
         return folder.model_files if folder.model_files.is_dir() else None
     for place in (folder.model_files, Path(hf)):

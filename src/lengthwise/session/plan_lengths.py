@@ -150,6 +150,7 @@ def comparison_of(
 def _check(options: PlanningOptions, steps: int) -> None:
     """Raise for arguments that are not those of ``PlanningOptions``, and for words that none of them may be."""
     from lengthwise.core.errors import InputError
+    from lengthwise.core.wording import with_nearest
 
     kinds = get_type_hints(PlanningOptions)
     if unknown := sorted(options.keys() - kinds.keys()):
@@ -160,7 +161,7 @@ def _check(options: PlanningOptions, steps: int) -> None:
         raise InputError(f"steps={steps}: at least 1 step is planned")
     for name, value in options.items():
         if get_origin(kinds[name]) is Literal and value not in (words := get_args(kinds[name])):
-            raise InputError(f"{name}={value!r} is not one of {', '.join(words)}")
+            raise InputError(with_nearest(f"{name}={value!r} is not one of {', '.join(map(repr, words))}", value))
 
 
 def step_budget(comparison: "PolicyComparison", cluster: "ClusterSpec", tokens_per_step: int | None) -> int:

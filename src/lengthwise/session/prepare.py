@@ -17,7 +17,6 @@ from lengthwise.core.batch import MASKED, NEXT_TOKEN, BatchStream
 from lengthwise.core.errors import CheckError, InputError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
-from lengthwise.core.wording import GIB
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.planner import Planner
@@ -332,5 +331,5 @@ def _masking(model: nn.Module, options: PrepareOptions) -> TokenMasking:
 def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:
     device = find_device(world)
     if options.memory_gib is not None:
-        device = replace(device, memory_bytes=int(options.memory_gib * GIB))
+        device = device.with_memory(options.memory_gib)
     return ClusterSpec(num_nodes=world.size // local_size(), devices_per_node=local_size(), device=device)

@@ -12,6 +12,9 @@ from lengthwise.data.sampling_bias import SamplingReport, safety_of
 from lengthwise.data.sort_key import LENGTH, by_length, of_corpus
 from lengthwise.session.planning import make_sampler, sampler_of
 
+FEW_HELD_OUT = 8
+"""Sequences of a validation set below which its loss is mostly chance."""
+
 
 def sampling_report(config: Config, corpus: Corpus) -> SamplingReport:
     """The report on the run's first epoch; of the order's metric too, if it is not length."""
@@ -33,6 +36,11 @@ def training_warnings(config: Config, corpus: Corpus) -> Iterator[str]:
         yield f"{ledger.in_words}, of {ledger.sequences_in:,} with {ledger.tokens_in:,} tokens (data.over_length)"
     if warmup >= steps > 1:
         yield f"optim.warmup_steps is {warmup:,} and the run has {steps:,} steps, so it never reaches optim.lr"
+    if 0 < ledger.held_out < FEW_HELD_OUT:
+        yield (
+            f"data.validation_share={config.data.validation_share:g} holds out {ledger.held_out} of "
+            f"{ledger.sequences_in:,} sequences, whose loss says little; raise it, or name more in data.validation"
+        )
     yield from unused_settings(config)
     yield from without_targets(corpus)
 

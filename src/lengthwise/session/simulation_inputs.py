@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lengthwise.config.run_config import load
+from lengthwise.config.run_config import load, load_saved
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import PROVENANCE, RunFolder
 from lengthwise.core.specs import ModelSpec
@@ -48,7 +48,7 @@ def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None)
             f"--chakra needs the sizes of the model, and {path} lies in no run folder; add --model NAME, or simulate "
             "the configuration that the plans were made from"
         )
-    return run.read_spec(), load(run.config, []).train.dtype
+    return run.read_spec(), load_saved(run.config).train.dtype
 
 
 def device_bytes_of(path: Path | None, changes: list[str]) -> int | None:

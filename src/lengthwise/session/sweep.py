@@ -1,7 +1,6 @@
 """What is compared: clusters of several sizes and networks, steps of several sizes; and a whole training's tokens."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -11,6 +10,7 @@ from lengthwise.core.device_spec import GBIT
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec
+from lengthwise.core.wording import parse_tokens
 from lengthwise.report.pages.compare_results import TrainingBudget
 from lengthwise.session.planning_args import Spelling
 
@@ -18,8 +18,6 @@ MAX_POINTS = 64
 """Comparisons of one sweep."""
 MAX_TOKENS_PER_STEP = 1 << 40
 MAX_GBIT_PER_S = 1e6
-_TOKENS = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMBT]?)", re.ASCII | re.IGNORECASE)
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 Value = TypeVar("Value", int, float)
 
@@ -91,7 +89,7 @@ def make_budget(spelling: Spelling, *, tokens: int | None, price_per_hour: float
 
 
 def parse_token_counts(text: str | None, option: str) -> list[int]:
-    """Whole numbers from ``200K,1M,4000000``, each once; none for None. K, M, B and T are powers of a thousand.
+    """Whole numbers from ``200K,1M,4000000``, each once; none for None.
 
     Raises:
         InputError: a part is no such number.
@@ -101,9 +99,8 @@ def parse_token_counts(text: str | None, option: str) -> list[int]:
 
 
 def _tokens(text: str, option: str) -> int:
-    match = _TOKENS.fullmatch(text)
-    number = round(float(match[1]) * _SUFFIXES[match[2].upper()]) if match else 0
-    if number < 1:
+    number = parse_tokens(text)
+    if not number:
         raise InputError(f"{option} {brief(text)} is not a number of tokens, such as 200000, 200K, 4M or 10B")
     return number
 

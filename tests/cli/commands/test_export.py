@@ -38,7 +38,8 @@ def trained(hf, corpus, tmp_path_factory):
     """A run that started from a folder which is gone by now."""
     folder, source = tmp_path_factory.mktemp("run") / "run", tmp_path_factory.mktemp("moved") / "chatty"
     shutil.copytree(hf, source)
-    lengthwise("train", *settings(corpus, folder, *SMALL, f"model.hf={source}"))
+    done = lengthwise("train", *settings(corpus, folder, *SMALL, f"model.hf={source}"))
+    assert f"lengthwise report {folder}; for transformers: lengthwise export {folder} --out DIR\n" in done.stderr
     shutil.rmtree(source)
     return folder
 

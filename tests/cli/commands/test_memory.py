@@ -37,6 +37,11 @@ def test_the_cheapest_scheme_for_a_length_holds_it_and_takes_the_least_work(cli)
     assert all(fit["peak_gib"] <= document["memory_gib"] for fit in fits)
 
 
+@pytest.mark.parametrize("text", ["32000", "32K", "32k", "0.032M", "31.25Ki"])
+def test_lengths_have_suffixes(cli, text):
+    assert ask(cli, "--length", text)["length"] == 32_000
+
+
 def test_less_memory_holds_less(cli):
     assert ask(cli, "--hbm", "10")["longest"]["max_tokens"] < ask(cli)["longest"]["max_tokens"]
 
@@ -68,6 +73,7 @@ def test_what_has_no_price_is_said(cli, tmp_path):
     config = {
         "model_type": "gemma2", "head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
         "num_hidden_layers": 4, "num_key_value_heads": 2, "sliding_window": 512, "vocab_size": 8192,
+        "attention_bias": True,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = ["memory", "--model", tmp_path, "--device", "A10G-24GB"]
@@ -80,8 +86,10 @@ def test_what_has_no_price_is_said(cli, tmp_path):
     [
         (["--model", "llama-tin"], 2, "did you mean llama-tiny"),
         (["--model", "."], 2, "holds no config.json"),
-        (["--device", "nowhere.yml"], 2, "there is no device file nowhere.yml"),
+        (["--device", "nowhere.yml"], 2, "there is no device file nowhere.yml; known: A100-40GB"),
+        (["--device", "H100-80G.yaml"], 2, "there is no device file H100-80G.yaml; did you mean H100-80GB?"),
         (["--device", "A100"], 2, "did you mean A100-"),
+        (["--hbm", "200"], 2, "200 GiB of memory are more than the 80 GiB of a "),
         (["--gpus", "12"], 2, "do not fill nodes"),
         (["--hbm", "0.01"], 3, "no scheme fits a token"),
         (["--length", "1000000000000"], 3, "The longest that fits has"),

@@ -31,6 +31,13 @@ def test_stats_shows_tables(cli, lengths):
         assert said in out
 
 
+def test_stats_of_a_tiny_corpus_shows_no_empty_rows(cli, tmp_path):
+    np.save(tmp_path / "tiny.npy", np.array([3, 5, 7]))
+    out = cli("stats", tmp_path / "tiny.npy")[1]
+    assert len(out.splitlines()) < 28 and "< 1K" in out and "1K - 2K" not in out and "2,048" not in out
+    assert len(json.loads(cli("stats", tmp_path / "tiny.npy", "--json")[1])["cuts"]) == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -30,7 +30,7 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     done = lengthwise("train", *arguments, "--nproc", 2, "--json", is_cold=True)
     assert json.loads(done.stdout)["status"]["state"] == "done"
     line = next(line for line in done.stderr.splitlines() if line.startswith("step 3/3"))
-    assert done.stderr.count("plans follow data sheets, not measurements") == 1
+    assert done.stderr.count("plans follow data sheets; lengthwise profile CONFIG measures instead") == 1
     for part in ("loss ", "lr ", " tokens/s", "  2x<1>  ", "peak ", "eta "):
         assert part in line
     rows = RunFolder(folder).read_metrics()

@@ -49,6 +49,19 @@ def test_ranks_that_draw_random_weights_of_their_own_are_advised_to_seed_them(ke
     assert "torch.manual_seed" not in message_of(differences(others)), "the seed is told, and is the reason"
 
 
+def test_a_message_about_weights_begins_with_the_way_out_and_names_three():
+    names = [f"layers.{number}.attention.query.weight" for number in range(40)]
+    trees = {
+        rank: {"model": {"parameters": {name: f"trained, float32 [64, 64], checksum {rank}{name}" for name in names}}}
+        for rank in range(8)
+    }
+    message = message_of(differences(trees))
+    assert len(message) < 350 and message.index("torch.manual_seed(0)") < message.index(names[0])
+    assert sum(name in message for name in names) == 3 and "and 37 more" in message
+    trees[1]["model"]["parameters"][names[0]] = "frozen, float32 [64, 64], checksum 0"
+    assert 'is "trained, float32' in message_of(differences(trees)), "seeding does not freeze a parameter"
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [((3,), "rank 3"), ((0, 1), "ranks 0-1"), ((5, 0, 2, 1), "ranks 0-2 and 5"), ((1, 3, 5), "ranks 1, 3 and 5")],

@@ -7,7 +7,7 @@ import typer
 
 from lengthwise.cli.analyze_ranks import analyze_as_rank, analyze_from_here
 from lengthwise.cli.launch import check_torch, is_rank
-from lengthwise.cli.shared_options import ComputeDevice, ComputeDtype
+from lengthwise.cli.shared_options import ComputeDevice, ComputeDtype, tokens_from
 from lengthwise.cli.tables.analysis_table import print_analysis
 
 Index = Annotated[Path, typer.Argument(metavar="INDEX", help="A folder made by `lengthwise index`.")]
@@ -21,12 +21,20 @@ MetricName = Annotated[
 ]
 Name = Annotated[str | None, typer.Option(help="What to save it as; default: length, loss, or the function's name.")]
 Nproc = Annotated[int, typer.Option(min=1, help="Ranks on this machine. The result does not depend on it.")]
-MaxLength = Annotated[int | None, typer.Option(min=1, help="Longest sequence the model is given; default: any.")]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(parser=tokens_from(1), metavar="TOKENS", help="Longest sequence the model is given; default: any."),
+]
 Truncate = Annotated[
     bool, typer.Option("--truncate", help="Score the first --max-length tokens of longer ones; else they are refused.")
 ]
 MaxTokens = Annotated[
-    int | None, typer.Option(min=1, help="Most tokens in one forward; a longer sequence goes alone. Default: 16,384.")
+    int | None,
+    typer.Option(
+        parser=tokens_from(1),
+        metavar="TOKENS",
+        help="Most tokens in one forward; a longer sequence goes alone. Default: 16,384.",
+    ),
 ]
 Dtype = Annotated[ComputeDtype, typer.Option(help="What the model computes in.")]
 Device = Annotated[ComputeDevice, typer.Option(help="Where; auto: on GPUs where there are any.")]

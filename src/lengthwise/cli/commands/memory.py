@@ -11,7 +11,8 @@ from lengthwise.session.planning_args import find_model, make_cluster, parse_met
 
 Gpus = Annotated[int, typer.Option(min=1, max=shared.MAX_DEVICES, metavar="N", help="Devices of the cluster.")]
 Length = Annotated[
-    int | None, typer.Option(min=1, max=shared.MAX_TOKENS, metavar="TOKENS", help="What fits this long a sequence?")
+    int | None,
+    typer.Option(parser=shared.tokens_from(1), metavar="TOKENS", help="What fits a sequence this long, such as 32K?"),
 ]
 
 

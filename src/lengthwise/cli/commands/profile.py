@@ -6,12 +6,15 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli.launch import check_torch, is_rank, split_arguments, torchrun
+from lengthwise.cli.shared_options import tokens_from
 from lengthwise.cli.tables.profile_table import print_profile, profile_document
 from lengthwise.core.atomic_write import make_folder, remove_empty, shown
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.session.console import emit_json
 from lengthwise.session.profile_model import errors_on_unseen_rows, longest_sequence, measure_as_rank
+
+_TOKENS = tokens_from(32, 1 << 32)
 
 
 def run(
@@ -20,10 +23,10 @@ def run(
     out: Annotated[Path, typer.Option(help="file to write")] = Path("profile.json"),
     nproc: Annotated[int, typer.Option(min=1, max=1024, help="ranks that measure at once; as many as will train")] = 1,
     max_length: Annotated[
-        int | None, typer.Option(min=32, max=1 << 32, help="longest sequence; default: the data's")
+        int | None, typer.Option(parser=_TOKENS, metavar="TOKENS", help="longest sequence; default: the data's")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=32, max=1 << 32, help="most tokens of a pack; default: max length")
+        int | None, typer.Option(parser=_TOKENS, metavar="TOKENS", help="most tokens of a pack; default: max length")
     ] = None,
     max_degree: Annotated[
         int, typer.Option(min=1, max=1024, help="also measure micro-batches that up to so many of the ranks share")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lengthwise.cli.shared_options import MAX_DEVICES, MAX_TOKENS
+from lengthwise.cli.shared_options import MAX_DEVICES, tokens_from
 from lengthwise.cli.tables.stats_table import print_sampling, print_stats
 from lengthwise.core.errors import InputError
 from lengthwise.data.length_stats import MAX_LENGTHS
@@ -27,7 +27,9 @@ Sampling = Annotated[
 ]
 MaxLength = Annotated[
     list[int] | None,
-    typer.Option(min=1, max=MAX_TOKENS, metavar="TOKENS", help="A limit to try; may be repeated. Default: 1K to 128K."),
+    typer.Option(
+        parser=tokens_from(1), metavar="TOKENS", help="A limit to try; may be repeated. Default: 1Ki to 128Ki."
+    ),
 ]
 Ranks = Annotated[
     int | None, typer.Option(min=1, max=MAX_DEVICES, help="Ranks the attention work is dealt to. Default: 8.")

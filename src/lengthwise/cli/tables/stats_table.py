@@ -1,9 +1,10 @@
 """What `lengthwise stats` prints: how lengths spread and what they cost, or what an order does to sampling."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lengthwise.data.length_stats import LengthStats
+from lengthwise.data.length_stats import LengthLimitEffect, LengthStats
 from lengthwise.data.sampling_bias import SamplingReport
 from lengthwise.report.pages.run_text import order_words
 from lengthwise.session.console import stdout
@@ -71,7 +72,7 @@ def print_stats(source: Path, stats: LengthStats) -> None:
     histogram = Table(
         "length", "sequences", "share", "of tokens", title="Lengths (K = 1024 tokens)", title_justify="left"
     )
-    for bin in stats.histogram:
+    for bin in (bin for bin in stats.histogram if bin.num_sequences):
         label = f">= {_kilo(bin.low)}" if bin.high is None else f"{_kilo(bin.low)} - {_kilo(bin.high)}"
         label = f"< {_kilo(bin.high)}" if not bin.low and bin.high else label
         share, tokens = _percent(bin.share_of_sequences), _percent(bin.share_of_tokens)
@@ -80,7 +81,7 @@ def print_stats(source: Path, stats: LengthStats) -> None:
     padding = Table(
         "batch size", "random order", "sorted", title="Padding, share of computed tokens", title_justify="left"
     )
-    for row in stats.padding:
+    for row in (row for row in stats.padding if row.batch_size <= stats.num_sequences):
         padding.add_row(str(row.batch_size), _percent(row.random_order), _percent(row.sorted_order))
 
     cuts = Table(
@@ -92,7 +93,7 @@ def print_stats(source: Path, stats: LengthStats) -> None:
         title="What a limit would cut",
         title_justify="left",
     )
-    for cut in stats.cuts:
+    for cut in _up_to_first_that_cuts_nothing(stats.cuts):
         lost = _percent(cut.share_of_tokens_in_them), _percent(cut.share_of_tokens_beyond)
         cuts.add_row(f"{cut.max_length:,}", f"{cut.sequences_over:,}", _percent(cut.share_of_sequences), *lost)
 
@@ -102,6 +103,12 @@ def print_stats(source: Path, stats: LengthStats) -> None:
         f"with {stats.attention_imbalance:.2f} times the mean work",
         soft_wrap=True,
     )
+
+
+def _up_to_first_that_cuts_nothing(cuts: Sequence[LengthLimitEffect]) -> list[LengthLimitEffect]:
+    """The limits that cut something, and the lowest that cuts nothing, for higher ones cut nothing either."""
+    harmless = min((cut.max_length for cut in cuts if not cut.sequences_over), default=None)
+    return [cut for cut in cuts if cut.sequences_over or cut.max_length == harmless]
 
 
 def _print(*tables: "Table") -> None:

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 MOST_TOLD = 8
 """Keys that a message lists."""
+MOST_WEIGHTS = 3
+"""Names of tensors that a message lists."""
 OF_WEIGHTS = tuple(f"model.{kind}." for kind in ("parameters", "buffers", "weights"))
-"""Keys of what a model holds, which differs where every rank draws random weights of its own."""
+"""Beginnings of the keys of a model's tensors."""
 MOST_CHARACTERS = 80
 """Of a value in a message."""
 NOT_SET = "not set"
@@ -51,19 +53,27 @@ def digest_of(values: Mapping[str, Any]) -> str:
 
 def message_of(differing: Sequence[Difference]) -> str:
     """One sentence on what differs, and the way out."""
+    if all(map(_is_drawn, differing)):
+        names = [difference.key.split(".", 2)[2] for difference in differing[:MOST_WEIGHTS]]
+        others = {rank for one in differing for ranks in [*one.ranks_by_value.values()][1:] for rank in ranks}
+        more = f" and {len(differing) - len(names):,} more" if len(differing) > len(names) else ""
+        return (
+            "the weights of the model are not the same on all ranks: seed them (torch.manual_seed(0) before it is "
+            f"made), or load them from the same file. Others on {ranks_text(others)}: {', '.join(names)}{more}"
+        )
     listed = "; ".join(map(str, differing[:MOST_TOLD]))
     more = f"; and {len(differing) - MOST_TOLD} more" if len(differing) > MOST_TOLD else ""
-    if all(difference.key.startswith(OF_WEIGHTS) for difference in differing):
-        way_out = (
-            "Make the model the same on all ranks: seed its random weights (torch.manual_seed(0) before it is made), "
-            "or load them from the same file"
-        )
-    else:
-        way_out = "Start all ranks with the same configuration, data, weights and versions"
+    way_out = "Start all ranks with the same configuration, data, weights and versions"
     return f"the ranks do not agree: {listed}{more}. {way_out}"
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def _is_drawn(difference: Difference) -> bool:
+    """Whether a tensor of the model differs in its values alone, as random weights do that each rank draws itself."""
+    described = {value.rpartition(", checksum ")[0] for value in difference.ranks_by_value}
+    return difference.key.startswith(OF_WEIGHTS) and len(described) == 1 and NOT_SET not in difference.ranks_by_value
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
     """Ranks in words: ``rank 3``, ``ranks 0 and 2-5``."""
     ranks = sorted(ranks)
     starts = [ranks[0], *(second for first, second in pairwise(ranks) if second != first + 1)]

@@ -41,13 +41,12 @@ class Prediction:
         return self.predicted_bytes / self.measured_bytes - 1.0
 
     def __str__(self) -> str:
-        """One line of text with predicted and measured time and memory."""
-        packed = f"{len(self.lengths)} x {self.lengths[0]:,}" if len(set(self.lengths)) == 1 else str(self.lengths)
+        """One line of text with measured time and memory, and how far off predictions are."""
+        longest = f"{len(self.lengths)} x {max(self.lengths):,}"
+        packed = longest if len(set(self.lengths)) == 1 else f"up to {longest}"
         return (
-            f"{packed} tokens, degree {self.degree}, {self.recomputed} recomputed: {self.predicted_s * 1e3:.1f} ms "
-            f"predicted, {self.measured_s * 1e3:.1f} measured ({self.time_error:+.0%}); "
-            f"{self.predicted_bytes / 2**20:.1f} MiB predicted, {self.measured_bytes / 2**20:.1f} measured "
-            f"({self.bytes_error:+.1%})"
+            f"{packed} tokens, degree {self.degree}, {self.recomputed} recomputed: {self.measured_s * 1e3:.1f} ms "
+            f"(predicted {self.time_error:+.0%}), {self.measured_bytes / 2**20:.1f} MiB ({self.bytes_error:+.1%})"
         )
 
 
