@@ -178,6 +178,11 @@ class SimulateDocument(JsonDocument):
     padding: float
     gap_median: float
     peak_gib: float
+    mfu: float | None
+    """Model FLOPs utilization; null: the model or the device is not known."""
+    hours: float | None
+    """Of the whole training, where --tokens says how long it is."""
+    cost: float | None
 
 
 class PolicyFields(Fields):
