@@ -185,6 +185,21 @@ class SimulateDocument(JsonDocument):
     cost: float | None
 
 
+class DryRunDocument(JsonDocument):
+    """One step of some ranks on fake tensors, beside what costs and plan say."""
+
+    model: str
+    cluster: str
+    policy: str
+    num_devices: int
+    memory_bytes: int
+    """Of a device, as plans may fill it."""
+    differences: list[str]
+    """What collectives differ in from the proven plan; empty if in nothing."""
+    ranks: list[dict[str, Any]]
+    """Each with peak_bytes by kind, flops, kernels, collectives, synchronisations, memory over time, and predicted."""
+
+
 class PolicyFields(Fields):
     """One policy on one cluster; numbers are null where it is refused."""
 
@@ -284,6 +299,7 @@ DOCUMENTS: dict[str, tuple[type[JsonDocument], ...]] = {
     "memory": (MemoryDocument,),
     "plan": (PlanDocument,),
     "simulate": (SimulateDocument,),
+    "dryrun": (DryRunDocument,),
     "compare": (CompareDocument,),
     "train": (TrainDocument,),
     "report": (ReportDocument,),
