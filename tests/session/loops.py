@@ -68,7 +68,8 @@ def train_in_parts(folder, *, first, last, options):
         if step.number == last - 1:
             saved = run.save(folder)  # from within the loop, as users do
             assert saved.name == f"step_{last:08}" and (saved / "state.json").is_file()
-    return losses, weights_of(model)
+    with run.plain():
+        return losses, weights_of(model)
 
 
 def train_video(options):

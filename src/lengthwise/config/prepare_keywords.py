@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict, get_type_hints
 from lengthwise.config.choices import (
     BatchSize,
     DeviceName,
+    HeldWeights,
     LrRule,
     OptimizerName,
     OrderName,
@@ -64,6 +65,7 @@ class PrepareKeywords(TypedDict, total=False):
     optimizer: OptimizerSettings | OptimizerName
     lr: float | Callable[[int], float]
     packing: Packing
+    weights: HeldWeights
     recompute: Literal[Recompute, "selective"]
     profile: str | PathLike[str] | None
     cost: CostModel | None

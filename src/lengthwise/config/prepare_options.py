@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
-from lengthwise.config.choices import OptimizerName, Packing, Recompute, TrainingObjective
+from lengthwise.config.choices import HeldWeights, OptimizerName, Packing, Recompute, TrainingObjective
 from lengthwise.config.foreign_names import SETTING_OF
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP, LearningRate, NumSteps
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -78,6 +78,10 @@ class PrepareOptions(
     """Whether several sequences share a forward, and ranks a sequence. auto: if that is exact; else the stock forward
     is called once for each sequence, by one rank, and a warning says why. always: else the model is refused. never: the
     stock forward, once for each sequence."""
+    weights: HeldWeights = "auto"
+    """What each rank holds of the weights between micro-batches. whole: all of them. by-layer: its share; a layer is
+    gathered when it computes and released after, and its gradients are summed on their owners at once (as ZeRO stage 3
+    does), in each step for as many layers as do not fit whole. auto: whole, if the longest sequence fits."""
     recompute: Literal[Recompute, "selective"] = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as fit; selective: the
     same, but what attention computed is kept. (Configurations have no selective.)"""

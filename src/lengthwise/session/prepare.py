@@ -46,6 +46,7 @@ from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.prepare_planning import form, make_planner, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
+from lengthwise.session.weight_placement import KeepLayers, place_weights
 
 _log = logging.getLogger("lengthwise")
 
@@ -98,13 +99,13 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     try:
         _check_labels_are_meant(prepared, chosen, sequences)
         with units_named(sequences.num_members):
-            planner = _planner(prepared, chosen, sequences)
+            planner, keep_layers = _planner(prepared, chosen, sequences)
             if chosen.form_batches:
                 stream, num_steps = form(chosen, planner.problem, sequences.lengths, objective)
         for frozen in chosen.frozen:
             prepared.frozen(frozen, check=chosen.check)
         lr, calibration = chosen.lr, planner if isinstance(planner, OnlineCalibration) else None
-        return Run(
+        run = Run(
             prepared,
             stream=stream,
             planner=planner,
@@ -115,7 +116,11 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             workers=chosen.workers,
             on_oom=calibration.on_oom if calibration else None,
             on_finish=calibration.on_finish if calibration else None,
+            keep_layers=keep_layers,
         )
+        if keep_layers is not None:
+            run.gather_by_layer()
+        return run
     except BaseException:
         prepared.close()
         raise
@@ -274,10 +279,13 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
         )
 
 
-def _planner(prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences) -> Planner | OnlineCalibration:
-    """Find out what things cost, and return the planner of the run."""
+def _planner(
+    prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences
+) -> tuple[Planner | OnlineCalibration, KeepLayers | None]:
+    """Find out what things cost; return the planner, and what a step keeps where weights are gathered by layer."""
     cluster = _cluster(options, prepared.world)
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
+    cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
     plan_with = partial(
         make_planner,
         options,
@@ -287,9 +295,10 @@ def _planner(prepared: PreparedModel, options: PrepareOptions, sequences: RunSeq
         objective=prepared.wrapped_model.objective,
     )
     if not isinstance(cost, SeparableCost):
-        return plan_with(cost)
-    again = partial(measure_again, prepared) if isinstance(cost, DualLayerCost) else None
-    return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again)
+        return plan_with(cost), keep_layers
+    is_whole = isinstance(cost, DualLayerCost) and cost.gather is None
+    again = partial(measure_again, prepared) if is_whole else None
+    return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again), keep_layers
 
 
 def _check_takes(model: nn.Module, sequences: RunSequences) -> None:

@@ -23,7 +23,7 @@ def model_of(dtype=torch.float64):
     return Model().to(dtype)
 
 
-def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR):
+def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR, by_layer=False):
     world = start_world("cpu")
     run = run_of(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
@@ -32,6 +32,8 @@ def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR
         num_steps=num_steps,
     )  # fmt: skip
     trace_model(run)
+    if by_layer:
+        run.gather_by_layer()
     return run
 
 
@@ -63,13 +65,13 @@ class TroubleError(Exception):
     """What a loop runs into."""
 
 
-def train_through_trouble(degree, recomputed, place, troubled):
+def train_through_trouble(degree, recomputed, place, troubled, *, by_layer=False):
     """A loop that catches its errors and goes on; in its first step, ranks of ``troubled`` run into one at a place.
 
     Returns losses, weights, and what each update that raised said.
     """
     model, losses, said = model_of(), [], []
-    run = make_run(model, degree=degree, recomputed=recomputed)
+    run = make_run(model, degree=degree, recomputed=recomputed, by_layer=by_layer)
     has_trouble = run.world.rank in troubled
     for step in run.steps():
         try:

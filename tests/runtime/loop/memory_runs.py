@@ -156,7 +156,7 @@ def run_of(wrapped_model, world, *, collator, optimizer, seed=0, **options) -> R
 
 
 def train(
-    degree: int, recomputed: int, fails: dict[int, tuple[str, ...]], trained: str = "all"
+    degree: int, recomputed: int, fails: dict[int, tuple[str, ...]], trained: str = "all", *, by_layer: bool = False
 ) -> tuple[list[float], list[str], Tensor]:
     """Two steps in which ranks run out of memory at some places in the first attempt of the first step.
 
@@ -174,6 +174,8 @@ def train(
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,
     )  # fmt: skip
     trace_model(run)
+    if by_layer:
+        run.gather_by_layer()
     told: list[str] = []
 
     def on_oom(step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:

@@ -178,7 +178,16 @@ def source_of(case: Case) -> Source:
     return case.sequences or Source()
 
 
-def prepared(case: Case, groups: tuple[Packs, ...], world: DistContext, *, num_steps: int = 1, seed: int = 0) -> Run:
+def prepared(
+    case: Case,
+    groups: tuple[Packs, ...],
+    world: DistContext,
+    *,
+    num_steps: int = 1,
+    seed: int = 0,
+    by_layer: bool = False,
+    num_kept: int = 0,
+) -> Run:
     """The run of a case, its model learned and checked as ``prepare`` does it."""
     model = case.build()
     wrapped_model = WrappedModel(model, objective=case.objective, loss=case.loss, inputs=case.inputs, **case.options)
@@ -190,20 +199,33 @@ def prepared(case: Case, groups: tuple[Packs, ...], world: DistContext, *, num_s
     )  # fmt: skip
     trace_model(run)
     check_exact(run, longest=max(source_of(case).lengths) // run.collator.slot_tokens)
+    if by_layer:
+        run.keep_layers = lambda plan: num_kept
+        run.gather_by_layer()
     return run
 
 
-def step_on_ranks(case: Case, groups: tuple[Packs, ...], *, num_steps: int = 1, seed: int = 0) -> Any:
+def step_on_ranks(
+    case: Case,
+    groups: tuple[Packs, ...],
+    *,
+    num_steps: int = 1,
+    seed: int = 0,
+    by_layer: bool = False,
+    num_kept: int = 0,
+) -> Any:
     """Losses, and the change of every weight, after steps of the user's own loop on a prepared model."""
     with in_double():
-        return _step_on_ranks(case, groups, num_steps, seed)
+        return _step_on_ranks(case, groups, num_steps=num_steps, seed=seed, by_layer=by_layer, num_kept=num_kept)
 
 
-def _step_on_ranks(case: Case, groups: tuple[Packs, ...], num_steps: int, seed: int) -> Any:
-    run = prepared(case, groups, local_world(), num_steps=num_steps, seed=seed)
-    before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
+def _step_on_ranks(case: Case, groups: tuple[Packs, ...], **options: Any) -> Any:
+    run = prepared(case, groups, local_world(), **options)
+    with run.plain():
+        before = {name: value.detach().clone() for name, value in run.model.named_parameters()}
     losses = train(run)
-    changes = {name: value.detach() - before[name] for name, value in run.model.named_parameters()}
+    with run.plain():
+        changes = {name: value.detach() - before[name] for name, value in run.model.named_parameters()}
     run.close()
     return losses, changes
 

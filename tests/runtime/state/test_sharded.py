@@ -168,7 +168,7 @@ def _check_routes():
         seen.append(random_case(SPEC, rng.randrange(10**6), world.size)[1].holdings(0))
         state.hold(seen[-1])
         assert len(state._routes) == min(len(set(seen)), MAX_ROUTES)
-    newest = list(state._routes)
+    newest = [holdings for _, holdings in state._routes]
     assert newest == list(dict.fromkeys(reversed(seen)))[:MAX_ROUTES][::-1], "the least recently used go first"
     state.hold(next(one for one in seen if one not in newest))
     state.pull()

@@ -44,7 +44,7 @@ def loss_on_ranks(seed: int) -> tuple[float, bool, bool]:
     plans = [random_plan(rng, batch, world.size) for batch in batches(seed)]
     lengths = {id: length for batch in batches(seed) for id, length in zip(batch.ids, batch.lengths)}
     found = validation_loss(plans, model, state, RandomTokens(lengths))
-    is_same = torch.equal(state.master, before) and not state._pushed.any() and not state.gradients.any()
+    is_same = torch.equal(state.master, before) and not state.pushed.any() and not state.gradients.any()
     return found, is_same, torch.equal(torch.get_rng_state(), generator)
 
 

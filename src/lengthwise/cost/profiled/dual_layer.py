@@ -16,6 +16,7 @@ from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, un
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
 from lengthwise.cost.profiled.fitted import features
+from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 
 LEAST_S = 1e-12
@@ -140,8 +141,17 @@ def _line(tokens: np.ndarray, measured: Sequence[int]) -> LinearBytes:
 class DualLayerCost(SeparableCost):
     """Costs of single-stage schemes of the profiled degrees, with any number of recomputed layers."""
 
-    def __init__(self, table: LayerTable, *, cluster: ClusterSpec, method: Method = Method.ULYSSES) -> None:
+    def __init__(
+        self,
+        table: LayerTable,
+        *,
+        cluster: ClusterSpec,
+        method: Method = Method.ULYSSES,
+        gather: LayerGatherCost | None = None,
+    ) -> None:
         """Fit curves to every degree of ``table``; model state is that of ``cluster``'s devices.
+
+        ``gather``: what weights cost that are gathered one layer at a time; None: every rank holds them all.
 
         Raises:
             InputError: the profile was taken in a dtype whose size is not known.
@@ -152,7 +162,7 @@ class DualLayerCost(SeparableCost):
                 f"in {', '.join(DTYPE_BYTES)}. Cast the model to one of these"
             )
         super().__init__(model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype)
-        self.table, self.method = table, method
+        self.table, self.method, self.gather = table, method, gather
         self.fits: Mapping[int, DegreeFit] = {degree: fit_degree(table.of_degree(degree)) for degree in table.degrees}
         self._found = SchemeCache(self._find)
         self._memory = PiecewiseLinearMemory(self._make_lines)
@@ -166,10 +176,11 @@ class DualLayerCost(SeparableCost):
         return layers + fit.constant.of_sequences(length) + LEAST_S * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """c of every layer, forward and backward, and of the rest."""
+        """c of every layer, forward and backward, and of the rest; and the gathering of weights."""
         fit = self._found(scheme)
         layers = (scheme.num_layers + scheme.num_recomputed) * fit.forward.c_s
-        return layers + scheme.num_layers * fit.backward.c_s + fit.constant.c_s
+        gathered_s = 0.0 if self.gather is None else self.gather.micro_batch_s(self.cluster)
+        return layers + scheme.num_layers * fit.backward.c_s + fit.constant.c_s + gathered_s
 
     def update_s(self, strategy: Strategy) -> float:
         """Measured seconds of a step outside its micro-batches."""
@@ -211,7 +222,9 @@ class DualLayerCost(SeparableCost):
         return sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
-        """Weights and gradients whole, the optimizer in equal parts, and what is not trained."""
+        """Weights and gradients, whole or gathered; the optimizer in equal parts; and what is not trained."""
+        if self.gather is not None:
+            return (self.gather.state_bytes(num_devices) + self.table.other_bytes,)
         state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
         return (state + self.table.other_bytes,)
 

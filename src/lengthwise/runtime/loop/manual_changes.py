@@ -21,10 +21,15 @@ def gradient_problem(state: ShardedState | Fsdp2State, version: int) -> str:
     return ""
 
 
-def inspect_weights(state: ShardedState | Fsdp2State, parameters: WatchedParameters) -> tuple[str, int, bool]:
-    """Return a problem with the model or "", the fingerprint of this rank's weights, and whether they were changed."""
+def inspect_weights(
+    state: ShardedState | Fsdp2State, parameters: WatchedParameters, *, is_whole: bool
+) -> tuple[str, int, bool]:
+    """Return a problem with the model or "", the fingerprint of this rank's weights, and whether they were changed.
+
+    ``is_whole``: whether this rank holds all weights, and not a share of them that nobody else sees.
+    """
     problem = parameters.problem()
-    if problem or isinstance(state, Fsdp2State):
+    if problem or not is_whole or isinstance(state, Fsdp2State):
         return problem, 0, False
     local = state.local_weights()
     problem = local.bring_back()

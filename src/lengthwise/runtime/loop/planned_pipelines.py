@@ -51,6 +51,18 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
             )
 
 
+def rounds_of(plan: StepPlan) -> list[tuple[bool, ...]]:
+    """The rounds of a step, phase by phase: whether each rank has a micro-batch in it."""
+    rounds = []
+    for phase in range(plan.num_phases):
+        counts = [0] * plan.num_devices
+        for pipeline in plan.pipelines:
+            for rank in pipeline.ranks if pipeline.phase == phase else ():
+                counts[rank] += len(pipeline.micro_batches)
+        rounds += [tuple(count > number for count in counts) for number in range(max(counts))]
+    return rounds
+
+
 def sync_step(plan: StepPlan, clock: StepClock, problem: str) -> None:
     """Check that all ranks hold the same plan, and set the clock's zero; ``problem``: what is wrong with this rank's
     model, if anything is.

@@ -7,6 +7,7 @@ from torch import nn
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
+from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
@@ -16,6 +17,7 @@ from lengthwise.runtime.loop.fsdp2 import Fsdp2State, fsdp_modules
 from lengthwise.runtime.loop.shared_reads import with_read_digests
 from lengthwise.runtime.loop.synthetic_batches import zero_loss
 from lengthwise.runtime.models.checksum import weight_checksums
+from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
@@ -39,6 +41,8 @@ class PreparedModel:
         self.wrapped_model, self.world, self.collator, self.state = wrapped_model, world, collator, state
         self.seed, self.alone = seed, Group(rank=0)
         self.frozen_models: list[WrappedModel] = []
+        self.gather: LayerGather | None = None
+        """Gathers the weights of one layer at a time; None: every rank holds all of them."""
 
     @classmethod
     def with_optimizer(
@@ -75,13 +79,77 @@ class PreparedModel:
         """The trained model and the frozen ones beside it."""
         return [wrapped_model.model for wrapped_model in (self.wrapped_model, *self.frozen_models)]
 
+    @property
+    def gather_problem(self) -> str:
+        """Why the weights cannot be gathered layer by layer; an empty string if they can."""
+        return "FSDP2 shards them" if isinstance(self.state, Fsdp2State) else self.wrapped_model.gather_problem
+
+    def check_gathers(self) -> None:
+        """Raise ``InputError`` if the weights cannot be gathered layer by layer."""
+        if self.gather_problem:
+            raise InputError(
+                f"the weights of {type(self.model).__name__} cannot be gathered layer by layer: {self.gather_problem}; "
+                "use weights='whole' in prepare(...)"
+            )
+
+    def gather_by_layer(self) -> None:
+        """Leave every rank its share of the weights, from which layers are gathered when they are computed.
+
+        Every rank calls this.
+
+        Raises:
+            InputError: this model's weights cannot be gathered layer by layer.
+        """
+        self.check_gathers()
+        if self.world.size == 1:
+            return  # its share is all of them
+        assert isinstance(self.state, ShardedState)
+        self.gather = self.wrapped_model.layers.gather = LayerGather(self.state, self.wrapped_model.used_units)
+        self._guard = self.model.register_state_dict_pre_hook(self._refuse_shares)
+        self.update_weights()
+
+    def update_weights(self) -> None:
+        """Bring every rank the weights that it holds between micro-batches, after they were updated or loaded."""
+        if self.gather is None:
+            self.state.materialize_all()
+        else:
+            self.gather.start(())
+
+    def _refuse_shares(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self.wrapped_model.is_plain and not keep_vars:  # who keeps variables looks at names, not at values
+            raise InputError(
+                "between steps each rank holds a share of the weights; on every rank, call "
+                "`with run.plain() as model: model.state_dict()`, or run.save(folder)"
+            )
+
     @contextmanager
     def plain(self) -> Iterator[nn.Module]:
-        """Let the model and the frozen ones compute as before ``prepare``, with current weights, as for evaluation."""
+        """Let the model and the frozen ones compute as before ``prepare``, with current weights, as for evaluation.
+
+        Where weights are gathered layer by layer every rank has to enter it, between two steps: all ranks get all
+        weights, and what was changed of them on every rank is kept.
+        """
         with ExitStack() as stack:
+            if self.gather is not None and not self.wrapped_model.is_plain:
+                stack.enter_context(self._whole_weights(self.gather))
             for wrapped_model in self.frozen_models:
                 stack.enter_context(wrapped_model.plain())
             yield stack.enter_context(self.wrapped_model.plain())
+
+    @contextmanager
+    def _whole_weights(self, gather: LayerGather) -> Iterator[None]:
+        assert isinstance(self.state, ShardedState)
+        if gather.is_in_round:
+            raise InputError(
+                "run.plain() within a micro-batch: weights are gathered layer by layer; call it between two steps, or "
+                "use weights='whole' in prepare(...)"
+            )
+        self.state.materialize_all()
+        try:
+            yield
+        finally:
+            self.state.local_weights().adopt()
+            gather.start(())
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Prepare a teacher or reference model to compute micro-batches beside the trained one; every rank calls this.
@@ -110,6 +178,10 @@ class PreparedModel:
 
     def close(self) -> None:
         """Restore the model as it was before ``prepare``, with current weights."""
+        if self.gather is not None:
+            self.gather, self.wrapped_model.layers.gather = None, None
+            self._guard.remove()
+            self.state.materialize_all()
         for wrapped_model in (*self.frozen_models, self.wrapped_model):
             wrapped_model.release()
         self.state.release_params()

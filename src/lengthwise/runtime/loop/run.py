@@ -17,7 +17,7 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
-from lengthwise.runtime.loop.planned_pipelines import check_executable, sync_step
+from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.loop.step import Step
@@ -66,6 +66,7 @@ class Run(PreparedModel):
         workers: int = 0,
         on_oom: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None,
         on_finish: Callable[[Step], None] | None = None,
+        keep_layers: Callable[[StepPlan], int] | None = None,
     ) -> None:
         """Start before the first step.
 
@@ -82,6 +83,8 @@ class Run(PreparedModel):
             on_oom: called on every rank with the micro-batches that ran out of memory, before the step is planned
                 again.
             on_finish: called on every rank with every step that is done.
+            keep_layers: how many of the last layers every rank holds whole during a step, where weights are gathered
+                layer by layer.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
@@ -90,6 +93,7 @@ class Run(PreparedModel):
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish = on_oom, on_finish
+        self.keep_layers = keep_layers or (lambda plan: 0)
         self.meter = DeviceMeter(self.world.device)
         self.readers: ItemReaders | None = None
         if workers:
@@ -166,6 +170,8 @@ class Run(PreparedModel):
         check_executable(plan, self.wrapped_model.structure.num_layers, self.world.size)
         sync_step(plan, clock, self.parameters.problem())
         self._make_groups(plan)
+        if self.gather is not None:
+            self.gather.start(rounds_of(plan), num_kept=self.keep_layers(plan))
         self.state.clear_gradient()
         return Step(self, plan, clock, attempt=self._attempt)
 
@@ -185,7 +191,7 @@ class Run(PreparedModel):
 
     def inspect(self) -> tuple[str, int, bool]:
         """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""
-        return inspect_weights(self.state, self.parameters)
+        return inspect_weights(self.state, self.parameters, is_whole=self.gather is None)
 
     def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
         """Adopt changes that loops made to weights between updates, if every rank made the same.
@@ -306,7 +312,7 @@ class Run(PreparedModel):
         restore_buffers(self.model, extra.get("buffers", {}), path)
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
-        self.state.materialize_all()
+        self.update_weights()
         self._log_on_first_rank("going on with step %d: %s", self.next_step, path)
         return self.next_step
 

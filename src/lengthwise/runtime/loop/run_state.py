@@ -12,6 +12,7 @@ from lengthwise.runtime.loop.call_order import RankReports
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.workers import ItemReaders
+from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.wrap.collator import PackCollator
@@ -51,6 +52,7 @@ class RunState(MicroBatchMaker, Protocol):
     """A run, as far as a step uses it."""
 
     state: ShardedState | Fsdp2State
+    gather: LayerGather | None
     meter: DeviceMeter
     loss_check: LossCheck
     unprepared: UnpreparedModels
@@ -84,6 +86,10 @@ class RunState(MicroBatchMaker, Protocol):
 
     def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
         """Keep what loops did to weights between updates, if every rank's did the same."""
+        ...
+
+    def update_weights(self) -> None:
+        """Bring every rank the weights that it holds between micro-batches."""
         ...
 
     def discard(self) -> None:

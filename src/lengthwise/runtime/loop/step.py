@@ -16,7 +16,7 @@ from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
-from lengthwise.runtime.loop.planned_pipelines import make_shard
+from lengthwise.runtime.loop.planned_pipelines import make_shard, rounds_of
 from lengthwise.runtime.loop.run_state import RunState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import StepResult
@@ -59,6 +59,10 @@ class Step:
         self.failure: tuple[int, int] | None = None
         """Pipeline and micro-batch in which this rank ran out of memory."""
         self._own = self._planned_for_this_rank()
+        self._rounds = [
+            number for number, active in enumerate(rounds_of(plan)) if run.gather is not None and active[run.world.rank]
+        ]
+        """The round of each micro-batch, where weights are gathered layer by layer."""
         self._shards: dict[int, PackShard] = {}
         self._current: MicroBatch | None = None
         self._gradient_version = run.gradient_version
@@ -104,6 +108,7 @@ class Step:
             # A rank that ran out of memory goes through the rest of the step, and sends zeros in its forwards' place.
             is_computed = self.failure is None
             shard.has_failed = not is_computed
+            self._begin_round(position)
             compute = self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}")
             with active(shard), self.run.unprepared.refused(), compute:
                 meter = self.run.meter.start()
@@ -123,7 +128,16 @@ class Step:
                     self.measured.append(
                         MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak)
                     )
+        if self.run.gather is not None:
+            self.run.gather.finish_rounds()
         self.is_iterated = True
+
+    def _begin_round(self, position: int) -> None:
+        """Begin the round of a micro-batch; a rank that computes no more takes part in it without computing."""
+        if (gather := self.run.gather) is not None:
+            gather.begin_round(self._rounds[position])
+            if self.failure is not None:
+                gather.abandon_round()
 
     def backward(self, loss: Tensor, *, side: Tensor | None = None, mean_over: MeanOver | None = None) -> None:
         """Add the gradient of ``loss``, the mean over this rank's targets, with the weight that it has in the step.
@@ -149,6 +163,8 @@ class Step:
                 run.loss_check.check(loss, run.wrapped_model, micro_batch)
             terms = self._weighing.terms(micro_batch, loss, side, mean_over)
             shard.backward_begun = shard.num_exchanges
+            if run.gather is not None:
+                run.gather.reach_backward(run.wrapped_model.structure.num_layers + 1)
             try:
                 # Without a mean over targets, other ranks still need this rank's part of the backward.
                 has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
@@ -159,8 +175,12 @@ class Step:
                 shard.has_failed = True
         if shard.has_failed:  # and not before: the error holds on to what was computed
             self.failure = self.failure or self._own[self._position][:2]
+            if run.gather is not None:
+                run.gather.abandon_round()
             finish_backward(shard)
         else:
+            if run.gather is not None:
+                run.gather.finish_round()
             run.seen_scripts = tuple(forward.script for forward in shard.passes)
         shard.is_finished = True
         shard.passes.clear()
@@ -203,6 +223,8 @@ class Step:
             return None
         run.take_over_changes(reports, f"step {self.number}", columns=(4, 5))
         with self.clock.span(SpanKind.UPDATE, "push"):
+            if run.gather is not None:
+                run.gather.wait()
             state.finish_push()
         loss, num_targets = sum(map(float_of, reports.column(0))), sum(reports.column(1))
         if not num_targets and not any(Uses.UNITS in Uses(uses) for uses in reports.column(12)):
@@ -225,7 +247,7 @@ class Step:
             )
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
             state.step(lr=lr, clip=factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
-            state.materialize_all()
+            run.update_weights()
         self.result = StepResult(loss=mean, grad_norm=norm, lr=lr)
         run.finish(self)
         return self.result
@@ -262,6 +284,8 @@ class Step:
         if iterator is not None:
             iterator.close()  # type: ignore[attr-defined]
         self._current = None
+        if self.run.gather is not None:
+            self.run.gather.abandon_rounds()
         for position, (_, _, pipeline, _) in enumerate(self._own):
             shard, scripts = self._shard(position), self.run.usual_scripts
             if not scripts and len(pipeline.ranks) > 1 and not shard.is_finished:
@@ -270,6 +294,8 @@ class Step:
                     "trained model and the frozen ones, so it cannot stand in for itself; start the run again"
                 )
             finish_micro_batch(shard, scripts)
+        if self.run.gather is not None:
+            self.run.gather.wait()
 
     def _sync_for_update(self, lr: float, fault: str) -> RankReports:
         """Gather what all ranks bring to the update; ``fault``: why this rank has no learning rate.

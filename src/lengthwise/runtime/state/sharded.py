@@ -60,19 +60,21 @@ class ShardedState:
             assert isinstance(model, Transformer), "what the units of another model are has to be said"
             table = ParameterTable.of(model)
         self.table = table
-        self._named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
-        self.compute_dtype = next(iter(self._named.values())).dtype
+        self.named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
+        self.compute_dtype = next(iter(self.named.values())).dtype
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         is_whole = settings.needs_whole_parameters
         self.owned_layout = self.table.whole_parameters(world.size) if is_whole else self.table.sharded(world.size)
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
         self._is_alone = world.size == 1
+        self._held: set[int] = set()
+        """Units that some rank computes with as laid out by :meth:`hold`."""
         self._grad_views: dict[str, Tensor] = {}
         self._weight_views: dict[str, Tensor] = {}
-        self._routes: dict[tuple[WeightShard | None, ...], Routes] = {}
+        self._routes: dict[tuple[bool, tuple[WeightShard | None, ...]], Routes] = {}
         self.master = self._owned_values()
-        self._pushed = torch.zeros_like(self.master)
+        self.pushed = torch.zeros_like(self.master)
         self.segments = self._make_segments()
         self.optimizer = make_optimizer(
             settings,
@@ -83,7 +85,7 @@ class ShardedState:
         if self.compute_dtype != self.master_dtype:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
-                for name, parameter in self._named.items()
+                for name, parameter in self.named.items()
             ]
         self.holdings: tuple[WeightShard | None, ...] | None = None
         self.gradients = self.master[:0]
@@ -100,7 +102,8 @@ class ShardedState:
             return
         self._is_pulled = False
         self._release()
-        self.routes = self._routes_to(holdings)
+        self._held = {part.slot.unit for holding in set(holdings) for part in self.table.parts(holding)}
+        self.routes = self.routes_to(holdings)
         self._allocate(self.routes.num_elements)
         for part in self.table.parts(holdings[self.world.rank]):
             self._attach(part.slot.name, self.routes.place(part.interval), part.shape)
@@ -125,7 +128,9 @@ class ShardedState:
         elif not self._is_pulled:
             self._coming = [
                 route.pull(self.master[route.own_share].to(self.compute_dtype), self.weights)
-                for route in self.routes.units
+                if unit in self._held
+                else None
+                for unit, route in enumerate(self.routes.units)
             ]
         self._is_pulled = True
         self._next_push = self.table.num_units - 1
@@ -152,7 +157,8 @@ class ShardedState:
         Pushes are issued in the reverse order of the units, the same on every rank.
         """
         while self._next_push >= unit and not self._is_alone:
-            self._going.append(self.routes.units[self._next_push].push(self.gradients, self._pushed))
+            if self._next_push in self._held:
+                self._going.append(self.routes.units[self._next_push].push(self.gradients, self.pushed))
             self._next_push -= 1
         under_way = []
         for going in self._going:
@@ -182,7 +188,7 @@ class ShardedState:
         """Give the parameters storage of their own again, with the current weights and no gradient."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._named.values():
+        for parameter in self.named.values():
             parameter.grad = None
             parameter.data = parameter.data.clone()
 
@@ -202,7 +208,7 @@ class ShardedState:
         if self.compute_dtype != self.master_dtype:
             return None
         views = self._grad_views
-        return next((name for name, p in self._named.items() if p.grad is not views[name]), None)
+        return next((name for name, p in self.named.items() if p.grad is not views.get(name)), None)
 
     @property
     def gradient_version(self) -> int:
@@ -211,14 +217,14 @@ class ShardedState:
 
     def clear_gradient(self) -> None:
         """Begin a step: nothing is pushed yet."""
-        self._pushed.zero_()
+        self.pushed.zero_()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
         """Norm of the pushed gradient over all ranks, and ``loss`` summed over them: one collective for both.
 
         A loss or a gradient that is not finite anywhere makes one of the two not finite on every rank.
         """
-        square = torch.linalg.vector_norm(self._pushed, dtype=torch.float64).square()
+        square = torch.linalg.vector_norm(self.pushed, dtype=torch.float64).square()
         total = sum_over_ranks(torch.stack([square, loss.to(torch.float64)])).tolist()
         return total[0] ** 0.5, total[1]
 
@@ -228,7 +234,7 @@ class ShardedState:
         if self.optimizer is None:
             return
         if clip != 1.0:
-            self._pushed.mul_(clip)
+            self.pushed.mul_(clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -242,7 +248,7 @@ class ShardedState:
             if max(start, first) < min(end, last)
         ]
         return LocalWeights(
-            parameters=self._named, views=self._weight_views, weights=self.weights, master=self.master, places=places
+            parameters=self.named, views=self._weight_views, weights=self.weights, master=self.master, places=places
         )
 
     def forget_weights(self) -> None:
@@ -255,7 +261,7 @@ class ShardedState:
         for start, end in self.owned_layout.intervals[self.world.rank]:
             for name, (first, last) in self.table.intervals.items():
                 if first < end and start < last:
-                    flat = self._named[name].detach().flatten()
+                    flat = self.named[name].detach().flatten()
                     inside = flat[max(start, first) - first : min(end, last) - first]
                     pieces.append(inside.to(self.world.device, self.master_dtype))
         return torch.cat(pieces)
@@ -281,7 +287,7 @@ class ShardedState:
         segments = []
         for name, first, last, decays, shape in runs:
             parameter = nn.Parameter(self.master[first:last].view(shape))
-            parameter.grad = self._pushed[first:last].view(shape)
+            parameter.grad = self.pushed[first:last].view(shape)
             segments.append(Segment(name=name, parameter=parameter, decays=decays))
         return segments
 
@@ -289,7 +295,7 @@ class ShardedState:
         """Allocate weights and gradients of ``size``. A single rank computes with what it owns: no copies."""
         if self._is_alone:
             assert size == len(self.master), "one rank computes with the whole model"
-            self.gradients = self._pushed
+            self.gradients = self.pushed
             if self.compute_dtype == self.master_dtype:
                 self.weights = self.master
                 return
@@ -301,8 +307,13 @@ class ShardedState:
             self.gradients = self.master[:0]
             self.gradients = torch.zeros(size, dtype=self.master_dtype, device=self.world.device)
 
-    def _routes_to(self, holdings: tuple[WeightShard | None, ...]) -> Routes:
-        cached_routes = self._routes.pop(holdings, None)
+    def routes_to(self, holdings: Sequence[WeightShard | None], *, is_direct: bool = False) -> Routes:
+        """The routes from owners to ranks that compute with these shards; those of recent calls are remembered.
+
+        ``is_direct``: in one exchange each, which no rank need wait for before it issues the next, also across nodes.
+        """
+        key = (is_direct, tuple(holdings))
+        cached_routes = self._routes.pop(key, None)
         if cached_routes is None:
             computed = self.table.propagation(holdings)
             cached_routes = routes(
@@ -311,9 +322,9 @@ class ShardedState:
                 computed,
                 rank=self.world.rank,
                 sent=self.sent,
-                nodes=self.world.nodes,
+                nodes=None if is_direct else self.world.nodes,
             )
-        self._routes[holdings] = cached_routes  # the newest last
+        self._routes[key] = cached_routes  # the newest last
         while len(self._routes) > MAX_ROUTES:
             del self._routes[next(iter(self._routes))]
         return cached_routes
@@ -322,18 +333,25 @@ class ShardedState:
         """Detach all parameters from the flat buffers."""
         self.holdings = None
         self._grad_views, self._weight_views = {}, {}
-        for name, parameter in self._named.items():
+        for name, parameter in self.named.items():
             parameter.grad = None
             parameter.data = parameter.data.new_empty(0, *self.table.slots[name].shape[1:])
 
     def _attach(self, name: str, at: slice, shape: tuple[int, ...]) -> None:
         """Make a parameter a view of ``weights`` whose gradient lands in ``gradients``."""
-        parameter = self._named[name]
+        parameter = self.named[name]
         parameter.data = self.weights[at].view(shape)
         self._weight_views[name] = parameter.data
-        self._grad_views[name] = self.gradients[at].view(shape)
-        if self.compute_dtype == self.master_dtype:
-            parameter.grad = self._grad_views[name]  # autograd adds to an existing gradient in place
+        self.collect_gradient(name, self.gradients[at].view(shape))
+
+    def collect_gradient(self, name: str, view: Tensor | None) -> None:
+        """Let backwards add the gradient of a parameter to ``view``; None: it is not to have one."""
+        if view is None:
+            self._grad_views.pop(name, None)
+        else:
+            self._grad_views[name] = view
+        if view is None or self.compute_dtype == self.master_dtype:
+            self.named[name].grad = view  # autograd adds to an existing gradient in place
 
     def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]
         """A hook that moves a parameter's finished gradient into the buffer of higher precision."""

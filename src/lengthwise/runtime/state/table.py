@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from torch import nn
@@ -101,6 +101,11 @@ class ParameterTable:
     def num_units(self) -> int:
         """Number of units: input, layers and output."""
         return len(self.bounds) - 1
+
+    @property
+    def unit_sizes(self) -> tuple[int, ...]:
+        """Number of elements of each unit."""
+        return tuple(end - start for start, end in pairwise(self.bounds))
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:

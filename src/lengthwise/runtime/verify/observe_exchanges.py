@@ -5,12 +5,20 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Calls, Event, ExchangeScript
 from lengthwise.runtime.wrap.loss_backward import LossTerm, backward
+from lengthwise.runtime.wrap.parameter_use import ParameterUse
 
 
 def observe_script(run: PreparedModel, num_slots: int) -> ExchangeScript:
-    """Record the exchange script of the run's model on a sequence of ``num_slots``, by this rank alone."""
-    num_layers = run.wrapped_model.structure.num_layers
-    calls, without_recompute = _watched(run, num_slots, ())
+    """Record the exchange script of the run's model on a sequence of ``num_slots``, by this rank alone.
+
+    On the way it is noted which parameters each position of the forward uses.
+    """
+    wrapped_model, structure = run.wrapped_model, run.wrapped_model.structure
+    use = ParameterUse(structure.parameters, structure.table(), wrapped_model.layers)
+    num_layers = structure.num_layers
+    with use:
+        calls, without_recompute = _watched(run, num_slots, ())
+    wrapped_model.used_units = use.by_position(wrapped_model.deferred_parameters)
     _, with_recompute = _watched(run, num_slots, (True,) * num_layers)
     run.discard()
     return ExchangeScript(calls=calls, without_recompute=without_recompute, with_recompute=with_recompute)

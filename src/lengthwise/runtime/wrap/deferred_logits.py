@@ -259,6 +259,8 @@ class DeferredHead:
     def __init__(self, model: nn.Module, *, is_plain: Callable[[], bool]) -> None:
         """``is_plain``: whether the head computes as before it was prepared."""
         self._forward: PreparedForward | None = None
+        self.parameters: list[nn.Parameter] = []
+        """Those that logits are made of after the forward."""
         head = _output_embeddings(model)
         if type(head) is not nn.Linear or isinstance(head.weight, DTensor):
             return  # an adapter's head, say, or one whose weights are gathered for the forward alone
@@ -272,7 +274,7 @@ class DeferredHead:
             bias_V = None if head.bias is None else head.bias.to(dtype)
             return DeferredLogits(hidden.to(dtype), head.weight.to(dtype), bias_V)
 
-        stock = head.forward
+        stock, self.parameters = head.forward, list(head.parameters())
         self._forward = PreparedForward(head, answer)
 
     def release(self) -> None:

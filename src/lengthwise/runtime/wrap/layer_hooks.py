@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer
@@ -42,6 +43,14 @@ class HookedLayers:
         self.watch = LayerWatch()
         self.num_kept: int | None = None
         """Number of layers that are computed; the others return their input. None: all."""
+        self.gather: LayerGather | None = None
+        """Gathers the weights of each layer when it is reached; None: they are whole."""
+        self.position = 0
+        """0 before the layers of a forward, the number of the layer from 1, and one more after them."""
+        self.is_between = False
+        """Whether code between two layers runs."""
+        self.order_problem = ""
+        """What was unusual in the order in which the layers were called, if anything was."""
         self._is_halted = False
         self.context = context
         self._modules = list(layers)
@@ -80,6 +89,7 @@ class HookedLayers:
         is_recomputed = torch.is_grad_enabled() and shards.current().is_recomputed(number)
         compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
         shard = shards.current()
+        self._reach(number + 1, args, kwargs)
         before, shard.layer = shard.counts.all_attention, number
         if self.intercept is not None:
             self.intercept.layer = number
@@ -88,7 +98,39 @@ class HookedLayers:
             self.intercept.layer = None
         shard.layer = None
         self._attends[number] = shard.counts.all_attention > before
+        self._leave(number + 1)
         return self._last
+
+    def begin(self) -> None:
+        """Begin a forward of the model."""
+        self._reach(0)
+
+    def _reach(self, position: int, *inputs: Any) -> None:
+        """Come to a position of the forward: the weights that it uses are gathered, if they are not whole."""
+        if 0 < position <= len(self._modules) and position != self.position + 1:
+            self.order_problem = f"layer {position - 1} is not called once, after the layer before it in the list"
+        self.position, self.is_between = position, False
+        if self.gather is not None:
+            self.gather.reach_forward(position)
+            if position == 1:
+                self._gather_before_backward(0, inputs)
+
+    def _leave(self, position: int) -> None:
+        self.is_between = position < len(self._modules)
+        if self.gather is not None:
+            self._gather_before_backward(position, self._last)
+        if not self.is_between:
+            self._reach(position + 1)
+
+    def _gather_before_backward(self, position: int, outputs: Any) -> None:
+        """Gather what a position uses when a gradient of its outputs is there."""
+        gather = self.gather
+        assert gather is not None
+        if not gather.is_in_round:
+            return
+        for output in pytree.tree_iter(outputs):
+            if isinstance(output, Tensor) and output.requires_grad and output.grad_fn is not None:
+                output.register_hook(lambda gradient: gather.reach_backward(position))
 
     @property
     def last_output(self) -> Any:

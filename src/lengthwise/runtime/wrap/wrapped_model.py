@@ -78,6 +78,8 @@ class WrappedModel:
         self._outputs = OutputStructure()
         self.script = ExchangeScript(calls={})
         """Exchanges of a forward and its backward, once they were observed."""
+        self.used_units: tuple[frozenset[int], ...] = ()
+        """The units of parameters that each position of the forward uses, once they were observed."""
         self._forward = with_label_of_sequence(model.forward) if labels_sequences else model.forward
         self._prepared: PreparedForward | None = None
         self._constants = list(self.structure.constants())
@@ -111,6 +113,20 @@ class WrappedModel:
     def is_plain(self) -> bool:
         """Whether the model currently computes as it did before it was prepared."""
         return self._plain > 0
+
+    @property
+    def deferred_parameters(self) -> list[nn.Parameter]:
+        """Parameters of the head that computes its logits where a loss is made of them."""
+        return [] if self._head is None else self._head.parameters
+
+    @property
+    def gather_problem(self) -> str:
+        """Why its weights cannot be gathered layer by layer; an empty string if they can."""
+        if self.by_sequence is not None:
+            return "it is computed sequence by sequence"
+        if self._masks:
+            return "its attention masks are made by further forwards of single sequences"
+        return self.layers.order_problem
 
     @property
     def has_own_loss(self) -> bool:
@@ -297,6 +313,7 @@ class WrappedModel:
         shard.gathers.clear()
         shard.counts, shard.dtype = shards.CallCounts(), autocast_dtype(shard.device)
         with torch.no_grad() if self._is_frozen else nullcontext():
+            self.layers.begin()
             return self._pass(shard, args, kwargs)
 
     def _pass(self, shard: shards.PackShard, args: Any, kwargs: Any) -> Any:
@@ -314,6 +331,8 @@ class WrappedModel:
                 raise
             shard.has_failed = True
         if shard.has_failed:  # and not before: the error holds on to what was computed
+            if self.layers.gather is not None:
+                self.layers.gather.abandon_round()
             finish_forward(shard, forward)
             return self._outputs.not_computed()
         forward.ended, forward.roots = shard.num_exchanges, roots_of([output, shard.gathers], self.layers.last_output)

@@ -1,0 +1,65 @@
+"""Whether the ranks of a prepared run hold all weights or gather layers, and how many layers stay whole in a step."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.cost import CostModel
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+
+_log = logging.getLogger("lengthwise")
+
+KeepLayers = Callable[[StepPlan], int]
+"""From a plan to how many of the last layers every rank holds whole during its step."""
+
+
+def place_weights(
+    prepared: PreparedModel, options: PrepareOptions, cost: CostModel, longest: int
+) -> tuple[CostModel, KeepLayers | None]:
+    """The cost model of a run, and what its steps keep whole where weights are gathered by layer; None: all.
+
+    ``longest``: the tokens of the longest sequence.
+
+    Raises:
+        InputError: weights are to be gathered by layer, and this model's cannot.
+    """
+    if options.weights == "whole" or prepared.world.size == 1:
+        return cost, None
+    if options.weights == "by-layer":
+        prepared.check_gathers()
+    elif not isinstance(cost, DualLayerCost) or prepared.gather_problem or _fits(cost, longest):
+        return cost, None
+    if not isinstance(cost, DualLayerCost):
+        return cost, lambda plan: 0
+    gather = LayerGatherCost(
+        unit_params=prepared.wrapped_model.structure.table().unit_sizes, dtype=cost.table.identity.dtype
+    )
+    if options.weights == "auto" and prepared.world.is_first:
+        _log.info(
+            "the longest sequence (%s tokens) does not fit beside all weights; each rank holds a share of them and "
+            "gathers a layer when it computes", f"{longest:,}",
+        )  # fmt: skip
+    gathered = DualLayerCost(cost.table, cluster=cost.cluster, method=cost.method, gather=gather)
+    return gathered, partial(_num_kept, gather, cost.memory_limit_bytes)
+
+
+def _fits(cost: DualLayerCost, longest: int) -> bool:
+    """Whether a sequence fits on some number of ranks that hold all weights, with every layer recomputed."""
+    num_layers, num_devices = cost.table.num_layers, cost.cluster.num_devices
+    schemes = [
+        uniform_scheme(
+            num_layers, degree=degree, method=Method.DENSE if degree == 1 else cost.method, recomputed=num_layers
+        )
+        for degree in cost.table.degrees
+    ]
+    return any(cost.max_tokens(scheme, num_devices=num_devices) >= longest for scheme in schemes)
+
+
+def _num_kept(gather: LayerGatherCost, memory_bytes: float, plan: StepPlan) -> int:
+    peaks = (planned.peak_bytes for pipeline in plan.pipelines for planned in pipeline.micro_batches)
+    return gather.num_kept(memory_bytes - max(peaks, default=0))

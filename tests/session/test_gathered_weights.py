@@ -1,0 +1,151 @@
+"""`prepare(weights="by-layer")` trains what one device trains, of weights of which each rank holds a share."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import lengthwise as lw
+from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.config.prepare_options import PrepareOptions
+from lengthwise.core.errors import InputError
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.session.weight_placement import place_weights
+from tests.cost.profiled.test_dual_layer import CLUSTER, LAYERS
+from tests.cost.profiled.test_dual_layer import table as profiled
+from tests.session import models
+from tests.session.loops import as_started_by_torchrun, step_through, train_gpt, train_in_parts, weights_of
+from tests.session.test_prepare import EXACT, OPTIONS, STEPS, assert_equal_weights, loop_on_one_device
+
+BY_LAYER = OPTIONS | {"weights": "by-layer"}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return loop_on_one_device()
+
+
+@pytest.mark.parametrize(("num_ranks", "recompute"), [(2, "all"), (3, "none"), (4, "auto")])
+def test_weights_gathered_by_layer_train_what_one_device_trains(ranks, alone, num_ranks, recompute):
+    for found in ranks(num_ranks).run(train_gpt, ("auto", "dcp-intra"), BY_LAYER | {"recompute": recompute}):
+        for losses, _, _, weights in found.values():
+            np.testing.assert_allclose(losses, alone[0], rtol=EXACT)
+            assert_equal_weights(weights, alone[1])
+
+
+def test_a_run_goes_on_with_other_ranks_and_other_weight_placement(ranks, alone, tmp_path):
+    options = {name: value for name, value in OPTIONS.items() if name != "steps"}
+    first = ranks(3).run(train_in_parts, tmp_path, first=True, last=2, options=options | {"weights": "by-layer"})[0]
+    second = ranks(2).run(train_in_parts, tmp_path, first=False, last=3, options=options | {"weights": "whole"})[0]
+    third = ranks(4).run(train_in_parts, tmp_path, first=False, last=STEPS, options=options | {"weights": "by-layer"})[
+        0
+    ]
+    np.testing.assert_allclose(first[0] + second[0] + third[0], alone[0], rtol=EXACT)
+    assert_equal_weights(third[1], alone[1])
+
+
+def held_bytes(run):
+    """Bytes of all tensors of the model and its state between two steps, and of the largest two units in full."""
+    state = run.state
+    tensors = [state.master, state.pushed, state.weights, state.gradients, *(p.data for p in run.model.parameters())]
+    tensors += [p.grad for p in run.model.parameters() if p.grad is not None]
+    tensors += [value for values in state.optimizer.state.values() for value in values.values() if value.dim()]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def train_and_count(weights):
+    as_started_by_torchrun()
+    run = lw.prepare(
+        models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, weights=weights,
+        **OPTIONS | {"steps": 1, "recompute": "none"},
+    )  # fmt: skip
+    step_through(run)
+    num_bytes = held_bytes(run)
+    run.close()
+    return num_bytes, 8 * run.num_params
+
+
+def test_between_steps_a_rank_holds_its_share_of_the_state_and_nothing_else(ranks):
+    (by_layer, weights), *_ = ranks(4).run(train_and_count, "by-layer")
+    (whole, _), *_ = ranks(4).run(train_and_count, "whole")
+    assert by_layer <= 1.1 * 4 * weights / 4
+    assert whole >= 2 * weights + 4 * weights / 4, "weights and gradients whole, a share of the rest"
+
+
+def check_uses():
+    as_started_by_torchrun()
+    model = models.gpt()
+    run = lw.prepare(
+        model, models.rows(), cost=models.mixed_cost(), memory_gib=40, **BY_LAYER | {"steps": 2, "recompute": "none"}
+    )
+    with pytest.raises(InputError, match=r"each rank holds a share of the weights; .*`with run.plain\(\) as model"):
+        model.state_dict()
+    with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():
+        model.head.weight.clamp_(-1, 1)
+    with run.plain(), torch.no_grad():
+        model.head.weight.clamp_(-0.1, 0.1)
+    micro_batches = iter(next(run.steps()))
+    micro_batch = next(micro_batches)
+    loss = model(**micro_batch.inputs)[1]
+    with pytest.raises(InputError, match=r"called twice in a micro-batch.*weights='whole'"):
+        model(**micro_batch.inputs)
+    with pytest.raises(InputError, match="within a micro-batch"), run.plain():
+        pass
+    del loss
+    run.close()
+    return float(weights_of(model)["head.weight"].max())
+
+
+def test_uses_that_need_all_weights_say_so_and_changes_within_plain_are_kept(ranks):
+    assert ranks(2).run(check_uses) == [pytest.approx(0.1, abs=1e-7)] * 2
+
+
+def placed(weights, memory_bytes, *, problem=""):
+    table = profiled(num_params=1000 * (LAYERS + 2))
+    cost = DualLayerCost(table, cluster=replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=memory_bytes)))
+    sizes = SimpleNamespace(unit_sizes=(1000,) * (LAYERS + 2))
+    prepared = SimpleNamespace(
+        world=SimpleNamespace(size=4, is_first=False), gather_problem=problem, check_gathers=lambda: None,
+        wrapped_model=SimpleNamespace(structure=SimpleNamespace(table=lambda: sizes)),
+    )  # fmt: skip
+    return place_weights(prepared, PrepareOptions(weights=weights), cost, 64)
+
+
+def test_auto_gathers_only_where_the_longest_sequence_does_not_fit_beside_all_weights():
+    """8,000 parameters in float32 on 4 ranks: 64,000 bytes whole beside 32,000 of shares, 16,000 of two layers else."""
+    cost, keep_layers = placed("auto", 600_000)
+    assert keep_layers is None and cost.gather is None
+    cost, keep_layers = placed("auto", 120_000)
+    assert keep_layers is not None and cost.gather.state_bytes(4) == 32_000 + 16_000
+    assert placed("auto", 120_000, problem="it is odd")[1] is None
+    assert placed("whole", 120_000)[1] is None
+    assert placed("by-layer", 600_000)[1] is not None
+
+
+def test_a_step_keeps_as_many_of_the_last_layers_whole_as_its_plan_leaves_memory_for():
+    _, keep_layers = placed("by-layer", 600_000)
+    plans = [SimpleNamespace(pipelines=[SimpleNamespace(micro_batches=[SimpleNamespace(peak_bytes=peak)])])
+             for peak in (600_000, 600_000 - 16_000, 600_000 - 15_999, 0)]  # fmt: skip
+    assert [keep_layers(plan) for plan in plans] == [0, 1, 0, LAYERS], "8 bytes of each of 1,000 weights, and the head"
+
+
+def train_with_whole_matrices():
+    as_started_by_torchrun()
+    losses = []
+    for weights in ("whole", "by-layer"):
+        optimizer = OptimizerSettings(name="adafactor", weight_decay=0.0)
+        run = lw.prepare(
+            models.gpt(), models.rows(), cost=models.mixed_cost(), memory_gib=40, optimizer=optimizer, weights=weights,
+            **OPTIONS | {"recompute": "none"},
+        )  # fmt: skip
+        losses.append(step_through(run)[0])
+        run.close()
+    return losses
+
+
+def test_whole_matrices_of_an_optimizer_may_be_gathered_too(ranks):
+    for whole, by_layer in ranks(2).run(train_with_whole_matrices):
+        np.testing.assert_allclose(by_layer, whole, rtol=EXACT)
