@@ -94,7 +94,7 @@ def _rank_gaps(cell: Cell, batches: Sequence[GlobalBatch]) -> list[tuple[str, ..
         priced = cell.priced(batch)
         (lanes,) = policy.phases(priced)
         times_s = [
-            pipeline_time_s(pack_times_s(priced, pipeline), pipeline.candidate.num_stages, cell.objective)
+            pipeline_time_s(pack_times_s(priced, pipeline), pipeline.candidate.num_stages, cell.objective, forwards=())
             for pipeline in lanes
         ]
         even.append(1 - min(times_s) / max(times_s))

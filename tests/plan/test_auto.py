@@ -10,6 +10,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.sim.engine import simulate
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 OTHERS = [name for name in POLICIES if name != "auto"]
@@ -54,7 +55,9 @@ def test_auto_is_never_slower_than_any_policy(case):
         except InfeasibleError:
             continue
         assert best.time_s <= other.time_s * (1 + 1e-8), policy
-        assert best.lower_bound_s - best.update_s <= (other.time_s - other.update_s) * (1 + 1e-9), policy
+        assert best.lower_bound_s <= other.time_s * (1 + 1e-9), policy
+        assert other.time_s == pytest.approx(simulate(other).step_time_s, rel=1e-12), policy
+    assert best.time_s == pytest.approx(simulate(best).step_time_s, rel=1e-12)
 
 
 @settings(max_examples=40, deadline=None)

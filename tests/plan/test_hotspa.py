@@ -107,7 +107,7 @@ def test_no_single_strategy_is_faster_on_the_samples(samples, num_devices, capac
 def test_floor_and_bound_are_below_the_time(lengths):
     problem = skewed_problem()
     policy, priced = two_ranges(problem), PricedBatch(problem, make_batch(lengths))
-    took_s = time_s(priced, DraftPlan(phases=policy.phases(priced))) - 0.25
+    took_s = time_s(priced, DraftPlan(phases=policy.phases(priced)))
     assert policy.floor_s(priced) <= took_s * (1 + 1e-9)
     assert policy.bound_s(priced) <= took_s * (1 + 1e-9)
 

@@ -178,6 +178,26 @@ class SimulateDocument(JsonDocument):
     padding: float
     gap_median: float
     peak_gib: float
+    mfu: float | None
+    """Model FLOPs utilization; null: the model or the device is not known."""
+    hours: float | None
+    """Of the whole training, where --tokens says how long it is."""
+    cost: float | None
+
+
+class DryRunDocument(JsonDocument):
+    """One step of some ranks on fake tensors, beside what costs and plan say."""
+
+    model: str
+    cluster: str
+    policy: str
+    num_devices: int
+    memory_bytes: int
+    """Of a device, as plans may fill it."""
+    differences: list[str]
+    """What collectives differ in from the proven plan; empty if in nothing."""
+    ranks: list[dict[str, Any]]
+    """Each with peak_bytes by kind, flops, kernels, collectives, synchronisations, memory over time, and predicted."""
 
 
 class PolicyFields(Fields):
@@ -279,6 +299,7 @@ DOCUMENTS: dict[str, tuple[type[JsonDocument], ...]] = {
     "memory": (MemoryDocument,),
     "plan": (PlanDocument,),
     "simulate": (SimulateDocument,),
+    "dryrun": (DryRunDocument,),
     "compare": (CompareDocument,),
     "train": (TrainDocument,),
     "report": (ReportDocument,),

@@ -31,6 +31,7 @@ COMMANDS = {
     "memory": "Show the longest sequence each scheme holds, and the cheapest scheme for a length.",
     "plan": "Plan the steps of a run: who computes what, how long, how far from optimal.",
     "simulate": "Execute plans in virtual time: step time, idle share, trace.",
+    "dryrun": "Run any rank's training step without a GPU: bytes, kernels, collectives, synchronisations.",
     "compare": "Compare all policies on lengths, a model and a cluster: a table, and a page to show around.",
     "train": "Train a model under torchrun.",
     "report": "Write one HTML page and a trace of a run.",

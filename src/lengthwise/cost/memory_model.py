@@ -10,7 +10,12 @@ FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d", "generic
 
 
 def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> int:
-    """Bytes of the model state per device: weights and gradients held, the optimizer fully sharded.
+    """Bytes of the model state per device: the sum of :func:`state_parts`."""
+    return sum(state_parts(model, num_devices=num_devices, dtype=dtype, num_held=num_held))
+
+
+def state_parts(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> tuple[int, int, int]:
+    """Bytes of weights and gradients held, and of the optimizer, which is fully sharded, per device.
 
     Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). Spread
     over all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the
@@ -21,7 +26,7 @@ def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int
     if num_devices == 1:
         sharded = 2 * master if compute == master else 3 * master
     num_params = model.num_params if num_held is None else num_held
-    return num_params * (compute + master) + sharded * shard_size(model.num_params, num_devices)
+    return num_params * compute, num_params * master, sharded * shard_size(model.num_params, num_devices)
 
 
 def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:

@@ -6,10 +6,10 @@ then two-phase splits are tried where the gap leaves room, then every other poli
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     CandidateFamily,
@@ -36,10 +36,8 @@ def prepare(problem: PlanningProblem) -> "AutoPolicy":
     others = {}
     for name in POLICIES:
         if name != "auto":
-            try:
+            with suppress(Exception):  # a policy that cannot hold the corpus, or fails, cannot win
                 others[name] = prepare_policy(name, problem)
-            except InfeasibleError:
-                continue  # a policy that cannot hold the corpus cannot win
     return AutoPolicy(problem, others)
 
 
@@ -65,14 +63,13 @@ class AutoPolicy:
         if best is not None and priced.problem.lattice is not None:
             best_s = sum(step_times_s(priced, best))  # the searches above do not see what fills packs up
         for name, policy in self.others.items():
-            if name in priced.drafted_by_policy or can_win(policy, priced, best_s * (1 - SLACK)):
-                drafted = priced.drafted_by_policy.get(name)
-                draft = drafted or DraftPlan(phases=policy.phases(priced))
-                draft_s = sum(step_times_s(priced, draft))
-                best, best_s = (draft, draft_s) if draft_s < best_s else (best, best_s)
+            with suppress(Exception):  # one that fails on this step cannot win it
+                if name in priced.drafted_by_policy or can_win(policy, priced, best_s * (1 - SLACK)):
+                    draft = priced.drafted_by_policy.get(name) or DraftPlan(phases=policy.phases(priced))
+                    draft_s = sum(step_times_s(priced, draft))
+                    best, best_s = (draft, draft_s) if draft_s < best_s else (best, best_s)
         assert best is not None, "some policy holds every sequence that the search space holds"
-        own_update_s = step_times_s(priced, best)[2]
-        return DraftPlan(phases=best.phases, lower_bound_s=bound_s - own_update_s)
+        return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 
 
 def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:

@@ -34,11 +34,11 @@ class Policy(Protocol):
         ...
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the policy's plan takes at least, its update left out; cheap."""
+        """Seconds that the policy's step takes at least; cheap."""
         ...
 
     def bound_s(self, priced: PricedBatch) -> float:
-        """Seconds that no plan of the policy's schemes beats, the update left out."""
+        """Seconds that the policy's step takes at least."""
         ...
 
 

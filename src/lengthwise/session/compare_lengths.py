@@ -19,6 +19,7 @@ from lengthwise.report.units import compact
 from lengthwise.session.compare_policies import PolicyComparison
 from lengthwise.session.plan_lengths import DEFAULT_STEPS, PlanningOptions, comparison_of, step_budget
 from lengthwise.session.planning_args import MOST_DEVICES, PYTHON, find_cluster
+from lengthwise.session.provenance import provenance
 from lengthwise.session.sweep import SweepPoint, as_list, make_budget, sweep_points
 
 if TYPE_CHECKING:
@@ -169,11 +170,13 @@ def comparison_page(
 
 
 def write_page(comparison: Comparison, path: Path) -> None:
-    """Write the page with charts, whole or not at all."""
+    """Write the page with charts and where its numbers come from, whole or not at all."""
     from lengthwise.report.pages.compare_page import render_comparison
+    from lengthwise.report.pages.run_text import start_facts
     from lengthwise.report.whole_file import write_whole
 
-    write_whole({path: render_comparison(comparison).encode()})
+    page = replace(comparison, facts=(*comparison.facts, *start_facts(provenance())))
+    write_whole({path: render_comparison(page).encode()})
 
 
 def ledger_words(ledger: LengthLedger) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.device_spec import DEVICES, GBIT
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, LengthwiseError, first_line
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
@@ -93,8 +93,14 @@ class PolicyComparison:
         """The global batches that every policy plans on a cluster."""
         return first_batches(self.lengths, steps=self.num_steps, tokens_per_step=entry.tokens_per_step, seed=self.seed)
 
+    def _failure(self, policy: str, error: Exception) -> str:
+        """Why a policy cannot be compared, in one line."""
+        if isinstance(error, LengthwiseError):
+            return error.spelt(self.spelling)
+        return f"policy {policy} fails, which is its fault: {type(error).__name__}: {first_line(error)}"
+
     def run(self, entry: "ComparedCluster", *, with_steps: bool, on_step: OnStep) -> ClusterResult:
-        """Every policy on a cluster; one that cannot hold some sequence says why, and the others go on.
+        """Every policy on a cluster; one that cannot hold some sequence, or fails, says why, and the others go on.
 
         Args:
             entry: the cluster.
@@ -109,7 +115,12 @@ class PolicyComparison:
             batches = [PricedBatch(entry.problem, batch) for batch in drawn]
             for name in self.policies:
                 planners[name] = Planner(policy=name, problem=entry.problem)
-                results.append(play(planners[name], batches, spelling=self.spelling, on_step=on_step))
+                try:
+                    results.append(play(planners[name], batches, spelling=self.spelling, on_step=on_step))
+                except Exception as error:  # of whatever class: the other policies are compared
+                    if len(self.policies) == 1:
+                        raise
+                    results.append(PolicyResult(policy=name, refused=self._failure(name, error)))
         num_tokens, device = sum(batch.num_tokens for batch in drawn), entry.cluster.device
         flops = fsum(float(self.model.train_flops(np.asarray(batch.lengths)).sum()) for batch in drawn)
         price = self.budget.price_per_hour

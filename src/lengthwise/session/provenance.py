@@ -28,8 +28,8 @@ def add_start(folder: RunFolder, cluster: ClusterSpec) -> None:
     folder.write_json(PROVENANCE, {"starts": starts[:1] + starts[1:][-(MOST_STARTS - 1) :]})
 
 
-def _start(cluster: ClusterSpec) -> dict[str, Any]:
-    on_gpu = cluster.device.name != "cpu"
+def provenance() -> dict[str, Any]:
+    """Where the numbers of this process come from: date, command, software and host."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["lengthwise", *sys.argv[1:]]),
@@ -38,6 +38,13 @@ def _start(cluster: ClusterSpec) -> dict[str, Any]:
         "python_version": platform.python_version(),
         "torch_version": _version("torch"),
         "host": platform.node(),
+    }
+
+
+def _start(cluster: ClusterSpec) -> dict[str, Any]:
+    on_gpu = cluster.device.name != "cpu"
+    return {
+        **provenance(),
         "num_ranks": cluster.num_devices,
         "device": cluster.device.name,
         "device_memory_bytes": cluster.device.memory_bytes if on_gpu else None,

@@ -1,13 +1,21 @@
 """What `lengthwise simulate` is given: a configuration, whose steps are planned, or plans that were made before."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from lengthwise.config.run_config import load, load_saved
+from lengthwise.core.device_spec import DEVICES, DeviceSpec
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import PROVENANCE, RunFolder
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import open_corpus
+from lengthwise.report.pages.compare_results import ClusterResult, PolicyResult, TrainingBudget
 from lengthwise.session.console import stderr
 from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
 from lengthwise.session.planning import resolve_cluster, resolve_model
@@ -51,12 +59,48 @@ def model_of_plans(path: Path | None, changes: list[str], *, preset: str | None)
     return run.read_spec(), load_saved(run.config).train.dtype
 
 
+def device_of_plans(path: Path | None, changes: list[str]) -> DeviceSpec | None:
+    """The device of the configured cluster, or of the run that the plans lie in; None: not known."""
+    if path is None or path.suffix != ".jsonl":
+        return resolve_cluster(load(path, changes)).device
+    return DEVICES.get(str(_start_of_run(path).get("device")))
+
+
 def device_bytes_of(path: Path | None, changes: list[str]) -> int | None:
     """Memory of a device of the configured cluster, or of the run that the plans lie in; None: not known, or a CPU."""
     if path is None or path.suffix != ".jsonl":
         device = resolve_cluster(load(path, changes)).device
         return None if device.name == "cpu" else device.memory_bytes
-    starts = RunFolder(path.parent).read_json(PROVENANCE).get("starts")
-    start = starts[-1] if isinstance(starts, list) and starts else None
-    num_bytes = start.get("device_memory_bytes") if isinstance(start, dict) else None
+    num_bytes = _start_of_run(path).get("device_memory_bytes")
     return num_bytes if isinstance(num_bytes, int) and num_bytes > 0 else None
+
+
+def _start_of_run(plans: Path) -> dict[str, Any]:
+    """The last start in provenance.json of the run that a file of plans lies in; empty: there is none."""
+    starts = RunFolder(plans.parent).read_json(PROVENANCE).get("starts")
+    start = starts[-1] if isinstance(starts, list) and starts else None
+    return start if isinstance(start, dict) else {}
+
+
+def training_outlook(
+    plans: Sequence[StepPlan], tokens_per_s: float, path: Path | None, changes: list[str], *,
+    preset: str | None, budget: TrainingBudget,
+) -> dict[str, float | None]:  # fmt: skip
+    """MFU, and hours and cost of a whole training, as `lengthwise compare` reckons them; None: not known."""
+    device, model, dtype = device_of_plans(path, changes), None, ""
+    with suppress(InputError) if preset is None else nullcontext():  # outside of a run, the model is not known
+        model, dtype = model_of_plans(path, changes, preset=preset)
+    lengths = [n for plan in plans for line in plan.pipelines for m in line.micro_batches for n in m.pack.lengths]
+    if device is not None and budget.price_per_hour is None:
+        budget = replace(budget, price_per_hour=device.price_per_hour)
+    result = PolicyResult(policy=plans[0].policy, tokens_per_s=tokens_per_s)
+    cluster = ClusterResult(
+        num_devices=plans[0].num_devices,
+        cluster="",
+        tokens_per_step=round(sum(lengths) / len(plans)),
+        policies=(result,),
+        flops_per_token=float(model.train_flops(np.asarray(lengths)).sum()) / sum(lengths) if model else 0.0,
+        peak_flops_per_s=device.peak_flops_per_s(dtype) if model and device else 0.0,
+        budget=budget,
+    )
+    return {"mfu": cluster.mfu(result), "hours": cluster.hours(result), "cost": cluster.cost(result)}

@@ -7,9 +7,10 @@ from typing import Any
 
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.wording import GIB
-from lengthwise.report.pages.run_text import KeyFigure
+from lengthwise.report.pages.run_text import KeyFigure, start_facts
 from lengthwise.report.pages.simulation_page import ShownStep, SimulationPage, render_simulation
-from lengthwise.report.units import count, memory, seconds, share
+from lengthwise.report.units import MISSING, count, hours, memory, seconds, share
+from lengthwise.session.provenance import provenance
 from lengthwise.sim.engine import simulate
 from lengthwise.sim.sim_options import SimOptions
 from lengthwise.sim.step_summary import SimulatedStep
@@ -36,13 +37,23 @@ def simulation_html(
                     "gap to the bound", share(document["gap_median"]), "median over plans, above the proven bound"
                 ),
                 KeyFigure("peak memory", memory(document["peak_gib"] * GIB), "of the device that holds most"),
+                *_known(
+                    KeyFigure("MFU", share(document["mfu"]), "of the model's FLOPs, without recompute"),
+                    KeyFigure("hours", hours(document["hours"]), "of the whole training"),
+                    KeyFigure("cost", count(document["cost"]), "of the whole training"),
+                ),
             ),
             shares=_parts(document),
             shown=tuple(replace(step, device_bytes=device_bytes) for step in _shown(plans, steps, options)),
             columns=("step", "time", "planned", "bound", "idle", "bubble", "imbalance", "padding", "peak"),
             rows=tuple(_row(plan, step) for plan, step in zip(plans, steps)),
+            facts=tuple(start_facts(provenance())),
         )
     )
+
+
+def _known(*figures: KeyFigure) -> list[KeyFigure]:
+    return [figure for figure in figures if figure.value != MISSING]
 
 
 def _shown(plans: Sequence[StepPlan], steps: Sequence[SimulatedStep], options: SimOptions) -> Iterator[ShownStep]:

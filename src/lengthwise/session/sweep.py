@@ -12,7 +12,7 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import parse_tokens
 from lengthwise.report.pages.compare_results import TrainingBudget
-from lengthwise.session.planning_args import Spelling
+from lengthwise.session.planning_args import COMMAND_LINE, Spelling
 
 MAX_POINTS = 64
 """Comparisons of one sweep."""
@@ -86,6 +86,12 @@ def make_budget(spelling: Spelling, *, tokens: int | None, price_per_hour: float
     if price_per_hour is not None and tokens is None:
         raise InputError(f"{spelling('price_per_hour')} is for a whole training; say of how many {spelling('tokens')}")
     return TrainingBudget(num_tokens=tokens, price_per_hour=price_per_hour)
+
+
+def parse_budget(tokens: str | None, price_per_hour: float | None) -> TrainingBudget:
+    """Tokens and price of a whole training, as the options --tokens and --price-per-hour give them."""
+    num_tokens = next(iter(parse_token_counts(tokens, "--tokens")), None)
+    return make_budget(COMMAND_LINE, tokens=num_tokens, price_per_hour=price_per_hour)
 
 
 def parse_token_counts(text: str | None, option: str) -> list[int]:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator
 
+from lengthwise.core.one_f_one_b import StagePass
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
-from lengthwise.sim.pipeline import PipelineRun, StagePass
+from lengthwise.sim.pipeline import PipelineRun
 from lengthwise.sim.sim_options import SimOptions
 from lengthwise.sim.simulate_step import PhaseRun, run_step
 

@@ -1,26 +1,12 @@
-"""One pipeline in virtual time: stages under 1F1B, micro-batches in issue order.
+"""A plan's pipeline in virtual time: stages under 1F1B, micro-batches in issue order. S stages, V micro-batches."""
 
-1F1B is the schedule of PipeDream-Flush (Narayanan et al. 2021, section 2.2). S stages, V micro-batches.
-"""
-
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
-from lengthwise.core.pipeline_config import issue_order
+from lengthwise.core.one_f_one_b import StagePass, forwards_in, run_stages
 from lengthwise.core.step_plan import Pipeline
-
-
-class StagePass(NamedTuple):
-    """A forward or a backward of one micro-batch on one stage."""
-
-    start_s: float
-    end_s: float
-    micro_batch: int
-    is_backward: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,15 +51,8 @@ class PipelineRun:
 
 
 def forwards_s(pipeline: Pipeline) -> list[float]:
-    """[V] seconds of each forward on one stage.
-
-    Of a micro-batch's time, the forward is one part, the backward two, and each recomputed layer's forward runs again.
-    """
-    units = 3.0 + pipeline.scheme.num_recomputed / pipeline.scheme.num_layers
-    return [
-        m.time_s / (units if m.recompute is None else 3.0 + sum(m.recompute) / len(m.recompute))
-        for m in pipeline.micro_batches
-    ]
+    """[V] seconds of each forward on one stage."""
+    return [m.time_s / forwards_in(pipeline.recompute_of(m)) for m in pipeline.micro_batches]
 
 
 def run_pipeline(
@@ -93,34 +72,4 @@ def run_pipeline(
         ([f * k for f, k in zip(forwards, factors)], [b * k for b, k in zip(backwards, factors)])
         for factors in slowdowns
     ]
-    return PipelineRun(pipeline=pipeline, start_s=start_s, stages=_run_stages(times, start_s, transfer_s))
-
-
-def _run_stages(
-    times: Sequence[tuple[list[float], list[float]]], start_s: float, transfer_s: float
-) -> tuple[tuple[StagePass, ...], ...]:
-    """Times are seconds [V] of the forwards and of the backwards of each stage."""
-    num_stages, count = len(times), len(times[0][0])
-    last = num_stages - 1
-    orders = [issue_order(s, num_stages=num_stages, num_micro_batches=count) for s in range(num_stages)]
-    inputs = [[math.inf if stage else start_s] * count for stage in range(num_stages)]  # when each one is there
-    gradients = [[math.inf] * count for _ in range(num_stages)]
-    done: list[list[StagePass]] = [[] for _ in range(num_stages)]
-    while any(len(passes) < 2 * count for passes in done):
-        for stage, passes in enumerate(done):
-            now_s = passes[-1].end_s if passes else start_s
-            while len(passes) < 2 * count:
-                is_backward, i = orders[stage][len(passes)]
-                ready_s = (gradients if is_backward else inputs)[stage][i]
-                if ready_s == math.inf:
-                    break
-                begin_s = max(now_s, ready_s)
-                now_s = begin_s + times[stage][is_backward][i]
-                passes.append(StagePass(begin_s, now_s, i, is_backward))
-                if is_backward and stage:
-                    gradients[stage - 1][i] = now_s + transfer_s
-                elif not is_backward and stage < last:
-                    inputs[stage + 1][i] = now_s + transfer_s
-                elif not is_backward:
-                    gradients[stage][i] = now_s
-    return tuple(map(tuple, done))
+    return PipelineRun(pipeline=pipeline, start_s=start_s, stages=run_stages(times, start_s, transfer_s))

@@ -8,6 +8,7 @@ import pytest
 from lengthwise.core.device_spec import DEVICES
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.specs import model_preset
+from lengthwise.core.version import __version__
 from lengthwise.plan import planner
 from lengthwise.plan.policies import POLICIES
 
@@ -254,6 +255,8 @@ def test_the_page_needs_nothing_else(cli, lengths, tmp_path):
     assert content.startswith("<!doctype html>")
     assert "http:" not in content and "https:" not in content and "src=" not in content  # its one script is inline
     for words in ("Simulated, not measured", "Scaling", "Where the time goes", "Tokens per second", "Sequence lengths"):
+        assert words in content
+    for words in ("<dt>Started</dt>", f"Lengthwise {__version__}", f"lengthwise compare --lengths {lengths}"):
         assert words in content
 
 

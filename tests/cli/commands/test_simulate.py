@@ -2,10 +2,14 @@
 
 import gzip
 import json
+import platform
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
+from lengthwise.core.specs import model_preset
+from lengthwise.core.version import __version__
 from tests.report.fake_run import make_run
 from tests.sim.plans import lane, make_plan
 
@@ -179,6 +183,36 @@ def test_the_page_of_a_run_s_plans_has_the_memory_of_its_devices(cli, tmp_path):
     (run.path / "provenance.json").unlink()
     assert cli("simulate", run.plans, "--html", tmp_path / "page.html")[0] == 0
     assert "memory of a device" not in (tmp_path / "page.html").read_text()
+
+
+def test_a_configuration_is_answered_in_mfu_hours_and_cost_as_compare_does(cli, tmp_path):
+    np.save(tmp_path / "lengths.npy", np.array([100, 900, 3000, 500] * 8))
+    assert cli("index", tmp_path / "lengths.npy", "--out", tmp_path / "index")[0] == 0
+    given = [f"data.index={tmp_path / 'index'}", "model.preset=llama-tiny", "cluster.name=8xH100-80GB"]
+    given += ["plan.policy=static", "train.dtype=bfloat16", "data.tokens_per_step=36000", "--steps", 1]
+    budget = ["--tokens", "1B", "--price-per-hour", 2]
+    document = json.loads(cli("simulate", *given, *budget, "--json")[1])
+    speed = document["tokens_per_s"]
+    assert document["hours"] == pytest.approx(1e9 / speed / 3600)
+    assert document["cost"] == pytest.approx(document["hours"] * 8 * 2)
+    lengths = np.array([100, 900, 3000, 500] * 8)
+    flops_per_token = model_preset("llama-tiny").train_flops(lengths).sum() / lengths.sum()
+    assert document["mfu"] == pytest.approx(speed * flops_per_token / (8 * 989e12))
+    printed = cli("simulate", *given, *budget, "--html", tmp_path / "page.html")[1]
+    for words in ("MFU", "hours of the whole training", "cost of the whole training"):
+        assert words in printed
+    page = (tmp_path / "page.html").read_text()
+    for words in ("<dt>Software</dt>", f"Lengthwise {__version__}", "lengthwise simulate data.index=", platform.node()):
+        assert words in page
+    assert "hours of" not in cli("simulate", *given)[1]
+
+
+def test_plans_outside_of_a_run_have_no_mfu(cli, single):
+    document = json.loads(cli("simulate", single, "--tokens", "1M", "--json")[1])
+    assert document["mfu"] is document["cost"] is None
+    assert document["hours"] == pytest.approx(1e6 / document["tokens_per_s"] / 3600)
+    code, _, err = cli("simulate", single, "--price-per-hour", 2)
+    assert code == 2 and "say of how many --tokens" in err
 
 
 def test_a_page_says_that_it_draws_many_spans_coarsely(cli, tmp_path):

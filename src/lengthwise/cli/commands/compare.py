@@ -38,7 +38,7 @@ def run(
     from lengthwise.report.whole_file import check_place
     from lengthwise.session.compare_lengths import compare_points, comparison_page, write_page
     from lengthwise.session.plan_lengths import comparison_of
-    from lengthwise.session.sweep import make_budget, parse_rates, parse_token_counts, sweep_points
+    from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
 
     counts = parse_counts(gpus, "--gpus")
     check_compared(counts, device)
@@ -47,8 +47,7 @@ def run(
         clusters, parse_token_counts(tokens_per_step, "--tokens-per-step"), parse_rates(network, "--network"),
         COMMAND_LINE,
     )  # fmt: skip
-    num_tokens = next(iter(parse_token_counts(tokens, "--tokens")), None)
-    budget = make_budget(COMMAND_LINE, tokens=num_tokens, price_per_hour=price_per_hour)
+    budget = parse_budget(tokens, price_per_hour)
     check_place(html, "--html")
     contest, ledger = comparison_of(
         lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,

@@ -5,25 +5,26 @@ from typing import Annotated
 
 import typer
 
+from lengthwise.cli.compare_options import PricePerHour, Tokens
 from lengthwise.cli.launch import split_arguments
 from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceSteps
 from lengthwise.config.limits import MAX_STEPS
 from lengthwise.session.console import emit_json, stderr
 
+Steps = Annotated[
+    int | None,
+    typer.Option(min=1, max=MAX_STEPS, help="steps to plan; default: 10, or all that a file of plans holds"),
+]
+Jitter = Annotated[float, typer.Option(metavar="SIGMA", help="lognormal noise on every micro-batch, such as 0.1")]
+Straggler = Annotated[list[str] | None, typer.Option(metavar="RANK:FACTOR", help="a rank that is slower; repeatable")]
+
 
 def run(
     source: Annotated[Path | None, typer.Argument(help="plans.jsonl of `plan` or of a run, or a YAML config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_STEPS, help="steps to plan; default: 10, or all that a file of plans holds"),
-    ] = None,
-    jitter: Annotated[
-        float, typer.Option(metavar="SIGMA", help="lognormal noise on every micro-batch, such as 0.1")
-    ] = 0.0,
-    straggler: Annotated[
-        list[str] | None, typer.Option(metavar="RANK:FACTOR", help="a rank that is slower; repeatable")
-    ] = None,
+    steps: Steps = None,
+    jitter: Jitter = 0.0,
+    straggler: Straggler = None,
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace (.json.gz) here")] = None,
     trace_steps: TraceSteps = None,
     trace_ranks: TraceRanks = None,
@@ -32,8 +33,10 @@ def run(
         Path | None, typer.Option(metavar="FOLDER", help="write Chakra traces, the input of ASTRA-sim, here")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="NAME|DIR", help="model of --chakra where no run or config names it")
+        str | None, typer.Option(metavar="NAME|DIR", help="the model, where no run or config names it")
     ] = None,
+    tokens: Tokens = None,
+    price_per_hour: PricePerHour = None,
     html: Annotated[Path | None, typer.Option(help="write a page with timelines and memory here")] = None,
     as_json: Json = False,
 ) -> None:
@@ -42,9 +45,10 @@ def run(
     from lengthwise.report.trace_choice import TraceChoice
     from lengthwise.report.whole_file import check_folder, check_place, write_whole
     from lengthwise.session.simulate_plans import figures, parse_straggler
-    from lengthwise.session.simulation_inputs import device_bytes_of, model_of_plans, plans_of
+    from lengthwise.session.simulation_inputs import device_bytes_of, model_of_plans, plans_of, training_outlook
     from lengthwise.session.simulation_report import simulation_html
     from lengthwise.session.simulation_traces import write_execution_traces, write_traces
+    from lengthwise.session.sweep import parse_budget
     from lengthwise.sim.sim_options import SimOptions
     from lengthwise.sim.step_summary import summary
 
@@ -52,12 +56,14 @@ def run(
     check_place(html, "--html")
     check_folder(kineto, "--kineto")
     check_folder(chakra, "--chakra")
+    budget = parse_budget(tokens, price_per_hour)
     choice = TraceChoice.parse(trace_steps, trace_ranks)
     options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])))
     path, changes = split_arguments(source, overrides)
     plans = plans_of(path, changes, steps=steps)
     simulated = [summary(plan, options) for plan in plans]
     document = figures(plans, simulated)
+    document |= training_outlook(plans, document["tokens_per_s"], path, changes, preset=model, budget=budget)
     if (trace or kineto) and (note := write_traces(plans, options, choice, trace=trace, kineto=kineto)):
         stderr().print(note, soft_wrap=True)
     if chakra is not None:

@@ -10,7 +10,7 @@ def print_simulation(document: dict[str, Any]) -> None:
     """Print the figures of the simulated steps."""
     from rich.table import Table
 
-    from lengthwise.report.units import count, memory, seconds, share
+    from lengthwise.report.units import MISSING, count, hours, memory, seconds, share
 
     shown = Table(box=None, pad_edge=False, show_header=False)
     shown.add_column()
@@ -25,8 +25,12 @@ def print_simulation(document: dict[str, Any]) -> None:
         ("padding", share(document["padding"])),
         ("gap to the bound, median", f"{document['gap_median']:.2%}"),
         ("peak memory per device", memory(document["peak_gib"] * GIB)),
+        ("MFU", share(document["mfu"])),
+        ("hours of the whole training", hours(document["hours"])),
+        ("cost of the whole training", count(document["cost"])),
     ):
-        shown.add_row(words, value)
+        if value != MISSING:
+            shown.add_row(words, value)
     console = stdout()
     num_steps, policy, num_devices = (document[name] for name in ("num_steps", "policy", "num_devices"))
     console.print(f"{num_steps:,} steps of policy {policy} on {num_devices:,} devices, simulated", soft_wrap=True)

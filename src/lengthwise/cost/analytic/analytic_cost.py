@@ -5,10 +5,12 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic.stage_memory import StageMemory
 from lengthwise.cost.analytic.stage_time import StageTime, stage_time
 from lengthwise.cost.analytic.volume import layer_volume
-from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token
+from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token, state_parts
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
+from lengthwise.cost.weight_shards import held_params
 
 LOGITS_AT_ONCE = 2**27
 """Numbers of one chunk of logits in the loss on a GPU; at master precision."""
@@ -69,10 +71,10 @@ class AnalyticCost(SeparableCost):
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
         self._stages(scheme)  # refuses what cannot run
-        states = self._state_bytes(scheme, num_devices)
-        return tuple(self._stage_line(scheme, stage, state=state) for stage, state in enumerate(states))
+        stages = (self.stage_memory(scheme, stage, num_devices=num_devices) for stage in range(scheme.num_stages))
+        return tuple(stage.line for stage in stages)
 
-    def _stage_line(self, scheme: PipelineConfig, stage: int, *, state: int) -> Line:
+    def stage_memory(self, scheme: PipelineConfig, stage: int, *, num_devices: int) -> StageMemory:
         """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
 
         Model state; the largest layer's gathered weights; per token of the pack what the layers keep, what one layer
@@ -83,15 +85,25 @@ class AnalyticCost(SeparableCost):
         layers = scheme.layers_of_stage(stage)
         volumes = {m: layer_volume(self.model, m, degree=scheme.degree, dtype=self.dtype) for m in set(scheme.methods)}
         stage_volumes = [(volumes[scheme.methods[layer]], scheme.recompute[layer]) for layer in layers]
-        kept_bytes = sum(
+        saved = (scheme.num_stages - stage) * sum(
             volume.input_bytes if recomputed else volume.kept_bytes for volume, recomputed in stage_volumes
         )
         live = max(volume.live_bytes + recomputed * volume.kept_bytes for volume, recomputed in stage_volumes)
-        fixed = state + max(volume.buffer_bytes for volume, _ in stage_volumes)
-        per_token = (scheme.num_stages - stage) * kept_bytes + live
+        saved_once, temporary = 0.0, max(volume.buffer_bytes for volume, _ in stage_volumes)
         if stage == scheme.num_stages - 1:
             head_split = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
             chunk = CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE
-            fixed += master * (self.model.hidden_size * self.model.vocab_size / head_split + chunk)
-            per_token += loss_bytes_per_token(self.model, width) / scheme.degree
-        return fixed, per_token
+            saved_once += master * self.model.hidden_size * self.model.vocab_size / head_split
+            temporary += master * chunk
+            saved += loss_bytes_per_token(self.model, width) / scheme.degree
+        num_held = held_params(self.model, scheme, stage=stage)
+        weights, gradients, optimizer = state_parts(
+            self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held
+        )
+        return StageMemory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=(saved_once, saved),
+            temporary=(temporary, live),
+        )

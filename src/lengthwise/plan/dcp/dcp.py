@@ -165,12 +165,12 @@ class DcpPolicy:
         return min(options, key=lambda phases: time_s(priced, DraftPlan(phases=phases)))
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the policy's plan takes at least, its update left out; cheap."""
+        """Seconds that the step takes at least; cheap."""
         return self.bound.floor_s(priced)
 
     def bound_s(self, priced: PricedBatch) -> float:
-        """Seconds that no plan of the policy's schemes beats, the update left out."""
-        return self.bound(priced)
+        """Seconds that no plan of the policy's schemes beats."""
+        return self.bound.step_s(priced)
 
     def idle_phase(self, groups: tuple[int, ...]) -> Phase:
         """Idle groups, as many of each type as given [K], type by type; high degrees are placed first."""

@@ -54,6 +54,11 @@ class CandidateFamily:
         return self.pivot.num_stages
 
     @property
+    def update_s(self) -> float:
+        """Seconds of a step outside its micro-batches, under equal pipelines."""
+        return self.pivot.update_s
+
+    @property
     def overhead_s(self) -> float:
         """Seconds per stage that a micro-batch of the pivot costs before its first token."""
         return self.pivot.overhead_s

@@ -12,7 +12,7 @@ from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, Phase, strategy_of
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 
@@ -50,15 +50,14 @@ class HydraulisPolicy:
         return " | ".join(strategy.name for strategy in self.strategy_candidates.strategies)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
-        """The step's fastest candidate; bounded by the least bound of them all."""
-        bounds_s = self.strategy_candidates.bounds_s(priced)
-        phase = self._fastest(priced, bounds_s)
-        own_update_s = priced.problem.cost.update_s(strategy_of(phase))
-        return DraftPlan(phases=(phase,), lower_bound_s=min(bounds_s) - own_update_s)
+        """The step's fastest candidate; bounded for all strategies of the published space."""
+        return DraftPlan(phases=self.phases(priced), lower_bound_s=self._pool_bound.step_s(priced))
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
         """The step's fastest candidate."""
-        return (self._fastest(priced, self.strategy_candidates.bounds_s(priced)),)
+        phase, _ = self.strategy_candidates.best(priced, self.strategy_candidates.bounds_s(priced))
+        assert phase is not None, "an unlimited search finds a plan"
+        return (phase,)
 
     def floor_s(self, priced: PricedBatch) -> float:
         """The bound of all candidates' candidates."""
@@ -66,15 +65,7 @@ class HydraulisPolicy:
 
     def bound_s(self, priced: PricedBatch) -> float:
         """The least bound of all candidates."""
-        bounds_s = self.strategy_candidates.bounds_s(priced)
-        return min(
-            bound_s - strategy.update_s for bound_s, strategy in zip(bounds_s, self.strategy_candidates.strategies)
-        )
-
-    def _fastest(self, priced: PricedBatch, bounds_s: list[float]) -> Phase:
-        phase, _ = self.strategy_candidates.best(priced, bounds_s)
-        assert phase is not None, "an unlimited search finds a plan"
-        return phase
+        return min(self.strategy_candidates.bounds_s(priced))
 
 
 def published_space(problem: PlanningProblem) -> list[Candidate]:

@@ -47,7 +47,7 @@ class StrategyCandidates:
             strategy = self.strategies[number]
             if strategy.bound_s(priced) + strategy.update_s >= limit_s * (1 - SLACK):
                 continue
-            phase, assignment = strategy.assign(priced)
-            if assignment.makespan + strategy.update_s < limit_s:
-                best, limit_s = phase, assignment.makespan + strategy.update_s
+            phase, time_s = strategy.planned(priced)
+            if time_s + strategy.update_s < limit_s:
+                best, limit_s = phase, time_s + strategy.update_s
         return best, limit_s

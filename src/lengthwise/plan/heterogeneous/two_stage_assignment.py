@@ -1,7 +1,7 @@
 """Two-stage assignment (Hydraulis Eq. 1 to 3): sequences to the pipelines of a strategy, then to micro-batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.plan.solve.shop import Certificate, Machines, ShopSchedule, certify, schedule
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import Phase, PipelineDraft
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, step_times_s
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
@@ -79,6 +79,10 @@ class PlacedStrategy:
         self.tiles = tuple(tiles)
         self.max_length = max(tile.max_length for tile in tiles)
         self._machines = [tile.machines(problem) for tile in tiles]
+        self._bounding = [
+            replace(machines, stages=problem.bounding_stages(tile.candidate))
+            for machines, tile in zip(self._machines, tiles)
+        ]
         counts = [(tile.candidate, tile.count) for tile in tiles]
         ranks: dict[Candidate, list[tuple[int, ...]]] = {}
         for candidate, pipeline_ranks in place(counts, problem.num_devices, problem.devices_per_node):
@@ -125,7 +129,17 @@ class PlacedStrategy:
         """Seconds that the micro-batches of ``priced`` take at least on these pipelines; inf if one fits nowhere."""
         if priced.lengths.max() > self.max_length:
             return np.inf
-        return self._certificate(priced).bound
+        if self._bounding == self._machines:
+            return self._certificate(priced, self._bounding).bound
+        alone_s = float(self.alone_s(priced, np.arange(len(priced.lengths))).max()) * (1 - SLACK)
+        return max(self._certificate(priced, self._bounding).bound, alone_s)
+
+    def planned(self, priced: PricedBatch) -> tuple[Phase, float]:
+        """The pipelines with their packs, and the seconds of their micro-batches; nothing is known of filler."""
+        phase, assignment = self.assign(priced)
+        if self._bounding == self._machines or self.problem.lattice is not None:
+            return phase, assignment.makespan
+        return phase, step_times_s(priced, DraftPlan(phases=(phase,)))[0]
 
     def assign(self, priced: PricedBatch) -> tuple[Phase, ShopSchedule]:
         """The pipelines with their packs; micro-batches of the schedule in issue order."""
@@ -134,18 +148,20 @@ class PlacedStrategy:
             priced.lengths,
             self._machines,
             objective=self.problem.objective,
-            certificate=self._certificate(priced),
+            certificate=self._certificate(priced, self._machines),
         )
         return tuple(
             map(self._pipeline, self._tile_of, self._ranks, assignment.batches, [priced] * len(self._ranks))
         ), assignment
 
-    def _certificate(self, priced: PricedBatch) -> Certificate:
-        if self not in priced.certificates:
-            priced.certificates[self] = certify(
-                self._work(priced), priced.lengths, self._machines, objective=self.problem.objective
+    def _certificate(self, priced: PricedBatch, machines: Sequence[Machines]) -> Certificate:
+        """Guide the search with what bounds the flow shop that it schedules; what bounds 1F1B is for users."""
+        key = (self, machines is self._machines or machines == self._machines)
+        if key not in priced.certificates:
+            priced.certificates[key] = certify(
+                self._work(priced), priced.lengths, machines, objective=self.problem.objective
             )
-        return priced.certificates[self]
+        return priced.certificates[key]
 
     def _pipeline(
         self, tile: PipelineGroup, ranks: tuple[int, ...], packs: tuple[tuple[int, ...], ...], priced: PricedBatch

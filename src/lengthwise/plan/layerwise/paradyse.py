@@ -98,12 +98,12 @@ class ParaDysePolicy:
         return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound_s(priced))
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the policy's plan takes at least, its update left out; cheap."""
+        """Seconds that the step takes at least; cheap."""
         return self.bound.floor_s(priced)
 
     def bound_s(self, priced: PricedBatch) -> float:
-        """Seconds that no plan of the policy's schemes beats, the update left out."""
-        return self.bound(priced)
+        """Seconds that no plan of the policy's schemes beats."""
+        return self.bound.step_s(priced)
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
         """The draft plan without its bound: one phase.

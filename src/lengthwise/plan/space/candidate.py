@@ -8,7 +8,8 @@ import numpy as np
 
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, uniform_scheme
+from lengthwise.core.one_f_one_b import forwards_in, least_stages
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, homogeneous, uniform_scheme
 from lengthwise.data.size_buckets import round_down
 
 Family = tuple[int, tuple[int, ...], WeightPlacement]
@@ -38,6 +39,16 @@ class Candidate:
         return self.scheme.num_stages
 
     @cached_property
+    def forwards(self) -> float:
+        """How many forwards a micro-batch takes as long as."""
+        return forwards_in(self.scheme.recompute)
+
+    @cached_property
+    def least_stages(self) -> float:
+        """Stages with which a flow shop bounds a pipeline; see ``lengthwise.core.one_f_one_b.least_stages``."""
+        return least_stages(self.scheme)
+
+    @cached_property
     def family(self) -> Family:
         """Degree, layers per stage and weight placement, shared by candidates that can stand in for one another."""
         return self.scheme.degree, self.scheme.stage_layers, self.scheme.weights
@@ -53,6 +64,12 @@ class Candidate:
     def overhead_s(self) -> float:
         """Seconds per stage that a micro-batch costs before its first token."""
         return self.cost.overhead_s(self.scheme)
+
+    @cached_property
+    def update_s(self) -> float:
+        """Seconds of a step outside its micro-batches, under as many equal pipelines as the cluster has room for."""
+        room = self.num_cluster_devices // self.num_devices * self.num_devices
+        return self.cost.update_s(homogeneous(self.scheme, room))
 
     @cached_property
     def state_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """Draft plans: which pipelines compute which sequences, as positions in the batch; priced, then made a step plan."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InfeasibleError, Setting
+from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, pipeline_end_s
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.plan.solve.shop import Objective
@@ -41,7 +42,7 @@ class DraftPlan:
 
     phases: tuple[Phase, ...]
     lower_bound_s: float = 0.0
-    """Seconds that no plan of the schemes the policy may use is faster than, this plan's update left out."""
+    """Seconds that no plan of the schemes the policy may use is faster than, its update included; 0: none is proven."""
 
 
 def pack_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
@@ -104,19 +105,52 @@ def _filler_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]
     return each_s
 
 
-def pipeline_time_s(times_s: list[float], num_stages: int, objective: Objective) -> float:
-    """Seconds of a pipeline from its packs' seconds per stage: flow shop, or Hydraulis' Eq. (1)."""
+def pipeline_time_s(
+    times_s: Sequence[float], num_stages: int, objective: Objective, *, forwards: Sequence[float]
+) -> float:
+    """Seconds of a pipeline under 1F1B, or as Hydraulis' Eq. (1) counts them.
+
+    Args:
+        times_s: seconds per stage of its packs, the longest first.
+        num_stages: of the pipeline.
+        objective: which of the two.
+        forwards: how many forwards each pack takes as long as.
+    """
     if not times_s:
         return 0.0
-    longest = max(times_s)
     if objective is Objective.MAX_TIMES_COUNT:
-        return longest * (num_stages - 1 + len(times_s))
-    return sum(times_s) + (num_stages - 1) * longest
+        return max(times_s) * (num_stages - 1 + len(times_s))
+    return pipeline_end_s(times_s, forwards, num_stages)
+
+
+def _phase_time_s(priced: PricedBatch, phase: Phase, all_times_s: list[list[float]]) -> float:
+    """Seconds of the slowest pipeline; those that the flow shop proves to be faster are not looked at."""
+    most_s = []
+    for pipeline, times_s in zip(phase, all_times_s):
+        flow_s = sum(times_s) + (pipeline.candidate.num_stages - 1) * max(times_s, default=0.0)
+        most_s.append(flow_s * MIXED_RECOMPUTE if pipeline.runs else flow_s)
+    objective, slowest_s = priced.problem.objective, 0.0
+    for number in sorted(range(len(phase)), key=lambda number: -most_s[number]):
+        if most_s[number] <= slowest_s and objective is Objective.FLOW_SHOP:
+            break
+        pipeline, times_s = phase[number], all_times_s[number]
+        runs = pipeline.runs or (pipeline.candidate,) * len(times_s)
+        order = list(range(len(times_s)))
+        if pipeline.candidate.num_stages > 1:
+            order = sorted(order, key=lambda k: (-times_s[k], tuple([priced.batch.ids[i] for i in pipeline.packs[k]])))
+        time_s = pipeline_time_s(
+            [times_s[k] for k in order],
+            pipeline.candidate.num_stages,
+            objective,
+            forwards=[runs[k].forwards for k in order],
+        )
+        slowest_s = max(slowest_s, time_s)
+    return slowest_s
 
 
 def step_times_s(priced: PricedBatch, draft: DraftPlan) -> tuple[float, float, float]:
     """Predicted seconds of a step's phases, of the switches between them, and of its update."""
-    return _step_times_s(priced.problem, draft, _times_s(priced, draft))
+    return _step_times_s(priced, draft, _times_s(priced, draft))
 
 
 def _times_s(priced: PricedBatch, draft: DraftPlan) -> list[list[list[float]]]:
@@ -125,16 +159,10 @@ def _times_s(priced: PricedBatch, draft: DraftPlan) -> list[list[list[float]]]:
 
 
 def _step_times_s(
-    problem: PlanningProblem, draft: DraftPlan, times_s: list[list[list[float]]]
+    priced: PricedBatch, draft: DraftPlan, times_s: list[list[list[float]]]
 ) -> tuple[float, float, float]:
-    phases_s = sum(
-        max(
-            pipeline_time_s(packs_s, pipeline.candidate.num_stages, problem.objective)
-            for pipeline, packs_s in zip(phase, pipelines_s)
-        )
-        for phase, pipelines_s in zip(draft.phases, times_s)
-    )
-    cost = problem.cost
+    phases_s = sum(_phase_time_s(priced, phase, pipelines_s) for phase, pipelines_s in zip(draft.phases, times_s))
+    cost = priced.problem.cost
     strategies = [strategy_of(phase) for phase in draft.phases]
     switch_s = sum(cost.switch_s(before, after) for before, after in pairwise(strategies))
     return phases_s, switch_s, max(cost.update_s(strategy) for strategy in strategies)
@@ -161,8 +189,8 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
     """
     batch = priced.batch
     times_s = _times_s(priced, draft)
-    phases_s, switch_s, update_s = _step_times_s(priced.problem, draft, times_s)
-    time_s, bound_s = phases_s + switch_s + update_s, draft.lower_bound_s + update_s
+    phases_s, switch_s, update_s = _step_times_s(priced, draft, times_s)
+    time_s, bound_s = phases_s + switch_s + update_s, max(draft.lower_bound_s, update_s)
     assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
     plan = StepPlan(
         step=batch.step,

@@ -13,6 +13,9 @@ from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
+ROUNDING = 1e-12
+"""Relative, on the side that keeps a bound valid."""
+
 Pack = tuple[int, ...]
 """Positions in the batch of the sequences of one micro-batch."""
 Deal = Callable[[PricedBatch, Candidate, int], Sequence[Sequence[Pack]]]
@@ -67,12 +70,12 @@ class EqualPipelines:
         return int(priced.lengths.max()) if self.rows else longest(priced, pack)
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the micro-batches take at least; cheap."""
-        return strategy_floor_s(priced, self.candidate, np.arange(len(priced.lengths)))
+        """Seconds that the step takes at least; cheap."""
+        return strategy_floor_s(priced, self.candidate, np.arange(len(priced.lengths))) + self.candidate.update_s
 
     def bound_s(self, priced: PricedBatch) -> float:
-        """Seconds that no assignment of the batch to these pipelines beats, the update left out."""
-        return strategy_bound_s(priced, self.candidate)
+        """Seconds that no assignment of the batch to these pipelines beats."""
+        return strategy_bound_s(priced, self.candidate) + self.candidate.update_s
 
     @cached_property
     def _ranks(self) -> list[tuple[int, ...]]:
@@ -103,11 +106,14 @@ def strategy_bound_s(priced: PricedBatch, candidate: Candidate) -> float:
         return 0.0
     machines = Machines(
         count=problem.num_devices // candidate.num_devices,
-        stages=candidate.num_stages,
+        stages=problem.bounding_stages(candidate),
         setup=priced.overhead_s(candidate),
         capacity=candidate.max_tokens,
     )
-    return certify(priced.times_s(candidate)[None, :], priced.lengths, [machines], objective=problem.objective).bound
+    times_s = priced.times_s(candidate)
+    alone_s = candidate.num_stages * (float(times_s.max()) + priced.overhead_s(candidate))
+    certificate = certify(times_s[None, :], priced.lengths, [machines], objective=problem.objective)
+    return max(certificate.bound, alone_s * (1 - ROUNDING))
 
 
 def longest(priced: PricedBatch, pack: Pack) -> int:

@@ -83,15 +83,16 @@ class HotSpaPolicy:
         )
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the micro-batches take at least, cheaply: the floors of the phases."""
-        return sum(
-            strategy_floor_s(priced, length_range.mode.candidate, positions)
-            for length_range, positions in self._split(priced)
-        )
+        """Seconds that the step takes at least, cheaply: the floors of the phases, and the slowest update."""
+        candidates = [(length_range.mode.candidate, positions) for length_range, positions in self._split(priced)]
+        floors_s = sum(strategy_floor_s(priced, candidate, positions) for candidate, positions in candidates)
+        return floors_s + max(candidate.update_s for candidate, _ in candidates)
 
     def bound_s(self, priced: PricedBatch) -> float:
-        """Seconds that no plan of these schemes beats, whatever the order and ranges, the update left out."""
-        return strategy_bound_s(priced, self.candidate) if len(self.ranges) == 1 else self._pool_bound(priced)
+        """Seconds that no plan of these schemes beats, whatever the order and ranges."""
+        if len(self.ranges) == 1:
+            return strategy_bound_s(priced, self.candidate) + self.candidate.update_s
+        return self._pool_bound.step_s(priced)
 
     @cached_property
     def _pool_bound(self) -> SearchSpaceBound:

@@ -15,7 +15,7 @@ from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import pipeline_time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import EqualPipelines, Pack, in_turn
-from lengthwise.plan.uniform.tune import tiling_candidates, tuning_batches, update_s
+from lengthwise.plan.uniform.tune import tiling_candidates, tuning_batches
 
 
 def prepare(problem: PlanningProblem) -> EqualPipelines:
@@ -31,7 +31,7 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     max_sequences = max(len(batch.lengths) for batch in batches)
     best, best_s = (candidates[0], 1), np.inf
     for candidate in candidates:
-        outside_s = update_s(problem, candidate)
+        outside_s = candidate.update_s
         for size in [problem.batch_size] if problem.batch_size else _sizes(problem, candidate, max_sequences):
             mean_s = outside_s + float(np.mean([step_s(priced, candidate, size=size) for priced in batches]))
             best, best_s = ((candidate, size), mean_s) if mean_s < best_s else (best, best_s)
@@ -56,8 +56,16 @@ def step_s(priced: PricedBatch, candidate: Candidate, *, size: int) -> float:
     overheads = counts if priced.problem.overhead_per_sequence else 1
     times_s = candidate.times_s(lengths) * counts + candidate.overhead_s * overheads
     num_pipelines = priced.problem.num_devices // candidate.num_devices
-    dealt = [times_s[number::num_pipelines].tolist() for number in range(min(num_pipelines, len(starts)))]
-    return max(pipeline_time_s(pipeline, candidate.num_stages, priced.problem.objective) for pipeline in dealt)
+    dealt = [-np.sort(-times_s[number::num_pipelines]) for number in range(min(num_pipelines, len(starts)))]
+    return max(
+        pipeline_time_s(
+            pipeline.tolist(),
+            candidate.num_stages,
+            priced.problem.objective,
+            forwards=[candidate.forwards] * len(pipeline),
+        )
+        for pipeline in dealt
+    )
 
 
 def _sizes(problem: PlanningProblem, candidate: Candidate, max_sequences: int) -> list[int]:

@@ -11,7 +11,6 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, Setting
-from lengthwise.core.pipeline_config import homogeneous
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -33,7 +32,7 @@ class Tunable(Protocol):
         ...
 
     def floor_s(self, priced: PricedBatch) -> float:
-        """Seconds that the step takes at least, the update left out; cheaper than ``phases``."""
+        """Seconds that the step takes at least; cheaper than ``phases``."""
         ...
 
 
@@ -130,8 +129,3 @@ def few_recomputes(candidates: Sequence[Candidate]) -> list[Candidate]:
 def tiles(problem: PlanningProblem, candidate: Candidate) -> bool:
     """Whether equal pipelines of ``candidate`` tile the cluster exactly."""
     return problem.num_devices % candidate.num_devices == 0
-
-
-def update_s(problem: PlanningProblem, candidate: Candidate) -> float:
-    """Seconds of a step outside its micro-batches, under equal pipelines of ``candidate``."""
-    return candidate.cost.update_s(homogeneous(candidate.scheme, problem.num_devices))

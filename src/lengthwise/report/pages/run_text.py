@@ -1,6 +1,7 @@
 """A run in words: what ran on what, what happened to long sequences, how it ended, and its key figures."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lengthwise.report.record import RunRecord
@@ -73,6 +74,7 @@ def order_words(order: dict[str, Any]) -> str:
 
 def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
     """Terms and descriptions; only what the run's files say."""
+    again = f", start {len(record.starts)}" if len(record.starts) > 1 else ""
     facts = [
         ("Policy", _policy(record, summary)),
         ("Model", _model(record)),
@@ -89,23 +91,19 @@ def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
         ("Data", _data(summary)),
         ("Status", "" if summary.status == "unknown" else summary.status),
         ("Folder", summary.path),
-        *_provenance(record),
+        *(start_facts(record.starts[-1], again=again) if record.starts else []),
     ]
     return [(term, words) for term, words in facts if words]
 
 
-def _provenance(record: RunRecord) -> list[tuple[str, str]]:
-    """When, where, with what and by which command the run was started, the last time."""
-    if not record.starts:
-        return []
-    start = record.starts[-1]
-    commit = start.get("commit")
+def start_facts(start: Mapping[str, Any], *, again: str = "") -> list[tuple[str, str]]:
+    """When, where, with what and by which command a process was started, of a dictionary as in provenance.json."""
+    commit, torch_version = start.get("commit"), start.get("torch_version")
     software = [
         f"Lengthwise {start.get('lengthwise_version')}" + (f" ({commit})" if commit else ""),
-        f"torch {start.get('torch_version')}",
+        *([f"torch {torch_version}"] if torch_version else []),
         f"Python {start.get('python_version')}",
     ]
-    again = f", start {len(record.starts)}" if len(record.starts) > 1 else ""
     date = str(start.get("date")).replace("T", " ").removesuffix("+00:00")
     return [
         ("Started", f"{date} UTC on {start.get('host')}{again}"),

@@ -35,6 +35,8 @@ class SimulationPage:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     """A row of text a step."""
+    facts: tuple[tuple[str, str], ...] = ()
+    """Where the numbers come from: terms and descriptions."""
 
 
 def render_simulation(page: SimulationPage) -> str:

@@ -55,7 +55,9 @@ def message_of(differing: Sequence[Difference]) -> str:
     """One sentence on what differs, and the way out."""
     if all(map(_is_drawn, differing)):
         names = [difference.key.split(".", 2)[2] for difference in differing[:MOST_WEIGHTS]]
-        others = {rank for one in differing for ranks in [*one.ranks_by_value.values()][1:] for rank in ranks}
+        others = {
+            rank for difference in differing for ranks in [*difference.ranks_by_value.values()][1:] for rank in ranks
+        }
         more = f" and {len(differing) - len(names):,} more" if len(differing) > len(names) else ""
         return (
             "the weights of the model are not the same on all ranks: seed them (torch.manual_seed(0) before it is "

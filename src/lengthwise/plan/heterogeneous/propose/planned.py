@@ -59,4 +59,4 @@ class PlannedStrategy:
             return np.inf
         if len(priced.lengths) > MOST_PLANNED:
             return self.bound_s(step)
-        return self._placed.assign(priced)[1].makespan + self.update_s
+        return self._placed.planned(priced)[1] + self.update_s

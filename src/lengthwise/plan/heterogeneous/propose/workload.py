@@ -9,7 +9,6 @@ from functools import cached_property
 
 import numpy as np
 
-from lengthwise.core.pipeline_config import homogeneous
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose.planned import pack_tokens_of
 from lengthwise.plan.space.problem import PlanningProblem
@@ -122,14 +121,7 @@ def make_workload(
         setup_s=overheads_s * (not per_sequence),
         pack_tokens=np.array([pack_tokens_of(candidate) for candidate in candidates]),
         util_tokens=np.array([candidate.cost.util_tokens(candidate.scheme) for candidate in candidates]),
-        update_s=np.array([_update_s(candidate, problem.num_devices) for candidate in candidates]),
-    )
-
-
-def _update_s(candidate: ProposedCandidate, num_devices: int) -> float:
-    """Seconds of an update with as many pipelines as the devices hold, on consecutive ranks."""
-    return candidate.cost.update_s(
-        homogeneous(candidate.scheme, num_devices // candidate.num_devices * candidate.num_devices)
+        update_s=np.array([candidate.update_s for candidate in candidates]),
     )
 
 

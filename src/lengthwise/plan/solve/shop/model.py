@@ -30,7 +30,8 @@ class Machines:
     """`count` identical machines."""
 
     count: int
-    stages: int = 1
+    stages: float = 1
+    """Whole for a schedule; a bound may count fewer."""
     setup: float = 0.0
     """Time added to every batch."""
     capacity: int
@@ -193,7 +194,7 @@ def make_problem(
     )
 
 
-def span(times: Sequence[float], stages: int, objective: Objective) -> float:
+def span(times: Sequence[float], stages: float, objective: Objective) -> float:
     """When a machine ends whose batches take `times`, setup included; 0 without batches."""
     if not len(times):
         return 0.0

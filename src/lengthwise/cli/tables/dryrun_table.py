@@ -1,0 +1,52 @@
+"""What `lengthwise dryrun` prints: bytes and FLOPs beside predictions, kernels, collectives, synchronisations."""
+
+from collections import Counter
+from typing import Any
+
+from lengthwise.session.console import stdout
+
+SHOWN_KERNELS = 12
+
+
+def print_dry_run(document: dict[str, Any]) -> None:
+    """Print every rank that was run, and what differs from the plan."""
+    console = stdout()
+    model, cluster, policy = (document[name] for name in ("model", "cluster", "policy"))
+    console.print(
+        f"{model} on {cluster}, policy {policy}: one step on fake tensors; nothing was measured", soft_wrap=True
+    )
+    for row in document["ranks"]:
+        _print_rank(row)
+    for difference in document["differences"]:
+        console.print(f"not as planned: {difference}", soft_wrap=True)
+    if not document["differences"]:
+        console.print(
+            "\ncollectives: those of the proven plan, in the same order on all of these ranks", soft_wrap=True
+        )
+
+
+def _print_rank(row: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from lengthwise.report.units import count, memory
+
+    console, predicted = stdout(), row["predicted"]
+    console.print(f"\nrank {row['rank']:,} (run in {row['time_s']:.1f} s), peak in {row['peak_at']}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("", "counted", "predicted"):
+        table.add_column(heading, justify="right" if heading else "left")
+    expected = predicted["peak_bytes"] or {}
+    for kind, num_bytes in row["peak_bytes"].items():
+        table.add_row(kind, memory(num_bytes), memory(expected[kind]) if expected else "-")
+    total = predicted["peak_total_bytes"]
+    table.add_row("peak", memory(row["peak_total_bytes"]), memory(total) if total else "-")
+    for kind, flops in predicted["flops"].items():
+        table.add_row(f"FLOPs, {kind}", count(row["flops"].get(kind, 0)), count(flops))
+    console.print(table)
+    kernels = list(row["kernels"].items())
+    named = ", ".join(f"{name} {number:,}" for name, number in kernels[:SHOWN_KERNELS])
+    console.print(f"kernels: {sum(row['kernels'].values()):,} launches; {named}", soft_wrap=True)
+    calls: Counter[str] = Counter(f"{c['kind']} of {len(c['ranks'])}" for c in row["collectives"])
+    console.print("collectives: " + ", ".join(f"{number:,} {name}" for name, number in calls.items()), soft_wrap=True)
+    for wait in row["synchronisations"]:
+        console.print(f"the host waits {wait['count']:,} times: {wait['line']}, {wait['reason']}", soft_wrap=True)

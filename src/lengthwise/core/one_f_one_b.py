@@ -1,0 +1,88 @@
+"""1F1B in virtual time: when each stage of a pipeline runs each pass. What is planned, simulated and shown is this.
+
+1F1B is the schedule of PipeDream-Flush (Narayanan et al. 2021, section 2.2). S stages, V micro-batches.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lengthwise.core.pipeline_config import PipelineConfig, issue_order
+
+MIXED_RECOMPUTE = 13 / 12
+"""Times the flow shop's seconds that micro-batches of different recompute take at most; of equal recompute, once."""
+
+
+class StagePass(NamedTuple):
+    """A forward or a backward of one micro-batch on one stage."""
+
+    start_s: float
+    end_s: float
+    micro_batch: int
+    is_backward: bool
+
+
+def forwards_in(recompute: Sequence[bool]) -> float:
+    """How many forwards a micro-batch takes as long as: a backward is two, and recomputed layers run theirs again."""
+    return 3.0 + sum(recompute) / len(recompute)
+
+
+def least_stages(scheme: PipelineConfig) -> float:
+    """Stages S' with which W + (S' - 1) x bounds a pipeline of work W per stage and a longest micro-batch x.
+
+    The first stage starts its first backward after S forwards and S - 1 backwards of the longest micro-batch, and what
+    it has done by then are at most S forwards. So only (S - 1) backwards of the bubble are certain: short micro-batches
+    after long ones fill the rest. Of one number of recomputed layers in all micro-batches.
+    """
+    return 1 + (scheme.num_stages - 1) * (1 - 1 / forwards_in(scheme.recompute))
+
+
+def pipeline_end_s(times_s: Sequence[float], forwards: Sequence[float], num_stages: int) -> float:
+    """Seconds from the first forward to the last backward; stages are equal, and messages between them take no time.
+
+    Args:
+        times_s: [V] seconds of each micro-batch on a stage, in issue order.
+        forwards: [V] how many forwards each of them takes as long as, as ``forwards_in`` counts.
+        num_stages: of the pipeline.
+    """
+    if num_stages == 1 or len(times_s) < 2:
+        return sum(times_s) * num_stages
+    forwards_s = [time_s / count for time_s, count in zip(times_s, forwards)]
+    backwards_s = [time_s - forward_s for time_s, forward_s in zip(times_s, forwards_s)]
+    return max(passes[-1].end_s for passes in run_stages([(forwards_s, backwards_s)] * num_stages))
+
+
+def run_stages(
+    times: Sequence[tuple[list[float], list[float]]], start_s: float = 0.0, transfer_s: float = 0.0
+) -> tuple[tuple[StagePass, ...], ...]:
+    """The passes of each stage, one after another.
+
+    Args:
+        times: seconds [V] of the forwards and of the backwards of each stage, in issue order.
+        start_s: when the first forward starts.
+        transfer_s: from the end of a pass until the neighbouring stage has its result.
+    """
+    num_stages, count = len(times), len(times[0][0])
+    last = num_stages - 1
+    orders = [issue_order(s, num_stages=num_stages, num_micro_batches=count) for s in range(num_stages)]
+    inputs = [[math.inf if stage else start_s] * count for stage in range(num_stages)]  # when each one is there
+    gradients = [[math.inf] * count for _ in range(num_stages)]
+    done: list[list[StagePass]] = [[] for _ in range(num_stages)]
+    while any(len(passes) < 2 * count for passes in done):
+        for stage, passes in enumerate(done):
+            now_s = passes[-1].end_s if passes else start_s
+            while len(passes) < 2 * count:
+                is_backward, i = orders[stage][len(passes)]
+                ready_s = (gradients if is_backward else inputs)[stage][i]
+                if ready_s == math.inf:
+                    break
+                begin_s = max(now_s, ready_s)
+                now_s = begin_s + times[stage][is_backward][i]
+                passes.append(StagePass(begin_s, now_s, i, is_backward))
+                if is_backward and stage:
+                    gradients[stage - 1][i] = now_s + transfer_s
+                elif not is_backward and stage < last:
+                    inputs[stage + 1][i] = now_s + transfer_s
+                elif not is_backward:
+                    gradients[stage][i] = now_s
+    return tuple(map(tuple, done))

@@ -1,0 +1,61 @@
+"""What one rank computes, sends and holds in a planned step, by the closed forms: the right-hand side of a dry run."""
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from lengthwise.core.specs import ModelSpec
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.analytic.stage_memory import MemoryParts
+from lengthwise.cost.analytic.volume import LayerPass, layer_volume
+
+
+@dataclass(kw_only=True)
+class RankWork:
+    """FLOPs, bytes sent within pipelines by kind of collective, and the peak of memory by kind."""
+
+    matmul_flops: float = 0.0
+    attention_flops: float = 0.0
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+    """Of the collectives of layers; those of embedding and head, and what moves weights, left out."""
+    peak: MemoryParts | None = None
+    """None for a rank that computes nothing."""
+
+    def add(self, volume: LayerPass, micro_batch: PlannedMicroBatch, model: ModelSpec, *, count: int) -> None:
+        """Add a pass of a layer ``count`` times."""
+        pack = micro_batch.pack
+        lengths = np.diff(pack.cu_seqlens).astype(np.float64)
+        self.matmul_flops += count * volume.matmul_flops * pack.num_tokens
+        self.attention_flops += count * volume.attention_flops * float((lengths * model.reach(lengths)).sum())
+        for sent, per in ((volume.tokens, pack.num_tokens), (volume.weights, 1)):
+            for kind in fields(sent):
+                if kind.name != "calls" and (num_bytes := getattr(sent, kind.name)):
+                    self.sent_bytes[kind.name] += count * num_bytes * per
+
+
+def rank_work(plan: StepPlan, rank: int, cost: AnalyticCost) -> RankWork:
+    """The work of ``rank`` in the step of ``plan``, of which every stage is priced as its busiest rank."""
+    work = RankWork()
+    for pipeline in plan.pipelines:
+        if rank in pipeline.ranks:
+            stage = next(s for s in range(pipeline.scheme.num_stages) if rank in pipeline.ranks_of(s))
+            for micro_batch in pipeline.micro_batches:
+                _add(work, pipeline, micro_batch, stage, cost)
+                parts = cost.stage_memory(pipeline.scheme_of(micro_batch), stage, num_devices=plan.num_devices).at(
+                    micro_batch.pack.num_tokens
+                )
+                if work.peak is None or parts.total > work.peak.total:
+                    work.peak = parts
+    return work
+
+
+def _add(work: RankWork, pipeline: Pipeline, micro_batch: PlannedMicroBatch, stage: int, cost: AnalyticCost) -> None:
+    scheme, model = pipeline.scheme_of(micro_batch), cost.model
+    for layer in scheme.layers_of_stage(stage):
+        volume = layer_volume(model, scheme.methods[layer], degree=scheme.degree, dtype=cost.dtype)
+        work.add(volume.forward, micro_batch, model, count=1 + scheme.recompute[layer])
+        work.add(volume.backward, micro_batch, model, count=1)
+    if stage == scheme.num_stages - 1:
+        work.matmul_flops += 6.0 * model.hidden_size * model.vocab_size * micro_batch.pack.num_tokens / scheme.degree

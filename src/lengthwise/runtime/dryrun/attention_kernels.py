@@ -1,0 +1,78 @@
+"""FLOPs and workspaces of attention kernels over packs, from offsets that the host knew when it sent them.
+
+N query heads, K key/value heads, H head size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+_VALUES = "_lengthwise_values"
+FORWARDS = ("torch_attn::_varlen_attn", "aten::_flash_attention_forward")
+BACKWARDS = ("torch_attn::_varlen_attn_backward", "aten::_flash_attention_backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """One launch of an attention kernel."""
+
+    flops: int
+    """Two products forward and four backward over the pairs that see each other, as costs count them."""
+    workspace_bytes: int
+    """Allocated and freed by the kernel itself: FlashAttention-2's backward sums the gradient of queries in float32,
+    and makes one of keys and values for every query head."""
+
+
+def remember(on_device: Tensor, values: np.ndarray) -> None:
+    """Keep the values of what the host sends to the device."""
+    setattr(on_device, _VALUES, values)
+
+
+def carry(source: Tensor, target: Tensor) -> Tensor:
+    """``target``, with the values that ``source`` is known to have."""
+    if hasattr(source, _VALUES):
+        remember(target, getattr(source, _VALUES))
+    return target
+
+
+def read(func: Any, args: Any, kwargs: Any) -> AttentionKernel | None:
+    """The launch, if ``func`` is an attention kernel."""
+    name = func._schema.name
+    if name not in FORWARDS + BACKWARDS:
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    arguments = {**dict(zip(names, args)), **kwargs}
+    query, key = arguments["query"], arguments["key"]
+    offsets_q, offsets_k = (arguments.get(f"cu_seq_{x}", arguments.get(f"cum_seq_{x}")) for x in "qk")
+    window = arguments.get("window_size") or (arguments.get("window_size_left"), arguments.get("window_size_right"))
+    causal = bool(arguments.get("is_causal")) or window[1] == 0
+    pairs = _pairs(_lengths(query, offsets_q), _lengths(key, offsets_k), causal=causal)
+    num_heads, head_size = query.shape[-2:]
+    if name in FORWARDS:
+        return AttentionKernel(flops=4 * num_heads * head_size * pairs, workspace_bytes=0)
+    rows_q, rows_k = (x.numel() // (x.shape[-1] * x.shape[-2]) for x in (query, key))
+    padded = -(-head_size // 32) * 32
+    workspace = 4 * num_heads * rows_q * (padded + 1)
+    if key.shape[-2] != num_heads:
+        workspace += 2 * rows_k * num_heads * head_size * key.element_size()
+    return AttentionKernel(flops=8 * num_heads * head_size * pairs, workspace_bytes=workspace)
+
+
+def _lengths(x: Tensor, offsets: Tensor | None) -> np.ndarray:
+    """Rows of each sequence: by offsets, or of a batch of equal ones."""
+    if offsets is None:
+        return np.full(x.shape[0], x.shape[1])
+    values = getattr(offsets, _VALUES, None)
+    assert values is not None, "offsets of a pack come from the host"
+    return np.diff(values.astype(np.int64))
+
+
+def _pairs(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> int:
+    """Pairs of a query and a key that it sees; the last query sees all keys."""
+    pairs = queries * keys
+    if causal:
+        seeing = np.minimum(queries, keys)
+        pairs = pairs - seeing * (seeing - 1) // 2 - (queries - seeing) * keys
+    return int(pairs.sum())

@@ -1,0 +1,114 @@
+"""What of ``torch.cuda`` a step touches, on a device that is not there. Changes torch for the whole process."""
+
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from lengthwise.runtime.dryrun.recorder import Recorder
+
+_recorders: list[Recorder] = []
+
+
+def install() -> None:
+    """Replace streams, events and pinned memory; register what keeps fused kernels whole."""
+    cuda: Any = torch.cuda
+    cuda._lazy_init, cuda.is_available = lambda: None, lambda: True
+    cuda.Stream = cuda.streams.Stream = FakeStream
+    cuda.Event = cuda.streams.Event = FakeEvent
+    cuda.current_stream = cuda.default_stream = lambda device=None: FakeStream()
+    cuda.stream = lambda stream: stream
+    cuda.synchronize = lambda device=None: _synchronise("torch.cuda.synchronize")
+    cuda.set_device = lambda device: None
+    cuda.memory_allocated = lambda device=None: _recorders[-1].memory.total if _recorders else 0
+    tensor, fake_tensor, optimizer = cast(Any, Tensor), cast(Any, FakeTensor), import_module("torch.optim.optimizer")
+    tensor.pin_memory, fake_tensor.tolist = _pin_memory, _tolist
+    optimizer._foreach_supported_types.append(FakeTensor)  # as AdamW treats parameters on a GPU
+    cast(Any, FakeTensorMode).avoid_device_init = True  # tensors of the device come from tensors of the host
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("_fused_rms_norm", "silu_backward"):
+        library.impl(name, lambda *args: None, "CUDA")  # never called: it keeps torch from taking them apart
+    _libraries.append(library)
+
+
+_libraries: list[Any] = []
+"""Registrations last as long as their library."""
+
+
+def record_with(recorder: Recorder) -> None:
+    """Have synchronisations and pinned memory noted by ``recorder`` from now on."""
+    _recorders[:] = [recorder]
+
+
+def _synchronise(reason: str) -> None:
+    if _recorders:
+        _recorders[-1].synchronise(reason)
+
+
+class FakeStream:
+    """A stream on which nothing ever runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.cuda_stream = 0
+
+    def synchronize(self) -> None:
+        """Note that the host waits."""
+        _synchronise("synchronize of a stream")
+
+    def wait_stream(self, stream: Any) -> None:
+        """Do nothing: work of one stream waits for another's, the host does not."""
+
+    def wait_event(self, event: Any) -> None:
+        """Do nothing, as :meth:`wait_stream`."""
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event of this stream."""
+        return event or FakeEvent()
+
+    def __enter__(self) -> "FakeStream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class FakeEvent:
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        """Do nothing: the event has happened."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Do nothing: the event has happened."""
+
+    def query(self) -> bool:
+        """Whether it has happened."""
+        return True
+
+    def synchronize(self) -> None:
+        """Note that the host waits."""
+        _synchronise("synchronize of an event")
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds to another event: none."""
+        return 0.0
+
+
+def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+    with unset_fake_temporarily():
+        pinned = tensor.clone()
+    if _recorders:
+        _recorders[-1].pinned.add(pinned.untyped_storage().data_ptr())
+    return pinned
+
+
+def _tolist(tensor: Tensor) -> Any:
+    """One copy to the host, as on a GPU, instead of one for every number."""
+    on_host = tensor.cpu()
+    with unset_fake_temporarily():
+        return on_host.tolist()

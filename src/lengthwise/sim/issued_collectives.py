@@ -1,0 +1,85 @@
+"""Whether the collectives that ranks issued are those of their proven operations, in the same order on every rank."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from lengthwise.core.pipeline_config import PipelineSchedule
+from lengthwise.core.specs import ModelSpec
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.sim.schedule_check import MESSAGES, OperationKind, operations
+
+Issued = Mapping[str, Any]
+"""One collective: operation, kind, ranks, num_bytes."""
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+POINT_TO_POINT = ("send", "receive")
+UNEQUAL = ("all_to_all",)
+"""Collectives of which every rank gives and gets other sizes."""
+
+
+def differences_from_plan(
+    plan: StepPlan, issued: Mapping[int, Sequence[Issued]], *, schedule: PipelineSchedule, model: ModelSpec, dtype: str
+) -> list[str]:
+    """Sentences on what differs from the proven lists, or between ranks of one group; none: all is as planned."""
+    row_bytes = model.hidden_size * WIDTHS[dtype]
+    planned = operations(plan, schedule)
+    differences = []
+    for rank, collectives in issued.items():
+        steps = [operation for _, lists in planned for operation in lists[rank]]
+        differences += _messages(rank, steps, collectives, row_bytes)
+        groups = {operation.ranks for operation in steps if operation.kind not in MESSAGES}
+        everyone = tuple(range(plan.num_devices))
+        for collective in collectives:
+            ranks, place = tuple(collective["ranks"]), collective["operation"].partition(" ")[0]
+            if place in ("forward", "backward") and collective["kind"] not in POINT_TO_POINT:
+                moves_weights = set(ranks) <= set(everyone) and place == "backward"
+                if ranks not in groups and not moves_weights:
+                    differences.append(
+                        f"rank {rank}, {collective['operation']}: {collective['kind']} among unplanned {ranks}"
+                    )
+    for first, other in combinations(sorted(issued), 2):
+        differences += _between(first, issued[first], other, issued[other])
+    return differences
+
+
+def _messages(rank: int, steps: Sequence[Any], collectives: Sequence[Issued], row_bytes: int) -> list[str]:
+    """Messages between stages: kind, peers and bytes, in order; hops of rings are issued within passes."""
+    planned = [
+        (
+            "send" if operation.kind is OperationKind.SEND else "receive",
+            operation.ranks,
+            operation.num_tokens * row_bytes,
+        )
+        for operation in steps
+        if operation.kind in MESSAGES and operation.num_tokens
+    ]
+    sent = [
+        (collective["kind"], tuple(collective["ranks"]), collective["num_bytes"])
+        for collective in collectives
+        if collective["kind"] in POINT_TO_POINT and not collective["operation"].startswith(("forward", "backward"))
+    ]
+    if planned == sent:
+        return []
+    number = next((k for k, pair in enumerate(zip(planned, sent)) if pair[0] != pair[1]), min(len(planned), len(sent)))
+    asked, did = (messages[number] if number < len(messages) else "nothing" for messages in (planned, sent))
+    return [f"rank {rank}: message {number} is {did}, planned is {asked}"]
+
+
+def _between(first: int, of_first: Sequence[Issued], other: int, of_other: Sequence[Issued]) -> list[str]:
+    """Collectives of every group that two ranks share: the same kinds and sizes in the same order."""
+    differences = []
+    shared = {tuple(c["ranks"]) for c in of_first} & {tuple(c["ranks"]) for c in of_other}
+    for ranks in sorted(shared):
+        sides = [
+            [
+                (c["kind"], 0 if c["kind"] in UNEQUAL else c["num_bytes"])
+                for c in collectives
+                if tuple(c["ranks"]) == ranks and c["kind"] not in POINT_TO_POINT
+            ]
+            for collectives in (of_first, of_other)
+        ]
+        if sides[0] != sides[1]:
+            number = next((k for k, pair in enumerate(zip(*sides)) if pair[0] != pair[1]), min(map(len, sides)))
+            a, b = (side[number] if number < len(side) else "nothing" for side in sides)
+            differences.append(f"collective {number} of ranks {ranks[:8]}: rank {first} issues {a}, rank {other} {b}")
+    return differences

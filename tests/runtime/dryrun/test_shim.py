@@ -1,0 +1,45 @@
+"""The shim of dry runs: built once, and one clear error where it cannot be."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lengthwise.core.errors import InputError
+from lengthwise.runtime.dryrun import shim
+
+TORCH = Path(torch.__file__).parent
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".cache" / "lengthwise"
+
+
+def test_it_is_built_once(cache, monkeypatch):
+    built = shim.built_shim(TORCH, torch.__version__)
+    assert built.parent == cache and [path.name for path in cache.iterdir()] == [built.name]
+    monkeypatch.setenv("PATH", "")
+    assert shim.built_shim(TORCH, torch.__version__) == built
+
+
+def test_without_a_compiler_it_says_which_to_install(cache, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(InputError, match=r"needs a C\+\+ compiler once, and none of c\+\+, g\+\+, clang\+\+"):
+        shim.built_shim(TORCH, torch.__version__)
+
+
+def test_a_compiler_that_fails_is_named_with_its_error(cache, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "shim.cpp:1: error: no <optional>\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(InputError, match=r"cannot build the shim .* error: no <optional>"):
+        shim.built_shim(TORCH, torch.__version__)
+
+
+def test_a_torch_without_packed_attention_is_refused(monkeypatch):
+    monkeypatch.setattr(shim, "_installed_torch", lambda: (TORCH, "2.9.1+cpu", None))
+    monkeypatch.delitem(shim.sys.modules, "torch")
+    with pytest.raises(InputError, match=r"torch 2\.9\.1\+cpu has no packed attention.* install torch 2\.10"):
+        shim.load_shim()

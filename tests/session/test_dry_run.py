@@ -1,0 +1,72 @@
+"""Dry runs: a step of any rank on fake tensors counts what costs and plan say, without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from lengthwise.config.run_config import load
+from lengthwise.core.batch import Pack
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.session.dry_run import dry_run_plan
+
+SPEC = replace(model_preset("llama-tiny"), num_layers=2)
+CONFIG = load(None, ["train.dtype=bfloat16"])
+
+
+def scheme_of(*methods, degree=1, stages=1, recompute=False):
+    return PipelineConfig(
+        degree=degree,
+        stage_layers=(SPEC.num_layers // stages,) * stages,
+        recompute=(recompute,) * SPEC.num_layers,
+        methods=tuple(map(Method, methods)),
+        weights=WEIGHTS_OF.get(Method(methods[0]), WeightPlacement.WHOLE),
+    )
+
+
+def plan_of(*pipelines):
+    """A plan of (scheme, lengths of each micro-batch) on consecutive ranks."""
+    made, rank, sequence = [], 0, 0
+    for scheme, packs in pipelines:
+        micro_batches = []
+        for lengths in packs:
+            ids = tuple(range(sequence, sequence := sequence + len(lengths)))
+            micro_batches.append(
+                PlannedMicroBatch(pack=Pack(ids=ids, lengths=tuple(lengths)), time_s=1.0, peak_bytes=1)
+            )
+        ranks = tuple(range(rank, rank := rank + scheme.num_devices))
+        made.append(Pipeline(ranks=ranks, scheme=scheme, micro_batches=tuple(micro_batches)))
+    return StepPlan(
+        step=0, policy="test", pipelines=tuple(made), loss_normaliser=100, update_s=0.0, time_s=1.0, lower_bound_s=1.0
+    )
+
+
+HETEROGENEOUS = plan_of(
+    (scheme_of("ulysses", "ring", degree=2, stages=2), [[512, 256], [768]]),
+    (scheme_of("megatron_ts", "ulysses_z", degree=2, recompute=True), [[768]]),
+    (scheme_of("dense", "dense", stages=2), [[256, 512]] * 3),
+)
+
+
+@pytest.fixture(scope="module")
+def document():
+    return dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[0, 1, 4, 7])
+
+
+def test_collectives_of_every_rank_are_those_of_the_proven_plan(document):
+    assert document["differences"] == [] and len(document["ranks"]) == 4
+
+
+def test_flops_and_sent_bytes_are_those_of_the_closed_forms(document):
+    for row in document["ranks"]:
+        predicted = row["predicted"]
+        assert row["flops"]["products"] == pytest.approx(predicted["flops"]["products"], rel=1e-9), row["rank"]
+        # Costs count half of a square; the kernels compute the diagonal too.
+        assert row["flops"]["attention"] == pytest.approx(predicted["flops"]["attention"], rel=0.01), row["rank"]
+
+
+def test_a_rank_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match=r"rank 8 is none of the plan's 8 ranks; name one up to 7"):
+        dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[8])
