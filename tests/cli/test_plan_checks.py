@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.cli.plan_checks import check_plans_fit, check_plans_of_run
-from lengthwise.cli.worker import with_memory_at_most
 from lengthwise.config.run_config import load
-from lengthwise.core.device_spec import GPU_SHARE
+from lengthwise.core.device_spec import CONTEXT_BYTES, DEVICES
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.core.wording import GIB
 from lengthwise.data.corpus import open_corpus
@@ -74,10 +73,12 @@ def test_a_late_plan_for_other_sequences_layers_or_ranks_is_refused_before_the_f
 
 def test_naming_the_cluster_keeps_the_margin_of_a_gpus_memory():
     named = resolve_cluster(load(None, ["cluster.name=8xH100-80GB"]))
-    assert named.device.memory_bytes == int(GPU_SHARE * 80 * GIB)
+    physical = DEVICES["H100-80GB"].memory_bytes
+    assert named.device.memory_bytes == physical - CONTEXT_BYTES - int(0.06 * physical)
+    none = resolve_cluster(load(None, ["cluster.name=8xH100-80GB", "plan.memory_margin=0"]))
+    assert (none.device.memory_bytes, none.device.margin_bytes) == (physical - CONTEXT_BYTES, CONTEXT_BYTES)
     asked = resolve_cluster(load(None, ["cluster.name=8xH100-80GB", "cluster.memory_gib=79"]))
     assert asked.device.memory_bytes == 79 * GIB
     assert resolve_cluster(load(None, ["cluster.name=2xcpu"])).device.memory_bytes == 8 * GIB
-    smaller = with_memory_at_most(named, 40 * GIB)
-    assert smaller.device.memory_bytes == 40 * GIB and with_memory_at_most(named, None) == named
-    assert with_memory_at_most(named, 90 * GIB) == named
+    halved = resolve_cluster(load(None, ["cluster.name=2xcpu", "plan.memory_margin=0.5"]))
+    assert (halved.device.memory_bytes, halved.device.margin_bytes) == (4 * GIB, 4 * GIB)

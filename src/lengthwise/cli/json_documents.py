@@ -131,6 +131,7 @@ class MemoryDocument(JsonDocument):
     num_layers: int
     cluster: str
     memory_gib: float
+    margin_gib: float
     longest: SchemeFields
     schemes: list[SchemeFields]
     length: int | None

@@ -59,7 +59,16 @@ DevicesPerNode = Annotated[
 ]
 MemoryGib = Annotated[
     float | None,
-    typer.Option("--hbm", metavar="GIB", help="Memory of a device; default: all it has, without any margin."),
+    typer.Option("--hbm", metavar="GIB", help="Memory of a device that plans may fill; default: all but the margin."),
+]
+MemoryMargin = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0,
+        max=0.99,
+        metavar="SHARE",
+        help="Share of a GPU's memory left free, beside 1 GiB for context and libraries; default: 0.06.",
+    ),
 ]
 MaxDegree = Annotated[
     int | None,

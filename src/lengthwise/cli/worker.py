@@ -256,24 +256,19 @@ def _workers(config: Config, world: "DistContext") -> int:
 
 def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
     """The named cluster, which must have as many devices as there are ranks, or the devices the ranks run on."""
-    from lengthwise.runtime.comm.devices import find_device, local_size, memory_of_gpu
+    from lengthwise.runtime.comm.devices import find_device, local_size, with_memory_of_gpu
 
     if config.cluster.name:
         check_num_ranks(config, world.size)
         cluster = resolve_cluster(config)
-        return cluster if config.cluster.memory_gib is not None else with_memory_at_most(cluster, memory_of_gpu(world))
+        if config.cluster.memory_gib is not None:
+            return cluster
+        return replace(cluster, device=with_memory_of_gpu(cluster.device, world, margin=config.plan.memory_margin))
     local = local_size()
-    device = find_device(world)
+    device = find_device(world, margin=config.plan.memory_margin)
     if config.cluster.memory_gib:
         device = device.with_memory(config.cluster.memory_gib)
     return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
-
-
-def with_memory_at_most(cluster: ClusterSpec, memory_bytes: int | None) -> ClusterSpec:
-    """The cluster with devices of at most ``memory_bytes``: a preset may have more than the GPU that is there."""
-    if memory_bytes is None or cluster.device.memory_bytes <= memory_bytes:
-        return cluster
-    return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
 
 
 def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:

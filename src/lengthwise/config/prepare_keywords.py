@@ -29,6 +29,7 @@ class PrepareKeywords(TypedDict, total=False):
 
     policy: PolicyName | str
     max_degree: int | None
+    memory_margin: float | None
     max_length: int | None
     over_length: OverLength
     tokens_per_step: int | None

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from lengthwise.core.errors import InputError
 from lengthwise.core.wording import GIB
 
-GPU_SHARE = 0.92
-"""Share of a GPU's memory that plans may fill."""
+MEMORY_MARGIN = 0.06
+"""Share of a GPU's memory that plans leave free for fragmentation and workspaces, unless asked otherwise."""
+CONTEXT_BYTES = GIB
+"""Bytes that a GPU's context and libraries take, where nothing measures them."""
 CALL_S = 3e-5
 """Seconds before the first byte of a collective call or hop on GPUs."""
 CPU_CALL_S = 3e-4
@@ -23,6 +25,7 @@ class DeviceSpec:
 
     name: str
     memory_bytes: int
+    """Memory that plans may fill; in presets, all that CUDA reports."""
     flops_per_s: float
     """Peak dense rate in the compute dtype (bfloat16 on GPUs, float32 on CPU)."""
     memory_bytes_per_s: float
@@ -40,24 +43,46 @@ class DeviceSpec:
     """Devices that share a fast link, where a cluster does not say."""
     price_per_hour: float | None = None
     """Price of one device for an hour, in any currency; None: not known."""
+    margin_bytes: int = 0
+    """Memory beside ``memory_bytes`` that plans leave free."""
+
+    def with_margin(self, margin: float | None = None, *, context_bytes: int | None = None) -> "DeviceSpec":
+        """The device without what plans leave free: context, libraries and a share of ``margin`` of its memory.
+
+        ``margin`` None: ``MEMORY_MARGIN`` of a GPU, nothing of a CPU. ``context_bytes``: as measured, if it was.
+        """
+        if self.name == "cpu":
+            free = int(self.memory_bytes * (margin or 0.0))
+        else:
+            context = min(CONTEXT_BYTES, self.memory_bytes // 2) if context_bytes is None else context_bytes
+            free = context + int(self.memory_bytes * (MEMORY_MARGIN if margin is None else margin))
+        free = min(free, self.memory_bytes - 1)
+        return replace(self, memory_bytes=self.memory_bytes - free, margin_bytes=free)
+
+    def without_margin(self) -> "DeviceSpec":
+        """The device with all of its memory."""
+        return replace(self, memory_bytes=self.memory_bytes + self.margin_bytes, margin_bytes=0)
 
     @property
-    def usable_bytes(self) -> int:
-        """The part of the memory that plans may fill: on a GPU, the context and fragmentation take the rest."""
-        return self.memory_bytes if self.name == "cpu" else int(GPU_SHARE * self.memory_bytes)
+    def memory_in_words(self) -> str:
+        """What plans may fill, and of how much: 73.4 of 79.1 GiB."""
+        if not self.margin_bytes:
+            return f"{self.memory_bytes / GIB:g} GiB"
+        return f"{self.memory_bytes / GIB:.1f} of {self.without_margin().memory_bytes / GIB:.1f} GiB"
 
     def with_memory(self, memory_gib: float) -> "DeviceSpec":
-        """The device with only ``memory_gib`` of its memory, which a CPU may have any of.
+        """The device with ``memory_gib`` of its memory for plans, which a CPU may have any of.
 
         Raises:
             InputError: it has less.
         """
-        if memory_gib * GIB > self.memory_bytes and self.name != "cpu":
+        physical_bytes = self.without_margin().memory_bytes
+        if memory_gib * GIB > physical_bytes and self.name != "cpu":
             raise InputError(
-                f"{memory_gib:g} GiB of memory are more than the {self.memory_bytes / GIB:g} GiB of a {self.name}; "
+                f"{memory_gib:g} GiB of memory are more than the {physical_bytes / GIB:g} GiB of a {self.name}; "
                 "give at most that, or describe a larger device in a YAML file"
             )
-        return replace(self, memory_bytes=int(memory_gib * GIB))
+        return replace(self, memory_bytes=int(memory_gib * GIB), margin_bytes=0)
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak dense rate of products in ``dtype``."""
@@ -65,32 +90,33 @@ class DeviceSpec:
         return self.float32_flops_per_s if is_wide and self.float32_flops_per_s else self.flops_per_s
 
 
+# Memory as CUDA reports it (torch's errors when it runs out, Hydraulis' tables), which is less than the name says.
 # Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
 DEVICES = {
     spec.name: spec
     for spec in (
         DeviceSpec(
-            name="A100-40GB", memory_bytes=40 * GIB, flops_per_s=312e12, memory_bytes_per_s=1.555e12,
+            name="A100-40GB", memory_bytes=int(39.39 * GIB), flops_per_s=312e12, memory_bytes_per_s=1.555e12,
             link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT,
         ),
         DeviceSpec(
-            name="A100-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
+            name="A100-80GB", memory_bytes=int(79.15 * GIB), flops_per_s=312e12, memory_bytes_per_s=2.039e12,
             link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT,
         ),
         DeviceSpec(
-            name="A800-80GB", memory_bytes=80 * GIB, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
+            name="A800-80GB", memory_bytes=81_252 * GIB // 1024, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
             link_bytes_per_s=200e9, network_bytes_per_s=200 * GBIT,
         ),
         DeviceSpec(
-            name="H100-80GB", memory_bytes=80 * GIB, flops_per_s=989e12, memory_bytes_per_s=3.35e12,
+            name="H100-80GB", memory_bytes=int(79.10 * GIB), flops_per_s=989e12, memory_bytes_per_s=3.35e12,
             link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT,
         ),
         DeviceSpec(
-            name="H200-141GB", memory_bytes=141 * GIB, flops_per_s=989e12, memory_bytes_per_s=4.8e12,
+            name="H200-141GB", memory_bytes=int(139.72 * GIB), flops_per_s=989e12, memory_bytes_per_s=4.8e12,
             link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT,
         ),
         DeviceSpec(
-            name="B200-180GB", memory_bytes=180 * GIB, flops_per_s=2250e12, memory_bytes_per_s=8e12,
+            name="B200-180GB", memory_bytes=int(178.35 * GIB), flops_per_s=2250e12, memory_bytes_per_s=8e12,
             link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT,
         ),
         # NVIDIA GB200 NVL72 data sheet, per GPU: 2.5 PFLOPS, 186 GB, 8 TB/s; NVLink 5 joins 72 GPUs, and a port of 400

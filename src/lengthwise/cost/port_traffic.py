@@ -98,11 +98,11 @@ def _units(
     from_first, to_last = of_ranks(0, 1), of_ranks(last - 1, last)
     tied = to_last if model.tied_embeddings else (None,) * len(layers)
     yield "input", tuple(a or (b and (*b[:2], True)) for a, b in zip(from_first, tied)), 1
-    alike: Counter[tuple[UnitShard | None, ...]] = Counter()
+    num_layers_of: Counter[tuple[UnitShard | None, ...]] = Counter()
     cuts = sorted({end for ends in layers for end in ends})
     for first, end in pairwise(cuts):
-        alike[of_ranks(first, end)] += end - first
-    for ranks, count in alike.items():
+        num_layers_of[of_ranks(first, end)] += end - first
+    for ranks, count in num_layers_of.items():
         yield "layer", ranks, count
     yield "output", to_last, 1
 
@@ -135,14 +135,14 @@ def _unit_traffic(model: ModelSpec, unit: Unit, of_ranks: tuple[UnitShard | None
         of_owner = np.bincount(owners, weights=needed, minlength=num_ranks)
         landed = np.bincount(places, weights=needed, minlength=len(parts))
         spread = np.bincount(places, weights=sizes * num_copies, minlength=len(parts))
-        kept = (wanted * sizes * (places == np.arange(len(parts))[:, None])).sum(axis=1)
+        local = (wanted * sizes * (places == np.arange(len(parts))[:, None])).sum(axis=1)
         traffic[0] += len(firsts) * of_owner
         for first in firsts:
             ranks = slice(first, first + len(parts))
             traffic[0, ranks] -= of_owner[ranks]
             traffic[1, ranks] = landed - of_owner[ranks]
-            traffic[2, ranks] = spread - kept
-            traffic[3, ranks] = wanted @ sizes - kept
+            traffic[2, ranks] = spread - local
+            traffic[3, ranks] = wanted @ sizes - local
     return traffic
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Unpack
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.core.wording import GIB
 from lengthwise.data.length_stats import histogram
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.plan.policies import POLICIES
@@ -198,7 +197,7 @@ def _facts(
     if contest.model.unpriced:
         yield "Not priced", contest.model.unpriced
     names = dict.fromkeys(cluster.name for cluster in clusters)
-    yield "Clusters", f"{', '.join(names)}, {device.memory_bytes / GIB:g} GiB a device"
+    yield "Clusters", f"{', '.join(names)}, {device.memory_in_words} a device"
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
     yield "Schemes", ", ".join([*map(str, search_space.methods), f"recompute {search_space.recompute}", *limits])

@@ -152,8 +152,8 @@ class ComparedCluster:
     def name(self) -> str:
         """The cluster's name, with memory and network of its devices where they are not those of the preset."""
         device = self.cluster.device
-        preset, changes = DEVICES.get(device.name, device), []
-        if device.memory_bytes != preset.memory_bytes:
+        preset, changes = DEVICES.get(device.name, device.without_margin()), []
+        if device.without_margin().memory_bytes != preset.memory_bytes:
             changes.append(f"{device.memory_bytes / GIB:g} GiB")
         if device.network_bytes_per_s != preset.network_bytes_per_s:
             changes.append(f"{device.network_bytes_per_s / GBIT:g} Gbit/s")

@@ -63,6 +63,7 @@ class MemoryLimits:
             "not_priced": self.model.unpriced or None,
             "cluster": self.cluster.name,
             "memory_gib": self.cluster.device.memory_bytes / GIB,
+            "margin_gib": self.cluster.device.margin_bytes / GIB,
             "longest": _describe(self.longest),
             "schemes": [_describe(candidate) for candidate in self.candidates],
             "length": self.length,

@@ -175,7 +175,7 @@ def resolve_cluster(config: Config) -> ClusterSpec:
     cluster = cluster_preset(config.cluster.name, memory_gib=config.cluster.memory_gib)
     if config.cluster.memory_gib is not None:
         return cluster
-    return replace(cluster, device=replace(cluster.device, memory_bytes=cluster.device.usable_bytes))
+    return replace(cluster, device=cluster.device.with_margin(config.plan.memory_margin))
 
 
 def check_num_ranks(config: Config, num_ranks: int) -> None:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -152,13 +152,24 @@ def find_cluster(cluster: str | ClusterSpec) -> ClusterSpec:
     Raises:
         InputError: there is no such device, or the name has another form.
     """
-    return cluster if isinstance(cluster, ClusterSpec) else cluster_preset(cluster)
+    return cluster if isinstance(cluster, ClusterSpec) else _with_margin(cluster_preset(cluster))
+
+
+def _with_margin(cluster: ClusterSpec, margin: float | None = None) -> ClusterSpec:
+    return replace(cluster, device=cluster.device.with_margin(margin))
 
 
 def make_cluster(
-    device: str, num_devices: int, *, devices_per_node: int | None = None, memory_gib: float | None = None
+    device: str,
+    num_devices: int,
+    *,
+    devices_per_node: int | None = None,
+    memory_gib: float | None = None,
+    memory_margin: float | None = None,
 ) -> ClusterSpec:
     """Nodes of ``devices_per_node`` devices, or of as many as usual; one smaller node where there are fewer.
+
+    Plans may fill ``memory_gib`` of each, or all that it has but the margin.
 
     Raises:
         InputError: no such device, or the devices do not fill whole nodes.
@@ -175,7 +186,8 @@ def make_cluster(
             f"--gpus {num_devices} do not fill nodes of {inside}; give a multiple of it or --devices-per-node"
         )
     try:
-        return cluster_preset(f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib)
+        cluster = cluster_preset(f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib)
+        return cluster if memory_gib is not None else _with_margin(cluster, memory_margin)
     except InputError as error:
         raise InputError(f"--gpus {num_devices}, --hbm {memory_gib}: {error}") from None
 

@@ -338,7 +338,7 @@ def _masking(model: nn.Module, options: PrepareOptions) -> TokenMasking:
 
 
 def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:
-    device = find_device(world)
+    device = find_device(world, margin=options.memory_margin)
     if options.memory_gib is not None:
         device = device.with_memory(options.memory_gib)
     return ClusterSpec(num_nodes=world.size // local_size(), devices_per_node=local_size(), device=device)

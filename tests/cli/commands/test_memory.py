@@ -58,7 +58,7 @@ def test_a_length_is_answered_in_one_line(cli):
     (line,) = out.splitlines()
     cheapest = ask(cli, "--length", "100000")["cheapest"]
     assert line.startswith(f"a sequence of 100,000 tokens fits: the least work is under {cheapest['scheme']}, with ")
-    assert "of 80.0 GiB on each device at its peak" in line
+    assert "of 73.3 GiB on each device at its peak" in line
 
 
 def test_tables_are_printed_for_people(cli):
@@ -89,7 +89,7 @@ def test_what_has_no_price_is_said(cli, tmp_path):
         (["--device", "nowhere.yml"], 2, "there is no device file nowhere.yml; known: A100-40GB"),
         (["--device", "H100-80G.yaml"], 2, "there is no device file H100-80G.yaml; did you mean H100-80GB?"),
         (["--device", "A100"], 2, "did you mean A100-"),
-        (["--hbm", "200"], 2, "200 GiB of memory are more than the 80 GiB of a "),
+        (["--hbm", "200"], 2, "200 GiB of memory are more than the 79.1 GiB of a "),
         (["--gpus", "12"], 2, "do not fill nodes"),
         (["--hbm", "0.01"], 3, "no scheme fits a token"),
         (["--length", "1000000000000"], 3, "The longest that fits has"),

@@ -23,6 +23,7 @@ def run(
     steps: its.Steps = 8,
     policies: its.Policies = None,
     hbm: shared.MemoryGib = None,
+    memory_margin: shared.MemoryMargin = None,
     devices_per_node: shared.DevicesPerNode = None,
     max_degree: shared.MaxDegree = None,
     max_stages: shared.MaxStages = None,
@@ -42,7 +43,10 @@ def run(
 
     counts = parse_counts(gpus, "--gpus")
     check_compared(counts, device)
-    clusters = [make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm) for count in counts]
+    clusters = [
+        make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin)
+        for count in counts
+    ]
     points = sweep_points(
         clusters, parse_token_counts(tokens_per_step, "--tokens-per-step"), parse_rates(network, "--network"),
         COMMAND_LINE,

@@ -1,6 +1,6 @@
 """What `lengthwise memory` prints: whether a length fits, and the longest sequence of every scheme."""
 
-from lengthwise.core.wording import GIB, needed_and_available
+from lengthwise.core.wording import needed_and_available
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.session.console import stdout
 from lengthwise.session.memory_limits import MemoryLimits
@@ -19,7 +19,7 @@ def print_memory_limits(limits: MemoryLimits, *, table: bool) -> None:
     if table or not limits.fits:
         console.print(
             f"{model.name}, {compact(model.num_params)} parameters, on {cluster.name}, "
-            f"{cluster.device.memory_bytes / GIB:g} GiB a device",
+            f"{cluster.device.memory_in_words} a device",
             soft_wrap=True,
         )
         _print_schemes(limits)

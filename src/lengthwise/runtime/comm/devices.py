@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from lengthwise.core.device_spec import DEVICES, GPU_SHARE, DeviceSpec, device_of_gpu
+from lengthwise.core.device_spec import DEVICES, DeviceSpec, device_of_gpu
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.wording import nearest
 from lengthwise.runtime.comm.collectives import all_reduce
@@ -21,27 +21,37 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def find_device(world: DistContext) -> DeviceSpec:
+def find_device(world: DistContext, *, margin: float | None = None) -> DeviceSpec:
     """Speeds of the device's kind, and the memory that the smallest of all has for a rank; every rank calls this.
+
+    ``margin``: see :meth:`~lengthwise.core.device_spec.DeviceSpec.with_margin`.
 
     Raises:
         InputError: it is a GPU whose speeds are not known.
     """
     if world.device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return replace(DEVICES["cpu"], memory_bytes=_smallest(int(CPU_SHARE * total / local_size()), world))
+        memory_bytes = _smallest(int(CPU_SHARE * total / local_size()), world)
+        return replace(DEVICES["cpu"], memory_bytes=memory_bytes).with_margin(margin)
     gpu_name = torch.cuda.get_device_name(world.device)
     spec = device_of_gpu(gpu_name)
     if spec is None:
         raise InputError(f"no speeds known for GPU {gpu_name!r}; set {Setting.CLUSTER} ({nearest(gpu_name, DEVICES)})")
-    return replace(spec, memory_bytes=memory_of_gpu(world) or 0)
+    return with_memory_of_gpu(spec, world, margin=margin)
 
 
-def memory_of_gpu(world: DistContext) -> int | None:
-    """Bytes that plans may fill of the smallest GPU of all ranks, which all call this; None on a CPU."""
+def with_memory_of_gpu(spec: DeviceSpec, world: DistContext, *, margin: float | None = None) -> DeviceSpec:
+    """``spec`` with at most the memory that plans may fill of the smallest GPU of all ranks, which all call this.
+
+    What is in use and not torch's, such as the context and communicators, is left to whoever uses it. On a CPU
+    ``spec`` stays as it is.
+    """
     if world.device.type == "cpu":
-        return None
-    return _smallest(int(GPU_SHARE * torch.cuda.get_device_properties(world.device).total_memory), world)
+        return spec
+    free, total = torch.cuda.mem_get_info(world.device)
+    context_bytes = -_smallest(free + torch.cuda.memory_reserved(world.device) - total, world)
+    measured = replace(spec, memory_bytes=_smallest(total, world)).with_margin(margin, context_bytes=context_bytes)
+    return min(spec, measured, key=lambda device: device.memory_bytes)
 
 
 def _smallest(num_bytes: int, world: DistContext) -> int:
