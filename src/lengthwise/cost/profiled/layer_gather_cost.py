@@ -23,7 +23,7 @@ class LayerGatherCost:
 
     @property
     def _bytes_per_param(self) -> tuple[int, int]:
-        """Of weights as they are computed with, and of gradients and master weights."""
+        """The bytes of a weight as it is computed with, and of a gradient or a master weight."""
         return DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
 
     def state_bytes(self, num_devices: int) -> int:

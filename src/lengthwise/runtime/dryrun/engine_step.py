@@ -59,7 +59,7 @@ class LabelledState(ShardedState):
         memory.label([self.gradients], MemoryKind.GRADIENTS)
         memory.label([self.weights], MemoryKind.WEIGHTS)
         memory.label([x for state in moments for x in state.values() if x.is_cuda], MemoryKind.OPTIMIZER)
-        memory.label([self.master, self._pushed], MemoryKind.OPTIMIZER)
+        memory.label([self.master, self.pushed], MemoryKind.OPTIMIZER)
 
     def hold(self, holdings: tuple[WeightShard | None, ...]) -> None:  # type: ignore[override]
         """Lay out what every rank computes with, and label it."""

@@ -69,13 +69,13 @@ class LayerGather:
         self.wait()
         state, num_layers = self._state, self._table.num_units - 2
         shard = WeightShard(first=num_layers - num_kept, end=num_layers, num_layers=num_layers) if num_kept else None
-        kept = frozenset(range(num_layers - num_kept + 1, num_layers + 2)) if num_kept else frozenset()
+        kept_units = frozenset(range(num_layers - num_kept + 1, num_layers + 2)) if num_kept else frozenset()
         state.hold([shard] * state.world.size)
-        for unit in set(self._slots) - kept:
+        for unit in set(self._slots) - kept_units:
             self._detach(unit)
         state.pull()
         state.finish_pull()
-        forward = [units - kept for units in self._used]
+        forward = [units - kept_units for units in self._used]
         self._moments = [*forward, *reversed(forward), frozenset()]
         self._moment = len(self._moments) - 1
         self._rounds, self._next_round = rounds, 0
@@ -142,8 +142,8 @@ class LayerGather:
 
     def _begin(self) -> None:
         num_layers, is_active = self._table.num_units - 2, self._rounds[self._next_round]
-        whole = WeightShard(first=0, end=num_layers, num_layers=num_layers)
-        routes = self._state.routes_to([whole if active else None for active in is_active], is_direct=True).units
+        all_layers = WeightShard(first=0, end=num_layers, num_layers=num_layers)
+        routes = self._state.routes_to([all_layers if active else None for active in is_active], is_direct=True).units
         self._routes = tuple(
             replace(route, region=slice(0, route.region.stop - route.region.start)) for route in routes
         )
