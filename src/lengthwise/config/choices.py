@@ -29,8 +29,9 @@ LrSchedule = Literal["constant", "cosine", "linear"]
 LrRule = Literal["none", "linear", "sqrt"]
 BatchSize = Literal["tokens", "sequences", "targets"]
 MethodName = Literal[
-    "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring"
-]
+    "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring",
+    "ulysses_ring", "all_gather",
+]  # fmt: skip
 Recompute = Literal["auto", "none", "all"]
 PipelineTime = Literal["flow-shop", "max-times-count"]
 PipelineSchedule = Literal["1f1b", "gpipe"]

@@ -26,6 +26,10 @@ class Method(StrEnum):
     """All-to-all between tokens and heads; whole weights."""
     RING = "ring"
     """Ring context parallel; whole weights."""
+    ULYSSES_RING = "ulysses_ring"
+    """Ulysses among neighbouring ranks, rings across them; whole weights."""
+    ALL_GATHER = "all_gather"
+    """Context parallel by an all-gather of keys and values; whole weights."""
 
 
 class WeightPlacement(StrEnum):
@@ -43,6 +47,8 @@ WEIGHTS_OF = {
     Method.METP: WeightPlacement.SHARDED,
     Method.ULYSSES: WeightPlacement.WHOLE,
     Method.RING: WeightPlacement.WHOLE,
+    Method.ULYSSES_RING: WeightPlacement.WHOLE,
+    Method.ALL_GATHER: WeightPlacement.WHOLE,
 }
 """What each method needs of the scheme; dense runs with whole weights."""
 
@@ -274,3 +280,16 @@ def head_bounds(num_heads: int, num_kv_heads: int, *, degree: int) -> tuple[int,
     """
     unit = num_heads // num_kv_heads if degree <= num_kv_heads else 1
     return tuple(rank * (num_heads // unit) // degree * unit for rank in range(degree + 1))
+
+
+def ulysses_degree(method: Method, degree: int, num_heads: int, num_kv_heads: int) -> int:
+    """How many neighbouring ranks trade tokens for heads in an attention under ``method``; 1: none do.
+
+    Of ``ulysses_ring``, the most that divide ``degree`` and, where that is possible, the heads, but not all ranks.
+    """
+    if method in (Method.ULYSSES, Method.ULYSSES_Z):
+        return degree
+    sizes = [size for size in range(1, degree) if degree % size == 0 and size <= num_heads]
+    if method is not Method.ULYSSES_RING or not sizes:
+        return 1
+    return max(sizes, key=lambda size: (size > 1, num_kv_heads % size == 0, num_heads % size == 0, size))

@@ -110,11 +110,11 @@ class Stream:
         self.step = state["step"]
 
 
-def plan_on(num_ranks: int, degree: int, recomputed: int):  # type: ignore[no-untyped-def]
+def plan_on(num_ranks: int, degree: int, recomputed: int, shared: Method = Method.ULYSSES):  # type: ignore[no-untyped-def]
     """A planner whose pipelines have ``degree`` ranks and two micro-batches each."""
 
     def plan(batch: GlobalBatch) -> StepPlan:
-        method = Method.ULYSSES if degree > 1 else Method.DENSE
+        method = shared if degree > 1 else Method.DENSE
         scheme = uniform_scheme(LAYERS, degree=degree, stages=1, method=method, recomputed=recomputed)
         number = num_ranks // degree
         packs: list[list[PlannedMicroBatch]] = [[] for _ in range(number)]
@@ -156,7 +156,13 @@ def run_of(wrapped_model, world, *, collator, optimizer, seed=0, **options) -> R
 
 
 def train(
-    degree: int, recomputed: int, fails: dict[int, tuple[str, ...]], trained: str = "all", *, by_layer: bool = False
+    degree: int,
+    recomputed: int,
+    fails: dict[int, tuple[str, ...]],
+    trained: str = "all",
+    method: Method = Method.ULYSSES,
+    *,
+    by_layer: bool = False,
 ) -> tuple[list[float], list[str], Tensor]:
     """Two steps in which ranks run out of memory at some places in the first attempt of the first step.
 
@@ -168,7 +174,7 @@ def train(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(TRAINED[trained], name) is not None)
     run = run_of(
-        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
+        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed, method),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0),
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,

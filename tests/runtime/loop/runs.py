@@ -50,6 +50,8 @@ class Packs:
     recompute: tuple[bool, ...] = ()
     """Of all packs but the first."""
     phase: int = 0
+    method: Method | None = None
+    """How the ranks share sequences; None: by Ulysses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
             Planned(pack=pack, time_s=1.0, peak_bytes=0, recompute=recompute if number else None)
             for number, pack in enumerate(packs)
         ]
-        method = Method.DENSE if degree == 1 else Method.ULYSSES
+        method = Method.DENSE if degree == 1 else group.method or Method.ULYSSES
         scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=min(1, num_layers))
         pipelines.append(
             Pipeline(ranks=group.ranks, phase=group.phase, scheme=scheme, micro_batches=tuple(planned))
@@ -198,7 +200,8 @@ def prepared(
         optimizer=DENSE, lr=lambda step: 1.0, clip_norm=0.0, num_steps=num_steps, seed=seed,
     )  # fmt: skip
     trace_model(run)
-    check_exact(run, longest=max(source_of(case).lengths) // run.collator.slot_tokens)
+    methods = tuple(dict.fromkeys([Method.ULYSSES, *(group.method for group in groups if group.method)]))
+    check_exact(run, methods=methods, longest=max(source_of(case).lengths) // run.collator.slot_tokens)
     if by_layer:
         run.keep_layers = lambda plan: num_kept
         run.gather_by_layer()

@@ -20,7 +20,7 @@ from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
 
 SHARDED = tuple(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED)
-WHOLE = (Method.ULYSSES, Method.RING)
+WHOLE = (Method.ULYSSES, Method.RING, Method.ULYSSES_RING, Method.ALL_GATHER)
 LOOKS = 8
 """At the memory of a process."""
 PACKS = {

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import Method
+from lengthwise.core.pipeline_config import Method, ulysses_degree
 from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.analytic.heads import split_heads
 from lengthwise.cost.links import SENT_NOTHING, Sent
@@ -185,6 +185,57 @@ def _ulysses(case: _Case) -> LayerVolume:
     )
 
 
+def _ulysses_ring(case: _Case) -> LayerVolume:
+    """Ulysses among u neighbours, whose p / u groups form rings (USP, Fang & Zhao 2024).
+
+    A rank sends its u - 1 neighbours what Ulysses of degree u sends of T u / p tokens, and p / u - 1 hops, p / u in the
+    backward, of the keys and values that its heads read of those. Attention runs on the busiest rank's heads.
+    """
+    model, p, width = case.model, case.degree, case.width
+    u = ulysses_degree(Method.ULYSSES_RING, p, model.num_heads, model.num_kv_heads)
+    within, across = replace(case, degree=u), replace(case, degree=p // u)
+    if u == 1:
+        return _ring(case)
+    heads = split_heads(model.num_heads, model.num_kv_heads, degree=u)
+    trades, share = _ulysses(within), u / p
+    block, hops = 2 * heads.num_kv_heads * model.head_size * share, across.degree - 1
+    gradient_hops = across.calls(across.degree)
+    sent = trades.forward.tokens
+    to_heads = replace(sent, all_to_all=sent.all_to_all * share)
+    forward = replace(to_heads, ring=hops * block * width, calls=sent.calls + hops)
+    backward = replace(
+        to_heads, ring=block * (hops * width + gradient_hops * case.master), calls=sent.calls + gradient_hops
+    )
+    return LayerVolume(
+        forward=replace(
+            trades.forward, matmul_flops=trades.forward.matmul_flops * share, tokens=forward,
+            attention_flops=trades.forward.attention_flops * share,
+        ),
+        backward=replace(
+            trades.backward, matmul_flops=trades.backward.matmul_flops * share, tokens=backward,
+            attention_flops=trades.backward.attention_flops * share,
+        ),
+        kept_bytes=trades.kept_bytes * share,
+        input_bytes=trades.input_bytes * share,
+        live_bytes=trades.live_bytes * share + 2 * block * (width + case.master),
+    )  # fmt: skip
+
+
+def _all_gather(case: _Case) -> LayerVolume:
+    """Queries stay; the keys and values of all tokens come at once (Llama 3, Grattafiori et al. 2024).
+
+    Forward: one all-to-all of 2 K H T / p numbers to every other rank. Backward: they come again, and their gradients
+    go home at master precision. Alive at once: those of all tokens, and their gradients.
+    """
+    block = case.kv_size / case.degree * (case.degree - 1)
+    return _token_local(
+        case,
+        forward=Sent(all_to_all=block * case.width, calls=case.calls(1)),
+        backward=Sent(all_to_all=block * (case.width + case.master), calls=case.calls(2)),
+        live=case.calls(2) * case.kv_size * (case.width + case.master),
+    )
+
+
 def _megatron_ts(case: _Case) -> LayerVolume:
     """Weights split by head group and feed-forward column (Korthikanti et al. 2023).
 
@@ -314,4 +365,6 @@ _FORMS: dict[Method, Callable[[_Case], LayerVolume]] = {
     Method.METP: _metp,
     Method.ULYSSES: _ulysses,
     Method.RING: _ring,
+    Method.ULYSSES_RING: _ulysses_ring,
+    Method.ALL_GATHER: _all_gather,
 }

@@ -1,6 +1,8 @@
 """Turn the pipelines of a plan into shards of packs, for models that run in one stage."""
 
+from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
@@ -8,6 +10,11 @@ from lengthwise.runtime.loop.run_state import MicroBatchMaker
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard
+
+ANY_MODEL_METHODS = (
+    Method.DENSE, *(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE)
+)  # fmt: skip
+"""Methods that share the attention of any model: those with whole weights."""
 
 
 def make_shard(
@@ -29,6 +36,8 @@ def make_shard(
         group=group,
         device=world.device,
         recompute=pipeline.recompute_of(planned),
+        methods=pipeline.methods_of(planned),
+        is_causal=collator.objective == NEXT_TOKEN,
     )
 
 
@@ -45,9 +54,10 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
                 f"computed in one stage of {num_layers}"
             )
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
-        if not used <= {"dense", "ulysses"}:
+        if not used <= set(ANY_MODEL_METHODS):
             raise InputError(
-                f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: ulysses, dense"
+                f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: "
+                f"{', '.join(ANY_MODEL_METHODS)}"
             )
 
 

@@ -8,7 +8,7 @@ however large the logits (online softmax, Milakov & Gimelshein 2018). The backwa
 of the whole alone (FlashAttention, Dao et al. 2022).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,74 @@ class Task:
     causal: bool = False
     """Query n sees the keys up to number n alone; there are as many."""
     count: int = 1
+
+    def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, Tensor]:
+        """Output ``[B, L, N, H]`` and log-sum-exps ``[B, L, N]`` (float32 at least) of every block."""
+        return attend_block(q_BLNH, k_BSKH, v_BSKH, causal=self.causal)
+
+    def attend_backward(
+        self, dout_BLNH: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out_BLNH: Tensor, lse_BLN: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of ``qkv`` of every block, given the output and log-sum-exps over *all* keys."""
+        return attend_block_backward(dout_BLNH, qkv, out_BLNH, lse_BLN, causal=self.causal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedTask(Task):
+    """A task with a mask or bias, soft-capped logits or dropout, without a fused kernel: all logits of a block at once.
+
+    Masks and what dropout keeps are made again in the backward, not saved.
+    """
+
+    mask: Callable[[torch.device], Tensor]
+    """[L, S] or [N, L, S]: booleans, true where a query sees a key, or what is added to the logits."""
+    softcap: float | None = None
+    """Logits x become ``softcap * tanh(x / softcap)`` before they are masked."""
+    keep: Callable[[], Tensor] | None = None
+    """[N, L, S]: the factors of dropout, 0 or 1 / (1 - p)."""
+
+    def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exps of the block; -inf and zeros for queries that see none of its keys."""
+        q, k, v = _heads_first(q_BLNH, k_BSKH, v_BSKH)
+        logits = self._masked(self._capped(q, k))
+        lse = logits.logsumexp(-1)
+        weights = (logits - finite(lse)[..., None]).exp()
+        weights = weights if self.keep is None else weights * self.keep()
+        return (weights.to(v.dtype) @ v).transpose(1, 2), lse.transpose(1, 2)
+
+    def attend_backward(
+        self, dout_BLNH: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out_BLNH: Tensor, lse_BLN: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of ``qkv`` of the block, given the output and log-sum-exps over *all* keys."""
+        q, k, v = _heads_first(*qkv)
+        dout, out, lse = (x.transpose(1, 2) for x in (dout_BLNH, out_BLNH, lse_BLN))
+        wide, capped = lse.dtype, self._capped(q, k)
+        weights = (self._masked(capped) - finite(lse)[..., None]).exp()
+        dweights, dropped = (dout @ v.transpose(2, 3)).to(wide), weights
+        if self.keep is not None:
+            factors = self.keep()
+            dweights, dropped = dweights * factors, weights * factors
+        dlogits = weights * (dweights - (dout.to(wide) * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+        if self.softcap is not None:
+            dlogits = dlogits * (1.0 - (capped / self.softcap).square())
+        dlogits = dlogits.to(q.dtype)
+        dv, dk = dropped.to(v.dtype).transpose(2, 3) @ dout, dlogits.transpose(2, 3) @ q
+        dk, dv = (x.unflatten(1, (qkv[1].shape[2], -1)).sum(2).transpose(1, 2) for x in (dk, dv))
+        return (dlogits @ k).transpose(1, 2), dk, dv
+
+    def _capped(self, q: Tensor, k: Tensor) -> Tensor:
+        """Soft-capped logits [B, N, L, S] before the mask, in float32 at least."""
+        logits = (q @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def _masked(self, logits: Tensor) -> Tensor:
+        mask = self.mask(logits.device)
+        return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.to(logits.dtype)
+
+
+def finite(lse: Tensor) -> Tensor:
+    """Log-sum-exps with 0 for those of queries that saw no key, to subtract from others."""
+    return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: int) -> tuple[Task, ...]:

@@ -7,22 +7,20 @@ and p hops of the gradients of keys and values, in float32 at least: they follow
 adds, until the last hop takes them home. Each hop is under way while the block before is computed with.
 """
 
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.comm.group import AsyncResult, Group
-from lengthwise.runtime.parallel.attention_blocks import (
-    Task,
-    attend_block,
-    attend_block_backward,
-    rows_of_keys,
-    rows_of_queries,
-)
+from lengthwise.runtime.parallel.attention_blocks import Task, finite, rows_of_keys, rows_of_queries
 
-_BLOCKS, _GRADIENTS = 1, 2  # tags of hops
+BLOCKS, GRADIENTS = 1, 2
+"""Tags of hops."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,53 +54,141 @@ class Ring:
         arriving = self.sizes[self.source(step + 1)]
         return self.group.ring_shift(block, (block.shape[0], arriving, *block.shape[2:]), tag=tag)
 
+    def blocks(self, block: Tensor) -> Generator[tuple[int, Tensor]]:
+        """Each rank and its ``block``, this rank's first; p - 1 hops, each under way while the block before is used."""
+        for step in range(self.group.size):
+            coming = self.hop(block, step, tag=BLOCKS) if step + 1 < self.group.size else None
+            try:
+                yield self.source(step), block
+            finally:  # also where the attention fails: nothing may be on its way into memory that is let go
+                block = block if coming is None else coming.wait()
 
-def ring_attention(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring, *, two_rounds: bool = False) -> Tensor:
+    def collect(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Sum the gradients of this rank's block over all ranks, each of which makes those of :meth:`blocks` in order.
+
+        p hops: they follow their block and collect what each rank adds.
+        """
+        travelling: AsyncResult | None = None
+        try:
+            for step, gradient in enumerate(gradients):
+                arriving, travelling = travelling, None
+                if arriving is not None:
+                    gradient += arriving.wait()
+                travelling = self.hop(gradient, step, tag=GRADIENTS)
+        except BaseException:
+            if travelling is not None:
+                travelling.wait()
+            raise
+        assert travelling is not None, "there is one rank at least"
+        return travelling.wait()
+
+    def exchanges(self, row_size: int, dtype: torch.dtype, *, backward: bool) -> Iterator[Exchange]:
+        """What :func:`ring_attention` issues, or its backward: hops of blocks of ``row_size`` numbers a token."""
+        for step in range(self.group.size):
+            here, arriving = (self.sizes[self.source(place)] * row_size for place in (step, step + 1))
+            hop = Exchange(group=self.group, send=(here,), receive=(arriving,), dtype=dtype, tag=BLOCKS)
+            if step + 1 < self.group.size:
+                yield hop
+            if backward:
+                yield replace(hop, dtype=torch.promote_types(dtype, torch.float32), tag=GRADIENTS)
+
+
+class GatheredBlocks(Ring):
+    """All blocks at once in place of a ring: one all-to-all (Llama 3's context parallelism, Grattafiori et al. 2024).
+
+    Fewer calls than a ring, no overlap with attention, and room for the keys and values of all tokens.
+    """
+
+    def blocks(self, block: Tensor) -> Generator[tuple[int, Tensor]]:
+        """Each rank and its ``block``, in order: one all-to-all."""
+        row_size = block.shape[0] * block.shape[2:].numel()
+        sizes = [size * row_size for size in self.sizes]
+        sent = block.flatten().repeat(self.group.size)
+        gathered = self.group.all_to_all(sent, [block.numel()] * self.group.size, sizes)
+        for source, part in enumerate(gathered.split(sizes)):
+            yield source, part.view(block.shape[0], self.sizes[source], *block.shape[2:])
+
+    def collect(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Sum the gradients of this rank's block over all ranks: one all-to-all."""
+        parts = list(gradients)
+        own = parts[self.group.rank]
+        sent = torch.cat([part.flatten() for part in parts])
+        received = self.group.all_to_all(sent, [part.numel() for part in parts], [own.numel()] * self.group.size)
+        return received.view(self.group.size, *own.shape).sum(0)
+
+    def exchanges(self, row_size: int, dtype: torch.dtype, *, backward: bool) -> Iterator[Exchange]:
+        """The all-to-all of blocks and, in the backward, that of their gradients."""
+        own = [self.sizes[self.group.rank] * row_size] * self.group.size
+        gather = Exchange(group=self.group, send=own, receive=[size * row_size for size in self.sizes], dtype=dtype)
+        yield gather
+        if backward:
+            yield replace(gather.reversed, dtype=torch.promote_types(dtype, torch.float32))
+
+
+def ring_attention(
+    q_tNH: Tensor,
+    k_tKH: Tensor,
+    v_tKH: Tensor,
+    ring: Ring,
+    *,
+    sinks_N: Tensor | None = None,
+    two_rounds: bool = False,
+) -> Tensor:
     """Attention of this rank's queries over all ranks' keys; ``[t, N, H]``.
 
-    ``two_rounds``: as ring self-attention does (Li et al. 2023), see :func:`two_round_ring`.
+    ``sinks_N``: a further logit of every query, one per head, whose weight takes no value. ``two_rounds``: as ring
+    self-attention does (Li et al. 2023), see :func:`two_round_ring`.
     """
-    out: Tensor = _RingAttention.apply(*ring.ordered(q_tNH, k_tKH, v_tKH), ring, two_rounds)
+    out: Tensor = _RingAttention.apply(*ring.ordered(q_tNH, k_tKH, v_tKH), sinks_N, ring, two_rounds)
     return ring.restored(out)[0]
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ring, two_rounds):  # type: ignore[no-untyped-def]
-        rounds = two_round_ring if two_rounds and ring.group.size > 1 else ring_forward
-        out, lse = rounds(q, k, v, ring)
+    def forward(ctx, q, k, v, sinks, ring, two_rounds):  # type: ignore[no-untyped-def]
+        if two_rounds and ring.group.size > 1:
+            out, lse = two_round_ring(q, k, v, ring)
+        else:
+            out, lse = ring_forward(q, k, v, ring, sinks_N=sinks)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ring_backward(dout, q, k, v, out, lse, ctx.ring), None, None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dsinks = None
+        if sinks is not None:
+            # A sink's value is zero, so its logit has the gradient -weight (dout . out).
+            weights_tN = (sinks.to(lse.dtype) - lse).exp()
+            dsinks = -(weights_tN * (dout.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+        return *ring_backward(dout, q, k, v, out, lse, ctx.ring), dsinks, None, None
 
 
-def ring_forward(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring, *, sinks_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output ``[t, N, H]`` and log-sum-exps ``[t, N]``. p - 1 hops of 2 t K H numbers."""
     wide = torch.promote_types(q_tNH.dtype, torch.float32)
     out = q_tNH.new_zeros(q_tNH.shape, dtype=wide)
     lse = q_tNH.new_full(q_tNH.shape[:2], -torch.inf, dtype=wide)
-    block = torch.stack([k_tKH, v_tKH])
-    for step in range(ring.group.size):
-        coming = ring.hop(block, step, tag=_BLOCKS) if step + 1 < ring.group.size else None
-        for task in ring.tasks[ring.source(step)]:
-            k, v = (rows_of_keys(task, x) for x in block)
-            part, part_lse = attend_block(rows_of_queries(task, q_tNH), k, v, causal=task.causal)
-            _merge(rows_of_queries(task, out), rows_of_queries(task, lse), part, part_lse)
-        block = coming.wait() if coming is not None else block
+    if sinks_N is not None:
+        lse.copy_(sinks_N.expand_as(lse))
+    with closing(ring.blocks(torch.stack([k_tKH, v_tKH]))) as blocks:
+        for source, block in blocks:
+            for task in ring.tasks[source]:
+                part, part_lse = task.attend(rows_of_queries(task, q_tNH), *(rows_of_keys(task, x) for x in block))
+                _merge(rows_of_queries(task, out), rows_of_queries(task, lse), part, part_lse)
     return out.to(q_tNH.dtype), lse
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial attention result into ``out`` and ``lse``, in place."""
-    total = torch.logaddexp(lse, part_lse)
+    merged = torch.logaddexp(lse, part_lse)
+    total = finite(merged)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(part.to(out.dtype), (part_lse - total).exp_()[..., None])
-    lse.copy_(total)
+    lse.copy_(merged)
 
 
 def two_round_ring(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
@@ -114,26 +200,21 @@ def two_round_ring(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> t
     """
     wide = torch.promote_types(q_tNH.dtype, torch.float32)
     lse = q_tNH.new_full(q_tNH.shape[:2], -torch.inf, dtype=wide)
-    keys = k_tKH[None]
-    for step in range(ring.group.size):
-        coming = ring.hop(keys, step, tag=_BLOCKS) if step + 1 < ring.group.size else None
-        for task in ring.tasks[ring.source(step)]:
-            rows = rows_of_queries(task, lse)
-            k = rows_of_keys(task, keys[0])
-            # The kernel of attention gives the sums and, of no use here, an output; plain products took far longer.
-            _, part = attend_block(rows_of_queries(task, q_tNH), k, k, causal=task.causal)
-            rows.copy_(torch.logaddexp(rows, part))
-        keys = coming.wait() if coming is not None else keys
+    with closing(ring.blocks(k_tKH[None])) as blocks:
+        for source, keys in blocks:
+            for task in ring.tasks[source]:
+                rows = rows_of_queries(task, lse)
+                k = rows_of_keys(task, keys[0])
+                # The kernel of attention gives the sums and, of no use here, an output; plain products took far longer.
+                _, part = task.attend(rows_of_queries(task, q_tNH), k, k)
+                rows.copy_(torch.logaddexp(rows, part))
     out = q_tNH.new_zeros(q_tNH.shape, dtype=wide)
-    block = torch.stack([k_tKH, v_tKH])
-    for step in range(ring.group.size):
-        coming = ring.hop(block, step, tag=_BLOCKS) if step + 1 < ring.group.size else None
-        for task in ring.tasks[ring.source(step)]:
-            k, v = (rows_of_keys(task, x) for x in block)
-            part, part_lse = attend_block(rows_of_queries(task, q_tNH), k, v, causal=task.causal)
-            share = (part_lse - rows_of_queries(task, lse)).exp()
-            rows_of_queries(task, out).addcmul_(part.to(wide), share[..., None])
-        block = coming.wait() if coming is not None else block
+    with closing(ring.blocks(torch.stack([k_tKH, v_tKH]))) as blocks:
+        for source, block in blocks:
+            for task in ring.tasks[source]:
+                part, part_lse = task.attend(rows_of_queries(task, q_tNH), *(rows_of_keys(task, x) for x in block))
+                share = (part_lse - rows_of_queries(task, lse)).exp()
+                rows_of_queries(task, out).addcmul_(part.to(wide), share[..., None])
     return out.to(q_tNH.dtype), lse
 
 
@@ -143,20 +224,21 @@ def ring_backward(
     """Gradients of this rank's queries, keys and values. p - 1 hops of blocks, p of their gradients."""
     wide = lse.dtype
     dq = torch.zeros_like(q, dtype=wide)
-    block, travelling = torch.stack([k, v]), None
-    for step in range(ring.group.size):
-        coming = ring.hop(block, step, tag=_BLOCKS) if step + 1 < ring.group.size else None
-        dblock = torch.zeros_like(block, dtype=wide)
-        for task in ring.tasks[ring.source(step)]:
-            qkv = rows_of_queries(task, q), rows_of_keys(task, block[0]), rows_of_keys(task, block[1])
-            dout_rows, out_rows, lse_rows = (rows_of_queries(task, x) for x in (dout, out, lse))
-            parts = attend_block_backward(dout_rows, qkv, out_rows, lse_rows, causal=task.causal)
-            rows_of_queries(task, dq).add_(parts[0])
-            for dx, part in zip(dblock, parts[1:]):
-                rows_of_keys(task, dx).add_(part)
-        if travelling is not None:
-            dblock += travelling.wait()
-        travelling = ring.hop(dblock, step, tag=_GRADIENTS)
-        block = coming.wait() if coming is not None else block
-    dkv = travelling.wait() if travelling is not None else dblock
+
+    def gradients() -> Iterator[Tensor]:
+        """Those of every rank's block, which this rank's queries give it."""
+        with closing(ring.blocks(torch.stack([k, v]))) as blocks:
+            for source, block in blocks:
+                dblock = torch.zeros_like(block, dtype=wide)
+                for task in ring.tasks[source]:
+                    qkv = rows_of_queries(task, q), rows_of_keys(task, block[0]), rows_of_keys(task, block[1])
+                    parts = task.attend_backward(
+                        rows_of_queries(task, dout), qkv, rows_of_queries(task, out), rows_of_queries(task, lse)
+                    )
+                    rows_of_queries(task, dq).add_(parts[0])
+                    for dx, part in zip(dblock, parts[1:]):
+                        rows_of_keys(task, dx).add_(part)
+                yield dblock
+
+    dkv = ring.collect(gradients())
     return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype)

@@ -4,20 +4,22 @@ T tokens of the pack, t of this rank.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lengthwise.core.pipeline_config import Method, ulysses_degree
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables
 from lengthwise.runtime.models.operators import LayerWeights, Tables
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
-from lengthwise.runtime.parallel.head_exchange import UlyssesShards
-from lengthwise.runtime.parallel.ring_attention import Ring
+from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
+from lengthwise.runtime.parallel.head_exchange import Neighbours, UlyssesShards
+from lengthwise.runtime.parallel.ring_attention import GatheredBlocks, Ring
 from lengthwise.runtime.parallel.tokens import TokenShards
 from lengthwise.runtime.parallel.weights import GatheredWeights, Prefetch, WholeWeights
 
@@ -31,6 +33,7 @@ class StageView:
     group: Group
     device: torch.device
     make_tables: MakeTables
+    _sharings: dict[tuple[int, bool], AttentionSharing] = field(default_factory=dict, init=False)
 
     @cached_property
     def tables(self) -> Tables | None:
@@ -58,15 +61,50 @@ class StageView:
     @cached_property
     def ring(self) -> Ring:
         """Ring-attention tasks of this rank, for the keys and values of every rank."""
-        tasks = [
-            block_tasks(self.view, self.shards, rank=self.group.rank, source=source)
-            for source in range(self.group.size)
-        ]
-        own_places = self.view.places[self.shards.places[self.group.rank]]
+        return self._ring_across(1)
+
+    def sharing(self, method: Method, num_heads: int, num_kv_heads: int) -> AttentionSharing:
+        """How the ranks share an attention of so many heads under ``method``; made once for all that are alike."""
+        neighbours = ulysses_degree(method, self.group.size, num_heads, num_kv_heads)
+        key = neighbours, method is Method.ALL_GATHER
+        if key not in self._sharings:
+            kind = GatheredBlocks if method is Method.ALL_GATHER else Ring
+            if neighbours == self.group.size:
+                self._sharings[key] = AttentionSharing(exchange=self.exchange, ring=None)
+            elif neighbours == 1:
+                self._sharings[key] = AttentionSharing(exchange=None, ring=self._ring_across(1, kind))
+            else:
+                among = self._exchange_among(neighbours)
+                self._sharings[key] = AttentionSharing(exchange=among, ring=self._ring_across(neighbours, kind))
+        return self._sharings[key]
+
+    def attend(self, method: Method, q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor) -> Tensor:
+        """Attention of all heads of this rank's tokens under ``method``, ``[t, N, H]``."""
+        return self.sharing(method, q_tNH.shape[1], k_tKH.shape[1]).attend(q_tNH, k_tKH, v_tKH)
+
+    def _exchange_among(self, size: int) -> UlyssesShards:
+        """Sizes and token order of Ulysses' all-to-alls among ``size`` neighbouring ranks, for their tokens alone."""
+        neighbours = Neighbours.of(self.group, size)
+        first = self.group.rank - neighbours.rank
+        places = np.concatenate(self.shards.places[first : first + size])
+        return UlyssesShards(
+            group=neighbours,
+            sizes=self.shards.sizes[first : first + size],
+            view=self.view,
+            into=self._index(np.argsort(places)),
+            back=self._index(np.argsort(np.argsort(places))),
+        )
+
+    def _ring_across(self, size: int, kind: type[Ring] = Ring) -> Ring:
+        """The ring of the ranks at the same place of each ``size`` neighbours, which hold their tokens together."""
+        shards, place = self.shards.merged(size), self.group.rank // size
+        ranks = self.group.ranks[self.group.rank % size :: size]
+        tasks = [block_tasks(self.view, shards, rank=place, source=source) for source in range(len(ranks))]
+        own_places = self.view.places[shards.places[place]]
         is_sorted = bool(np.all(np.diff(own_places) > 0))
-        return Ring(
-            group=self.group,
-            sizes=self.shards.sizes,
+        return kind(
+            group=replace(self.group, rank=place, ranks=ranks),
+            sizes=shards.sizes,
             tasks=tuple(tasks),
             into=None if is_sorted else self._index(np.argsort(own_places)),
             back=None if is_sorted else self._index(np.argsort(np.argsort(own_places))),

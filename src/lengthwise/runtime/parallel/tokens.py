@@ -14,6 +14,18 @@ import numpy as np
 from lengthwise.runtime.models.attention_view import AttentionView
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Neighbouring tokens of a sequence that one rank holds."""
+
+    sequence: int
+    """The number of the sequence in the pack."""
+    first: int
+    """The row of the first one among all tokens of the rank."""
+    positions: range
+    """Their positions in the sequence."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenShards:
     """Assignment of a pack's tokens to ranks: the places in the pack of every rank's tokens."""
@@ -30,6 +42,25 @@ class TokenShards:
     def by_rank(self) -> np.ndarray:
         """[T] places in the pack of all tokens, rank by rank: the order in which they are gathered."""
         return np.concatenate(self.places)
+
+    def merged(self, size: int) -> "TokenShards":
+        """The shares of each ``size`` neighbouring ranks together."""
+        firsts = range(0, len(self.places), size)
+        return TokenShards(places=tuple(np.sort(np.concatenate(self.places[first : first + size])) for first in firsts))
+
+    def runs(self, cu_seqlens: tuple[int, ...], rank: int) -> list[Run]:
+        """The tokens of ``rank`` as runs, two in each sequence at most."""
+        places, bounds = self.places[rank], np.asarray(cu_seqlens)
+        sequences = np.searchsorted(bounds, places, side="right") - 1
+        begins = np.flatnonzero((np.diff(places, prepend=-2) != 1) | (np.diff(sequences, prepend=-1) != 0)).tolist()
+        offsets = places - bounds[sequences]
+        return [
+            Run(
+                sequence=int(sequences[first]), first=first,
+                positions=range(int(offsets[first]), int(offsets[first]) + end - first),
+            )
+            for first, end in zip(begins, [*begins[1:], len(places)])
+        ]  # fmt: skip
 
     def into(self, view: AttentionView) -> np.ndarray | None:
         """[T] index that puts gathered tokens into the order of ``view``; None where they are in it already."""

@@ -149,7 +149,8 @@ class LoopbackGroup(Group):
         return x.new_zeros(sum(receive), *x.shape[1:])
 
     def ring_shift(self, x: Tensor, shape: Any, *, tag: int = 0) -> AsyncResult:
-        """Return zeros in place of a ring shift's result."""
+        """Return zeros in place of a ring shift's result; counted as an exchange."""
+        self.sent.calls["ring"] += 1
         received = x.new_zeros(tuple(shape))
         return AsyncResult(lambda: received)
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.objects import broadcast_json
@@ -98,13 +99,17 @@ def _floating(values: Any) -> list[Tensor]:
 
 
 def locate_difference(
-    run: PreparedModel, lengths: tuple[int, ...], group: Group | None, recompute: tuple[bool, ...]
+    run: PreparedModel,
+    lengths: tuple[int, ...],
+    group: Group | None,
+    recompute: tuple[bool, ...],
+    methods: tuple[Method, ...] = (),
 ) -> str:
     """Describe where outputs begin to differ, with the same text on every rank. Every rank calls this."""
     first, size, words = NOWHERE, 0.0, ""
     try:
         if group is not None:
-            first, size, words = _compare(run, lengths, group, recompute)
+            first, size, words = _compare(run, lengths, group, recompute=recompute, methods=methods)
     except (LengthwiseError, RuntimeError, IndexError, KeyError):  # what it explains is refused all the same
         words = ""
     rows = gather_rows(torch.tensor([first, size], dtype=torch.float64, device=run.world.device)).tolist()
@@ -121,9 +126,7 @@ def locate_difference(
 _OUT = ". check=False trains it all the same"
 
 
-def _compare(
-    run: PreparedModel, lengths: tuple[int, ...], group: Group, recompute: tuple[bool, ...]
-) -> tuple[int, float, str]:
+def _compare(run: PreparedModel, lengths: tuple[int, ...], group: Group, **options: Any) -> tuple[int, float, str]:
     """Return the number of the first module whose output differs, by how much, and a description of it."""
     alone = []
     with torch.no_grad():
@@ -132,7 +135,7 @@ def _compare(
                 stock_output(run, lengths, sequence)
             alone.append(recording)
         pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
-        with active(shard_for(run, pack, group, recompute=recompute)) as shard:
+        with active(shard_for(run, pack, group, **options)) as shard:
             inputs = run.make(shard, pack).inputs
             with _recorded(run.model) as packed:
                 run.model(**inputs)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
@@ -83,6 +84,7 @@ class ComputeSetting:
 
     lengths: tuple[int, ...]
     degree: int
+    method: Method = Method.ULYSSES
     recompute: str = "none"
     scalar: float = ALMOST_ONE
     gradients: bool = True
@@ -92,13 +94,15 @@ class ComputeSetting:
     def __str__(self) -> str:
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
         layers = {"none": "no layer", "all": "every layer", "alternate": "every other layer"}[self.recompute]
-        return f"sequences of {lengths} slots in one pack, degree {self.degree}, {layers} recomputed"
+        shared = "" if self.degree == 1 or self.method is Method.ULYSSES else f" by {self.method}"
+        return f"sequences of {lengths} slots in one pack, degree {self.degree}{shared}, {layers} recomputed"
 
 
 def check_exact(
     run: PreparedModel,
     *,
     degrees: Sequence[int] | None = None,
+    methods: Sequence[Method] = (Method.ULYSSES,),
     recompute: Sequence[str] = RECOMPUTE,
     longest: int | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
@@ -110,6 +114,7 @@ def check_exact(
     Args:
         run: whose model has been learned.
         degrees: that plans may use; None: the divisors of the world's size, and all numbers up to 4.
+        methods: by which plans may share sequences.
         recompute: which of ``none``, ``all`` and ``alternate`` layers plans may recompute.
         longest: slots of the longest sequence of the corpus; None: only short ones are compared.
         on_progress: hears of the share of the comparisons that is done.
@@ -123,7 +128,7 @@ def check_exact(
         degrees = [1]
     if degrees is None:
         degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
-    settings = settings_of(run, degrees=degrees, recompute=recompute, longest=longest)
+    settings = settings_of(run, degrees=degrees, methods=methods, recompute=recompute, longest=longest)
     dtypes = _dtypes(run)
     for dtype in dtypes:
         try:
@@ -136,15 +141,24 @@ def check_exact(
 
 
 def settings_of(
-    run: PreparedModel, *, degrees: Sequence[int], recompute: Sequence[str], longest: int | None
+    run: PreparedModel,
+    *,
+    degrees: Sequence[int],
+    methods: Sequence[Method] = (Method.ULYSSES,),
+    recompute: Sequence[str],
+    longest: int | None,
 ) -> list[ComputeSetting]:
-    """List the settings that are compared, short packs first."""
+    """List the settings that are compared, short packs first.
+
+    Of degrees between one rank and all, and of methods after the first, only layers of both kinds: the last setting.
+    """
     max_degree = max(degrees)
     lengths = LENGTHS if max_degree <= sum(LENGTHS) else (*LENGTHS, max_degree)
     settings = [
-        ComputeSetting(lengths=lengths, degree=degree, recompute=name)
+        ComputeSetting(lengths=lengths, degree=degree, method=method, recompute=name)
         for degree in degrees
-        for name in (recompute if degree in (1, max_degree) else recompute[-1:])  # between: layers of both kinds
+        for method in (methods[:1] if degree == 1 else methods)
+        for name in (recompute if degree in (1, max_degree) and method is methods[0] else recompute[-1:])
     ]
     if run.wrapped_model.rules.scalars:
         settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
@@ -153,7 +167,7 @@ def settings_of(
     work = WORK.get(run.world.device.type, WORK["cuda"])
     if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
         settings += [
-            ComputeSetting(lengths=kinds, degree=degree, recompute=recompute[-1], kinds=True)
+            ComputeSetting(lengths=kinds, degree=degree, method=methods[0], recompute=recompute[-1], kinds=True)
             for degree in sorted({1, max_degree})
             if sum(kinds) >= degree
         ]
@@ -161,7 +175,9 @@ def settings_of(
         return settings
     long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
     settings += [
-        ComputeSetting(lengths=(long, 5), degree=degree, recompute=recompute[-1]) for degree in sorted({1, max_degree})
+        ComputeSetting(lengths=(long, 5), degree=degree, method=method, recompute=recompute[-1])
+        for degree in sorted({1, max_degree})
+        for method in (methods[:1] if degree == 1 else methods)
     ]
     beyond = {min(longest, limit + limit // 8 + 1) for limit in length_limits(run.model) if long <= limit < longest}
     for length in sorted(beyond):
@@ -171,7 +187,9 @@ def settings_of(
                 "beyond a length that its config names; the corpus has up to %s", f"{SEEN_FORWARD:,}", f"{longest:,}",
             )  # fmt: skip
             break
-        settings.append(ComputeSetting(lengths=(length, 5), degree=max_degree, recompute="none", gradients=False))
+        settings.append(
+            ComputeSetting(lengths=(length, 5), degree=max_degree, method=methods[0], recompute="none", gradients=False)
+        )
     return settings
 
 
@@ -229,7 +247,7 @@ def _compare(
     run: PreparedModel, settings: list[ComputeSetting], tolerance: Tolerance, on_progress: Callable[[float], None]
 ) -> None:
     before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool, bool], GradientResult]()
-    dry = set[tuple[tuple[int, ...], int, bool]]()
+    dry = set[tuple[tuple[int, ...], int, Method, bool]]()
     for number, setting in enumerate(settings):
         on_progress(number / len(settings))
         key, what = (setting.lengths, setting.gradients, setting.kinds), str(setting)
@@ -240,7 +258,7 @@ def _compare(
                 stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)
                 alone[key] = on_every_rank(run, stock, what, is_stock=True)
                 on_every_rank(run, partial(_check_buffers, run, before))
-            shape = (setting.lengths, setting.degree, setting.kinds)
+            shape = (setting.lengths, setting.degree, setting.method, setting.kinds)
             if setting.degree > 1 and shape not in dry:
                 dry.add(shape)
                 _check_same_exchanges(run, setting, group)
@@ -269,8 +287,8 @@ def _packed_undrawn(run: PreparedModel, setting: ComputeSetting, group: Any) -> 
 def _packed(run: PreparedModel, setting: ComputeSetting, group: Any) -> tuple[GradientResult | None, int]:
     try:
         return gradients_in_pack(
-            run, setting.lengths, group, recompute=_flags(run, setting.recompute), scalar=setting.scalar,
-            gradients=setting.gradients,
+            run, setting.lengths, group, recompute=_flags(run, setting.recompute), method=setting.method,
+            scalar=setting.scalar, gradients=setting.gradients,
         )  # fmt: skip
     except CheckError:
         if setting.scalar == ALMOST_ONE:
@@ -352,9 +370,9 @@ def _verdict(
         return
     if setting.scalar != ALMOST_ONE:
         raise _decided_at_random(run)
-    where = locate_difference(
-        run, setting.lengths, group_of_degree(run.world, setting.degree), _flags(run, setting.recompute)
-    )
+    methods = (setting.method,) * run.wrapped_model.structure.num_layers
+    group = group_of_degree(run.world, setting.degree)
+    where = locate_difference(run, setting.lengths, group, _flags(run, setting.recompute), methods)
     source = int(ratios.nan_to_num(torch.inf).argmax())
     name, relative = broadcast_json(run.world, [worst.name, float(worst.relative)], source=source)
     raise CheckError(

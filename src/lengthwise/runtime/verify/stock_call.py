@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lengthwise.core.batch import Pack
+from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
@@ -43,7 +44,7 @@ def shard_for(run: PreparedModel, pack: Pack, group: Group, **options: Any) -> P
     """The shard with this rank's slots of a pack, computed without noise by the ranks of ``group``."""
     return PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
-        device=run.world.device, has_noise=False, **options,
+        device=run.world.device, has_noise=False, is_causal=run.collator.objective == NEXT_TOKEN, **options,
     )  # fmt: skip
 
 
@@ -101,6 +102,7 @@ def gradients_in_pack(
     group: Group | None,
     *,
     recompute: tuple[bool, ...] = (),
+    method: Method = Method.ULYSSES,
     scalar: float = ALMOST_ONE,
     gradients: bool = True,
 ) -> tuple[GradientResult | None, int]:
@@ -112,7 +114,8 @@ def gradients_in_pack(
     result, num_made, total = [], 0, torch.zeros(1, dtype=torch.float64, device=run.world.device)
     if group is not None:
         pack, degree = pad_to_degree(pack_of(run, lengths), group.size, run.collator), group.size
-        with active(shard_for(run, pack, group, recompute=recompute, scalar=scalar)) as shard:
+        methods = (method,) * run.wrapped_model.structure.num_layers
+        with active(shard_for(run, pack, group, recompute=recompute, methods=methods, scalar=scalar)) as shard:
             made_before = shard.num_exchanges
             micro_batch = run.make(shard, pack)
             output = run.model(**micro_batch.inputs)

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import in_order
+from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
@@ -82,6 +84,10 @@ class PackShard:
     device: torch.device
     recompute: tuple[bool, ...] = ()
     """One flag per layer, or none for no layer."""
+    methods: tuple[Method, ...] = ()
+    """The parallel method of each layer; none: Ulysses in all of them."""
+    is_causal: bool = False
+    """Whether the model predicts next tokens, so that a ring's ranks have equal work on zigzag shards alone."""
     counts: CallCounts = field(default_factory=CallCounts)
     dtype: torch.dtype | None = None
     """The dtype of autocast in the forward; None: it is off."""
@@ -115,6 +121,8 @@ class PackShard:
     """What was gathered from all ranks, whose backward is issued even if no loss depends on it."""
     alone: Callable[[int], Any] | None = None
     """Makes a micro-batch of the sequence with this number in the pack, all of it on this rank."""
+    _stages: dict[bool, StageView] = field(default_factory=dict)
+    """The stages of causal and of other attentions."""
 
     def alone_with(self, ids: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> "PackShard":
         """A shard of sequences of this micro-batch that this rank computes alone."""
@@ -126,13 +134,23 @@ class PackShard:
     @cached_property
     def stage(self) -> StageView:
         """Which rank of the group holds which slots."""
+        is_zigzag = self.is_causal and any(method is not Method.ULYSSES for method in self.methods)
         return StageView(
             view=in_order(self.cu_seqlens, causal=False),
-            shards=shard_tokens(self.cu_seqlens, degree=self.group.size, causal=False),
+            shards=shard_tokens(self.cu_seqlens, degree=self.group.size, causal=is_zigzag),
             group=self.group,
             device=self.device,
             make_tables=lambda offsets: None,
         )
+
+    def sharing(
+        self, *, num_heads: int, num_kv_heads: int, layer: int | None, causal: bool = False
+    ) -> AttentionSharing:
+        """How the ranks share an attention of so many heads in ``layer``; outside of layers, as in the first."""
+        if causal not in self._stages:
+            self._stages[causal] = replace(self.stage, view=in_order(self.cu_seqlens, causal=causal))
+        method = self.methods[layer or 0] if self.methods else Method.ULYSSES
+        return self._stages[causal].sharing(method, num_heads, num_kv_heads)
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -152,7 +170,7 @@ class PackShard:
     @property
     def num_exchanges(self) -> int:
         """All exchanges of the group that this rank has taken part in."""
-        return self.group.sent.calls["all_to_all"]
+        return self.group.sent.calls["all_to_all"] + self.group.sent.calls["ring"]
 
     @property
     def lengths(self) -> list[int]:

@@ -1,14 +1,15 @@
-"""Attention of somebody else's layer on a shard: tokens for heads and back, whole sequences between.
+"""Attention of somebody else's layer on a shard, under any method that shares sequences with whole weights.
 
 t slots of this rank, T of the pack, N query heads, K key/value heads, H head size. A model whose slots are frames has
 rows of heads: each of its R places in a frame attends across frames by itself, with heads of its own; N is R times the
 model's heads then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.varlen_attention import attend
-from lengthwise.runtime.parallel.head_exchange import ulysses_attention
+from lengthwise.runtime.parallel.attention_blocks import MaskedTask, Task
+from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
+from lengthwise.runtime.parallel.tokens import Run
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import attention_keep
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange
@@ -88,11 +91,17 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionReq
             num_heads=q_tNH.shape[1], num_kv_heads=k_tKH.shape[1], head_size=width, dtype=q_tNH.dtype, layer=shard.layer
         )
     )
+    kind = replace(kind, window=_narrower(kind, shard.longest))
     if shard.group.size == 1:
         out_tNH = _attend_whole(q_tNH, k_tKH, v_tKH, 0, kind=kind, shard=shard)
     else:
+        sharing = shard.sharing(
+            num_heads=q_tNH.shape[1], num_kv_heads=k_tKH.shape[1], layer=shard.layer, causal=kind.causal
+        )
         core = partial(_attend_whole, kind=kind, shard=shard)
-        out_tNH = ulysses_attention(q_tNH, k_tKH, v_tKH, shard.stage.exchange, core=core)
+        if sharing.ring is not None:
+            core = partial(_attend_in_ring, kind=kind, shard=shard, ring=sharing.ring)
+        out_tNH = sharing.attend(q_tNH, k_tKH, v_tKH, core=core)
     shard.note_attention(out_tNH)
     return out_tNH[..., :value_size]
 
@@ -101,23 +110,56 @@ def _attend_whole(
     q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: AttentionRequest, shard: PackShard
 ) -> Tensor:
     cu_seqlens = shard.cu_seqlens
-    window = kind.window
-    if window is not None and min(window[: 1 if kind.causal else 2]) + 1 >= shard.longest:
-        window = None  # wider than any sequence
-    if window is None and kind.is_plain:
+    if kind.window is None and kind.is_plain:
         return attend(q_TnH, k_TkH, v_TkH, cu_seqlens, causal=kind.causal)
     group_size = q_TnH.shape[1] // k_TkH.shape[1]
     k_TnH, v_TnH = (x if group_size == 1 else x.repeat_interleave(group_size, dim=1) for x in (k_TkH, v_TkH))
     lengths = [end - start for start, end in pairwise(cu_seqlens)]
     outs = []
     for number, (q, k, v) in enumerate(zip(*(x.split(lengths) for x in (q_TnH, k_TnH, v_TnH)))):
-        keep = None
-        if kind.dropout:
-            sequence = shard.ids[number] if number < len(shard.ids) else -1
-            keep = partial(attention_keep, shard, sequence, kind.call, first_head, kind.dropout)
-        some = _Sequence(number=number, kind=kind, window=window, keep=keep, first_head=first_head)
+        some = _Sequence.of(number, range(first_head, first_head + q_TnH.shape[1]), kind=kind, shard=shard)
         outs.append(some.attend(q, k, v))
     return torch.cat(outs)
+
+
+def _attend_in_ring(
+    q_TnH: Tensor,
+    k_TkH: Tensor,
+    v_TkH: Tensor,
+    first_head: int,
+    *,
+    kind: AttentionRequest,
+    shard: PackShard,
+    ring: Ring,
+) -> Tensor:
+    """Attend from the tokens of this rank and its neighbours, while keys and values go round a ring."""
+    heads = range(first_head, first_head + q_TnH.shape[1])
+    if kind.window is not None or not replace(kind, sinks=None).is_plain:
+        ring = replace(
+            ring, tasks=tuple(tuple(_tasks(ring, source, heads, kind, shard)) for source in range(ring.group.size))
+        )
+    sinks = None if kind.sinks is None else kind.sinks[heads.start : heads.stop]
+    return ring_attention(q_TnH, k_TkH, v_TkH, ring, sinks_N=sinks)
+
+
+def _tasks(ring: Ring, source: int, heads: range, kind: AttentionRequest, shard: PackShard) -> Iterator[Task]:
+    """Attention tasks between the queries of this rank and the keys of ``source``, some queries at a time."""
+    shares = shard.stage.shards.merged(shard.group.size // ring.group.size)
+    own, others = (shares.runs(shard.cu_seqlens, rank) for rank in (ring.group.rank, source))
+    by_sequence: dict[int, list[Run]] = {}
+    for run in others:
+        by_sequence.setdefault(run.sequence, []).append(run)
+    for run in own:
+        for other in by_sequence.get(run.sequence, []):
+            sequence = _Sequence.of(run.sequence, heads, kind=kind, shard=shard)
+            yield from sequence.tasks(run, other)
+
+
+def _narrower(kind: AttentionRequest, longest: int) -> tuple[int, int] | None:
+    """The window, or None if it is wider than any sequence."""
+    if kind.window is None or min(kind.window[: 1 if kind.causal else 2]) + 1 >= longest:
+        return None
+    return kind.window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,23 +169,25 @@ class _Sequence:
     number: int
     """The number of the sequence in the pack."""
     kind: AttentionRequest
-    window: tuple[int, int] | None
     keep: Keep | None
-    first_head: int
+    heads: range
+
+    @classmethod
+    def of(cls, number: int, heads: range, *, kind: AttentionRequest, shard: PackShard) -> "_Sequence":
+        """Attention within sequence ``number`` of a pack."""
+        keep = None
+        if kind.dropout:
+            sequence = shard.ids[number] if number < len(shard.ids) else -1
+            keep = partial(attention_keep, shard, sequence, kind.call, heads.start, kind.dropout)
+        return cls(number=number, kind=kind, keep=keep, heads=heads)
 
     def attend(self, q_LnH: Tensor, k_LnH: Tensor, v_LnH: Tensor) -> Tensor:
         """Attend within the sequence: outputs [L, n, H]."""
-        length, num_heads = q_LnH.shape[:2]
-        chunk = QUERY_CHUNK
-        if self.keep is not None:
-            chunk = min(chunk, max(1, DRAWN_AT_ONCE // (num_heads * length)))
-        heads = range(self.first_head, self.first_head + num_heads)
         outs = []
-        for start in range(0, length, chunk):
-            queries = range(start, min(length, start + chunk))
-            keys = self._keys(queries, heads, length, q_LnH.device)
+        for queries in self._some(range(len(q_LnH)), len(q_LnH)):
+            keys = self._keys(queries, len(q_LnH), q_LnH.device)
             qkv = (x[r.start : r.stop].transpose(0, 1) for x, r in ((q_LnH, queries), (k_LnH, keys), (v_LnH, keys)))
-            compute = partial(self._attend_some, queries, keys, heads)
+            compute = partial(self._attend_some, queries, keys)
             if self.kind.is_plain:
                 out = compute(*qkv)
             else:
@@ -152,29 +196,70 @@ class _Sequence:
             outs.append(out.transpose(0, 1))
         return torch.cat(outs)
 
-    def _keys(self, queries: range, heads: range, length: int, device: torch.device) -> range:
+    def tasks(self, own: Run, other: Run) -> Iterator[Task]:
+        """Attention tasks between a run of this rank's queries and a run of some rank's keys."""
+        kind = self.kind
+        for queries in self._some(own.positions, len(other.positions)):
+            keys = other.positions
+            if kind.mask is None:
+                before, after = self._reach(own.positions.stop + keys.stop)
+                keys = range(max(keys.start, queries.start - before), min(keys.stop, queries.stop + after))
+                if not keys:
+                    continue
+            rows: dict[str, Any] = {
+                "query": own.first + queries.start - own.positions.start, "num_queries": len(queries),
+                "key": other.first + keys.start - other.positions.start, "num_keys": len(keys),
+            }  # fmt: skip
+            is_special = kind.mask is not None or kind.softcap is not None or self.keep is not None
+            if not is_special and queries.stop - 1 - keys.start <= before and keys.stop - 1 - queries.start <= after:
+                yield Task(**rows)  # every query sees every key
+                continue
+            yield MaskedTask(
+                **rows, mask=partial(self._sees, queries, keys), softcap=kind.softcap,
+                keep=None if self.keep is None else partial(self._factors, queries, keys),
+            )  # fmt: skip
+
+    def _some(self, queries: range, num_keys: int) -> Iterator[range]:
+        """Queries that are computed at once."""
+        chunk = QUERY_CHUNK
+        if self.keep is not None:
+            chunk = min(chunk, max(1, DRAWN_AT_ONCE // (len(self.heads) * num_keys)))
+        for start in range(queries.start, queries.stop, chunk):
+            yield range(start, min(queries.stop, start + chunk))
+
+    def _reach(self, length: int) -> tuple[int, int]:
+        """How many slots before and after its own each slot sees, at most ``length``."""
+        before, after = self.kind.window or (length, length)
+        return before, 0 if self.kind.causal else after
+
+    def _keys(self, queries: range, length: int, device: torch.device) -> range:
         """The contiguous range of keys that covers all that the queries see."""
         if self.kind.mask is None:
-            before, after = self.window or (length, length)
-            after = 0 if self.kind.causal else after
+            before, after = self._reach(length)
             return range(max(0, queries.start - before), min(length, queries.stop + after))
-        seen = self._sees(queries, range(length), heads, device)
+        seen = self._sees(queries, range(length), device)
         if seen.dtype != torch.bool:
             seen = seen > torch.finfo(seen.dtype).min / 2
         numbers = seen.flatten(0, -2).any(0).nonzero()
         return range(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else range(length)
 
-    def _sees(self, queries: range, keys: range, heads: range, device: torch.device) -> Tensor:
+    def _sees(self, queries: range, keys: range, device: torch.device) -> Tensor:
         if self.kind.mask is not None:
-            return self.kind.mask(self.number, heads, queries, keys)
+            return self.kind.mask(self.number, self.heads, queries, keys)
         positions = (torch.arange(span.start, span.stop, device=device) for span in (queries, keys))
         distance = next(positions)[:, None] - next(positions)
-        before, after = self.window or (distance.numel(), distance.numel())
-        return (distance <= before) & (distance >= (0 if self.kind.causal else -after))
+        before, after = self._reach(queries.stop + keys.stop)
+        return (distance <= before) & (distance >= -after)
 
-    def _attend_some(self, queries: range, keys: range, heads: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _factors(self, queries: range, keys: range) -> Tensor:
+        """[n, queries, keys] the factors of dropout, 0 or 1 / (1 - p)."""
+        assert self.keep is not None, "attention weights drop out"
+        p = self.kind.dropout
+        return self.keep(len(self.heads), queries, keys) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+
+    def _attend_some(self, queries: range, keys: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from some queries over some keys and values [n, ..., H]: outputs [n, queries, H]."""
-        kind, sees = self.kind, self._sees(queries, keys, heads, q.device)
+        kind, sees = self.kind, self._sees(queries, keys, q.device)
         if self.keep is None and kind.softcap is None and kind.sinks is None:
             mask = sees if sees.dtype == torch.bool else sees.to(q.dtype)
             mask = mask if mask.dim() == 2 else mask[None]
@@ -184,10 +269,9 @@ class _Sequence:
             logits = kind.softcap * torch.tanh(logits / kind.softcap)
         logits = logits.masked_fill(~sees, -torch.inf) if sees.dtype == torch.bool else logits + sees.to(logits.dtype)
         if kind.sinks is not None:
-            sinks = kind.sinks[heads.start : heads.stop, None, None].to(logits.dtype)
+            sinks = kind.sinks[self.heads.start : self.heads.stop, None, None].to(logits.dtype)
             logits = torch.cat([logits, sinks.expand(-1, len(queries), 1)], dim=2)
         weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : len(keys)]
         if self.keep is not None:
-            p = kind.dropout
-            weights = weights * self.keep(len(heads), queries, keys) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+            weights = weights * self._factors(queries, keys)
         return weights.to(v.dtype) @ v

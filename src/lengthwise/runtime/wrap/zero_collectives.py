@@ -7,11 +7,11 @@ the update that the step is void.
 """
 
 from collections.abc import Iterable
-from itertools import islice, pairwise
+from itertools import islice
 
 import torch
 
-from lengthwise.core.pipeline_config import head_bounds
+from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather, Summed
 
@@ -34,24 +34,21 @@ def sum_exchanges(call: Summed, size: int) -> list[tuple[Exchanged, torch.dtype]
     return [(([number] * size, [number] * size), dtype) for number, dtype in numbers if number]
 
 
-def attention_exchanges(
-    call: AttentionExchange | SlotGather, sizes: tuple[int, ...], rank: int
-) -> tuple[Exchanged, ...]:
-    """Split sizes of an attention's exchanges: of queries, keys and values, then of outputs; swapped in the backward.
-
-    As :func:`~lengthwise.runtime.parallel.head_exchange.ulysses_attention` issues them for slots of ``sizes``.
-    """
+def _exchanges(shard: PackShard, call: AttentionExchange | SlotGather | Summed, is_forward: bool) -> list[Exchange]:
+    """The exchanges of a call's forward or backward, in order, under the method of its layer."""
+    group = shard.group
+    if isinstance(call, Summed):
+        return [
+            Exchange(group=group, send=send, receive=receive, dtype=dtype)
+            for (send, receive), dtype in sum_exchanges(call, group.size)
+        ]
+    dtype = shard.dtype or call.dtype
     if isinstance(call, SlotGather):
-        return (gather_sizes(sizes, rank, call.width),)
-    bounds = head_bounds(call.num_heads, call.num_kv_heads, degree=len(sizes))
-    group_size = call.num_heads // call.num_kv_heads
-    queries = [end - start for start, end in pairwise(bounds)]
-    keys = [-(-end // group_size) - start // group_size if end > start else 0 for start, end in pairwise(bounds)]
-    widths = [(q + 2 * k) * call.head_size for q, k in zip(queries, keys)]
-    mine, size = sizes[rank], call.head_size
-    to_heads = ([mine * width for width in widths], [size_of_rank * widths[rank] for size_of_rank in sizes])
-    to_slots = ([size_of_rank * queries[rank] * size for size_of_rank in sizes], [mine * q * size for q in queries])
-    return to_heads, to_slots
+        send, receive = gather_sizes(shard.stage.shards.sizes, group.rank, call.width)
+        gather = Exchange(group=group, send=send, receive=receive, dtype=dtype)
+        return [gather if is_forward else gather.reversed]
+    sharing = shard.sharing(num_heads=call.num_heads, num_kv_heads=call.num_kv_heads, layer=call.layer)
+    return sharing.exchanges(call.num_heads, call.num_kv_heads, call.head_size, dtype, backward=not is_forward)
 
 
 def finish_forward(shard: PackShard, forward: ForwardPass) -> None:
@@ -66,10 +63,11 @@ def finish_backward(shard: PackShard) -> None:
     if shard.backward_begun is None:
         shard.backward_begun = shard.num_exchanges
     done = shard.num_exchanges - shard.backward_begun
-    for forward in reversed(shard.passes):
+    for forward in reversed(shard.passes if shard.group.size > 1 else []):
         events = list(forward.script.backward(shard.is_recomputed))
         _send(shard, forward.script, events, done)
-        done = max(0, done - sum(1 if isinstance(forward.script.calls[call], SlotGather) else 2 for _, call in events))
+        num_issued = sum(len(_exchanges(shard, forward.script.calls[call], kind == "forward")) for kind, call in events)
+        done = max(0, done - num_issued)
     shard.is_finished = True
 
 
@@ -90,26 +88,8 @@ def _send(shard: PackShard, script: ExchangeScript, events: Iterable[Event], num
     """Send zeros for all exchanges of ``events`` but the first ``num_done``."""
     if shard.group.size == 1:
         return
-    number = 0
-    for kind, call_number in events:
-        for (send, receive), dtype in _sent(shard, script.calls[call_number], kind == "forward"):
-            if number >= num_done:
-                zeros = torch.zeros(sum(send), dtype=dtype, device=shard.device)
-                shard.group.all_to_all(zeros, send, receive)
-            number += 1
-
-
-def _sent(
-    shard: PackShard, call: AttentionExchange | SlotGather | Summed, is_forward: bool
-) -> Iterable[tuple[Exchanged, torch.dtype]]:
-    """The split sizes and dtypes of a call's exchanges, forward or backward."""
-    if isinstance(call, Summed):
-        return sum_exchanges(call, shard.group.size)
-    dtype, forward_sizes = (
-        shard.dtype or call.dtype,
-        attention_exchanges(call, shard.stage.shards.sizes, shard.group.rank),
+    exchanges = (
+        exchange for kind, number in events for exchange in _exchanges(shard, script.calls[number], kind == "forward")
     )
-    return [
-        (sizes, dtype)
-        for sizes in (forward_sizes if is_forward else [(back, send) for send, back in reversed(forward_sizes)])
-    ]
+    for exchange in islice(exchanges, num_done, None):
+        exchange.issue(shard.device)

@@ -1,0 +1,228 @@
+"""Every attention of any model is exact under every method that shares sequences, on any number of ranks."""
+
+import random
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from lengthwise.core.pipeline_config import Method, ulysses_degree
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.loop.planned_pipelines import ANY_MODEL_METHODS
+from lengthwise.runtime.parallel.attention_blocks import Task
+from lengthwise.runtime.wrap import sharded_attention
+from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
+from tests.runtime.loop import memory_runs
+from tests.runtime.loop.memory_runs import train
+from tests.runtime.loop.runs import EXACT, Packs, assert_exact, step_on_ranks
+from tests.runtime.loop.test_families import CASES as FAMILIES
+from tests.runtime.parallel.cases import whole_group
+from tests.runtime.wrap.test_oom_recovery import PLACES
+from tests.runtime.wrap.test_position_masks import CASES as MASKED
+
+METHODS = tuple(method for method in ANY_MODEL_METHODS if method is not Method.DENSE)
+
+
+def strided(number, heads, queries, keys):
+    q, k = (torch.arange(span.start, span.stop) for span in (queries, keys))
+    return ((q[:, None] - k) % (2 + number) == 0) & (k <= q[:, None])
+
+
+def sloped(number, heads, queries, keys):
+    """A bias by position for each head, as ALiBi has it."""
+    q, k = (torch.arange(span.start, span.stop) for span in (queries, keys))
+    distance = (q[:, None] - k).double()
+    slopes = 0.5 ** (1 + torch.arange(heads.start, heads.stop).double())
+    return (-slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)
+
+
+def drawn_kind(rng, num_heads):
+    window = rng.choice((None, None, (rng.randint(0, 9), rng.randint(0, 9))))
+    return AttentionRequest(
+        causal=rng.random() < 0.6, scale=rng.choice((None, 0.3)), window=window, dropout=rng.choice((0.0, 0.0, 0.3)),
+        call=rng.randint(0, 3), mask=rng.choice((None, None, strided, sloped)), softcap=rng.choice((None, 0.7)),
+        sinks=rng.choice((None, torch.linspace(-1, 1, num_heads, dtype=torch.float64))),
+    )  # fmt: skip
+
+
+def drawn_case(rng):
+    """Queries, keys and values of a pack, the gradient of the output, and the attention."""
+    num_kv, group_size = rng.choice((1, 2, 3, 4)), rng.choice((1, 2, 3))
+    size, value_size = rng.choice(((4, 4), (4, 6), (6, 3)))
+    lengths = tuple(rng.choice((1, 2, rng.randint(3, 40))) for _ in range(rng.randint(1, 4)))
+    generator = torch.Generator().manual_seed(rng.randint(0, 1 << 30))
+    shapes = ((num_kv * group_size, size), (num_kv, size), (num_kv, value_size), (num_kv * group_size, value_size))
+    tensors = [torch.randn(sum(lengths), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return lengths, tensors, drawn_kind(rng, num_kv * group_size)
+
+
+def attended(lengths, tensors, kind, group, *, recompute=False, **options):
+    """Outputs and gradients of queries, keys, values and sinks on one rank, its places, and its shard."""
+    shard = PackShard(
+        step=0, seed=1, ids=tuple(range(len(lengths))), cu_seqlens=tuple(accumulate(lengths, initial=0)), group=group,
+        device=torch.device("cpu"), **options,
+    )  # fmt: skip
+    places = torch.from_numpy(shard.places)
+    qkv = [x[places].requires_grad_() for x in tensors[:3]]
+    sinks = None if kind.sinks is None else kind.sinks.clone().requires_grad_()
+
+    def compute(q, k, v):
+        return attend_shard(q, k, v, replace(kind, sinks=sinks), shard).sin()  # layers save what attention gives
+
+    with set_checkpoint_early_stop(False):
+        out = checkpoint(compute, *qkv, use_reentrant=False) if recompute else compute(*qkv)
+    before = shard.num_exchanges
+    out.backward(tensors[3][places])
+    grads = [x.grad for x in qkv]
+    if sinks is not None:
+        grads.append(torch.zeros_like(sinks) if sinks.grad is None else sinks.grad)  # a rank without heads
+    return [out.detach(), *grads], places, shard, (before, shard.num_exchanges - before)
+
+
+def check_draws(seeds):
+    group = whole_group()
+    for seed in seeds:
+        rng = random.Random(seed)
+        lengths, tensors, kind = drawn_case(rng)
+        expected, *_ = attended(lengths, tensors, kind, Group(rank=0))
+        sharded_attention.QUERY_CHUNK = rng.choice((3, 512))
+        for method in METHODS:
+            group.sent.clear()
+            recompute = rng.random() < 0.5
+            found, places, shard, issued = attended(
+                lengths, tensors, kind, group, recompute=recompute, methods=(method,), is_causal=rng.random() < 0.5
+            )
+            if kind.sinks is not None:
+                dist.all_reduce(found[4])
+            for name, got, whole in zip(("output", "queries", "keys", "values", "sinks"), found, expected):
+                own = whole if name == "sinks" else whole[places]
+                error = float((got - own).norm()) / max(float(whole.norm()), 1e-3)
+                assert error <= EXACT, f"seed {seed}, {method}, {name}: {error:.1e}"
+            check_script(shard, issued, recompute)
+    sharded_attention.QUERY_CHUNK = 512
+
+
+def check_script(shard, issued, recompute):
+    """A rank that stands in for itself issues as many exchanges as the attention did."""
+    call = shard.attended[0]
+    sharing = shard.sharing(num_heads=call.num_heads, num_kv_heads=call.num_kv_heads, layer=None)
+    forward, backward = (
+        len(sharing.exchanges(call.num_heads, call.num_kv_heads, call.head_size, call.dtype, backward=backward))
+        for backward in (False, True)
+    )
+    assert issued == (forward, backward + recompute * forward)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_any_attention_is_exact_under_every_method(ranks, num_ranks):
+    ranks(num_ranks).run(check_draws, range(12))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5, 6])
+def test_many_more_attentions_are_exact_under_every_method(ranks, num_ranks):
+    for first in range(100, 500, 40):
+        ranks(num_ranks).run(check_draws, range(first, first + 40))
+
+
+TOGETHER = (
+    # All methods in one step, at odd and even degrees, with layers that recompute and layers that do not.
+    Packs(ranks=(0, 1, 2, 3), packs=((2, 3), (5, 8)), recompute=(True, False, True), method=Method.ULYSSES_RING),
+    Packs(ranks=(0, 1, 2), packs=((4, 1), (0,)), recompute=(True,), phase=1, method=Method.RING),
+    Packs(ranks=(3,), packs=((7,),), phase=1),
+    Packs(ranks=(1, 2), packs=((9, 6),), phase=2, method=Method.ALL_GATHER),
+    Packs(ranks=(0,), packs=(), phase=2),
+    Packs(ranks=(3,), packs=(), phase=2),
+)
+MASKED_TOGETHER = (
+    Packs(ranks=(0, 1, 2), packs=((2, 3), (5, 8)), recompute=(True,), method=Method.RING),
+    Packs(ranks=(1, 2), packs=((4, 1), (0,)), recompute=(True,), phase=1, method=Method.ALL_GATHER),
+    Packs(ranks=(0,), packs=((7,), (9, 6)), phase=1),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.deep] * (name not in ("llama", "modernbert"))) for name in FAMILIES],
+)
+def test_a_family_trains_as_its_own_loop_does_under_all_methods_in_one_step(ranks, name):
+    for found in ranks(4).run(step_on_ranks, FAMILIES[name], TOGETHER):
+        assert_exact(FAMILIES[name], found, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.deep] * name.startswith(("GPT-J", "Llama 4"))) for name in MASKED],
+)
+def test_masks_sinks_and_soft_caps_of_a_family_are_exact_in_rings(ranks, name):
+    for found in ranks(3).run(step_on_ranks, MASKED[name], MASKED_TOGETHER):
+        assert_exact(MASKED[name], found, name)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "method", "recomputed"),
+    [
+        (3, Method.RING, 2),
+        (4, Method.ULYSSES_RING, 0),
+        *(
+            pytest.param(num_ranks, method, recomputed, marks=pytest.mark.deep)
+            for num_ranks in (2, 3, 4) for method in METHODS[1:] for recomputed in (0, 3)
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_out_of_memory_stands_in_for_itself_in_rings_too(ranks, num_ranks, method, recomputed):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for place in PLACES:
+        for losses, told, weights in ranks(num_ranks).run(train, num_ranks, recomputed, {1: (place,)}, method=method):
+            assert told == ["rank 1 in micro-batch 0"]
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+def train_failing_in_ring(fails_at, recomputed, method):
+    """As :func:`train`, where rank 1 runs out of memory at the n-th block of attention of its first attempt."""
+    attend, attend_backward, count = Task.attend, Task.attend_backward, 0
+
+    def counted(function):
+        def call(*args):
+            nonlocal count
+            count += memory_runs._fails_at == {"ring"}
+            if count == fails_at:
+                memory_runs.fail_here("ring")
+            return function(*args)
+
+        return call
+
+    Task.attend, Task.attend_backward = counted(attend), counted(attend_backward)
+    try:
+        return train(dist.get_world_size(), recomputed, {1: ("ring",)}, method=method)
+    finally:
+        Task.attend, Task.attend_backward = attend, attend_backward
+
+
+@pytest.mark.parametrize(
+    ("method", "recomputed"),
+    [(Method.RING, 1), *(pytest.param(method, 2, marks=pytest.mark.deep) for method in METHODS[1:])],
+)
+def test_a_rank_out_of_memory_in_the_midst_of_a_ring_leaves_no_message_behind(ranks, method, recomputed):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    num_ranks = 4 if method is Method.ULYSSES_RING else 3
+    for fails_at in (2, 5, 14):
+        for losses, told, weights in ranks(num_ranks).run(train_failing_in_ring, fails_at, recomputed, method):
+            assert told == ["rank 1 in micro-batch 0"]
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+def test_neighbours_divide_the_ranks_and_where_they_can_the_heads():
+    def of(degree, num_heads, num_kv_heads, method=Method.ULYSSES_RING):
+        return ulysses_degree(method, degree, num_heads, num_kv_heads)
+
+    assert [of(degree, 32, 8) for degree in (1, 2, 3, 4, 6, 8, 16, 64)] == [1, 1, 1, 2, 2, 4, 8, 8]
+    assert of(8, 2, 2) == 2 and of(6, 3, 1) == 3 and of(9, 2, 1) == 1
+    assert of(4, 10, 5) == 2, "heads that do not divide are shared unevenly"
+    assert of(6, 6, 6, Method.ULYSSES) == 6 and of(6, 6, 6, Method.RING) == of(6, 6, 6, Method.ALL_GATHER) == 1
