@@ -29,7 +29,8 @@ from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
-from lengthwise.runtime.verify.gradient_check import RECOMPUTE, check_exact
+from lengthwise.runtime.verify.compute_settings import RECOMPUTE
+from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.preserved_state import preserve_state

@@ -10,7 +10,8 @@ import torch
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.verify import gradient_check as exact
-from lengthwise.runtime.verify.gradient_check import RECOMPUTE, TOLERANCES, check_exact, settings_of
+from lengthwise.runtime.verify.compute_settings import RECOMPUTE, settings_of
+from lengthwise.runtime.verify.gradient_check import TOLERANCES, check_exact
 from lengthwise.runtime.verify.stock_call import GradientResult
 from tests.runtime.loop.odd_modules import Odd
 from tests.runtime.loop.runs import Case, prepared

@@ -26,22 +26,22 @@ class Neighbours(Group):
     Other ranks of it get nothing, so that no further communicator is needed; all of them call it at the same time.
     """
 
-    whole: Group
+    all_ranks: Group
 
     @classmethod
     def of(cls, group: Group, size: int) -> "Neighbours":
         """The ``size`` consecutive ranks of ``group`` that this rank is among."""
         first = group.rank // size * size
-        return cls(rank=group.rank - first, ranks=group.ranks[first : first + size], whole=group)
+        return cls(rank=group.rank - first, ranks=group.ranks[first : first + size], all_ranks=group)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """All-to-all of rows among these ranks."""
-        return self.whole.all_to_all(x, self.around(send), self.around(receive))
+        return self.all_ranks.all_to_all(x, self.around(send), self.around(receive))
 
     def around(self, sizes: Sequence[int]) -> list[int]:
         """``sizes`` of these ranks, and zeros for the others of the whole group."""
-        first = self.whole.rank - self.rank
-        return [*[0] * first, *sizes, *[0] * (self.whole.size - first - self.size)]
+        first = self.all_ranks.rank - self.rank
+        return [*[0] * first, *sizes, *[0] * (self.all_ranks.size - first - self.size)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -111,15 +111,15 @@ class GatheredBlocks(Ring):
     def collect(self, gradients: Iterable[Tensor]) -> Tensor:
         """Sum the gradients of this rank's block over all ranks: one all-to-all."""
         parts = list(gradients)
-        own = parts[self.group.rank]
+        home = parts[self.group.rank]
         sent = torch.cat([part.flatten() for part in parts])
-        received = self.group.all_to_all(sent, [part.numel() for part in parts], [own.numel()] * self.group.size)
-        return received.view(self.group.size, *own.shape).sum(0)
+        received = self.group.all_to_all(sent, [part.numel() for part in parts], [home.numel()] * self.group.size)
+        return received.view(self.group.size, *home.shape).sum(0)
 
     def exchanges(self, row_size: int, dtype: torch.dtype, *, backward: bool) -> Iterator[Exchange]:
         """The all-to-all of blocks and, in the backward, that of their gradients."""
-        own = [self.sizes[self.group.rank] * row_size] * self.group.size
-        gather = Exchange(group=self.group, send=own, receive=[size * row_size for size in self.sizes], dtype=dtype)
+        to_each = [self.sizes[self.group.rank] * row_size] * self.group.size
+        gather = Exchange(group=self.group, send=to_each, receive=[size * row_size for size in self.sizes], dtype=dtype)
         yield gather
         if backward:
             yield replace(gather.reversed, dtype=torch.promote_types(dtype, torch.float32))
@@ -226,7 +226,7 @@ def ring_backward(
     dq = torch.zeros_like(q, dtype=wide)
 
     def gradients() -> Iterator[Tensor]:
-        """Those of every rank's block, which this rank's queries give it."""
+        """Gradients that this rank's queries give the block of each rank."""
         with closing(ring.blocks(torch.stack([k, v]))) as blocks:
             for source, block in blocks:
                 dblock = torch.zeros_like(block, dtype=wide)

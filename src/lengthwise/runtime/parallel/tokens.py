@@ -15,7 +15,7 @@ from lengthwise.runtime.models.attention_view import AttentionView
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TokenRun:
     """Neighbouring tokens of a sequence that one rank holds."""
 
     sequence: int
@@ -48,14 +48,14 @@ class TokenShards:
         firsts = range(0, len(self.places), size)
         return TokenShards(places=tuple(np.sort(np.concatenate(self.places[first : first + size])) for first in firsts))
 
-    def runs(self, cu_seqlens: tuple[int, ...], rank: int) -> list[Run]:
+    def runs(self, cu_seqlens: tuple[int, ...], rank: int) -> list[TokenRun]:
         """The tokens of ``rank`` as runs, two in each sequence at most."""
         places, bounds = self.places[rank], np.asarray(cu_seqlens)
         sequences = np.searchsorted(bounds, places, side="right") - 1
         begins = np.flatnonzero((np.diff(places, prepend=-2) != 1) | (np.diff(sequences, prepend=-1) != 0)).tolist()
         offsets = places - bounds[sequences]
         return [
-            Run(
+            TokenRun(
                 sequence=int(sequences[first]), first=first,
                 positions=range(int(offsets[first]), int(offsets[first]) + end - first),
             )

@@ -20,7 +20,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.varlen_attention import attend
 from lengthwise.runtime.parallel.attention_blocks import MaskedTask, Task
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
-from lengthwise.runtime.parallel.tokens import Run
+from lengthwise.runtime.parallel.tokens import TokenRun
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import attention_keep
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange
@@ -145,14 +145,14 @@ def _attend_in_ring(
 def _tasks(ring: Ring, source: int, heads: range, kind: AttentionRequest, shard: PackShard) -> Iterator[Task]:
     """Attention tasks between the queries of this rank and the keys of ``source``, some queries at a time."""
     shares = shard.stage.shards.merged(shard.group.size // ring.group.size)
-    own, others = (shares.runs(shard.cu_seqlens, rank) for rank in (ring.group.rank, source))
-    by_sequence: dict[int, list[Run]] = {}
-    for run in others:
-        by_sequence.setdefault(run.sequence, []).append(run)
-    for run in own:
-        for other in by_sequence.get(run.sequence, []):
-            sequence = _Sequence.of(run.sequence, heads, kind=kind, shard=shard)
-            yield from sequence.tasks(run, other)
+    query_runs, key_runs = (shares.runs(shard.cu_seqlens, rank) for rank in (ring.group.rank, source))
+    keys_by_sequence: dict[int, list[TokenRun]] = {}
+    for run in key_runs:
+        keys_by_sequence.setdefault(run.sequence, []).append(run)
+    for query_run in query_runs:
+        sequence = _Sequence.of(query_run.sequence, heads, kind=kind, shard=shard)
+        for key_run in keys_by_sequence.get(query_run.sequence, []):
+            yield from sequence.tasks(query_run, key_run)
 
 
 def _narrower(kind: AttentionRequest, longest: int) -> tuple[int, int] | None:
@@ -196,19 +196,19 @@ class _Sequence:
             outs.append(out.transpose(0, 1))
         return torch.cat(outs)
 
-    def tasks(self, own: Run, other: Run) -> Iterator[Task]:
+    def tasks(self, query_run: TokenRun, key_run: TokenRun) -> Iterator[Task]:
         """Attention tasks between a run of this rank's queries and a run of some rank's keys."""
         kind = self.kind
-        for queries in self._some(own.positions, len(other.positions)):
-            keys = other.positions
+        for queries in self._some(query_run.positions, len(key_run.positions)):
+            keys = key_run.positions
             if kind.mask is None:
-                before, after = self._reach(own.positions.stop + keys.stop)
+                before, after = self._reach(query_run.positions.stop + keys.stop)
                 keys = range(max(keys.start, queries.start - before), min(keys.stop, queries.stop + after))
                 if not keys:
                     continue
             rows: dict[str, Any] = {
-                "query": own.first + queries.start - own.positions.start, "num_queries": len(queries),
-                "key": other.first + keys.start - other.positions.start, "num_keys": len(keys),
+                "query": query_run.first + queries.start - query_run.positions.start, "num_queries": len(queries),
+                "key": key_run.first + keys.start - key_run.positions.start, "num_keys": len(keys),
             }  # fmt: skip
             is_special = kind.mask is not None or kind.softcap is not None or self.keep is not None
             if not is_special and queries.stop - 1 - keys.start <= before and keys.stop - 1 - queries.start <= after:

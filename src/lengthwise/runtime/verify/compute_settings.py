@@ -1,0 +1,132 @@
+"""The settings in which a prepared model is compared with the stock model before training: what plans may compute."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lengthwise.core.pipeline_config import Method
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.wrap.context import ALMOST_ONE
+
+_log = logging.getLogger("lengthwise")
+
+LENGTHS = (11, 7, 2)
+"""Slots of the sequences of the short pack: ragged, one of them with fewer slots than many degrees."""
+LONG = 2048
+"""Most slots of a long sequence whose gradients are compared."""
+WORK = {"cpu": 5e9, "cuda": 5e12}
+"""Parameters times slots up to which a long sequence is compared by gradients: seconds on either device."""
+SEEN_FORWARD = 1 << 15
+"""Slots up to which the loss of a sequence is compared that crosses a length named in the model's config."""
+RECOMPUTE = ("none", "all", "alternate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSetting:
+    """One way in which a plan may compute a pack: lengths, degree and recompute."""
+
+    lengths: tuple[int, ...]
+    degree: int
+    method: Method = Method.ULYSSES
+    recompute: str = "none"
+    scalar: float = ALMOST_ONE
+    gradients: bool = True
+    kinds: bool = False
+    """Whether its slots are of all kinds that the corpus has, rather than those of the first sequence."""
+
+    def __str__(self) -> str:
+        lengths = ", ".join(f"{length:,}" for length in self.lengths)
+        layers = {"none": "no layer", "all": "every layer", "alternate": "every other layer"}[self.recompute]
+        shared = "" if self.degree == 1 or self.method is Method.ULYSSES else f" by {self.method}"
+        return f"sequences of {lengths} slots in one pack, degree {self.degree}{shared}, {layers} recomputed"
+
+
+def settings_of(
+    run: PreparedModel,
+    *,
+    degrees: Sequence[int],
+    methods: Sequence[Method] = (Method.ULYSSES,),
+    recompute: Sequence[str],
+    longest: int | None,
+) -> list[ComputeSetting]:
+    """List the settings that are compared, short packs first.
+
+    Of degrees between one rank and all, and of methods after the first, only layers of both kinds: the last setting.
+    """
+    max_degree = max(degrees)
+    lengths = LENGTHS if max_degree <= sum(LENGTHS) else (*LENGTHS, max_degree)
+    settings = [
+        ComputeSetting(lengths=lengths, degree=degree, method=method, recompute=name)
+        for degree in degrees
+        for method in (methods[:1] if degree == 1 else methods)
+        for name in (recompute if degree in (1, max_degree) and method is methods[0] else recompute[-1:])
+    ]
+    if run.wrapped_model.rules.scalars:
+        settings.append(ComputeSetting(lengths=lengths, degree=1, recompute=recompute[0], scalar=0.0))
+    if longest is None:
+        return settings
+    work = WORK.get(run.world.device.type, WORK["cuda"])
+    if kinds := _lengths_of_kinds(run, longest, int(work / max(1, run.num_params))):
+        settings += [
+            ComputeSetting(lengths=kinds, degree=degree, method=methods[0], recompute=recompute[-1], kinds=True)
+            for degree in sorted({1, max_degree})
+            if sum(kinds) >= degree
+        ]
+    if longest <= max(LENGTHS):
+        return settings
+    long = min(longest, LONG, max(4 * max(LENGTHS), int(work / max(1, run.num_params))))
+    settings += [
+        ComputeSetting(lengths=(long, 5), degree=degree, method=method, recompute=recompute[-1])
+        for degree in sorted({1, max_degree})
+        for method in (methods[:1] if degree == 1 else methods)
+    ]
+    beyond = {min(longest, limit + limit // 8 + 1) for limit in length_limits(run.model) if long <= limit < longest}
+    for length in sorted(beyond):
+        if length > SEEN_FORWARD:
+            _log.warning(
+                "sequences of more than %s slots are not compared with the stock model, which computes otherwise "
+                "beyond a length that its config names; the corpus has up to %s", f"{SEEN_FORWARD:,}", f"{longest:,}",
+            )  # fmt: skip
+            break
+        settings.append(
+            ComputeSetting(lengths=(length, 5), degree=max_degree, method=methods[0], recompute="none", gradients=False)
+        )
+    return settings
+
+
+def _lengths_of_kinds(run: PreparedModel, longest: int, max_slots: int) -> tuple[int, ...]:
+    """Lengths of ragged sequences that hold all kinds of slots of the corpus, as far as they can be computed."""
+    num_kinds = len(run.collator.kinds.get("tokens", ()))
+    if run.wrapped_model.by_sequence is not None or num_kinds < 2:
+        return ()
+    left, limit = (
+        max(2 * sum(LENGTHS), min(2 * num_kinds, max(max_slots, 2 * sum(LENGTHS)))),
+        max(longest, max(LENGTHS)),
+    )
+    lengths = []
+    while left > 0:
+        lengths.append(min(limit, max(2, left - left // 2)))
+        left -= lengths[-1]
+    return tuple(lengths)
+
+
+_LIMITS = ("position", "window", "chunk", "block", "local", "span", "max_length", "seq_len", "n_ctx")
+
+
+def length_limits(model: nn.Module) -> list[int]:
+    """Lengths in a model's config beyond which it may compute differently, such as the size of a window."""
+    config = getattr(model, "config", None)
+    to_dict = getattr(config, "to_dict", None)
+    values: dict[str, Any] = to_dict() if callable(to_dict) else {}
+    return sorted({value for value in _limits_in(values) if value > max(LENGTHS)})
+
+
+def _limits_in(values: dict[str, Any]) -> Iterator[int]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _limits_in(value)
+        elif type(value) is int and any(part in name for part in _LIMITS):
+            yield value
