@@ -59,6 +59,20 @@ def test_kmers_with_any_stride_equal_windows_read_by_hand(documents, bases, data
     assert flat.tolist() == list(chain(*expected)) and lengths.tolist() == [len(tokens) for tokens in expected]
 
 
+@given(st.text("ACGT", min_size=6, max_size=60), st.integers(1, 6))
+def test_kmers_give_their_bases_back(text, stride):
+    tokenizer = KmerTokenizer(6, stride)
+    ids = tokenizer.encode_prompt(text)
+    assert text.startswith(tokenizer.decode([id for id in ids if id < tokenizer.unknown_id]))
+    assert tokenizer.decode([tokenizer.unknown_id]) == "N" * stride
+
+
+@given(st.text())
+def test_bytes_give_the_text_back(text):
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([*tokenizer.encode_prompt(text), tokenizer.eos_id]) == text
+
+
 def test_kmer_names_say_bases_and_stride():
     assert [parse_kmer(name) for name in ("3mer", "6mer/2", "12mer/12", "bytes", "6mers", "mer", "6mer/")] == [
         (3, 3), (6, 2), (12, 12), None, None, None, None,
@@ -129,6 +143,11 @@ def test_a_trained_bpe_gives_the_text_back(trained):
         *tokens, last = trained.tokens(id).tolist()
         assert last == trained.eos_id and trained.eos_id not in tokens
         assert tokenizer.decode(tokens) == text
+    spec = TokenizerSpec(kind="huggingface", path=str(trained.path / "tokenizer.json"), eos_token="<|endoftext|>")
+    loaded = load_tokenizer(spec)
+    ids = loaded.encode_prompt(CODE[3])
+    assert trained.eos_id in ids and loaded.decode(ids) == CODE[3], "a prompt may spell special tokens"
+    assert trained.eos_id not in loaded.encode([CODE[3].encode()])[0], "and a document may not"
 
 
 def test_indexing_with_the_trained_file_gives_the_same_corpus(trained, tmp_path):

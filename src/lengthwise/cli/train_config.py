@@ -113,13 +113,16 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
         resolve_model,
         with_steps,
     )
+    from lengthwise.session.sample_prompts import text_sampling
     from lengthwise.session.validation_set import validation_corpus
 
     check_trackers(config)
     corpus = open_corpus(config.data)
     corpus.check_tokens()
     config = with_steps(config, make_sampler(config, corpus))
-    validation = validation_corpus(config, resolve_model(config, corpus))
+    spec = resolve_model(config, corpus)
+    validation = validation_corpus(config, spec)
+    text_sampling(config, corpus, spec)
     check_num_ranks(config, nproc)
     if config.plan.profile:
         open_profile(config)

@@ -59,6 +59,7 @@ from lengthwise.session.planning import (
     with_steps,
 )
 from lengthwise.session.provenance import add_start
+from lengthwise.session.sample_prompts import text_sampling
 from lengthwise.session.sampling_report import sampling_report, training_warnings
 from lengthwise.session.validation_set import validation_corpus, validation_plans
 
@@ -184,6 +185,7 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
             peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
             callbacks=callbacks,
             validation=_validation(config, validation, spec=spec, cluster=cluster),
+            samples=text_sampling(config, corpus, spec),
             compiled=compiled_layers(sizes, world, start.folder, on_size),
             peek=planner.peek if isinstance(planner, PlanAhead) else None,
             ledger=RunLedger(corpus, partial(make_sampler, config, corpus), seed=config.seed),

@@ -165,6 +165,8 @@ class OptimConfig(UpdateSettings):
 class TrainConfig(ProcessSettings):
     """The training loop: steps, precision, checkpoints, records."""
 
+    multiline = ("sample_prompts",)
+
     steps: NumSteps | None = None
     """The number of optimizer steps; none: those of epochs, or 100. (In prepare the default is one epoch.)"""
     epochs: NumEpochs | None = None
@@ -175,6 +177,15 @@ class TrainConfig(ProcessSettings):
     also computed after the last step."""
     patience: NumSteps | None = None
     """Early stopping: training ends after so many validations in a row without a new lowest loss; none: never."""
+    sample_every: StepsOrNone = 0
+    """The number of steps between samples of text, which continue the sample prompts with the weights of the moment and
+    are written to samples.jsonl; there are also some after the last step; 0: there are none."""
+    sample_prompts: tuple[str, ...] = Field(default=(), max_length=64)
+    """The texts that samples continue."""
+    sample_tokens: int = Field(default=64, ge=1, le=1 << 20)
+    """The most tokens that a sample adds to its prompt."""
+    sample_temperature: float = Field(default=0, ge=0, le=100)
+    """The temperature that tokens of samples are drawn at; 0: the likeliest token is taken (greedy)."""
     compile: bool = False
     """Whether torch.compile compiles every layer, for the static sizes of plan.shapes."""
     dtype: Dtype = "float32"

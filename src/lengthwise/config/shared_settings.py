@@ -1,7 +1,7 @@
 """Settings that configuration files and ``lengthwise.prepare`` have in common: one name, type, default and meaning."""
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -17,6 +17,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+    multiline: ClassVar[tuple[str, ...]] = ()
+    """Settings whose text may have several lines."""
+
     @field_validator("*", mode="before")
     @classmethod
     def _check_plain(cls, value: Any, info: ValidationInfo) -> Any:
@@ -25,7 +28,8 @@ class Settings(BaseModel):
         if any(isinstance(part, bool) for part in values) and not cls._takes_bool(info.field_name):
             raise ValueError("a number or text is needed; true and false (also yes, no, on, off) are neither")
         for text in values:
-            if isinstance(text, str) and (len(text) > MAX_TEXT or _UNPRINTABLE.search(text)):
+            lines = text.split("\n") if isinstance(text, str) and info.field_name in cls.multiline else [text]
+            if isinstance(text, str) and (len(text) > MAX_TEXT or any(map(_UNPRINTABLE.search, lines))):
                 raise ValueError(f"text has at most {MAX_TEXT:,} characters and no control characters")
         return value
 

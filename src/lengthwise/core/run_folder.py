@@ -3,6 +3,7 @@
 config.yaml     the resolved configuration      status.json      how the run ended
 corpus.json     length statistics of the data   ledger.json      what became of it, token by token
 plans.jsonl     one StepPlan a line             metrics.jsonl    one step a line
+samples.jsonl   one sample of text a line
 timeline/       one file a rank, a step a line  checkpoints/     step_00000100/, latest
 tensorboard/    event files                     trace.json.gz, report.html
 compiler/       what train.compile compiled
@@ -91,6 +92,11 @@ class RunFolder:
         """One plan per step."""
         return self.path / "plans.jsonl"
 
+    @property
+    def samples(self) -> Path:
+        """One sample of text a line."""
+        return self.path / "samples.jsonl"
+
     def timeline(self, rank: int) -> Path:
         """What ``rank`` recorded, one step a line."""
         return self.path / "timeline" / f"rank_{rank:05d}.jsonl"
@@ -150,7 +156,7 @@ class RunFolder:
 
         The last line may be cut off, as by a kill.
         """
-        for path in (self.metrics, self.plans, *sorted((self.path / "timeline").glob("rank_*.jsonl"))):
+        for path in (self.metrics, self.plans, self.samples, *sorted((self.path / "timeline").glob("rank_*.jsonl"))):
             try:
                 for number, row in enumerate(read_jsonl(path), 1):
                     step = row.get("step")
@@ -212,6 +218,11 @@ class RunFolder:
         """Metrics of all steps, in order; a step trained again after a resume counts once, the last time."""
         rows = {_step_of(row, self.metrics): row for row in read_jsonl(self.metrics)}
         return [row for _, row in sorted(rows.items())]
+
+    def read_samples(self) -> list[dict[str, Any]]:
+        """Samples of text in the order of steps; a step trained again after a resume counts once, the last time."""
+        rows = {(_step_of(row, self.samples), str(row.get("prompt"))): row for row in read_jsonl(self.samples)}
+        return [row for (_, _), row in sorted(rows.items(), key=lambda item: item[0][0])]
 
     def read_plans(self) -> dict[int, StepPlan]:
         """Plans by step."""

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,14 @@ class Tokenizer(Protocol):
 
     def encode(self, documents: list[bytes]) -> Encoded:
         """Tokens of UTF-8 documents, without any end-of-sequence token."""
+        ...
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens of a text in which spelt special tokens count as such."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens."""
         ...
 
 
@@ -78,6 +87,14 @@ class ByteTokenizer:
         """One token a byte."""
         lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
         return np.frombuffer(b"".join(documents), dtype=np.uint8), lengths
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The bytes of the text; there are no special tokens to spell."""
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the bytes; ids that are none are left out."""
+        return bytes(id for id in ids if id < 256).decode(errors="replace")
 
 
 _LARGEST_KMER = 12
@@ -139,6 +156,17 @@ class KmerTokenizer:
             ids = ids[np.cumsum(edges[:-1], dtype=np.int8) == 0]
         return ids, lengths
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The k-mers of the text; there are no special tokens to spell."""
+        ids: list[int] = self.encode([text.encode()])[0].tolist()
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The first bases of each k-mer, up to where the next one begins; N for those that are unknown."""
+        k, unknown = self._num_bases, "4" * self._num_bases
+        runs = [np.base_repr(id, 4).zfill(k) if id < self.unknown_id else unknown for id in ids]
+        return "".join(run[: self._stride] for run in runs).translate(str.maketrans("01234", "ACGTN"))
+
     def _runs(self, bases: np.ndarray, count: int) -> np.ndarray:
         """The ids of ``count`` runs, one every stride."""
         ids = np.zeros(count, dtype=self._dtype)
@@ -188,6 +216,19 @@ class HuggingFaceTokenizer:
         ids = [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
         lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
         return np.concatenate(ids) if ids else np.empty(0, dtype=self._dtype), lengths
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Tokens by the file's own rules; special tokens that the text spells are special tokens."""
+        self._tokenizer.encode_special_tokens = False
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return ids
+        finally:
+            self._tokenizer.encode_special_tokens = True
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the tokens; special ones are spelt."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def append_eos(flat: np.ndarray, lengths: np.ndarray, eos_id: int) -> Encoded:

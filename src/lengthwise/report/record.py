@@ -37,6 +37,8 @@ class RunRecord:
     status: dict[str, Any]
     provenance: dict[str, Any]
     """Date, version, machine and command line of each start."""
+    samples: list[dict[str, Any]]
+    """Samples of text, in the order of steps; empty if none were asked for."""
 
     @property
     def starts(self) -> list[dict[str, Any]]:
@@ -113,11 +115,15 @@ def read_record(run: RunFolder) -> RunRecord:
         plans = run.read_plans()
     with _reading(run.path / "timeline"):
         timelines = run.read_timelines()
+    with _reading(run.samples):
+        samples = run.read_samples()
     documents: dict[str, dict[str, Any]] = {}
     for name in ("model", "corpus", "ledger", "sampling", "status", "provenance"):
         with _reading(run.path / f"{name}.json"):
             documents[name] = dict(run.read_json(f"{name}.json"))
-    record = RunRecord(folder=run, config=config, rows=rows, plans=plans, timelines=timelines, **documents)
+    record = RunRecord(
+        folder=run, config=config, rows=rows, plans=plans, timelines=timelines, samples=samples, **documents
+    )
     with _reading(run.path / "corpus.json"):
         _ = record.length_bins
     with _reading(run.path / PROVENANCE):

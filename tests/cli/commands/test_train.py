@@ -27,6 +27,7 @@ def corpus(tmp_path_factory) -> Path:
 def test_two_ranks_train_report_and_export(corpus, tmp_path):
     folder = tmp_path / "run"
     arguments = settings(corpus, folder, "train.steps=3", "train.tensorboard=true", "plan.policy=auto")
+    arguments += ["train.sample_every=2", "train.sample_prompts=[<b>ab, c]", "train.sample_tokens=3"]
     done = lengthwise("train", *arguments, "--nproc", 2, "--json", is_cold=True)
     assert json.loads(done.stdout)["status"]["state"] == "done"
     line = next(line for line in done.stderr.splitlines() if line.startswith("step 3/3"))
@@ -41,9 +42,12 @@ def test_two_ranks_train_report_and_export(corpus, tmp_path):
     assert ledger["rule"] == "split"
     assert ledger["tokens_in"] == ledger["tokens_out"]
     assert list((folder / "tensorboard").iterdir())
+    samples = RunFolder(folder).read_samples()
+    assert [(row["step"], row["prompt"]) for row in samples] == [(1, "<b>ab"), (1, "c"), (2, "<b>ab"), (2, "c")]
 
     lengthwise("report", folder)
-    assert (folder / "report.html").stat().st_size > 10_000
+    page = (folder / "report.html").read_text()
+    assert "<h3>Samples</h3>" in page and "<b>&lt;b&gt;ab</b>" in page
     lengthwise("export", folder, "--out", tmp_path / "hf")
     assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["config.json", "model.safetensors"]
     lengthwise("export", folder, "--out", tmp_path / "hf", expected=2)

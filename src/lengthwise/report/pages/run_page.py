@@ -66,5 +66,6 @@ def _section(run: RunReport, label: str, *, is_alone: bool) -> dict[str, Any]:
         "prediction": figures.prediction_figure(run),
         "slowest_columns": figures.SLOWEST_COLUMNS,
         "slowest": figures.slowest_rows(slowest_steps(summary)),
+        "samples": words.shown_samples(record),
         "config": record.config_text,
     }

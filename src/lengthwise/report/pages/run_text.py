@@ -8,6 +8,9 @@ from lengthwise.report.record import RunRecord
 from lengthwise.report.run_summary import RunSummary
 from lengthwise.report.units import compact, count, number, seconds, share
 
+MOST_SAMPLED_STEPS = 4
+"""Last steps whose samples of text a page shows."""
+
 
 class KeyFigure(NamedTuple):
     """One key figure."""
@@ -94,6 +97,17 @@ def what_ran(record: RunRecord, summary: RunSummary) -> list[tuple[str, str]]:
         *(start_facts(record.starts[-1], again=again) if record.starts else []),
     ]
     return [(term, words) for term, words in facts if words]
+
+
+def shown_samples(record: RunRecord) -> list[tuple[str, str, str]]:
+    """Step, prompt and continuation of the samples of text of the first and the last steps that have any."""
+    steps = list(dict.fromkeys(row["step"] for row in record.samples))
+    shown = {*steps[:1], *steps[-MOST_SAMPLED_STEPS:]}
+    return [
+        (f"step {row['step'] + 1:,}", str(row.get("prompt")), str(row.get("text")))
+        for row in record.samples
+        if row["step"] in shown
+    ]
 
 
 def start_facts(start: Mapping[str, Any], *, again: str = "") -> list[tuple[str, str]]:

@@ -32,6 +32,7 @@ from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.runtime.train.micro_batch_tensors import SourceError, TokenSource, masking_of
 from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, TimelineLines, measure, step_row
 from lengthwise.runtime.train.stop import StopRequest
+from lengthwise.runtime.train.text_samples import TextSampling
 from lengthwise.runtime.train.validation import Validation
 from lengthwise.sim.schedule_check import shares_of
 
@@ -84,6 +85,8 @@ class TrainingLoop:
     """None: layers run as they are."""
     validation: Validation | None = None
     """None: there is no validation set."""
+    samples: TextSampling | None = None
+    """None: no text is sampled."""
     stop: StopRequest | None = None
     """Notes signals since before there was a trainer; None: :meth:`fit` notes them."""
     next_step: int = field(default=0, init=False)
@@ -227,6 +230,7 @@ class TrainingLoop:
         if train.timeline:
             writers["timeline"].on_step(timeline_to_row(timeline))
         validated = self._validate()
+        self._sample(writers)
         if self.world.is_first:
             row = step_row(plan, result, measured, model=self.spec, peak_flops_per_s=self.peak_flops_per_s)
             row |= validated
@@ -246,6 +250,14 @@ class TrainingLoop:
         ACTIVITY.begin("validation", step=self.next_step - 1)
         return self.validation.compute(self.next_step, self.model, self.state, masking=self.masking)
 
+    def _sample(self, writers: dict[str, JsonLines]) -> None:
+        """Sample text and record it if that is due after the steps done so far."""
+        if self.samples is None or not self.samples.is_due(self.next_step, num_steps=self.config.train.num_steps):
+            return
+        ACTIVITY.begin("samples of text", step=self.next_step - 1)
+        for row in self.samples.rows(self.next_step, self.model, self.state):
+            writers["samples"].on_step(row)
+
     def _following_packs(self) -> list[Pack]:
         """This rank's packs of the following step, if its plan is known."""
         plan = self.peek() if self.peek is not None else None
@@ -255,6 +267,7 @@ class TrainingLoop:
         paths = {"timeline": self.folder.timeline(self.world.rank)} if self.config.train.timeline else {}
         if self.world.is_first:
             paths |= {"plans": self.folder.plans, "metrics": self.folder.metrics}
+            paths |= {"samples": self.folder.samples} if self.samples is not None else {}
         for path in paths.values():
             path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished_line(path)
