@@ -1,6 +1,7 @@
 """Speeds, memory and price of one device, and presets from vendors' data sheets."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.wording import GIB
@@ -43,6 +44,13 @@ class DeviceSpec:
     """Devices that share a fast link, where a cluster does not say."""
     price_per_hour: float | None = None
     """Price of one device for an hour, in any currency; None: not known."""
+    matmul_share: float = 0.7
+    """Share of the peak rate that products with weights reach in a layer of unlimited width, all that lies between
+    them included."""
+    matmul_half_size: float = 0.0
+    """Hidden size at which they reach half of that."""
+    attention_share: float = 0.55
+    """Share of the peak rate that attention reaches, forward and backward."""
     margin_bytes: int = 0
     """Memory beside ``memory_bytes`` that plans leave free."""
 
@@ -84,11 +92,25 @@ class DeviceSpec:
             )
         return replace(self, memory_bytes=int(memory_gib * GIB), margin_bytes=0)
 
+    def matmul_flops_per_s(self, dtype: str, *, hidden_size: int) -> float:
+        """Rate of products with the weights of layers of ``hidden_size``."""
+        share = self.matmul_share * hidden_size / (hidden_size + self.matmul_half_size)
+        return share * self.peak_flops_per_s(dtype)
+
+    def attention_flops_per_s(self, dtype: str) -> float:
+        """Rate of attention."""
+        return self.attention_share * self.peak_flops_per_s(dtype)
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak dense rate of products in ``dtype``."""
         is_wide = dtype in ("float32", "float64")
         return self.float32_flops_per_s if is_wide and self.float32_flops_per_s else self.flops_per_s
 
+
+# Fitted to public measurements (benchmarks/calibration.md). An H200 is an H100 with other memory; of Blackwell
+# there are no public rows in bfloat16, so it has the H100's shares too. Others have the defaults.
+_A100: dict[str, Any] = {"matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7}
+_H100: dict[str, Any] = {"matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45}
 
 # Memory as CUDA reports it (torch's errors when it runs out, Hydraulis' tables), which is less than the name says.
 # Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
@@ -97,33 +119,33 @@ DEVICES = {
     for spec in (
         DeviceSpec(
             name="A100-40GB", memory_bytes=int(39.39 * GIB), flops_per_s=312e12, memory_bytes_per_s=1.555e12,
-            link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT,
+            link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT, **_A100,
         ),
         DeviceSpec(
             name="A100-80GB", memory_bytes=int(79.15 * GIB), flops_per_s=312e12, memory_bytes_per_s=2.039e12,
-            link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT,
+            link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT, **_A100,
         ),
         DeviceSpec(
             name="A800-80GB", memory_bytes=81_252 * GIB // 1024, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
-            link_bytes_per_s=200e9, network_bytes_per_s=200 * GBIT,
+            link_bytes_per_s=200e9, network_bytes_per_s=200 * GBIT, **_A100,
         ),
         DeviceSpec(
             name="H100-80GB", memory_bytes=int(79.10 * GIB), flops_per_s=989e12, memory_bytes_per_s=3.35e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT,
+            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100,
         ),
         DeviceSpec(
             name="H200-141GB", memory_bytes=int(139.72 * GIB), flops_per_s=989e12, memory_bytes_per_s=4.8e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT,
+            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100,
         ),
         DeviceSpec(
             name="B200-180GB", memory_bytes=int(178.35 * GIB), flops_per_s=2250e12, memory_bytes_per_s=8e12,
-            link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT,
+            link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT, **_H100,
         ),
         # NVIDIA GB200 NVL72 data sheet, per GPU: 2.5 PFLOPS, 186 GB, 8 TB/s; NVLink 5 joins 72 GPUs, and a port of 400
         # Gbit/s each leaves the rack.
         DeviceSpec(
             name="GB200-186GB", memory_bytes=186 * GIB, flops_per_s=2500e12, memory_bytes_per_s=8e12,
-            link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT, devices_per_node=72,
+            link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT, devices_per_node=72, **_H100,
         ),
         # AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 192 GB, 5.3 TB/s; seven Infinity Fabric links of 64 GB/s per
         # direction, one to each other GPU of the node.

@@ -12,7 +12,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement, dense_scheme, spread
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.analytic.stage_time import ATTENTION_EFFICIENCY, LAUNCH_S, MATMUL_EFFICIENCY
+from lengthwise.cost.analytic.stage_time import LAUNCH_S
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.links import LINK_EFFICIENCY, collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s
 from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
@@ -20,6 +20,8 @@ from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
 MODEL = model_preset("llama-7b")
 CLUSTER = cluster_preset("2x8xA800-80GB")
 COST = AnalyticCost(model=MODEL, cluster=CLUSTER)
+MATMUL_FLOPS_PER_S = CLUSTER.device.matmul_flops_per_s("bfloat16", hidden_size=MODEL.hidden_size)
+ATTENTION_FLOPS_PER_S = CLUSTER.device.attention_flops_per_s("bfloat16")
 DENSE = dense_scheme(MODEL.num_layers)
 SCHEMES = [DENSE, *(scheme_of(MODEL, method, stages=2, recomputed=5) for method in PARALLEL)]
 MIXED = PipelineConfig(
@@ -58,8 +60,7 @@ def test_one_device_does_the_models_flops_at_the_stated_shares():
     lengths = np.array([1, 1000, 100_000])
     attention = 6.0 * MODEL.num_layers * MODEL.num_heads * MODEL.head_size * lengths.astype(float) ** 2
     matmuls = MODEL.train_flops(lengths) - attention
-    peak = CLUSTER.device.flops_per_s
-    expected = matmuls / (MATMUL_EFFICIENCY * peak) + attention / (ATTENTION_EFFICIENCY * peak)
+    expected = matmuls / MATMUL_FLOPS_PER_S + attention / ATTENTION_FLOPS_PER_S
     assert COST.sequence_times_s(lengths, DENSE) == pytest.approx(expected)
     assert COST.comm_times_s(lengths, DENSE).tolist() == [0, 0, 0]
     assert COST.overhead_s(DENSE) == pytest.approx(LAUNCH_S * 32)
@@ -74,11 +75,11 @@ def test_recompute_costs_exactly_one_more_forward_of_its_layers(method):
         COST.sequence_times_s(lengths, s) - COST.sequence_times_s(lengths, none) for s in (some, every)
     )
     assert all_more_s == pytest.approx(4 * more_s)
-    forward, peak = layer_volume(MODEL, method, degree=degree, dtype="bfloat16").forward, CLUSTER.device.flops_per_s
-    attention_s = forward.attention_flops * lengths**2 / (ATTENTION_EFFICIENCY * peak)
+    forward = layer_volume(MODEL, method, degree=degree, dtype="bfloat16").forward
+    attention_s = forward.attention_flops * lengths**2 / ATTENTION_FLOPS_PER_S
     hops_s = forward.tokens.ring * lengths / hop_bytes_per_s(degree, CLUSTER)
     sent_s = (forward.tokens.num_bytes - forward.tokens.ring) * lengths / collective_bytes_per_s(degree, CLUSTER)
-    matmul_s = forward.matmul_flops * lengths / (MATMUL_EFFICIENCY * peak)
+    matmul_s = forward.matmul_flops * lengths / MATMUL_FLOPS_PER_S
     assert more_s == pytest.approx(8 * (matmul_s + np.maximum(attention_s, hops_s) + sent_s))
     assert COST.overhead_s(some) - COST.overhead_s(none) == pytest.approx(
         (COST.overhead_s(every) - COST.overhead_s(none)) / 4
@@ -92,7 +93,7 @@ def test_hops_hide_behind_the_attention_of_long_sequences_only():
     assert long == 0
     attention = 6.0 * MODEL.num_layers * MODEL.num_heads * MODEL.head_size * 1e12 / 8
     rest = float(COST.sequence_times_s(np.array([1]), DENSE)[0]) / 8
-    expected = attention / (ATTENTION_EFFICIENCY * CLUSTER.device.flops_per_s)
+    expected = attention / ATTENTION_FLOPS_PER_S
     assert COST.sequence_times_s(np.array([1_000_000]), scheme)[0] == pytest.approx(expected + rest * 1e6, rel=1e-3)
 
 
@@ -110,7 +111,7 @@ def test_gathering_weights_is_paid_per_micro_batch_and_not_per_token():
 def test_a_stage_is_priced_by_the_slowest_of_the_pipeline():
     lengths = np.array([10, 1000, 100_000])
     two = scheme_of(MODEL, Method.DENSE, degree=1, stages=2)
-    head_s = 6 * MODEL.hidden_size * MODEL.vocab_size * lengths / (MATMUL_EFFICIENCY * CLUSTER.device.flops_per_s)
+    head_s = 6 * MODEL.hidden_size * MODEL.vocab_size * lengths / MATMUL_FLOPS_PER_S
     handed_s = 2 * MODEL.hidden_size * 2 * lengths / hop_bytes_per_s(2, CLUSTER)
     half_s = (COST.sequence_times_s(lengths, DENSE) - head_s) / 2
     assert COST.sequence_times_s(lengths, two) == pytest.approx(half_s + head_s + handed_s)

@@ -12,15 +12,6 @@ from lengthwise.cost.analytic.volume import LayerPass, layer_volume
 from lengthwise.cost.links import call_s, collective_bytes_per_s, collectives_s, hop_bytes_per_s, ring_s
 from lengthwise.cost.memory_model import DTYPE_BYTES
 
-MATMUL_EFFICIENCY = 0.7
-"""Share of the peak rate of everything that grows with tokens: products with weights and what lies between them.
-
-From the published fits of Hydraulis at degree 1, where nothing is communicated: 0.67 to 0.74 on A800s for 7B, 13B and
-32B; one CPU thread reaches 0.66 with llama-tiny. A constant share, for a micro-batch's time must be the sum of its
-sequences'; profiles replace it.
-"""
-ATTENTION_EFFICIENCY = 0.55
-"""Share of the peak rate of attention, from the same fits at higher degrees: 0.43 to 0.62; 0.6 on the CPU."""
 LAUNCH_S = 2e-4
 """Seconds per layer and micro-batch that do not depend on its tokens: some forty kernel launches, a third forward."""
 CPU_LAUNCH_S = 4e-3
@@ -130,10 +121,10 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
     them whole is charged in full to the micro-batch: it does not shrink with fewer tokens, and what compute hides of it
     would depend on them. Tokens handed to the next stage and gradients to the one before are exposed.
     """
-    peak = cluster.device.peak_flops_per_s(dtype)
-    rates = (MATMUL_EFFICIENCY * peak, ATTENTION_EFFICIENCY * peak)
+    device = cluster.device
+    rates = (device.matmul_flops_per_s(dtype, hidden_size=model.hidden_size), device.attention_flops_per_s(dtype))
     total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=model.reach)
-    launch_s = CPU_LAUNCH_S if cluster.device.name == "cpu" else LAUNCH_S
+    launch_s = CPU_LAUNCH_S if device.name == "cpu" else LAUNCH_S
     layers = Counter((scheme.methods[layer], scheme.recompute[layer]) for layer in scheme.layers_of_stage(stage))
     for (method, recomputed), count in sorted(layers.items()):
         volume = layer_volume(model, method, degree=scheme.degree, dtype=dtype)

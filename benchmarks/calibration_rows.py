@@ -1,0 +1,215 @@
+"""Public measurements of training speed, and what our costs say of the same runs.
+
+Rows of ``public_measurements.csv`` have whole weights or FSDP; Hydraulis' rows come from its published fits. A row's
+prediction is linear in the reciprocals of the device's shares of peak, so that a fit takes no costs but the first ones.
+"""
+
+import csv
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from hydraulis_cost import TABLES, PublishedCost
+
+from lengthwise.core.device_spec import DEVICES, DeviceSpec
+from lengthwise.core.pipeline_config import Method, PipelineConfig, uniform_scheme
+from lengthwise.core.specs import ClusterSpec, ModelSpec, model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.links import collective_bytes_per_s
+
+FILE = Path(__file__).parent / "public_measurements.csv"
+SOURCES = {
+    "1": "https://github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking/README.md",
+    "2": "https://pypi.org/project/ai2-olmo-core/1.5.0",
+    "3": "https://github.com/pytorch/torchtitan/blob/31a17bf/benchmarks/llama3_h100_202412_torchtitan.md",
+    "4": "https://github.com/huggingface/trl/pull/6846",
+    "5": "https://docs.nvidia.com/nemo/automodel/nightly/performance-summary.html",
+    "6": "https://github.com/pytorch/torchtitan/blob/0413364/docs/performance.md",
+    "7": "https://github.com/Dao-AILab/flash-attention/blob/0b037c2/training/README.md",
+    "8": "https://github.com/PKU-DAIR/Hetu at 9e47240, examples/hydraulis/strategy",
+}
+OLD_KERNELS = ("llm-foundry", "flash-attention")
+"""Systems whose attention is FlashAttention 1 or its Triton form, of 2022 and 2023."""
+NEVER = 1e9
+"""A share of the peak with which something takes no time."""
+DEVICE_OF = {"H100-96GB-500W": replace(DEVICES["H100-80GB"], name="H100-96GB-500W", flops_per_s=835e12)}
+"""Torchtitan's H100s have 500 W; its authors put their peak between the SXM's and the NVL's, which this is."""
+RING_DEGREES = {"trl": 8, "automodel": 2}
+"""Ranks that share a sequence."""
+
+
+def _model(num_layers: int, hidden_size: int, num_heads: int, **others: object) -> ModelSpec:
+    sizes = {
+        "num_kv_heads": num_heads, "ffn_size": 4 * hidden_size, "gated_ffn": False, "tied_embeddings": True,
+        "vocab_size": 50_368, "head_size": hidden_size // num_heads, **others,
+    }  # fmt: skip
+    return ModelSpec(
+        name="generic", family="generic", num_layers=num_layers, hidden_size=hidden_size, num_heads=num_heads, **sizes
+    )
+
+
+_LLAMA_3 = {"num_kv_heads": 8, "gated_ffn": True, "vocab_size": 128_256, "tied_embeddings": False}
+_LLAMA_2 = {"gated_ffn": True, "vocab_size": 32_000, "tied_embeddings": False}
+_OLMO = {"gated_ffn": True, "vocab_size": 100_352, "tied_embeddings": False}
+MODELS = {
+    "mpt-760m": _model(24, 1536, 12), "mpt-1b": _model(24, 2048, 16), "mpt-3b": _model(32, 2560, 20),
+    "mpt-7b": _model(32, 4096, 32), "mpt-13b": _model(40, 5120, 40), "mpt-30b": _model(48, 7168, 56),
+    "mpt-70b": _model(80, 8192, 64), "gpt3-125m": _model(12, 768, 12), "gpt3-355m": _model(24, 1024, 16),
+    "gpt3-760m": _model(24, 1536, 16), "gpt3-1.3b": _model(24, 2048, 16), "gpt3-2.7b": _model(32, 2560, 20),
+    "llama-3-8b": _model(32, 4096, 32, ffn_size=14_336, **_LLAMA_3),
+    "llama-3-70b": _model(80, 8192, 64, ffn_size=28_672, **_LLAMA_3),
+    "llama-2-13b": _model(40, 5120, 40, ffn_size=13_824, **_LLAMA_2),
+    "llama-2-70b": _model(80, 8192, 64, ffn_size=28_672, **{**_LLAMA_2, "num_kv_heads": 8}),
+    "olmo-1b": _model(18, 2048, 16, ffn_size=8192, **_OLMO), "olmo-7b": _model(32, 4096, 32, ffn_size=11_008, **_OLMO),
+    "olmo-13b": _model(40, 5120, 40, ffn_size=13_824, **_OLMO),
+    "qwen3-8b": _model(36, 4096, 32, ffn_size=12_288, **{**_LLAMA_3, "vocab_size": 151_936}, head_size=128),
+}  # fmt: skip
+"""Sizes from the models' own configurations; MPT's agree with the numbers of parameters in its table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constants:
+    """What is fitted of a chip."""
+
+    matmul_share: float
+    matmul_half_size: float
+    attention_share: float
+    old_attention_share: float
+    """Of kernels of 2023; ships with nothing."""
+
+    def on(self, device: DeviceSpec, *, is_old: bool = False) -> DeviceSpec:
+        """The device with these constants."""
+        return replace(
+            device,
+            matmul_share=self.matmul_share,
+            matmul_half_size=self.matmul_half_size,
+            attention_share=self.old_attention_share if is_old else self.attention_share,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured run."""
+
+    system: str
+    device: DeviceSpec
+    num_devices: int
+    label: str
+    """Model, length, micro-batch and recompute, in words."""
+    model: ModelSpec
+    scheme: PipelineConfig
+    lengths: tuple[int, ...]
+    accumulation: int
+    is_fsdp: bool
+    tokens_per_s: float
+    """Of each device, as measured."""
+    source: str
+
+    @property
+    def chip(self) -> str:
+        """The chip by which constants are fitted: an A800 is an A100."""
+        return "A100" if self.device.name.startswith("A") else "H100"
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the run had attention kernels of 2023."""
+        return self.system in OLD_KERNELS
+
+    def predicted(self, constants: Constants, *, knows_kernel: bool = True) -> float:
+        """Tokens per second and device under ``constants``. ``knows_kernel``: old kernels are told apart."""
+        matmul_s, attention_s, rest_s, moved_s, update_s = self.parts
+        hidden = self.model.hidden_size
+        share = constants.matmul_share * hidden / (hidden + constants.matmul_half_size)
+        is_old = self.is_old and knows_kernel
+        attention = constants.old_attention_share if is_old else constants.attention_share
+        computed_s = matmul_s / share + attention_s / attention + rest_s
+        return self.device_tokens / (max(computed_s, moved_s) + update_s / self.accumulation)
+
+    def error(self, constants: Constants, *, knows_kernel: bool = True) -> float:
+        """Relative error of the predicted rate."""
+        return self.predicted(constants, knows_kernel=knows_kernel) / self.tokens_per_s - 1
+
+    @property
+    def device_tokens(self) -> float:
+        """Tokens of a micro-batch, per device."""
+        return sum(self.lengths) / self.scheme.num_devices
+
+    @cached_property
+    def parts(self) -> tuple[float, float, float, float, float]:
+        """Seconds of a micro-batch's products and attention at the peak, rest and moved weights; of a step's update."""
+        rest_s = self._micro_batch_s(NEVER, NEVER)
+        matmul_s = self._micro_batch_s(1.0, NEVER) - rest_s
+        attention_s = self._micro_batch_s(NEVER, 1.0) - rest_s
+        moved_s = update_s = 0.0
+        if self.is_fsdp:  # gathered for both passes and scattered, in bfloat16, beneath the computation
+            moved = 6 * self.model.num_params * (self.num_devices - 1) / self.num_devices
+            moved_s = moved / collective_bytes_per_s(self.num_devices, self._cluster(self.device))
+            update_s = 32 * self.model.num_params / self.num_devices / self.device.memory_bytes_per_s
+        return matmul_s, attention_s, rest_s, moved_s, update_s
+
+    def _cluster(self, device: DeviceSpec) -> ClusterSpec:
+        return ClusterSpec(num_nodes=-(-self.num_devices // 8), devices_per_node=8, device=device)
+
+    def _micro_batch_s(self, matmul_share: float, attention_share: float) -> float:
+        device = replace(self.device, matmul_share=matmul_share, matmul_half_size=0.0, attention_share=attention_share)
+        cost = AnalyticCost(model=self.model, cluster=self._cluster(device))
+        return cost.time_s(self.lengths, self.scheme) * self.scheme.num_stages
+
+
+def read_rows() -> list[Row]:
+    """All rows of the table, and Hydraulis' fits at lengths of 8K and 32K."""
+    with FILE.open() as file:
+        rows = [_row(fields) for fields in csv.DictReader(file)]
+    return [*rows, *(row for name in TABLES for row in _hydraulis_rows(name))]
+
+
+def _row(fields: dict[str, str]) -> Row:
+    model, length = MODELS[fields["model"]], int(fields["length"])
+    degree = RING_DEGREES.get(fields["system"], 1)
+    recomputed = {"all": model.num_layers, "half": model.num_layers // 2, "none": 0}[fields["recompute"]]
+    method = Method.RING if degree > 1 else Method.DENSE
+    return Row(
+        system=fields["system"],
+        device=DEVICE_OF.get(fields["device"]) or DEVICES[fields["device"]],
+        num_devices=int(fields["gpus"]),
+        label=f"{fields['model']}, {length:,} x {fields['micro_batch']}, recompute {fields['recompute']}",
+        model=model,
+        scheme=uniform_scheme(model.num_layers, degree=degree, method=method, recomputed=recomputed),
+        lengths=(length,) * int(fields["micro_batch"]),
+        accumulation=int(fields["accumulation"]),
+        is_fsdp=True,
+        tokens_per_s=float(fields["tokens_per_s"]),
+        source=fields["source"],
+    )
+
+
+def _hydraulis_rows(name: str) -> list[Row]:
+    published, rows = PublishedCost(name), []
+    model = replace(model_preset(name), vocab_size=published.table.vocab_size)
+    for degree, stages in published.table.fits_ms:
+        method = Method.MEGATRON_TS if degree > 1 else Method.DENSE
+        scheme = uniform_scheme(model.num_layers, degree=degree, stages=stages, method=method)
+        for length in (8192, 32768):
+            measured_s = published.time_s((length,), scheme) * stages
+            rows.append(
+                Row(
+                    system="hydraulis",
+                    device=DEVICES["A800-80GB"],
+                    num_devices=64,
+                    label=f"{name}, {length:,}, {scheme.name}",
+                    model=model,
+                    scheme=scheme,
+                    lengths=(length,),
+                    accumulation=1,
+                    is_fsdp=False,
+                    tokens_per_s=length / degree / stages / measured_s,
+                    source="8",
+                )
+            )
+    return rows
+
+
+def errors(rows: list[Row], constants: Constants, *, knows_kernel: bool = True) -> np.ndarray:
+    """Relative error of every row."""
+    return np.array([row.error(constants, knows_kernel=knows_kernel) for row in rows])

@@ -1,0 +1,53 @@
+"""Presets of GPUs are near what others measured, and every public measurement says where it stands."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+MEDIAN, WORST = 0.10, 0.25
+"""Of the presets on systems with attention kernels of today; the worst of runs, for Hydraulis' rows are of fits."""
+
+
+@pytest.fixture(scope="module")
+def calibration():
+    sys.path.insert(0, str(FOLDER))
+    try:
+        import calibration
+
+        yield calibration
+    finally:
+        sys.path.remove(str(FOLDER))
+
+
+def test_every_row_has_a_source_and_there_are_enough_of_each_chip(calibration):
+    rows = calibration.read_rows()
+    published = [row for row in rows if row.system != "hydraulis"]
+    assert len(published) >= 60
+    assert {row.source for row in rows} == set(calibration.SOURCES)
+    assert all(len({row.system for row in published if row.chip == chip}) >= 3 for chip in ("A100", "H100"))
+
+
+@pytest.mark.parametrize("chip", ["A100", "H100"])
+def test_presets_predict_what_systems_with_kernels_of_today_measured(calibration, chip):
+    rows = [row for row in calibration.read_rows() if row.chip == chip and not row.is_old]
+    constants = calibration.shipped(chip, calibration.START)
+    missed = np.abs([row.error(constants) for row in rows])
+    runs = [miss for row, miss in zip(rows, missed) if row.system != "hydraulis"]
+    assert np.median(missed) <= MEDIAN and max(runs) <= WORST
+
+
+def test_a_row_is_linear_in_the_reciprocals_of_the_shares(calibration):
+    """What a fit takes for a prediction is what costs with its constants say."""
+    constants = calibration.Constants(
+        matmul_share=0.5, matmul_half_size=700.0, attention_share=0.3, old_attention_share=0.2
+    )
+    for row in calibration.read_rows():
+        if row.system == "hydraulis":
+            cost = AnalyticCost(model=row.model, cluster=row._cluster(constants.on(row.device)))
+            seconds = cost.time_s(row.lengths, row.scheme) * row.scheme.num_stages
+            assert row.predicted(constants) == pytest.approx(row.device_tokens / seconds, rel=1e-6)
