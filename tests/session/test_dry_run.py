@@ -62,9 +62,16 @@ def test_collectives_of_every_rank_are_those_of_the_proven_plan(document):
 def test_flops_and_sent_bytes_are_those_of_the_closed_forms(document):
     for row in document["ranks"]:
         predicted = row["predicted"]
-        assert row["flops"]["products"] == pytest.approx(predicted["flops"]["products"], rel=1e-9), row["rank"]
-        # Costs count half of a square; the kernels compute the diagonal too.
+        # Tokens without a target skip the head: a rank may have one more of them than its share.
+        assert row["flops"]["products"] == pytest.approx(predicted["flops"]["products"], rel=0.001), row["rank"]
+        # Costs count half of each square of attention, of which kernels compute the diagonal too.
         assert row["flops"]["attention"] == pytest.approx(predicted["flops"]["attention"], rel=0.01), row["rank"]
+
+
+def test_the_host_waits_for_the_device_in_the_update_alone(document):
+    for row in document["ranks"]:
+        waits = [(wait["line"].partition(" in ")[2], wait["count"]) for wait in row["synchronisations"]]
+        assert waits == [("global_norm", 1)], (row["rank"], row["synchronisations"])
 
 
 def test_a_rank_that_is_not_there_is_refused():

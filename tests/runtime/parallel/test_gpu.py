@@ -5,7 +5,7 @@ import torch
 
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.parallel.attention_blocks import attend_block, attend_block_backward
+from lengthwise.runtime.parallel.attention_blocks import Task, attend_block, attend_block_backward, packed
 from tests.runtime.models.cases import assert_same
 from tests.runtime.parallel.cases import SHARDED, WHOLE, execution_of, model_of, pack_of, small
 
@@ -27,9 +27,13 @@ def test_blocks_with_log_sum_exps_equal_plain_attention(heads, causal):
     q, dout = draw(2, 96, num_heads, 64), draw(2, 96, num_heads, 64)
     k, v = draw(2, 96, num_kv_heads, 64), draw(2, 96, num_kv_heads, 64)
     half = [x.to("cuda", torch.bfloat16) for x in (q, k, v, dout)]
-    out, lse = attend_block(*half[:3], causal=causal)
+    blocks = Task(query=0, num_queries=96, key=0, num_keys=96, causal=causal, count=2)
+    (task,) = packed([blocks], torch.device("cuda"))
+    rows = [x.flatten(0, 1) for x in half]
+    out, lse = task.attend(*rows[:3])
     found = {"out": out, "lse": lse}
-    found |= dict(zip("qkv", attend_block_backward(half[3], tuple(half[:3]), out, lse, causal=causal)))
+    found |= dict(zip("qkv", task.attend_backward(rows[3], tuple(rows[:3]), out, lse)))
+    found = {name: x.unflatten(0, (2, 96)) for name, x in found.items()}
     expected_out, expected_lse = attend_block(q, k, v, causal=causal)
     expected = {"out": expected_out, "lse": expected_lse}
     expected |= dict(zip("qkv", attend_block_backward(dout, (q, k, v), expected_out, expected_lse, causal=causal)))

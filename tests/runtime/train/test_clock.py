@@ -40,15 +40,37 @@ def test_zero_is_when_the_first_rank_started():
     assert clock.timeline(0).spans[0].start_s == pytest.approx(before + 100.0, abs=1.0)
 
 
-def test_on_a_gpu_spans_wait_for_the_stream_that_computes_and_never_for_communication():
-    """A message or a push may only end after other ranks have received what this one sends after the span."""
-    stream = mock.Mock()
+class FakeEvent:
+    """An event of a device that reaches each event a tenth of a second after the one before."""
+
+    recorded, synchronised = 0, 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at_ms, FakeEvent.recorded = 100.0 * FakeEvent.recorded, FakeEvent.recorded + 1
+
+    def elapsed_time(self, end):
+        return end.at_ms - self.at_ms
+
+    def synchronize(self):
+        FakeEvent.synchronised += 1
+
+
+def test_on_a_gpu_spans_are_those_of_the_device_and_the_host_waits_once():
+    """Waiting for each span would keep the host from sending the next micro-batch's kernels ahead."""
     with (
-        mock.patch.object(torch.cuda, "current_stream", return_value=stream) as current,
+        mock.patch.object(torch.cuda, "Event", FakeEvent),
         mock.patch.object(torch.cuda, "synchronize", side_effect=AssertionError("waits for all streams")),
+        mock.patch.object(torch.cuda, "current_stream", side_effect=AssertionError("waits for a stream")),
     ):
         clock = clock_on("cuda:1")
-        with clock.span(SpanKind.COMPUTE), clock.interruption(SpanKind.COMMUNICATE):
+        with clock.span(SpanKind.COMPUTE, "forward 0"), clock.interruption(SpanKind.COMMUNICATE, "pull"):
             pass
-    assert stream.synchronize.call_count == 4
-    assert {call.args for call in current.call_args_list} == {(torch.device("cuda:1"),)}
+        assert FakeEvent.synchronised == 0
+        spans = clock.timeline(0).spans
+    assert FakeEvent.synchronised == 1
+    assert [span.name for span in spans] == ["forward 0", "pull", "forward 0"]
+    assert [span.duration_s for span in spans] == pytest.approx([0.1, 0.1, 0.1])
+    assert spans[0].start_s == pytest.approx(0.1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
+from lengthwise.core.batch import num_targets
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
@@ -58,4 +59,5 @@ def _add(work: RankWork, pipeline: Pipeline, micro_batch: PlannedMicroBatch, sta
         work.add(volume.forward, micro_batch, model, count=1 + scheme.recompute[layer])
         work.add(volume.backward, micro_batch, model, count=1)
     if stage == scheme.num_stages - 1:
-        work.matmul_flops += 6.0 * model.hidden_size * model.vocab_size * micro_batch.pack.num_tokens / scheme.degree
+        targets = num_targets(micro_batch.pack.lengths, objective=model.objective)
+        work.matmul_flops += 6.0 * model.hidden_size * model.vocab_size * targets / scheme.degree

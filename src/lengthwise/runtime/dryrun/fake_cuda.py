@@ -24,7 +24,7 @@ def install() -> None:
     cuda.set_device = lambda device: None
     cuda.memory_allocated = lambda device=None: _recorders[-1].memory.total if _recorders else 0
     tensor, fake_tensor, optimizer = cast(Any, Tensor), cast(Any, FakeTensor), import_module("torch.optim.optimizer")
-    tensor.pin_memory, fake_tensor.tolist = _pin_memory, _tolist
+    tensor.pin_memory, tensor.is_pinned, fake_tensor.tolist = _pin_memory, _is_pinned, _tolist
     optimizer._foreach_supported_types.append(FakeTensor)  # as AdamW treats parameters on a GPU
     cast(Any, FakeTensorMode).avoid_device_init = True  # tensors of the device come from tensors of the host
     library = torch.library.Library("aten", "IMPL")
@@ -105,6 +105,10 @@ def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
     if _recorders:
         _recorders[-1].pinned.add(pinned.untyped_storage().data_ptr())
     return pinned
+
+
+def _is_pinned(tensor: Tensor, device: Any = None) -> bool:
+    return bool(_recorders) and tensor.untyped_storage().data_ptr() in _recorders[-1].pinned
 
 
 def _tolist(tensor: Tensor) -> Any:

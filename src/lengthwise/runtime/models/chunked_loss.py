@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lengthwise.runtime.models.targets import IGNORE
+from lengthwise.runtime.models.targets import rows_with_target
 
 # Logits of one chunk. A CPU's cache wants it small (measured: 8 MiB of float32, but at least 128 tokens per product), a
 # GPU wants large products.
@@ -22,7 +22,13 @@ def chunk_tokens(vocab_size: int, device: torch.device) -> int:
 
 
 def chunked_cross_entropy(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, chunk_tokens: int, bias_V: Tensor | None = None
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    chunk_tokens: int,
+    bias_V: Tensor | None = None,
+    rows_R: Tensor | None = None,
 ) -> Tensor:
     """Sum over the tokens that have a target of ``-log softmax(hidden @ head.T + bias)[target]``: a scalar.
 
@@ -36,10 +42,14 @@ def chunked_cross_entropy(
         targets_T: int64, ``IGNORE`` where there is none.
         chunk_tokens: rows of logits held at once.
         bias_V: added to the logits.
+        rows_R: places of the tokens that have a target; without it they are looked for, which makes the host wait for
+            a GPU.
     """
+    if rows_R is None:
+        rows_R = rows_with_target(targets_T)
     grad = torch.is_grad_enabled()
     needs = (grad and hidden_TD.requires_grad, grad and head_VD.requires_grad)
-    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TD, head_VD, bias_V, targets_T, chunk_tokens, needs)
+    loss: Tensor = _ChunkedCrossEntropy.apply(hidden_TD, head_VD, bias_V, targets_T, rows_R, chunk_tokens, needs)
     return loss
 
 
@@ -51,13 +61,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_TD, head_VD, bias_V, targets_T, chunk_tokens, needs):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden_TD, head_VD, bias_V, targets_T, rows_R, chunk_tokens, needs):  # type: ignore[no-untyped-def]
         wide = torch.promote_types(hidden_TD.dtype, torch.float32)
         loss = hidden_TD.new_zeros((), dtype=wide)
         dhidden_TD = torch.zeros_like(hidden_TD) if needs[0] else None
         dhead_VD = torch.zeros_like(head_VD, dtype=wide) if needs[1] else None
         dbias_V = torch.zeros_like(bias_V, dtype=wide) if needs[1] and bias_V is not None else None
-        for rows_C in (targets_T != IGNORE).nonzero().squeeze(1).split(chunk_tokens):
+        for rows_C in rows_R.split(chunk_tokens):
             hidden_CD, targets_C = hidden_TD[rows_C], targets_T[rows_C]
             logits_CV = (hidden_CD @ head_VD.T).to(wide)
             if bias_V is not None:
@@ -89,9 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None if dhidden_TD is None else dhidden_TD * grad.to(dhidden_TD.dtype),
             None if dhead_VD is None else (dhead_VD * grad).to(ctx.head_dtype),
             None if dbias_V is None else (dbias_V * grad).to(ctx.head_dtype),
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 

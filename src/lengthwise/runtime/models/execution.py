@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import Dense, Operators, Tables
+from lengthwise.runtime.models.targets import rows_with_target
 
 MakeTables = Callable[[np.ndarray], Tables | None]
 """A model's rotary tables for tokens at some offsets of their sequences; None where it has none."""
@@ -87,15 +89,25 @@ class OneDevice:
         layers: range,
         recompute: Sequence[bool] = (),
         watch: ExecutionWatch | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """``views``: of the layers, in turn; ``recompute``: one flag per layer, or none for no layer."""
+        """``views``: of the layers, in turn; ``recompute``: one flag per layer, or none for no layer; ``device``: where
+        the model is, if tokens and targets are on the host.
+        """
         self.layers, self.watch = layers, watch or ExecutionWatch()
-        self.tokens_T, self.targets_T, self.views, self.recompute = tokens_T, targets_T, views, recompute
+        self.views, self.recompute = views, recompute
+        device = device or tokens_T.device
+        self.tokens_T = to_device(tokens_T, device)
+        self.targets_T = None if targets_T is None else to_device(targets_T, device)
+        on_host = targets_T is not None and targets_T.is_cpu
+        self._target_rows_R = (
+            to_device(rows_with_target(targets_T), device) if on_host and targets_T is not None else None
+        )
         self._dense = [Dense(view, tables(view.offsets)) for view in views]
 
     def offsets(self) -> Tensor:
         """Positions of all tokens in their sequences, [T]."""
-        return torch.from_numpy(self.views[0].offsets).to(self.tokens_T.device)
+        return to_device(self.views[0].offsets, self.tokens_T.device)
 
     def lookup(self, table_VD: Tensor) -> Tensor:
         """Embeddings of all tokens, [T, D]."""
@@ -113,4 +125,6 @@ class OneDevice:
         """Sum of the cross-entropy over the targets of the whole pack: a scalar."""
         assert self.targets_T is not None, "a loss needs targets"
         size = chunk_tokens(len(head_VD), hidden_TD.device)
-        return chunked_cross_entropy(hidden_TD, head_VD, self.targets_T, bias_V=bias_V, chunk_tokens=size)
+        return chunked_cross_entropy(
+            hidden_TD, head_VD, self.targets_T, bias_V=bias_V, chunk_tokens=size, rows_R=self._target_rows_R
+        )

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lengthwise.runtime.models.activation import silu_mul
 from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.rope import split, split_and_rotate
 from lengthwise.runtime.models.varlen_attention import attend
 
@@ -125,7 +125,7 @@ def attend_in(view: AttentionView, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) 
     """Attention of a whole pack, given and returned in the pack's order; ``[T, N, H]``."""
     if view.order is None:
         return attend(q_TNH, k_TKH, v_TKH, view.cu_seqlens, causal=view.causal)
-    order, places = (torch.from_numpy(index).to(q_TNH.device) for index in (view.order, view.places))
+    order, places = (to_device(index, q_TNH.device) for index in (view.order, view.places))
     q_TNH, k_TKH, v_TKH = (x[order] for x in (q_TNH, k_TKH, v_TKH))
     return attend(q_TNH, k_TKH, v_TKH, view.cu_seqlens, causal=view.causal)[places]
 

@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_config import ROPE_PARAMETERS, check_rope
+from lengthwise.runtime.models.host_copies import to_device
 
 
 def inverse_frequencies(spec: ModelSpec) -> Tensor:
@@ -48,11 +49,11 @@ def rotary_tables(
     """Cosine and sine of the angles of tokens at ``offsets`` [t] of their sequences, each ``[t, H / 2]``."""
     positions = torch.arange(int(offsets.max(initial=-1)) + 1, dtype=torch.float64, device=device)
     # In float32 the angle of token 1,000,000 would be off by up to 0.03 radians.
-    angles = torch.outer(positions, inverse_frequencies(spec).to(device, torch.float64))
+    angles = torch.outer(positions, to_device(inverse_frequencies(spec).double(), device))
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     if np.array_equal(offsets, np.arange(len(positions))):
         return cos, sin
-    index = torch.from_numpy(offsets).to(device)
+    index = to_device(offsets, device)
     return cos[index], sin[index]
 
 

@@ -17,6 +17,11 @@ IGNORE = -100
 _COUNTER = 1 << 128
 
 
+def rows_with_target(targets_T: Tensor) -> Tensor:
+    """Places of the tokens that have a target; of targets on a GPU the host would wait for it."""
+    return (targets_T != IGNORE).nonzero().squeeze(1)
+
+
 def next_token_targets(tokens_T: Tensor, pack: Pack) -> Tensor:
     """The token that follows each token of its sequence; ``IGNORE`` at the end of a sequence and on padding."""
     ends = zip(pairwise(pack.cu_seqlens), pack.lengths)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.models.host_copies import to_device
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 _CAUSAL_WINDOW, _FULL_WINDOW = (-1, 0), (-1, -1)
@@ -32,9 +33,14 @@ def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: tuple[int, .
         cu_seqlens: offsets of the sequence boundaries, from 0 to T.
         causal: no token sees a later one.
     """
-    if q_TNH.is_cuda and q_TNH.dtype in _VARLEN_DTYPES and _varlen_parameters():
+    if uses_varlen(q_TNH):
         return attend_varlen(q_TNH, k_TKH, v_TKH, cu_seqlens, causal=causal)
     return attend_by_run(q_TNH, k_TKH, v_TKH, cu_seqlens, causal=causal)
+
+
+def uses_varlen(q_TNH: Tensor) -> bool:
+    """Whether the varlen flash kernel takes these queries."""
+    return q_TNH.is_cuda and q_TNH.dtype in _VARLEN_DTYPES and bool(_varlen_parameters())
 
 
 def attend_by_run(
@@ -107,4 +113,4 @@ def _varlen_parameters() -> frozenset[str]:
 def _device_offsets(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
     """``cu_seqlens`` as the int32 tensor the kernel reads, copied to the device once for all layers."""
     with torch.inference_mode(False):  # what an evaluation caches, training must be able to keep for its backward
-        return torch.tensor(cu_seqlens, dtype=torch.int32).to(device, non_blocking=True)
+        return to_device(torch.tensor(cu_seqlens, dtype=torch.int32), device)

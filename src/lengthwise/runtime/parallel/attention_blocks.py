@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.parallel.tokens import TokenShards
 
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -33,6 +34,26 @@ class Task:
     causal: bool = False
     """Query n sees the keys up to number n alone; there are as many."""
     count: int = 1
+
+    def queries(self, x: Tensor) -> Tensor:
+        """View of the blocks of ``x`` [t, ...]: ``[B, L, ...]``."""
+        rows = x[self.query : self.query + self.count * self.num_queries]
+        return rows.unflatten(0, (self.count, self.num_queries))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """View of the blocks of ``x`` [s, ...]: ``[B, S, ...]``."""
+        return x[self.key : self.key + self.count * self.num_keys].unflatten(0, (self.count, self.num_keys))
+
+    def put_queries(self, x: Tensor, rows: Tensor) -> None:
+        """Write changed rows of :meth:`queries` back; they are a view."""
+
+    def add_to_queries(self, x: Tensor, rows: Tensor) -> None:
+        """Add to the rows of the queries."""
+        self.queries(x).add_(rows)
+
+    def add_to_keys(self, x: Tensor, rows: Tensor) -> None:
+        """Add to the rows of the keys."""
+        self.keys(x).add_(rows)
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, Tensor]:
         """Output ``[B, L, N, H]`` and log-sum-exps ``[B, L, N]`` (float32 at least) of every block."""
@@ -103,6 +124,101 @@ def finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
+Rows = slice | Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedTask:
+    """All tasks between two ranks as one launch of the flash kernel, by the offsets of their blocks. Q queries."""
+
+    query_rows: Rows
+    """Neighbouring ones, or an index; a query is there once at most."""
+    key_rows: Rows
+    query_offsets: Tensor
+    key_offsets: Tensor
+    longest: tuple[int, int]
+    """Queries and keys of the largest block."""
+    causal: bool
+
+    def queries(self, x: Tensor) -> Tensor:
+        """Rows of ``x`` [t, ...]: ``[Q, ...]``; a view where they are neighbours, else a copy."""
+        return x[self.query_rows]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """Rows of the keys, as of :meth:`queries`."""
+        return x[self.key_rows]
+
+    def put_queries(self, x: Tensor, rows: Tensor) -> None:
+        """Write changed rows of :meth:`queries` back, if they are no view."""
+        if isinstance(self.query_rows, Tensor):
+            x.index_copy_(0, self.query_rows, rows)
+
+    def add_to_queries(self, x: Tensor, rows: Tensor) -> None:
+        """Add to the rows of the queries."""
+        _add(x, self.query_rows, rows)
+
+    def add_to_keys(self, x: Tensor, rows: Tensor) -> None:
+        """Add to the rows of the keys."""
+        _add(x, self.key_rows, rows)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output ``[Q, N, H]`` and log-sum-exps ``[Q, N]``."""
+        out, lse_NQ, *_ = torch.ops.aten._flash_attention_forward(
+            q.contiguous(), k.contiguous(), v.contiguous(), self.query_offsets, self.key_offsets, *self.longest, 0.0,
+            self.causal, False,
+        )  # fmt: skip
+        return out, lse_NQ.T
+
+    def attend_backward(
+        self, dout: Tensor, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of ``qkv``, given the output and log-sum-exps over all keys."""
+        q, k, v = (x.contiguous() for x in qkv)
+        no_dropout, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout.contiguous(), q, k, v, out.contiguous(), lse.T.contiguous(), self.query_offsets, self.key_offsets,
+            *self.longest, 0.0, self.causal, no_dropout, unused,
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def packed(tasks: Sequence[Task], device: torch.device) -> tuple[PackedTask, ...]:
+    """One task of all of ``tasks``, which are causal or not alike; none of none."""
+    if not tasks:
+        return ()
+    assert len({task.causal for task in tasks}) == 1, "tasks between two ranks are of one kind"
+    queries = np.repeat([task.num_queries for task in tasks], [task.count for task in tasks])
+    keys = np.repeat([task.num_keys for task in tasks], [task.count for task in tasks])
+    return (
+        PackedTask(
+            query_rows=_rows([(task.query, task.count * task.num_queries) for task in tasks], device),
+            key_rows=_rows([(task.key, task.count * task.num_keys) for task in tasks], device),
+            query_offsets=_offsets(queries, device),
+            key_offsets=_offsets(keys, device),
+            longest=(int(queries.max()), int(keys.max())),
+            causal=tasks[0].causal,
+        ),
+    )
+
+
+def _rows(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
+    first, last = runs[0][0], runs[-1][0] + runs[-1][1]
+    if sum(length for _, length in runs) == last - first:
+        return slice(first, last)
+    return to_device(np.concatenate([np.arange(start, start + length) for start, length in runs]), device)
+
+
+def _offsets(lengths: np.ndarray, device: torch.device) -> Tensor:
+    return to_device(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), device)
+
+
+def _add(x: Tensor, rows: Rows, values: Tensor) -> None:
+    if isinstance(rows, slice):
+        x[rows].add_(values)
+    else:
+        x.index_add_(0, rows, values.to(x.dtype))
+
+
 def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: int) -> tuple[Task, ...]:
     """Attention tasks between the queries of ``rank`` and the keys of ``source``, both in the order of ``view``.
 
@@ -142,25 +258,8 @@ def _continues(last: Task, task: Task) -> bool:
     return (task.query, task.key) == after and (task.num_queries, task.num_keys) == (last.num_queries, last.num_keys)
 
 
-def rows_of_queries(task: Task, x: Tensor) -> Tensor:
-    """[B, L, ...]: the blocks of ``x`` [t, ...]."""
-    rows = x[task.query : task.query + task.count * task.num_queries]
-    return rows.unflatten(0, (task.count, task.num_queries))
-
-
-def rows_of_keys(task: Task, x: Tensor) -> Tensor:
-    """[B, S, ...]: the blocks of ``x`` [s, ...]."""
-    return x[task.key : task.key + task.count * task.num_keys].unflatten(0, (task.count, task.num_keys))
-
-
 def attend_block(q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Output ``[B, L, N, H]`` and log-sum-exps ``[B, L, N]`` (float32 at least) of every block."""
-    if _flash_on_cuda(q_BLNH):
-        out, lse_BNL, *_ = torch.ops.aten._flash_attention_forward(
-            q_BLNH.contiguous(), k_BSKH.contiguous(), v_BSKH.contiguous(), None, None,
-            q_BLNH.shape[1], k_BSKH.shape[1], 0.0, causal, False,
-        )  # fmt: skip
-        return out, lse_BNL.transpose(1, 2)
     q, k, v = _heads_first(q_BLNH, k_BSKH, v_BSKH)
     if q.is_cpu:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -174,14 +273,6 @@ def attend_block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``qkv`` of every block, given the output and log-sum-exps over *all* keys, not the block's alone."""
     q_BLNH, k_BSKH, v_BSKH = qkv
-    if _flash_on_cuda(q_BLNH):
-        nothing = torch.zeros(2, dtype=torch.uint64, device=q_BLNH.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            dout_BLNH.contiguous(), q_BLNH.contiguous(), k_BSKH.contiguous(), v_BSKH.contiguous(),
-            out_BLNH.contiguous(), lse_BLN.transpose(1, 2).contiguous(), None, None,
-            q_BLNH.shape[1], k_BSKH.shape[1], 0.0, causal, nothing, nothing,
-        )  # fmt: skip
-        return dq, dk, dv
     q, k, v = _heads_first(q_BLNH, k_BSKH, v_BSKH)
     dout, out, lse = (x.transpose(1, 2) for x in (dout_BLNH, out_BLNH, lse_BLN))
     if q.is_cpu:
@@ -195,7 +286,8 @@ def attend_block_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _flash_on_cuda(q: Tensor) -> bool:
+def uses_flash(q: Tensor) -> bool:
+    """Whether the flash kernel takes these queries."""
     return q.is_cuda and q.dtype in _FLASH_DTYPES and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.chunked_loss import chunk_tokens
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.targets import IGNORE
 
 
@@ -32,8 +33,8 @@ def sharded_lookup(table_vD: Tensor, tokens: Sequence[np.ndarray], bounds: Seque
     send = [int((owner == group.rank).sum()) for owner in owners]
     mine = owners[group.rank]
     receive = np.bincount(mine, minlength=group.size).tolist()
-    index = torch.from_numpy(wanted).to(table_vD.device)
-    places = torch.from_numpy(np.argsort(np.argsort(mine, kind="stable"), kind="stable")).to(table_vD.device)
+    index = to_device(wanted, table_vD.device)
+    places = to_device(np.argsort(np.argsort(mine, kind="stable"), kind="stable"), table_vD.device)
     rows: Tensor = _ExchangeRows.apply(table_vD[index], tuple(send), tuple(receive), group)
     return rows[places]
 
@@ -93,11 +94,11 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         for start in range(0, max(map(len, rows)), at_once):
             chunk = [values[start : start + at_once] for values in rows]
             sizes = [len(values) for values in chunk]
-            own_rows = torch.from_numpy(chunk[group.rank]).to(hidden_tD.device)
+            own_rows = to_device(chunk[group.rank], hidden_tD.device)
             wanted = np.concatenate([values[index] for values, index in zip(targets, chunk)])
             is_mine = (wanted >= bounds[group.rank]) & (wanted < bounds[group.rank + 1])
-            mine = torch.from_numpy(np.flatnonzero(is_mine)).to(hidden_tD.device)
-            target = torch.from_numpy(wanted[is_mine] - bounds[group.rank]).to(hidden_tD.device)
+            mine = to_device(np.flatnonzero(is_mine), hidden_tD.device)
+            target = to_device(wanted[is_mine] - bounds[group.rank], hidden_tD.device)
 
             hidden_CD = group.gather(hidden_tD[own_rows], sizes).wait()
             exps_Cv, sums_C, losses_C = _softmax(hidden_CD, head_vD, bias_v, mine, target, group)

@@ -9,12 +9,14 @@ enough; else key/value heads are copied to every rank that has a query head of t
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lengthwise.core.pipeline_config import head_bounds
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import attend_in
 from lengthwise.runtime.models.varlen_attention import attend
 
@@ -91,7 +93,7 @@ def ulysses_attention(
     q_TnH, k_TkH, v_TkH = qkv_TnH.split([num_mine, num_kv, num_kv], dim=1)
     if num_kv > 1 and num_mine != num_kv * group_size:
         # Parts of groups: our heads are not evenly spread over the key/value heads they read.
-        reads = [head // group_size - first for head in range(start, end)]
+        reads = to_device(np.arange(start, end) // group_size - first, q_tNH.device)
         k_TkH, v_TkH = k_TkH[:, reads], v_TkH[:, reads]
     if num_mine == 0:
         out_TnH = q_TnH

@@ -9,7 +9,7 @@ adds, until the last hop takes them home. Each hop is under way while the block 
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.comm.group import AsyncResult, Group
-from lengthwise.runtime.parallel.attention_blocks import Task, finite, rows_of_keys, rows_of_queries
+from lengthwise.runtime.parallel.attention_blocks import PackedTask, Task, finite, packed, uses_flash
 
 BLOCKS, GRADIENTS = 1, 2
 """Tags of hops."""
@@ -36,6 +36,19 @@ class Ring:
     """[t] index that puts this rank's tokens into the order of the view; None: they are in it."""
     back: Tensor | None = None
     """[t] index that undoes ``into``."""
+    packed_tasks: dict[int, tuple[PackedTask, ...]] = field(default_factory=dict)
+    """``tasks`` as one launch for each rank, made at first use."""
+
+    def tasks_of(self, source: int, q: Tensor) -> tuple[Task | PackedTask, ...]:
+        """What our queries ``q`` see of the keys of ``source``: one launch, where the flash kernel takes them, else one
+        for each run of equal blocks.
+        """
+        tasks = self.tasks[source]
+        if not uses_flash(q) or any(type(task) is not Task for task in tasks):
+            return tasks
+        if source not in self.packed_tasks:
+            self.packed_tasks[source] = packed(tasks, q.device)
+        return self.packed_tasks[source]
 
     def ordered(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Reorder this rank's rows into the order of the view."""
@@ -177,9 +190,12 @@ def ring_forward(
         lse.copy_(sinks_N.expand_as(lse))
     with closing(ring.blocks(torch.stack([k_tKH, v_tKH]))) as blocks:
         for source, block in blocks:
-            for task in ring.tasks[source]:
-                part, part_lse = task.attend(rows_of_queries(task, q_tNH), *(rows_of_keys(task, x) for x in block))
-                _merge(rows_of_queries(task, out), rows_of_queries(task, lse), part, part_lse)
+            for task in ring.tasks_of(source, q_tNH):
+                part, part_lse = task.attend(task.queries(q_tNH), *(task.keys(x) for x in block))
+                out_rows, lse_rows = task.queries(out), task.queries(lse)
+                _merge(out_rows, lse_rows, part, part_lse)
+                task.put_queries(out, out_rows)
+                task.put_queries(lse, lse_rows)
     return out.to(q_tNH.dtype), lse
 
 
@@ -202,19 +218,21 @@ def two_round_ring(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, ring: Ring) -> t
     lse = q_tNH.new_full(q_tNH.shape[:2], -torch.inf, dtype=wide)
     with closing(ring.blocks(k_tKH[None])) as blocks:
         for source, keys in blocks:
-            for task in ring.tasks[source]:
-                rows = rows_of_queries(task, lse)
-                k = rows_of_keys(task, keys[0])
+            for task in ring.tasks_of(source, q_tNH):
+                rows, k = task.queries(lse), task.keys(keys[0])
                 # The kernel of attention gives the sums and, of no use here, an output; plain products took far longer.
-                _, part = task.attend(rows_of_queries(task, q_tNH), k, k)
+                _, part = task.attend(task.queries(q_tNH), k, k)
                 rows.copy_(torch.logaddexp(rows, part))
+                task.put_queries(lse, rows)
     out = q_tNH.new_zeros(q_tNH.shape, dtype=wide)
     with closing(ring.blocks(torch.stack([k_tKH, v_tKH]))) as blocks:
         for source, block in blocks:
-            for task in ring.tasks[source]:
-                part, part_lse = task.attend(rows_of_queries(task, q_tNH), *(rows_of_keys(task, x) for x in block))
-                share = (part_lse - rows_of_queries(task, lse)).exp()
-                rows_of_queries(task, out).addcmul_(part.to(wide), share[..., None])
+            for task in ring.tasks_of(source, q_tNH):
+                part, part_lse = task.attend(task.queries(q_tNH), *(task.keys(x) for x in block))
+                share = (part_lse - task.queries(lse)).exp()
+                rows = task.queries(out)
+                rows.addcmul_(part.to(wide), share[..., None])
+                task.put_queries(out, rows)
     return out.to(q_tNH.dtype), lse
 
 
@@ -230,14 +248,12 @@ def ring_backward(
         with closing(ring.blocks(torch.stack([k, v]))) as blocks:
             for source, block in blocks:
                 dblock = torch.zeros_like(block, dtype=wide)
-                for task in ring.tasks[source]:
-                    qkv = rows_of_queries(task, q), rows_of_keys(task, block[0]), rows_of_keys(task, block[1])
-                    parts = task.attend_backward(
-                        rows_of_queries(task, dout), qkv, rows_of_queries(task, out), rows_of_queries(task, lse)
-                    )
-                    rows_of_queries(task, dq).add_(parts[0])
+                for task in ring.tasks_of(source, q):
+                    qkv = task.queries(q), task.keys(block[0]), task.keys(block[1])
+                    parts = task.attend_backward(task.queries(dout), qkv, task.queries(out), task.queries(lse))
+                    task.add_to_queries(dq, parts[0])
                     for dx, part in zip(dblock, parts[1:]):
-                        rows_of_keys(task, dx).add_(part)
+                        task.add_to_keys(dx, part)
                 yield dblock
 
     dkv = ring.collect(gradients())

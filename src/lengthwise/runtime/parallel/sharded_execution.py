@@ -18,7 +18,9 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
 from lengthwise.runtime.models.execution import ExecutionWatch
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.models.targets import rows_with_target
 from lengthwise.runtime.parallel.embedding import sharded_cross_entropy, sharded_lookup
 from lengthwise.runtime.parallel.stage_shard import LayerStage, StageView
 from lengthwise.runtime.parallel.tokens import shard_tokens
@@ -50,7 +52,9 @@ class StageExecution:
         layers: range | None = None,
         watch: ExecutionWatch | None = None,
     ) -> None:
-        """``methods``: one per layer; ``recompute``: one flag per layer, or none for no layer; ``layers``: of this
+        """Tokens and targets are best on the host, as ranks look at them there.
+
+        ``methods``: one per layer; ``recompute``: one flag per layer, or none for no layer; ``layers``: of this
         stage, or all of them.
 
         The model's weights are whole, or this rank's rows of :func:`~lengthwise.core.layout.row_bounds`.
@@ -66,9 +70,9 @@ class StageExecution:
         views = model.views(cu_seqlens)
         shards = shard_tokens(cu_seqlens, degree=group.size, causal=model.spec.causal)
         self._places, self._offsets = shards.places, views[0].offsets
-        self._tokens_T, self._targets_T = tokens_T, targets_T
+        self._tokens_T, self._targets_T, self._device = tokens_T.cpu(), targets_T.cpu(), _device_of(model)
         self._views = [
-            StageView(view=view, shards=shards, group=group, device=tokens_T.device, make_tables=model.tables)
+            StageView(view=view, shards=shards, group=group, device=self._device, make_tables=model.tables)
             for view in views
         ]
         bounds = _bounds(model, group.size)
@@ -89,12 +93,12 @@ class StageExecution:
 
     def offsets(self) -> Tensor:
         """Positions of this rank's tokens in their sequences, ``[t]``."""
-        return torch.from_numpy(self._offsets[self._places[self._group.rank]]).to(self._tokens_T.device)
+        return to_device(self._offsets[self._places[self._group.rank]], self._device)
 
     def lookup(self, table_VD: Tensor) -> Tensor:
         """Embeddings of this rank's tokens, ``[t, D]``."""
         if not self._is_sharded or self._group.size == 1:
-            return F.embedding(self._own(self._tokens_T), table_VD)
+            return F.embedding(to_device(self._own(self._tokens_T), self._device), table_VD)
         assert self._vocabulary is not None
         return sharded_lookup(table_VD, self._of_ranks(self._tokens_T), self._vocabulary, self._group)
 
@@ -111,17 +115,24 @@ class StageExecution:
         if not self._is_sharded or self._group.size == 1:
             size = chunk_tokens(len(head_VD), hidden_tD.device)
             targets_t = self._own(self._targets_T)
-            return chunked_cross_entropy(hidden_tD, head_VD, targets_t, bias_V=bias_V, chunk_tokens=size)
+            return chunked_cross_entropy(
+                hidden_tD, head_VD, to_device(targets_t, self._device), bias_V=bias_V, chunk_tokens=size,
+                rows_R=to_device(rows_with_target(targets_t), self._device),
+            )  # fmt: skip
         assert self._vocabulary is not None
         targets = self._of_ranks(self._targets_T)
         return sharded_cross_entropy(hidden_tD, head_VD, bias_V, targets, self._vocabulary, self._group)
 
     def _own(self, x_T: Tensor) -> Tensor:
-        return x_T[torch.from_numpy(self._places[self._group.rank]).to(x_T.device)]
+        return x_T[torch.from_numpy(self._places[self._group.rank])]
 
     def _of_ranks(self, x_T: Tensor) -> list[np.ndarray]:
-        values = x_T.cpu().numpy()
+        values = x_T.numpy()
         return [values[places] for places in self._places]
+
+
+def _device_of(model: Transformer) -> torch.device:
+    return next(model.parameters()).device
 
 
 def _bounds(model: Transformer, degree: int) -> Mapping[str, Sequence[int]]:

@@ -15,6 +15,7 @@ from lengthwise.core.pipeline_config import Method, ulysses_degree
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import LayerWeights, Tables
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
@@ -111,7 +112,7 @@ class StageView:
         )
 
     def _index(self, places: Sequence[int] | np.ndarray) -> Tensor:
-        return torch.as_tensor(np.asarray(places), device=self.device)
+        return to_device(np.asarray(places), self.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,9 +11,8 @@ import torch
 from lengthwise.core.batch import Pack
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.models.targets import TokenMasking
-from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors, TokenSource, feed
+from lengthwise.runtime.train.micro_batch_tensors import CPU, MicroBatchTensors, TokenSource, feed
 
-CPU = torch.device("cpu")
 CLOSING_S = 1.0
 """Most seconds that closing waits for what is being read; the thread dies with the process."""
 
@@ -29,7 +28,7 @@ def packs_of(plan: StepPlan, rank: int) -> list[Pack]:
 class Prefetcher:
     """Makes up to ``depth`` micro-batches ahead of the one that is computed; the same tensors as :func:`feed` makes.
 
-    For a GPU they lie in pinned memory, from where they are copied while it computes.
+    They are on the host, for a GPU in pinned memory, from where they are copied while it computes.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Prefetcher:
         self._make_ahead(more=1)
         made, future = self._made.popleft()
         assert made == pack, "micro-batches are taken in the order of the plan"
-        return future.result().to(self._device)
+        return future.result()
 
     def close(self) -> None:
         """End the thread, after what it reads at the moment or without."""

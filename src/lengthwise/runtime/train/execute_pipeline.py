@@ -193,7 +193,7 @@ class WeightPhaseRun:
         if scheme.degree == 1:
             return OneDevice(
                 fed.tokens_T, fed.targets_T, views=self.model.views(fed.cu_seqlens), tables=self.model.tables,
-                layers=layers, recompute=recompute, watch=self._watch,
+                layers=layers, recompute=recompute, watch=self._watch, device=self._world.device,
             )  # fmt: skip
         group = self._world.groups.of(operation.ranks)
         assert group is not None, "a rank computes in pipelines that it is in"

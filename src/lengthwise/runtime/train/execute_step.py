@@ -134,7 +134,7 @@ def run_micro_batches(
     """
     planned = _matched_operations(plan, model, state, schedule)
     state.clear_gradient()
-    feeds = feeds or partial(feed, source, device=state.world.device, masking=masking)
+    feeds = feeds or partial(feed, source, masking=masking)
     rank_run = WeightPhaseRun(plan=plan, model=model, state=state, feeds=feeds, clock=clock)
     for stretch, lists in planned:
         rank_run.run(stretch, lists[state.world.rank])
@@ -169,7 +169,7 @@ def forward_loss(
         InputError, CheckError: as :func:`run_step`.
     """
     planned = _matched_operations(plan, model, state, PipelineSchedule.ONE_F_ONE_B, forward_only=True)
-    feeds = partial(feed, source, device=state.world.device, masking=masking)
+    feeds = partial(feed, source, masking=masking)
     rank_run = WeightPhaseRun(plan=plan, model=model, state=state, feeds=feeds, clock=clock, forward_only=True)
     for stretch, lists in planned:
         rank_run.run(stretch, lists[state.world.rank])

@@ -10,7 +10,10 @@ from torch import Tensor
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.targets import IGNORE, TokenMasking, masked_targets, next_token_targets
+
+CPU = torch.device("cpu")
 
 
 class SourceError(LengthwiseError):
@@ -36,16 +39,16 @@ class LossMaskSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchTensors:
-    """The tensors of one micro-batch, on the device that computes it. T tokens, padding included."""
+    """The tensors of one micro-batch, on the host until they are needed elsewhere. T tokens, padding included."""
 
     tokens_T: Tensor
     targets_T: Tensor
     cu_seqlens: tuple[int, ...]
 
     def to(self, device: torch.device) -> "MicroBatchTensors":
-        """Copy the tensors to ``device``; from pinned memory it is copied while the device computes."""
-        moved = (tensor.to(device, non_blocking=True) for tensor in (self.tokens_T, self.targets_T))
-        return MicroBatchTensors(tokens_T=next(moved), targets_T=next(moved), cu_seqlens=self.cu_seqlens)
+        """Copy the tensors to ``device``, while it computes."""
+        tokens_T, targets_T = (to_device(tensor, device) for tensor in (self.tokens_T, self.targets_T))
+        return MicroBatchTensors(tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=self.cu_seqlens)
 
     def pinned(self) -> "MicroBatchTensors":
         """Copy the tensors to pinned memory, from which a GPU copies asynchronously."""
@@ -68,7 +71,7 @@ def masking_of(spec: ModelSpec, *, seed: int) -> TokenMasking | None:
 
 
 def feed(
-    source: TokenSource, pack: Pack, device: torch.device, *, masking: TokenMasking | None = None
+    source: TokenSource, pack: Pack, device: torch.device = CPU, *, masking: TokenMasking | None = None
 ) -> MicroBatchTensors:
     """Lay the sequences of ``pack`` end to end, each padded to its computed length with token 0.
 

@@ -1,0 +1,67 @@
+"""What GPUs run of attention, its kernels replaced by ones for CPUs: offsets, layouts and dtypes are right."""
+
+import pytest
+
+from lengthwise.core.pipeline_config import Method
+from lengthwise.runtime.models.varlen_attention import attend_by_run, attend_varlen
+from tests.runtime.models.cases import assert_same
+from tests.runtime.models.test_varlen_attention import output_and_gradients, random_qkv
+from tests.runtime.parallel.cases import SHARDED, WHOLE, able
+from tests.runtime.parallel.flash_on_cpu import flash_on_cpu
+from tests.runtime.parallel.test_exactness import BIDIRECTIONAL, CAUSAL, CLOSE, EXACT, check
+
+LENGTHS = (13, 1, 8, 8, 8, 2)
+RINGS = {Method.RING: 1, Method.MEGATRON_CZ: 1, Method.COLOSSAL_Z: 2}
+"""Methods by a ring of keys and values, and how often each goes round forward."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_method_is_exact_by_the_kernels_of_gpus(ranks, num_ranks):
+    ranks(num_ranks).run(check_methods, num_ranks)
+
+
+def check_methods(num_ranks):
+    for spec in (CAUSAL, BIDIRECTIONAL):
+        for method in able((*SHARDED, *WHOLE), spec, num_ranks):
+            with flash_on_cpu() as calls:
+                check(spec, LENGTHS, (method,) * 2, tolerance=EXACT, recompute=(True, False))
+            assert calls["forward"] and calls["backward"], method
+
+
+def test_a_ring_launches_one_kernel_a_hop_whatever_the_lengths(ranks):
+    """The forward of one device that it is compared with launches as many as layers."""
+    ranks(2).run(check_launches)
+
+
+def check_launches():
+    layers = CAUSAL.num_layers
+    for method, rounds in RINGS.items():
+        counted = []
+        for lengths in (LENGTHS, tuple(range(2, 9)) * 3):
+            with flash_on_cpu() as calls:
+                check(CAUSAL, lengths, (method,) * layers)
+            counted.append((calls["forward"], calls["backward"]))
+        assert counted == [(layers + 2 * rounds * layers, layers + 2 * layers)] * 2, method
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_precisions_of_gpus_are_close(ranks, dtype):
+    ranks(2).run(check_precision, dtype)
+
+
+def check_precision(dtype):
+    for method in (Method.RING, Method.ULYSSES, Method.COLOSSAL_Z):
+        with flash_on_cpu():
+            check(CAUSAL, LENGTHS, (method,) * 2, tolerance=CLOSE[dtype], dtype=dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+def test_packed_attention_equals_runs_of_equal_lengths(heads, causal):
+    cu_seqlens = (0, 5, 6, 14, 22)
+    qkv = random_qkv(22, *heads)
+    expected = output_and_gradients(attend_by_run, qkv, cu_seqlens, causal=causal)
+    with flash_on_cpu() as calls:
+        found = output_and_gradients(attend_varlen, qkv, cu_seqlens, causal=causal)
+    assert calls == {"forward": 1, "backward": 1}
+    assert_same(found, expected)
