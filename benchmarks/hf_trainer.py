@@ -21,7 +21,8 @@ from transformers.utils import logging
 from lengthwise.config.run_config import load
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.models.targets import IGNORE
-from lengthwise.session.planning import make_sampler, resolve_model
+from lengthwise.session.planning import make_sampler
+from lengthwise.session.trained_model import resolve_model
 
 
 class Sequences(Dataset):

@@ -17,7 +17,8 @@ from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.data.corpus import open_corpus
-from lengthwise.session.planning import make_sampler, resolve_model
+from lengthwise.session.planning import make_sampler
+from lengthwise.session.trained_model import resolve_model
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 

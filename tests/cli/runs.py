@@ -19,7 +19,7 @@ from lengthwise.config.run_config import load
 from lengthwise.core.run_folder import RunFolder, read_jsonl
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.state.checkpoint import latest, load_weights
-from lengthwise.session.planning import resolve_model
+from lengthwise.session.trained_model import resolve_model
 from tests.warm import Command
 
 STARTS_RANKS = ("train", "profile")

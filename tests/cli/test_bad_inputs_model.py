@@ -1,4 +1,4 @@
-"""Folders of Hugging Face models whose config.json nobody can mean, refused before weights are looked for."""
+"""Folders of Hugging Face models whose config.json nobody can mean, or without weights, refused before ranks start."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_meant_is_refused(case, refuse):
 
 @pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", 7, None, "a/b.safetensors"])
 def test_an_index_of_weights_names_files_beside_it_alone(tmp_path, name):
-    from lengthwise.runtime.models.hf_folder import weight_files
+    from lengthwise.models.weight_files import weight_files
 
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(InputError, match="no file beside it"):

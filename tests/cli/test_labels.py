@@ -11,7 +11,7 @@ from lengthwise.config.run_config import load
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.session.planning import resolve_model
+from lengthwise.session.trained_model import resolve_model
 from tests.cli.runs import lengthwise, settings
 
 EXACT = 1e-10

@@ -12,7 +12,8 @@ from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.core.wording import GIB
 from lengthwise.data.corpus import open_corpus
 from lengthwise.plan.plan_file import PlanFile
-from lengthwise.session.planning import resolve_cluster, resolve_model
+from lengthwise.session.planning import resolve_cluster
+from lengthwise.session.trained_model import resolve_model
 from tests.cli.bad_inputs import good_inputs
 
 

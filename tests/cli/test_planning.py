@@ -7,7 +7,7 @@ import pytest
 
 from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
-from lengthwise.session.planning import resolve_model
+from lengthwise.session.trained_model import resolve_model
 from tests.cost.profiles import MANY_LENGTHS, row, table
 
 NOISY = [row(lengths, noise=1 + 0.05 * (-1) ** n) for n, lengths in enumerate(MANY_LENGTHS)]

@@ -7,7 +7,7 @@ from lengthwise.config.run_config import load
 from lengthwise.core.specs import cluster_preset
 from lengthwise.data.corpus import open_corpus
 from lengthwise.runtime.comm.differences import differences
-from lengthwise.session.planning import resolve_model
+from lengthwise.session.trained_model import resolve_model
 from tests.cli.runs import make_corpus, settings
 
 MAY_DIFFER = [

@@ -19,7 +19,8 @@ from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.models.hf_config import write_config
 from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, sizes_of
-from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans, resolve_model
+from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans
+from lengthwise.session.trained_model import resolve_model
 
 TWO_SEQUENCES = Corpus(
     parts=(

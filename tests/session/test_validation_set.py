@@ -8,7 +8,8 @@ from lengthwise.config.run_config import check
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.specs import cluster_preset
 from lengthwise.data.corpus import open_corpus, open_validation
-from lengthwise.session.planning import make_sampler, resolve_model, with_steps
+from lengthwise.session.planning import make_cost, make_planner, make_sampler, with_steps
+from lengthwise.session.trained_model import resolve_model
 from lengthwise.session.validation_set import validation_corpus, validation_plans
 from tests.data.build import build, write_jsonl
 
@@ -66,13 +67,17 @@ def test_the_plans_of_validation_compute_each_of_its_sequences_once(index):
     })  # fmt: skip
     spec, cluster = resolve_model(config, open_corpus(config.data)), cluster_preset("2xcpu")
     corpus = validation_corpus(config, spec)
-    plans = validation_plans(config, corpus, spec=spec, cluster=cluster)()
+
+    def planner_of(config, corpus):
+        return make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
+
+    plans = validation_plans(config, corpus, planner_of)()
     ids = [id for plan in plans for p in plan.pipelines for m in p.micro_batches for id in m.pack.ids]
     assert sorted(ids) == list(range(len(corpus))) and len(plans) > 1
     assert {plan.lr_factor for plan in plans} == {1.0}
     with pytest.raises(InfeasibleError, match=r"the validation set cannot be computed: .*exceeds plan\.max_tokens"):
         limited = config.model_copy(update={"plan": config.plan.model_copy(update={"max_tokens": 20})})
-        validation_plans(limited, corpus, spec=spec, cluster=cluster)
+        validation_plans(limited, corpus, planner_of)
 
 
 @pytest.mark.parametrize(

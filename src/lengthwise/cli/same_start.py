@@ -11,9 +11,11 @@ from lengthwise.config.run_config import Config
 from lengthwise.plan.outside_policy import policy_digest
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from lengthwise.core.specs import ClusterSpec, ModelSpec
     from lengthwise.data.corpus import Corpus, CorpusPart
-    from lengthwise.runtime.models.base import Transformer
+    from lengthwise.models.stock_model import StockModel
 
 NUM_PROBES, PROBE_TOKENS = 64, 512
 """Places of an index whose tokens are compared, and tokens at each; its digest covers all of them."""
@@ -43,9 +45,9 @@ def run_to_compare(
     config: Config,
     corpus: "Corpus",
     *,
-    spec: "ModelSpec",
+    spec: "ModelSpec | StockModel",
     cluster: "ClusterSpec",
-    model: "Transformer",
+    model: "nn.Module",
     validation: "Corpus | None" = None,
 ) -> dict[str, Any]:
     """What those settings stand for on this rank: the content of files, the model's first weights, the devices."""

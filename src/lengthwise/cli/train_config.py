@@ -104,27 +104,22 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
     """Refuse here, before ranks are started and a folder is made, what can be without them."""
     from lengthwise.cli.plan_checks import check_plans_of_run
     from lengthwise.cli.verify import verify_corpus
+    from lengthwise.core.specs import ModelSpec
     from lengthwise.data.corpus import open_corpus
-    from lengthwise.session.planning import (
-        check_num_ranks,
-        make_sampler,
-        open_plans,
-        open_profile,
-        resolve_model,
-        with_steps,
-    )
+    from lengthwise.session.planning import check_num_ranks, make_sampler, open_plans, open_profile, with_steps
     from lengthwise.session.sample_prompts import text_sampling
+    from lengthwise.session.trained_model import trained_model
     from lengthwise.session.validation_set import validation_corpus
 
     check_trackers(config)
     corpus = open_corpus(config.data)
     corpus.check_tokens()
     config = with_steps(config, make_sampler(config, corpus))
-    spec = resolve_model(config, corpus)
-    validation = validation_corpus(config, spec)
-    text_sampling(config, corpus, spec)
+    model = trained_model(config, corpus)
+    validation = validation_corpus(config, model)
+    text_sampling(config, corpus, model)
     check_num_ranks(config, nproc)
-    if config.plan.profile:
+    if config.plan.profile and isinstance(model, ModelSpec):
         open_profile(config)
     for checked in (corpus, validation):
         if checked is not None:

@@ -3,10 +3,9 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lengthwise.cli.advice import CheckpointAdvice, space_warning
 from lengthwise.cli.claim import RanksClaim, check_seen_by_all
@@ -30,48 +29,33 @@ from lengthwise.cli.same_start import run_to_compare, settings_to_compare
 from lengthwise.cli.step_log import StepLog
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import make_folder
-from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import CommunicationError, LengthwiseError, Preempted
 from lengthwise.core.lock import InUseError
-from lengthwise.core.processes import num_cores
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.data.length_stats import histogram
 from lengthwise.data.order import SHUFFLED
 from lengthwise.data.run_ledger import RunLedger
 from lengthwise.plan.plan_file import PlanFile
-from lengthwise.plan.prefetch import PlanAhead
 from lengthwise.runtime.train.stop import StopRequest
-from lengthwise.session.compile_sizes import compiled_layers, sizes_of, tell_sizes
 from lengthwise.session.console import stderr
 from lengthwise.session.model_files import keep_model_files
 from lengthwise.session.planning import (
     check_num_ranks,
-    make_cost,
-    make_planner,
     make_sampler,
-    open_plans,
     resolve_cluster,
-    resolve_model,
-    with_draws,
     with_steps,
 )
 from lengthwise.session.provenance import add_start
 from lengthwise.session.sample_prompts import text_sampling
 from lengthwise.session.sampling_report import sampling_report, training_warnings
-from lengthwise.session.validation_set import validation_corpus, validation_plans
+from lengthwise.session.trained_model import trained_model
+from lengthwise.session.validation_set import validation_corpus
 
 if TYPE_CHECKING:
-    from lengthwise.core.batch import BatchStream
     from lengthwise.runtime.comm.world import DistContext
     from lengthwise.runtime.train.step_metrics import StepCallback
-    from lengthwise.runtime.train.validation import Validation
-
-
-WORKERS_PER_CORE = 2
-"""Planning processes that a machine runs."""
 
 
 def run_worker(
@@ -156,104 +140,63 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
     from lengthwise.runtime.comm.activity import ACTIVITY
     from lengthwise.runtime.comm.consensus import require_equal
     from lengthwise.runtime.train.trainer import TrainingLoop
-    from lengthwise.session.run_model import build
+    from lengthwise.session.make_parts import make_parts
+    from lengthwise.session.run_parts import RunInputs, model_document
 
     corpus = open_corpus(config.data)
     corpus.check_tokens()
     saved, config = config, with_steps(config, make_sampler(config, corpus))
-    spec = resolve_model(config, corpus)
+    spec = trained_model(config, corpus)
     validation = validation_corpus(config, spec)
     cluster = find_cluster(config, world)
-    is_gpu = world.device.type == "cuda"
-    ACTIVITY.begin("building the model")
-    model = build(config, spec, world)
-    require_equal(world, run_to_compare(config, corpus, spec=spec, cluster=cluster, model=model, validation=validation))
-    stream, planner, sizes = _plans(config, corpus, spec, cluster, world, quiet=quiet)
+    callbacks: list[StepCallback] = []
+
+    def on_size(done: int, total: int) -> None:
+        for callback in callbacks:
+            if isinstance(callback, StepLog):
+                callback.on_compiled(done, total)
+
+    inputs = RunInputs(
+        config=config, corpus=corpus, validation=validation, cluster=cluster, world=world, folder=start.folder,
+        quiet=quiet, on_size=on_size,
+    )  # fmt: skip
+    compare = partial(run_to_compare, config, corpus, spec=spec, cluster=cluster, validation=validation)
+    parts = make_parts(inputs, spec, on_built=lambda model: require_equal(world, compare(model=model)))
     try:
-        callbacks = _callbacks(config, start.folder, quiet=quiet) if world.is_first else []
-        on_size = next((callback.on_compiled for callback in callbacks if isinstance(callback, StepLog)), None)
+        if world.is_first:
+            callbacks += _callbacks(config, start.folder, is_measured=parts.is_measured, quiet=quiet)
         trainer = TrainingLoop(
             config=config,
-            spec=spec,
-            model=model,
-            source=corpus,
-            stream=stream,
-            planner=planner,
+            engine=parts.engine,
+            spec=parts.spec,
+            stream=parts.stream,
+            planner=parts.planner,
             folder=start.folder,
             stop=stop,
             world=world,
-            peak_flops_per_s=cluster.device.flops_per_s if is_gpu else None,
+            peak_flops_per_s=cluster.device.flops_per_s if world.device.type == "cuda" else None,
             callbacks=callbacks,
-            validation=_validation(config, validation, spec=spec, cluster=cluster),
+            validation=parts.validation,
             samples=text_sampling(config, corpus, spec),
-            compiled=compiled_layers(sizes, world, start.folder, on_size),
-            peek=planner.peek if isinstance(planner, PlanAhead) else None,
+            peek=parts.peek,
             ledger=RunLedger(corpus, partial(make_sampler, config, corpus), seed=config.seed),
         )
         ACTIVITY.begin("reading a checkpoint")
         start.restore(trainer, world)
-        require_equal(world, {"start": {"step": trainer.next_step, "sampler": stream.state_dict()}})
-        if isinstance(planner, PlanFile):
-            check_plans_fit(planner, config, spec, cluster)
-            check_plans_of_run(config, planner, corpus, first_step=trainer.next_step)
+        require_equal(world, {"start": {"step": trainer.next_step, "sampler": parts.stream.state_dict()}})
+        if isinstance(parts.planner, PlanFile):
+            if isinstance(spec, ModelSpec):
+                check_plans_fit(parts.planner, config, spec, cluster)
+            check_plans_of_run(config, parts.planner, corpus, first_step=trainer.next_step)
         if world.is_first:
             num_bytes = trainer.checkpoint_bytes
             if warning := space_warning(start.folder, num_bytes=num_bytes, keep=config.train.keep_checkpoints):
                 stderr().print(warning, soft_wrap=True)
-            _describe(start.folder, saved, corpus, spec, cluster)  # not before: a refused run leaves a folder as it was
+            # not before: a refused run leaves a folder as it was
+            _describe(start.folder, saved, corpus, model_document(spec, parts), cluster)
         trainer.fit()
     finally:
-        if isinstance(planner, PlanAhead):
-            planner.close()
-
-
-def _plans(
-    config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec, world: "DistContext", *, quiet: bool
-) -> "tuple[BatchStream, Callable[[GlobalBatch], StepPlan], tuple[int, ...]]":
-    """The stream of batches, what plans them (the file of plans, or the policy, ahead of training), and for which sizes
-    layers are compiled.
-    """
-    sampler = make_sampler(config, corpus)
-    if config.plan.file:
-        plans = open_plans(config)
-        return sampler, plans, sizes_of(config, plans)
-    planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
-    if world.is_first and not quiet:
-        tell_sizes(planner)
-    workers = int(world.device.type == "cuda") if config.plan.workers is None else _workers(config, world)
-    ahead = PlanAhead(
-        sampler,
-        with_draws(config, planner),
-        fallback=with_draws(config, replace(planner, policy="static")),
-        workers=workers,
-        depth=config.plan.look_ahead,
-        patience_s=world.timeout_s / 2,  # so that this rank can still plan before others give it up
-        warn=world.is_first,
-    )
-    return ahead, ahead, sizes_of(config, planner)
-
-
-def _validation(config: Config, corpus: Corpus | None, *, spec: ModelSpec, cluster: ClusterSpec) -> "Validation | None":
-    from lengthwise.runtime.train.validation import Validation
-
-    if corpus is None:
-        return None
-    plans = validation_plans(config, corpus, spec=spec, cluster=cluster)
-    return Validation(plans=plans, source=corpus, every=config.train.validate_every, patience=config.train.patience)
-
-
-def _workers(config: Config, world: "DistContext") -> int:
-    """``plan.workers``, but no more than ``WORKERS_PER_CORE`` for each core over all ranks of this machine."""
-    from lengthwise.runtime.comm.devices import local_size
-
-    asked = config.plan.workers or 0
-    max_workers = max(1, WORKERS_PER_CORE * num_cores() // local_size())
-    if asked > max_workers and world.is_first:
-        sys.stderr.write(
-            f"warning: plan.workers={asked} for each of {local_size()} ranks is more than the {num_cores()} cores of "
-            f"this machine can run; {max_workers} for each are used, and make the same plans\n"
-        )
-    return min(asked, max_workers)
+        parts.close()
 
 
 def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
@@ -273,7 +216,7 @@ def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
     return ClusterSpec(num_nodes=world.size // local, devices_per_node=local, device=device)
 
 
-def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec, cluster: ClusterSpec) -> None:
+def _describe(folder: RunFolder, config: Config, corpus: Corpus, model: dict[str, Any], cluster: ClusterSpec) -> None:
     config.save(folder.config)  # before anything else that a run leaves: ranks started again read it
     add_start(folder, cluster)
     if config.data.order != SHUFFLED:
@@ -285,7 +228,7 @@ def _describe(folder: RunFolder, config: Config, corpus: Corpus, spec: ModelSpec
         stderr().print(f"warning: {words}", soft_wrap=True)
     for name in keep_model_files(folder, config.model.hf, corpus.parts[0].store):
         stderr().print(f"warning: {config.model.hf}/{name} is too large to be exported with the model", soft_wrap=True)
-    folder.write_json("model.json", {**asdict(spec), "num_params": spec.num_params, "digest": spec.digest})
+    folder.write_json("model.json", model)
     folder.write_json(
         "corpus.json",
         {
@@ -310,14 +253,13 @@ def _octaves(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(longest.bit_length()))
 
 
-def _callbacks(config: Config, folder: RunFolder, *, quiet: bool) -> list["StepCallback"]:
+def _callbacks(config: Config, folder: RunFolder, *, is_measured: bool, quiet: bool) -> list["StepCallback"]:
     from lengthwise.runtime.train.trackers import TensorBoard, WeightsAndBiases
 
     train = config.train
     callbacks: list[StepCallback] = []
     if not quiet:
-        has_profile = bool(config.plan.profile or config.plan.file)
-        callbacks.append(StepLog(num_steps=train.num_steps, log_every=train.log_every, has_profile=has_profile))
+        callbacks.append(StepLog(num_steps=train.num_steps, log_every=train.log_every, has_profile=is_measured))
     callbacks.append(CheckpointAdvice(train, lambda words: stderr().print(words, soft_wrap=True)))
     if train.tensorboard:
         callbacks.append(TensorBoard(folder.tensorboard))

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError
 from lengthwise.config.choices import (
     CostFit,
     Dtype,
+    Implementation,
     LrSchedule,
     MethodName,
     OptimizerName,
@@ -29,6 +30,7 @@ from lengthwise.config.limits import (
     NumTokens,
     StepsOrNone,
 )
+from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.shared_settings import (
     BatchSettings,
     MemorySetting,
@@ -90,6 +92,10 @@ class ModelConfig(Settings):
     """A model preset; `lengthwise config --presets` lists them."""
     hf: str = ""
     """Instead of preset: a folder with Hugging Face config.json and safetensors to start from."""
+    implementation: Implementation = "auto"
+    """Whose code computes the model of hf. lengthwise: this library's own, for Llama, Qwen2, GPT-2 and BERT, with every
+    parallel method, pipelines and compiled layers. transformers: the model's own class, any that lengthwise.prepare
+    takes, shared by Ulysses. auto: lengthwise where it has the model, else transformers."""
     vocab_size: int | None = Field(default=None, ge=1, le=1 << 24)
     """The number of token ids that the preset embeds; none: as many as the index needs."""
 
@@ -160,6 +166,13 @@ class OptimConfig(UpdateSettings):
     """How the learning rate falls after warm-up."""
     min_lr_fraction: float = Field(default=0.1, ge=0, le=1)
     """Where the schedule ends, as a share of lr."""
+
+    @property
+    def optimizer_settings(self) -> OptimizerSettings:
+        """The optimizer and its constants."""
+        return OptimizerSettings(
+            name=self.name, betas=self.betas, eps=self.eps, momentum=self.momentum, weight_decay=self.weight_decay
+        )
 
 
 class TrainConfig(ProcessSettings):

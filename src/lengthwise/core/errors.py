@@ -28,6 +28,7 @@ class Setting(StrEnum):
     PACING_STAGES = "data.pacing_stages"
     CURRICULUM_EPOCHS = "data.curriculum_epochs"
     HF = "model.hf"
+    IMPLEMENTATION = "model.implementation"
     CLUSTER = "cluster.name"
     POLICY = "plan.policy"
     MAX_DEGREE = "plan.max_degree"

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_values import check_values
 
-AS_IT_IS = "lengthwise.prepare and lengthwise.Trainer train such models as transformers has them"
+AS_IT_IS = (
+    f"lengthwise train with {Setting.IMPLEMENTATION}=auto, lengthwise.prepare and lengthwise.Trainer train such models "
+    "as transformers has them"
+)
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -67,23 +70,24 @@ _DEFAULT_THETA = 10_000.0
 _CONTEXT = "original_max_position_embeddings"
 
 
+class UnsupportedModelError(InputError):
+    """A model of a family, or with a feature, that this library's own implementation does not have."""
+
+
 def read_spec(folder: str | Path) -> ModelSpec:
     """The sizes of the model in a Hugging Face folder, from its ``config.json``; named after the folder.
 
     Reads both transformers 5 (``rope_parameters``) and older files (``rope_theta``, ``rope_scaling``).
 
     Raises:
-        InputError: no such file, or a field whose effect the model would not have; the message names it.
+        InputError: no such file, or one that no model can have.
+        UnsupportedModelError: a field whose effect the model would not have; the message names it.
     """
-    path = Path(folder) / "config.json"
-    try:
-        config = check_values(read_json(path, what="a model's configuration"), path)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read as a model's configuration: {error}") from None
+    config, path = read_config(folder), Path(folder) / "config.json"
     kind = _architecture(config, path)
     for field, allowed in _REQUIRED[kind].items():
         if config.get(field) not in allowed:
-            raise InputError(
+            raise UnsupportedModelError(
                 f"{path}: {field} = {brief(config.get(field))} is not supported; only {allowed[0]!r} is. {AS_IT_IS}"
             )
     read = {"gpt2": _read_gpt2, "bert": _read_bert}.get(kind, _read_llama)
@@ -93,10 +97,25 @@ def read_spec(folder: str | Path) -> ModelSpec:
         raise InputError(f"{path} lacks {missing.args[0]}") from None
 
 
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The ``config.json`` of a Hugging Face folder, without fields that are null, its values checked.
+
+    Raises:
+        InputError: no such file, or a value that no model can have.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        return check_values(read_json(path, what="a model's configuration"), path)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read as a model's configuration: {error}") from None
+
+
 def _read_llama(config: Mapping[str, Any], path: Path) -> ModelSpec:
     qwen2 = _architecture(config, path) == "qwen2"
     if config.get("attention_bias") and not qwen2:
-        raise InputError(f"{path}: attention_bias = true puts a bias on o_proj, which is not supported. {AS_IT_IS}")
+        raise UnsupportedModelError(
+            f"{path}: attention_bias = true puts a bias on o_proj, which is not supported. {AS_IT_IS}"
+        )
     _refuse_sliding_window(config, path)
     num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
     if not num_heads:
@@ -189,7 +208,7 @@ def check_rope(spec: ModelSpec) -> str:
 def _architecture(config: Mapping[str, Any], path: Path) -> str:
     names = config.get("architectures") or []
     if len(names) != 1 or names[0] not in _ARCHITECTURES:
-        raise InputError(
+        raise UnsupportedModelError(
             f"{path}: architectures = {brief(names)} is not supported; supported: {', '.join(_ARCHITECTURES)}. "
             + AS_IT_IS
         )
@@ -200,10 +219,14 @@ def _refuse_sliding_window(config: Mapping[str, Any], path: Path) -> None:
     """Refuse a sliding window unless no layer uses it, as in Qwen2 files that carry it switched off."""
     kinds = config.get("layer_types") or []
     if any(kind != "full_attention" for kind in kinds):
-        raise InputError(f"{path}: layer_types has {sorted(set(kinds))}; only full_attention is supported. {AS_IT_IS}")
+        raise UnsupportedModelError(
+            f"{path}: layer_types has {sorted(set(kinds))}; only full_attention is supported. {AS_IT_IS}"
+        )
     used = config.get("use_sliding_window", False) and not kinds
     if used and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0):
-        raise InputError(f"{path}: use_sliding_window = true is not supported; only full attention is. {AS_IT_IS}")
+        raise UnsupportedModelError(
+            f"{path}: use_sliding_window = true is not supported; only full attention is. {AS_IT_IS}"
+        )
 
 
 def _rope(config: Mapping[str, Any], path: Path) -> tuple[float, tuple[tuple[str, float | str], ...]]:
@@ -213,9 +236,11 @@ def _rope(config: Mapping[str, Any], path: Path) -> tuple[float, tuple[tuple[str
     legacy = rope.pop("type", None)
     kind = rope.setdefault("rope_type", legacy or "default")
     if kind not in ROPE_PARAMETERS:
-        raise InputError(f"{path}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_PARAMETERS)}")
+        raise UnsupportedModelError(
+            f"{path}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_PARAMETERS)}. {AS_IT_IS}"
+        )
     if rope.pop("partial_rotary_factor", 1) != 1:
-        raise InputError(f"{path}: partial_rotary_factor below 1 is not supported")
+        raise UnsupportedModelError(f"{path}: partial_rotary_factor below 1 is not supported. {AS_IT_IS}")
     if kind == "default":
         return theta, ()
     if kind == "llama3":

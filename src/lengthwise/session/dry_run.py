@@ -22,8 +22,9 @@ from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.rank_work import RankWork, rank_work
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.plan_steps import plan_steps
-from lengthwise.session.planning import resolve_cluster, resolve_model
+from lengthwise.session.planning import resolve_cluster
 from lengthwise.session.simulate_plans import read_plans
+from lengthwise.session.trained_model import resolve_model
 from lengthwise.sim.issued_collectives import differences_from_plan
 
 

@@ -124,5 +124,13 @@ def special_ids(files: Path | None) -> dict[str, int]:
     return {f"{role}_id": ids[name] for role, name in names.items() if name in ids}
 
 
+def mask_token_id(files: Path) -> int | None:
+    """The id of the token that hides others, as the tokenizer in ``files`` says; None if it says none."""
+    if not all((files / name).is_file() for name in (_TOKENIZER, _TOKENIZER_CONFIG)):
+        return None
+    config = read_json(files / _TOKENIZER_CONFIG, what="a tokenizer's configuration")
+    return _token_ids(files).get(_content(config.get("mask_token")))
+
+
 def _content(token: str | Mapping[str, Any] | None) -> str:
     return str(token.get("content", "") if isinstance(token, Mapping) else token or "")

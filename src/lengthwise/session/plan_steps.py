@@ -10,15 +10,8 @@ from lengthwise.config.run_config import Config
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.console import progress, stderr
-from lengthwise.session.planning import (
-    make_cost,
-    make_planner,
-    make_sampler,
-    resolve_cluster,
-    resolve_model,
-    with_draws,
-    with_steps,
-)
+from lengthwise.session.planning import make_cost, make_planner, make_sampler, resolve_cluster, with_draws, with_steps
+from lengthwise.session.trained_model import resolve_model
 
 DEFAULT_STEPS = 10
 QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}

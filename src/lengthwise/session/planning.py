@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP
 from lengthwise.config.run_config import Config
-from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -19,7 +20,7 @@ from lengthwise.core.pipeline_config import (
     WeightPlacement,
 )
 from lengthwise.core.read_file import brief
-from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
+from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.profiled.fitted import FittedCost
@@ -43,6 +44,7 @@ from lengthwise.plan.space.search_space import (
 )
 from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
+from lengthwise.session.trained_model import objective_of
 
 
 def make_sampler(config: Config, corpus: Corpus) -> Sampler:
@@ -95,73 +97,8 @@ def sampler_of(config: Config, lengths: LengthIndex, order: Order, selection: Se
         budget=padded,
         order=order,
         selection=selection,
-        objective=resolve_model(config, None, only_priced=True).objective,
+        objective=objective_of(config),
     )
-
-
-def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = False) -> ModelSpec:
-    """The model's sizes; a preset's vocabulary becomes what the index needs, rounded up to a multiple of 64.
-
-    A preset that is not causal needs one id more than the index has: its last one is the mask token. With
-    ``only_priced``, the folder of ``model.hf`` may hold a model of any family, which is planned and not trained.
-
-    Raises:
-        InputError: the model embeds fewer token ids than the index has, has fewer positions than its longest sequence
-            has tokens, or predicts masked tokens and names no mask token.
-    """
-    model = config.model
-    needed = corpus.vocab_size if corpus is not None and corpus.has_tokens else None
-    if model.hf:
-        from lengthwise.models.hf_config import read_spec
-        from lengthwise.models.hf_sizes import read_priced_spec
-
-        if not Path(model.hf).is_dir():
-            raise InputError(
-                f"model.hf={brief(model.hf)} is no folder; download the model into one (hf download NAME --local-dir "
-                "DIR) and give that, or train it by its name in Python with lengthwise.prepare or lengthwise.Trainer"
-            )
-        spec = read_priced_spec(Path(model.hf)) if only_priced else read_spec(Path(model.hf))
-    else:
-        spec = model_preset(model.preset)
-        needed = needed and needed + (not spec.causal)
-        wanted = model.vocab_size or (needed and -(-needed // 64) * 64)
-        spec = replace(spec, vocab_size=wanted) if wanted else spec
-        spec = spec if spec.causal else replace(spec, mask_token_id=spec.vocab_size - 1)
-    if corpus is not None:
-        check_model_holds(spec, corpus, has_own_mask=not (spec.causal or model.hf))
-    return spec
-
-
-def check_model_holds(spec: ModelSpec, corpus: Corpus, *, has_own_mask: bool = False) -> None:
-    """Raise ``InputError`` unless the model has a corpus's token ids and positions, and a mask if it needs one."""
-    needed = corpus.vocab_size + has_own_mask if corpus.has_tokens else 0
-    if spec.vocab_size < needed:
-        mask_note = " (one of them its mask token)" if has_own_mask else ""
-        raise InputError(
-            f"the index has {needed:,} token ids{mask_note}, model {spec.name} embeds {spec.vocab_size:,}; "
-            "index with the model's own tokenizer.json or raise model.vocab_size"
-        )
-    longest = corpus.lengths.max_length
-    if 0 < spec.max_positions < longest:
-        raise InputError(
-            f"the longest sequence has {longest:,} tokens, model {spec.name} has learned positions for "
-            f"{spec.max_positions:,}; set data.max_length={spec.max_positions} and data.over_length to what shall "
-            "happen to longer ones (split, truncate, drop), or train a model with rotary positions"
-        )
-    if corpus.has_loss_mask and spec.objective != NEXT_TOKEN:
-        raise InputError(
-            f"the index says which tokens have a loss, and model {spec.name} learns from masked tokens instead of next "
-            "ones; index again with --loss all"
-        )
-    if corpus.lengths.targets is not None and not corpus.lengths.targets.any():
-        raise InputError(
-            "no token of the corpus has a loss after data.max_length; raise it, or set data.over_length=drop"
-        )
-    if corpus.has_tokens and not spec.causal and spec.mask_token_id is None:
-        raise InputError(
-            f"model {spec.name} predicts masked tokens and its config.json does not say which token masks them; "
-            'add "mask_token_id", the id of [MASK] in its tokenizer.json'
-        )
 
 
 def resolve_cluster(config: Config) -> ClusterSpec:
@@ -235,15 +172,35 @@ RANDOM = "random"
 """Instead of a method: one drawn for every layer of every micro-batch."""
 
 
+class LayerStack(Protocol):
+    """A model, as far as its planner knows it; :class:`ModelSpec` is one."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        ...
+
+    @property
+    def head_layers(self) -> float:
+        """Layers whose products cost as much as the head's."""
+        ...
+
+    @property
+    def objective(self) -> str:
+        """What the model is trained to predict."""
+        ...
+
+
 def make_planner(
     config: Config,
     cost: CostModel,
     *,
-    spec: ModelSpec,
+    spec: LayerStack,
     cluster: ClusterSpec,
     corpus: Corpus,
+    methods: tuple[Method, ...] = DEFAULT_METHODS,
 ) -> Planner:
-    """The planner of the configured policy for a corpus.
+    """The planner of the configured policy for a corpus; ``methods``: those to choose from where none is configured.
 
     Raises:
         InputError: plan.method needs a plan.degree, or that does not divide the devices.
@@ -251,9 +208,9 @@ def make_planner(
     """
     plan, lengths = config.plan, corpus.lengths
     if plan.method == RANDOM:
-        methods: tuple[Method, ...] = (Method.ULYSSES_Z,)  # its layout of weights is that of all that are drawn
+        methods = (Method.ULYSSES_Z,)  # its layout of weights is that of all that are drawn
     else:
-        methods = (Method(plan.method),) if plan.method else DEFAULT_METHODS
+        methods = (Method(plan.method),) if plan.method else methods
     if config.train.compile:
         methods = _compiled_methods(config, methods)
     _check_degree(config, cost, cluster)

@@ -14,6 +14,7 @@ from lengthwise.config.prepare_keywords import PrepareKeywords, with_keywords
 from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, BatchStream
+from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import CheckError, InputError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
@@ -85,20 +86,13 @@ prepare.__signature__ = with_keywords(signature(prepare))  # type: ignore[attr-d
 def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     world = start_world(chosen.device, timeout_s=chosen.timeout_s)
     check_processes(chosen.workers, setting="workers", limit=MOST_READERS)
-    chosen, objective, sequences, compared = all_succeed(
-        world, partial(_read, model, corpus, chosen, say=say if chosen.verbose and world.is_first else _log.debug)
-    )
-    require_equal(world, compared)
+    chosen, objective, sequences = read_corpus(model, corpus, chosen, world)
     atexit.register(shutdown_at_exit(world))  # threads of Gloo may abort a process that ends without
     FAREWELL.begin()  # last, so that it is said first
-    model.to(world.device)
     stream: BatchStream
     stream, num_steps = stream_of(chosen, sequences.lengths, objective)
-    prepared = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
-    if prepared.wrapped_model.by_sequence is not None:
-        chosen = chosen.model_copy(update={"max_degree": 1})
+    prepared, chosen = learn_model(model, chosen, world, sequences, objective)
     try:
-        _check_labels_are_meant(prepared, chosen, sequences)
         with units_named(sequences.num_members):
             planner, keep_layers = _planner(prepared, chosen, sequences)
             if chosen.form_batches:
@@ -125,6 +119,32 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     except BaseException:
         prepared.close()
         raise
+
+
+def read_corpus(
+    model: nn.Module, corpus: Any, chosen: PrepareOptions, world: DistContext
+) -> tuple[PrepareOptions, str, RunSequences]:
+    """Read the corpus, and compare it, model and options over ranks: the options and objective to go on with."""
+    say_or_log = say if chosen.verbose and world.is_first else _log.debug
+    chosen, objective, sequences, compared = all_succeed(world, partial(_read, model, corpus, chosen, say=say_or_log))
+    require_equal(world, compared)
+    return chosen, objective, sequences
+
+
+def learn_model(
+    model: nn.Module, chosen: PrepareOptions, world: DistContext, sequences: RunSequences, objective: str
+) -> tuple[PreparedModel, PrepareOptions]:
+    """Move the model to this rank's device, trace it and compare it with itself; with the options that are left it."""
+    model.to(world.device)
+    prepared = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
+    if prepared.wrapped_model.by_sequence is not None:
+        chosen = chosen.model_copy(update={"max_degree": 1})
+    try:
+        _check_labels_are_meant(prepared, chosen, sequences)
+    except BaseException:
+        prepared.close()
+        raise
+    return prepared, chosen
 
 
 def _check_labels_are_meant(prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences) -> None:
@@ -171,7 +191,7 @@ def _packed_or_by_sequence(
     if prepared.world.is_first:
         _log.warning(
             "%s is computed sequence by sequence: exact, but no two ranks share a sequence, so each must hold the "
-            "longest; packing='always' refuses instead. In packs it would not be exact: %s",
+            "longest; packing='always' of prepare refuses instead. In packs it would not be exact: %s",
             type(model).__name__, refusal.replace(". check=False trains it all the same", ""),
         )  # fmt: skip
     return prepared
@@ -201,7 +221,7 @@ def _learn(
         prepared = PreparedModel.with_optimizer(
             wrapped_model,
             world,
-            collator=_collator(wrapped_model, chosen, sequences),
+            collator=make_collator(wrapped_model, chosen, sequences),
             optimizer=chosen.optimizer_settings,
             seed=chosen.seed,
         )
@@ -240,11 +260,11 @@ def _read(
         say=say,
     )
     chosen = with_metric_of(chosen, sequences.view)
-    _check_takes(model, sequences)
+    check_takes(model, sequences)
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 
-def _collator(wrapped_model: WrappedModel, options: PrepareOptions, sequences: RunSequences) -> PackCollator:
+def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequences: RunSequences) -> PackCollator:
     """The collator of the corpus' packs for the model."""
     hides_tokens = wrapped_model.objective == MASKED and sequences.labels is None
     return PackCollator(
@@ -295,14 +315,21 @@ def _planner(
         lengths=sequences.lengths,
         objective=prepared.wrapped_model.objective,
     )
+    return calibrated(prepared, cost, plan_with), keep_layers
+
+
+def calibrated(
+    prepared: PreparedModel, cost: CostModel, plan_with: Callable[[CostModel], Planner]
+) -> Planner | OnlineCalibration:
+    """The planner under ``cost``, which follows what steps take if it is one that can."""
     if not isinstance(cost, SeparableCost):
-        return plan_with(cost), keep_layers
+        return plan_with(cost)
     is_whole = isinstance(cost, DualLayerCost) and cost.gather is None
     again = partial(measure_again, prepared) if is_whole else None
-    return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again), keep_layers
+    return OnlineCalibration(prepared.world, cost, plan_with, measure_again=again)
 
 
-def _check_takes(model: nn.Module, sequences: RunSequences) -> None:
+def check_takes(model: nn.Module, sequences: RunSequences) -> None:
     """Raise ``InputError`` if a model of transformers has no row for a token or a position of the corpus."""
     config, name = getattr(model, "config", None), type(model).__name__
     table = cast(Any, model).get_input_embeddings() if hasattr(model, "get_input_embeddings") else None

@@ -8,7 +8,8 @@ from lengthwise.core.cost import ProfileTable
 from lengthwise.core.specs import ModelSpec, cluster_preset
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.console import progress
-from lengthwise.session.planning import resolve_cluster, resolve_model
+from lengthwise.session.planning import resolve_cluster
+from lengthwise.session.trained_model import resolve_model
 
 if TYPE_CHECKING:
     from lengthwise.cost.profiled.accuracy import ModelErrors

@@ -10,6 +10,7 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec
 from lengthwise.data.corpus import Corpus
 from lengthwise.index.tokenizers import Tokenizer, TokenizerSpec, load_tokenizer
+from lengthwise.models.stock_model import StockModel
 
 if TYPE_CHECKING:
     from lengthwise.runtime.train.text_samples import TextSampling
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _FILE = "tokenizer.json"
 
 
-def text_sampling(config: Config, corpus: Corpus, spec: ModelSpec) -> "TextSampling | None":
+def text_sampling(config: Config, corpus: Corpus, spec: ModelSpec | StockModel) -> "TextSampling | None":
     """How the run samples text; None if it does not.
 
     Raises:
@@ -40,7 +41,8 @@ def text_sampling(config: Config, corpus: Corpus, spec: ModelSpec) -> "TextSampl
 
     tokenizer = _tokenizer(config, corpus)
     prompts = [(text, tuple(tokenizer.encode_prompt(text))) for text in train.sample_prompts]
-    longest = (spec.max_positions or MOST_TOKENS) - 1
+    max_length = spec.max_positions if isinstance(spec, ModelSpec) else spec.context_length
+    longest = (max_length or MOST_TOKENS) - 1
     for text, tokens in prompts:
         if not 0 < len(tokens) <= longest or max(tokens) >= spec.vocab_size:
             raise InputError(
@@ -56,6 +58,7 @@ def text_sampling(config: Config, corpus: Corpus, spec: ModelSpec) -> "TextSampl
         max_tokens=train.sample_tokens,
         temperature=train.sample_temperature,
         seed=config.seed,
+        max_length=max_length,
     )
 
 

@@ -18,9 +18,10 @@ from lengthwise.data.corpus import open_corpus
 from lengthwise.report.pages.compare_results import ClusterResult, PolicyResult, TrainingBudget
 from lengthwise.session.console import stderr
 from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps
-from lengthwise.session.planning import resolve_cluster, resolve_model
+from lengthwise.session.planning import resolve_cluster
 from lengthwise.session.planning_args import find_model
 from lengthwise.session.simulate_plans import ends_within_line, read_plans
+from lengthwise.session.trained_model import resolve_model
 
 
 def plans_of(path: Path | None, changes: list[str], *, steps: int | None) -> list[StepPlan]:

@@ -7,13 +7,18 @@ from itertools import islice
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import Corpus, open_validation
-from lengthwise.session.planning import check_model_holds, make_cost, make_planner, make_sampler
+from lengthwise.models.stock_model import StockModel
+from lengthwise.session.planning import make_sampler
+from lengthwise.session.trained_model import check_model_holds
+
+PlannerOf = Callable[[Config, Corpus], Callable[[GlobalBatch], StepPlan]]
+"""Makes the planner of a corpus under a configuration."""
 
 
-def validation_corpus(config: Config, spec: ModelSpec) -> Corpus | None:
+def validation_corpus(config: Config, spec: ModelSpec | StockModel) -> Corpus | None:
     """The sequences that the run is validated on; None if it is not.
 
     Raises:
@@ -57,9 +62,7 @@ def _in_corpus_order(config: Config) -> Config:
     )
 
 
-def validation_plans(
-    config: Config, corpus: Corpus, *, spec: ModelSpec, cluster: ClusterSpec
-) -> Callable[[], tuple[StepPlan, ...]]:
+def validation_plans(config: Config, corpus: Corpus, planner_of: PlannerOf) -> Callable[[], tuple[StepPlan, ...]]:
     """Make a function that plans the validation set in batches like those of training, once.
 
     Raises:
@@ -67,7 +70,7 @@ def validation_plans(
     """
     config = _in_corpus_order(config)
     try:
-        planner = make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
+        planner = planner_of(config, corpus)
     except InfeasibleError as error:
         raise InfeasibleError(f"the validation set cannot be computed: {error}") from None
 

@@ -19,6 +19,7 @@ from lengthwise.runtime.compile.compiled_layers import CompiledLayers
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.train.executable import check_compiled
 from lengthwise.runtime.train.trainer import TrainingLoop
+from lengthwise.runtime.train.training_engine import TransformerEngine
 from tests.runtime.train.runs import RandomTokens, local_world, master_weights
 from tests.sim.random_plans import SPEC
 
@@ -60,16 +61,22 @@ def train(
     """Master weights and metrics of a run; ``sizes``: compiled for, or None to run layers as they are."""
     torch.compiler.reset()  # what other tests compiled in this process
     world = local_world()
+    config = check({"train": {"steps": STEPS, "dtype": "float64"}, "optim": {"lr": 1e-2}})
     trainer = TrainingLoop(
-        config=check({"train": {"steps": STEPS, "dtype": "float64"}, "optim": {"lr": 1e-2}}),
+        config=config,
+        engine=TransformerEngine(
+            build_model(SPEC, dtype=torch.float64, seed=1),
+            world,
+            config=config,
+            spec=SPEC,
+            source=RandomTokens(dict(enumerate(LENGTHS.tolist()))),
+            compiled=None if sizes is None else CompiledLayers(world.device, sizes, backend=backend),
+        ),
         spec=SPEC,
-        model=build_model(SPEC, dtype=torch.float64, seed=1),
-        source=RandomTokens(dict(enumerate(LENGTHS.tolist()))),
         stream=Sampler(LengthIndex(lengths=LENGTHS), seed=4, sequences_per_step=7),
         planner=filled_plan,
         folder=RunFolder(Path(path)),
         world=world,
-        compiled=None if sizes is None else CompiledLayers(world.device, sizes, backend=backend),
     )
     trainer.fit()
     return master_weights(trainer.state), RunFolder(Path(path)).read_metrics()

@@ -194,14 +194,14 @@ def _train(path, depth):
 def _fails_to_read(path):
     """What the second step computes first cannot be read; how many steps were done."""
     trainer, _ = _trainer(path, 2)
-    read = trainer.source.tokens
+    read = trainer.engine.source.tokens
 
     def tokens(sequence):
         if trainer.next_step == 1:
             raise OSError(5, "Input/output error")
         return read(sequence)
 
-    trainer.source.tokens = tokens
+    trainer.engine.source.tokens = tokens
     with pytest.raises(LengthwiseError, match=r"sequence \d+ \(\d+ tokens\) could not be read"):
         trainer.fit()
     return trainer.next_step

@@ -5,7 +5,7 @@ import torch
 
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.train.text_samples import TextSampling
+from lengthwise.runtime.train.text_samples import TextSampling, predicting
 from tests.runtime.train.runs import local_world, master_weights, new_state
 from tests.runtime.train.test_trainer import make_trainer, run_whole
 from tests.sim.random_plans import SPEC
@@ -25,7 +25,8 @@ def sample_on_ranks(changes: dict) -> tuple[list[dict], bool]:
     world = local_world()
     model, state = new_state(world, torch.float64)
     before, generator = state.master.clone(), torch.get_rng_state()
-    rows = sampling(**changes).rows(4, model, state)
+    with predicting(model, state) as logits_of:
+        rows = [] if logits_of is None else sampling(**changes).rows(4, logits_of)
     is_same = torch.equal(state.master, before) and torch.equal(torch.get_rng_state(), generator)
     return rows, is_same
 

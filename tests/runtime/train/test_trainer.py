@@ -19,6 +19,7 @@ from lengthwise.data.sampler import Sampler
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.state import checkpoint, checkpoint_files
 from lengthwise.runtime.train.trainer import TrainingLoop
+from lengthwise.runtime.train.training_engine import TransformerEngine
 from tests.runtime.train.runs import RandomTokens, local_world, master_weights
 from tests.sim.random_plans import SPEC, random_plan
 
@@ -47,11 +48,12 @@ def make_trainer(path: str, *, callbacks=(), optimizer: str = "adamw", **setting
     settings = {"steps": 8, "dtype": "float64", "checkpoint_every": 3, **settings}
     config = check({"train": settings, "optim": {"name": optimizer, "lr": 1e-2, "warmup_steps": 2}})
     index = LengthIndex(lengths=LENGTHS)
+    source = RandomTokens(dict(enumerate(LENGTHS.tolist())))
+    model = build_model(SPEC, dtype=torch.float64, seed=1)
     return TrainingLoop(
         config=config,
+        engine=TransformerEngine(model, world, config=config, spec=SPEC, source=source),
         spec=SPEC,
-        model=build_model(SPEC, dtype=torch.float64, seed=1),
-        source=RandomTokens(dict(enumerate(LENGTHS.tolist()))),
         stream=Sampler(index, seed=4, sequences_per_step=7),
         planner=lambda batch: random_plan(random.Random(batch.step), batch, world.size),
         folder=RunFolder(Path(path)),

@@ -1,5 +1,7 @@
 """Turn the pipelines of a plan into shards of packs, for models that run in one stage."""
 
+from dataclasses import replace
+
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
@@ -8,7 +10,7 @@ from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.wrap.collator import pad_to_degree
+from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard
 
 ANY_MODEL_METHODS = (
@@ -41,6 +43,17 @@ def make_shard(
     )
 
 
+def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[tuple[int, int, Pipeline, Planned]]:
+    """(pipeline number, micro-batch number, pipeline, micro-batch) on a rank, in the order of computing."""
+    return [
+        (number, index, pipeline, replace(planned, pack=collator.computed(planned.pack)))
+        for phase in range(plan.num_phases)
+        for number, pipeline in enumerate(plan.pipelines)
+        if pipeline.phase == phase and rank in pipeline.ranks
+        for index, planned in enumerate(pipeline.micro_batches)
+    ]
+
+
 def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
     """Raise ``InputError`` unless the plan's ranks, stages and methods suit a third-party model."""
     where = f"plan for step {plan.step}"
@@ -71,6 +84,11 @@ def rounds_of(plan: StepPlan) -> list[tuple[bool, ...]]:
                 counts[rank] += len(pipeline.micro_batches)
         rounds += [tuple(count > number for count in counts) for number in range(max(counts))]
     return rounds
+
+
+def own_rounds(plan: StepPlan, rank: int) -> list[int]:
+    """The rounds of a step in which a rank has a micro-batch."""
+    return [number for number, is_active in enumerate(rounds_of(plan)) if is_active[rank]]
 
 
 def sync_step(plan: StepPlan, clock: StepClock, problem: str) -> None:

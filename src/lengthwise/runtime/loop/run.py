@@ -167,13 +167,18 @@ class Run(PreparedModel):
         with clock.span(SpanKind.PLAN, "plan"):
             plan = self.planner(self._batch)
         plan.check_covers(self._batch)
-        check_executable(plan, self.wrapped_model.structure.num_layers, self.world.size)
         sync_step(plan, clock, self.parameters.problem())
-        self._make_groups(plan)
-        if self.gather is not None:
-            self.gather.start(rounds_of(plan), num_kept=self.keep_layers(plan))
+        return self.begin_step(plan, clock, attempt=self._attempt)
+
+    def begin_step(self, plan: StepPlan, clock: StepClock, *, attempt: int = 0) -> Step:
+        """Start the step of a plan that every rank has; ``attempt``: how often it was given up before.
+
+        Raises:
+            InputError: the plan is for other ranks or another model.
+        """
+        self.begin_plan(plan)
         self.state.clear_gradient()
-        return Step(self, plan, clock, attempt=self._attempt)
+        return Step(self, plan, clock, attempt=attempt)
 
     @property
     def gradient_version(self) -> int:
@@ -334,6 +339,13 @@ class Run(PreparedModel):
             )
         return self.state
 
-    def _make_groups(self, plan: StepPlan) -> None:
-        """Create all process groups of the step, in the same order on every rank."""
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Make the process groups of a plan, in the same order on every rank, and start to gather what it computes with.
+
+        Raises:
+            InputError: the plan is for other ranks or another model.
+        """
+        check_executable(plan, self.wrapped_model.structure.num_layers, self.world.size)
         self.world.groups.prepare((tuple(sorted(pipeline.ranks)), "") for pipeline in plan.pipelines)
+        if self.gather is not None:
+            self.gather.start(rounds_of(plan), num_kept=self.keep_layers(plan))

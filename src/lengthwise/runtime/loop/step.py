@@ -2,24 +2,23 @@
 
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
-from lengthwise.core.step_plan import Pipeline, StepPlan
-from lengthwise.core.step_plan import PlannedMicroBatch as Planned
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
-from lengthwise.runtime.loop.planned_pipelines import make_shard, rounds_of
+from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds
 from lengthwise.runtime.loop.run_state import RunState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.execute_step import StepResult
+from lengthwise.runtime.train.execute_step import DivergedError, StepResult
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.loss_backward import backward
@@ -58,10 +57,8 @@ class Step:
         self.measured: list[MicroBatchTiming] = []
         self.failure: tuple[int, int] | None = None
         """Pipeline and micro-batch in which this rank ran out of memory."""
-        self._own = self._planned_for_this_rank()
-        self._rounds = [
-            number for number, active in enumerate(rounds_of(plan)) if run.gather is not None and active[run.world.rank]
-        ]
+        self._own = micro_batches_of(plan, run.world.rank, run.collator)
+        self._rounds = [] if run.gather is None else own_rounds(plan, run.world.rank)
         """The round of each micro-batch, where weights are gathered layer by layer."""
         self._shards: dict[int, PackShard] = {}
         self._current: MicroBatch | None = None
@@ -239,12 +236,11 @@ class Step:
         norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0] * factor
         mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
         if not torch.isfinite(torch.tensor([norm, mean])).all():
-            raise self._fail(
-                f"step {self.number}: loss {mean} and gradient norm {norm} are not both finite; weights are unchanged "
-                "since the step before. Lower lr, set clip_norm, or look at the step's sequences; a loop that goes on "
-                "gets the step again, unless it calls step.skip()",
-                LengthwiseError,
+            advice = (
+                "Lower lr, set clip_norm, or look at the step's sequences; a loop that goes on gets the step again, "
+                "unless it calls step.skip()"
             )
+            raise self._failed(DivergedError(self.number, mean, norm, advice))
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
             state.step(lr=lr, clip=factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
             run.update_weights()
@@ -350,10 +346,13 @@ class Step:
         return ()
 
     def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
+        return self._failed(kind(message))
+
+    def _failed(self, error: LengthwiseError) -> LengthwiseError:
         """Discard the step and return the error to raise; every rank calls this."""
         self.run.discard()
-        self.run.note_failure(message)
-        return kind(message)
+        self.run.note_failure(str(error))
+        return error
 
     def _place(self) -> str:
         """Describe how far this rank came in the step, for messages."""
@@ -361,17 +360,6 @@ class Step:
             return "without step.update()"
         done = sum(shard.is_finished for shard in self._shards.values())
         return f"after {done} of its {len(self._own)} micro-batches, by an error, a break or a continue"
-
-    def _planned_for_this_rank(self) -> list[tuple[int, int, Pipeline, Planned]]:
-        """(pipeline number, micro-batch number, pipeline, micro-batch) on this rank, in the order of computing."""
-        rank = self.run.world.rank
-        return [
-            (number, index, pipeline, replace(planned, pack=self.run.collator.computed(planned.pack)))
-            for phase in range(self.plan.num_phases)
-            for number, pipeline in enumerate(self.plan.pipelines)
-            if pipeline.phase == phase and rank in pipeline.ranks
-            for index, planned in enumerate(pipeline.micro_batches)
-        ]
 
     def _shard(self, position: int) -> PackShard:
         if position not in self._shards:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.read_file import brief, read_json
 from lengthwise.core.specs import ModelSpec
 from lengthwise.models.hf_config import write_config
 from lengthwise.models.hf_names import naming_of
+from lengthwise.models.weight_files import INDEX, WHOLE, weight_files
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.registry import empty_model
 
-_INDEX = "model.safetensors.index.json"
-_WHOLE = "model.safetensors"
 _FUSED = ("qkv", "qkv_bias")
 
 
@@ -114,22 +112,6 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
                 weight.copy_(fuse_weight(model.spec, name, parts))
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder."""
-    if (folder / _WHOLE).is_file():
-        return [folder / _WHOLE]
-    if not (folder / _INDEX).is_file():
-        raise InputError(f"{folder} holds neither {_WHOLE} nor {_INDEX}; weights in other formats are not read")
-    document = read_json(folder / _INDEX, what="a safetensors index")
-    weight_map = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError(f"{folder / _INDEX} is not a safetensors index: it has no weight_map")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(f"{folder / _INDEX} names {brief(name)}, which is no file beside it")
-    return [folder / name for name in sorted(set(weight_map.values()))]
-
-
 def save_pretrained(
     model: Transformer,
     folder: str | Path,
@@ -177,14 +159,14 @@ def _write_weights(model: Transformer, folder: Path, dtype: torch.dtype, max_sha
     weights = dict(model.named_parameters())
     weight_map = {}
     for number, names in enumerate(shards, start=1):
-        file = _WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = WHOLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = to_hf(model.spec, {name: weights[name].detach().to("cpu", dtype) for name in names})
         save_file(tensors, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(0o644)  # the package makes it readable to its owner alone
         weight_map.update(dict.fromkeys(tensors, file))
     if len(shards) > 1:
         total = {"total_size": model.spec.num_params * dtype.itemsize}
-        (folder / _INDEX).write_text(json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps({"metadata": total, "weight_map": weight_map}, indent=2) + "\n")
 
 
 def _shards(spec: ModelSpec, itemsize: int, max_shard_bytes: int) -> Iterator[list[str]]:

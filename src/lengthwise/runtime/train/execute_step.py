@@ -27,6 +27,22 @@ from lengthwise.sim.schedule_check import RankOperations, WeightPhase, check_mat
 class DivergedError(LengthwiseError):
     """The loss or the gradient of a step is not finite; weights are as they were before it."""
 
+    def __init__(self, step: int, loss: float, norm: float, advice: str) -> None:
+        self._figures = (step, loss, norm)
+        super().__init__(
+            f"step {step}: loss {loss} and gradient norm {norm} are not both finite; weights are unchanged since the "
+            f"step before. {advice}"
+        )
+
+    def with_advice(self, advice: str) -> "DivergedError":
+        """Return the error with another way out."""
+        return DivergedError(*self._figures, advice)
+
+
+def advice_at(lr: float) -> str:
+    """The way out for a run of a configuration that diverged at the learning rate ``lr``."""
+    return f"Lower {Setting.LR} (now {lr:.2e}), set {Setting.CLIP_NORM}, or look at the step's sequences in plans.jsonl"
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -106,11 +122,7 @@ def run_step(
     with clock.span(SpanKind.UPDATE, "clip"):
         norm, total = state.global_norm(loss)
     if not (torch.isfinite(torch.tensor([norm, total])).all()):
-        raise DivergedError(
-            f"step {plan.step}: loss {total} and gradient norm {norm} are not both finite; weights are unchanged since "
-            f"the step before. Lower {Setting.LR} (now {lr:.2e}), set {Setting.CLIP_NORM}, or look at the step's "
-            "sequences in plans.jsonl"
-        )
+        raise DivergedError(plan.step, total, norm, advice_at(lr))
     with clock.span(SpanKind.UPDATE, "optimizer"):
         state.step(lr=lr, clip=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)
     return StepResult(loss=total, grad_norm=norm, lr=lr)

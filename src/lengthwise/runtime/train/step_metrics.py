@@ -83,9 +83,12 @@ _SHARED_KINDS = (SpanKind.COMPUTE, SpanKind.DATA, SpanKind.COMMUNICATE, SpanKind
 
 
 def step_row(
-    plan: StepPlan, result: StepResult, measured: StepTiming, *, model: ModelSpec, peak_flops_per_s: float | None
+    plan: StepPlan, result: StepResult, measured: StepTiming, *, model: ModelSpec | None, peak_flops_per_s: float | None
 ) -> Row:
-    """The metrics of one step, named as other trainers name them. Tokens are those trained, padding left out."""
+    """The metrics of one step, named as other trainers name them. Tokens are those trained, padding left out.
+
+    ``model``: counts model FLOPs; None: they are not known.
+    """
     lengths = [length for p in plan.pipelines for m in p.micro_batches for length in m.pack.lengths]
     tokens = sum(lengths)
     by_device = [0.0] * plan.num_devices
@@ -93,7 +96,8 @@ def step_row(
         share = sum(m.pack.num_tokens for m in pipeline.micro_batches) / pipeline.scheme.degree
         for rank in pipeline.ranks:
             by_device[rank] += share
-    flops_per_s = float(model.train_flops(np.asarray(lengths)).sum()) / measured.step_s / plan.num_devices
+    flops = None if model is None else float(model.train_flops(np.asarray(lengths)).sum())
+    flops_per_s = None if flops is None else flops / measured.step_s / plan.num_devices
     return {
         "step": plan.step,
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -103,8 +107,8 @@ def step_row(
         "lr_factor": plan.lr_factor,
         "perf/tokens_per_s": tokens / measured.step_s,
         "perf/tokens_per_s_per_gpu": tokens / measured.step_s / plan.num_devices,
-        "perf/tflops_per_gpu": flops_per_s / 1e12,
-        "perf/mfu": flops_per_s / peak_flops_per_s if peak_flops_per_s else None,
+        "perf/tflops_per_gpu": None if flops_per_s is None else flops_per_s / 1e12,
+        "perf/mfu": flops_per_s / peak_flops_per_s if flops_per_s and peak_flops_per_s else None,
         "perf/step_time_s": measured.step_s,
         "time/data_wait_s": measured.data_wait_s,
         "time/fwd_bwd_s": sum(measured.compute_s) / len(measured.compute_s),

@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.run_config import Config
 from lengthwise.core.atomic_write import is_of_disk, reason
-from lengthwise.core.batch import BatchStream, GlobalBatch, Pack
+from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.errors import LengthwiseError, Preempted
-from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.run_folder import RunFolder, cut_unfinished_line, timeline_to_row
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -19,22 +17,18 @@ from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.compile.compiled_layers import CompiledLayers
-from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.state.saver import CheckpointSaver
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.data_prefetch import Prefetcher, packs_of
-from lengthwise.runtime.train.executable import check_compiled
-from lengthwise.runtime.train.execute_step import DivergedError, run_step, sync_step
+from lengthwise.runtime.train.execute_step import DivergedError, StepResult, sync_step
 from lengthwise.runtime.train.lr_schedule import learning_rate
-from lengthwise.runtime.train.micro_batch_tensors import SourceError, TokenSource, masking_of
+from lengthwise.runtime.train.micro_batch_tensors import SourceError
 from lengthwise.runtime.train.step_metrics import JsonLines, StepCallback, TimelineLines, measure, step_row
 from lengthwise.runtime.train.stop import StopRequest
 from lengthwise.runtime.train.text_samples import TextSampling
+from lengthwise.runtime.train.training_engine import PeekPlan, TrainingEngine
 from lengthwise.runtime.train.validation import Validation
-from lengthwise.sim.schedule_check import shares_of
 
 
 class SequenceLedger(Protocol):
@@ -66,9 +60,9 @@ class TrainingLoop:
     """Everything one run needs; every rank builds the same and calls :meth:`fit`."""
 
     config: Config
-    spec: ModelSpec
-    model: Transformer
-    source: TokenSource
+    engine: TrainingEngine
+    spec: ModelSpec | None = None
+    """Counts model FLOPs; None: they are not known."""
     stream: BatchStream
     planner: Callable[[GlobalBatch], StepPlan]
     folder: RunFolder
@@ -79,10 +73,8 @@ class TrainingLoop:
     """Called on the first rank."""
     ledger: SequenceLedger | None = None
     """None: nobody counts."""
-    peek: Callable[[], StepPlan | None] | None = None
-    """The plan of the step after, if it is known."""
-    compiled: CompiledLayers | None = None
-    """None: layers run as they are."""
+    peek: PeekPlan | None = None
+    """None: plans are not known before their step."""
     validation: Validation | None = None
     """None: there is no validation set."""
     samples: TextSampling | None = None
@@ -92,15 +84,7 @@ class TrainingLoop:
     next_step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        optim = self.config.optim
-        if self.compiled is not None:
-            self.model.run_layer = self.compiled
-        self.masking = masking_of(self.spec, seed=self.config.seed)
-        settings = OptimizerSettings(
-            name=optim.name, betas=optim.betas, eps=optim.eps, momentum=optim.momentum, weight_decay=optim.weight_decay
-        )
-        self.state = ShardedState(self.model, self.world, settings)
-        self._prefetcher: Prefetcher | None = None
+        self.state: ShardedState = self.engine.state
         self._saver = CheckpointSaver(self.folder.checkpoints, self.state, keep=self.config.train.keep_checkpoints)
 
     @property
@@ -117,6 +101,7 @@ class TrainingLoop:
             InputError: it is damaged, of another model or optimizer, or its data is not this run's.
         """
         extra = checkpoint.load(path, self.state)
+        self.engine.load_state_dict(extra.get("engine", {}), path)
         self.stream.load_state_dict(extra["sampler"])
         if self.ledger is not None:
             self.ledger.load_state_dict(extra.get("seen", {}))
@@ -147,12 +132,8 @@ class TrainingLoop:
 
     def _fit(self) -> None:
         stop = StopRequest(self.folder.stop) if self.stop is None else self.stop  # one that is not asked is false
-        if self.compiled is not None:
-            ACTIVITY.begin("compiling")
-            self.compiled.warm_up(self.model)
+        self.engine.begin()
         writers = self._writers()
-        if depth := self.config.data.prefetch:
-            self._prefetcher = Prefetcher(self.source, self.world.device, masking=self.masking, depth=depth)
         self._counted(self.stream.state_dict())
         stop.begin_steps()
         try:
@@ -175,8 +156,7 @@ class TrainingLoop:
                 self.ledger.check(self.stream.state_dict())
         finally:
             self._saver.close()
-            if self._prefetcher is not None:
-                self._prefetcher.close()
+            self.engine.close()
             for writer in writers.values():
                 writer.close()
             for callback in self.callbacks:
@@ -191,43 +171,33 @@ class TrainingLoop:
 
     def _train_one(self, stop: StopRequest, writers: dict[str, JsonLines]) -> bool:
         """Run the next step and record it; true if the ranks agreed to stop before it instead."""
-        clock = StepClock(self.world)
-        ACTIVITY.begin("plan", step=self.next_step)
-        with clock.span(SpanKind.PLAN, "plan"):
-            batch = next(self.stream)
-            plan = self.planner(batch)
-        if self._prefetcher is not None:
-            self._prefetcher.start(packs_of(plan, self.world.rank), following=self._following_packs)
-        agreed = sync_step(plan, self.world, clock, stop=bool(stop), save_failed=self._saver.has_failed)
-        if agreed.save_failed:
-            self._saver.wait()  # raises
-        if agreed.stop:
-            return True
-        if self.compiled is not None:
-            check_compiled(plan)
-            self.compiled.make_room(shares_of(plan, self.world.rank))
-        train, optim = self.config.train, self.config.optim
-        lr = learning_rate(optim, plan.step, train.num_steps) * plan.lr_factor
-        result = run_step(
-            plan,
-            self.model,
-            self.state,
-            self.source,
-            lr=lr,
-            clip_norm=optim.clip_norm,
-            clock=clock,
-            masking=self.masking,
-            feeds=self._prefetcher.take if self._prefetcher else None,
-            schedule=PipelineSchedule(train.schedule),
-        )
+        batch, result = None, None
+        while result is None:  # until it fits
+            clock = StepClock(self.world)
+            ACTIVITY.begin("plan", step=self.next_step)
+            with clock.span(SpanKind.PLAN, "plan"):
+                batch = batch or next(self.stream)
+                plan = self.planner(batch)
+            self.engine.read_ahead(plan, self.peek)
+            agreed = sync_step(plan, self.world, clock, stop=bool(stop), save_failed=self._saver.has_failed)
+            if agreed.save_failed:
+                self._saver.wait()  # raises
+            if agreed.stop:
+                return True
+            lr = learning_rate(self.config.optim, plan.step, self.config.train.num_steps)
+            result = self.engine.compute_step(plan, clock, lr=lr)
+        self._record(plan, result, clock, writers)
+        return False
+
+    def _record(self, plan: StepPlan, result: StepResult, clock: StepClock, writers: dict[str, JsonLines]) -> None:
+        """Count a step that is done, validate if that is due, and write its records."""
         timeline = clock.timeline(plan.step)
-        recompiles = 0 if self.compiled is None else self.compiled.recompiles()
-        measured = measure(timeline, self.world, recompiles=recompiles)
+        measured = measure(timeline, self.world, recompiles=self.engine.num_recompiles())
         self._saver.good_step = plan.step
         self.next_step = plan.step + 1
         if self.ledger is not None:
             self.ledger.count(plan)
-        if train.timeline:
+        if self.config.train.timeline:
             writers["timeline"].on_step(timeline_to_row(timeline))
         validated = self._validate()
         self._sample(writers)
@@ -238,7 +208,6 @@ class TrainingLoop:
             writers["metrics"].on_step(row)
             for callback in self.callbacks:
                 callback.on_step(row)
-        return False
 
     def _validate(self) -> dict[str, float | None]:
         """Compute the validation loss if it is due after the steps done so far; its figures, or none."""
@@ -248,20 +217,16 @@ class TrainingLoop:
         ):
             return {}
         ACTIVITY.begin("validation", step=self.next_step - 1)
-        return self.validation.compute(self.next_step, self.model, self.state, masking=self.masking)
+        return self.validation.compute(self.next_step, self.engine.mean_loss)
 
     def _sample(self, writers: dict[str, JsonLines]) -> None:
         """Sample text and record it if that is due after the steps done so far."""
         if self.samples is None or not self.samples.is_due(self.next_step, num_steps=self.config.train.num_steps):
             return
         ACTIVITY.begin("samples of text", step=self.next_step - 1)
-        for row in self.samples.rows(self.next_step, self.model, self.state):
-            writers["samples"].on_step(row)
-
-    def _following_packs(self) -> list[Pack]:
-        """This rank's packs of the following step, if its plan is known."""
-        plan = self.peek() if self.peek is not None else None
-        return [] if plan is None else packs_of(plan, self.world.rank)
+        with self.engine.predicting() as logits_of:
+            for row in [] if logits_of is None else self.samples.rows(self.next_step, logits_of):
+                writers["samples"].on_step(row)
 
     def _writers(self) -> dict[str, JsonLines]:
         paths = {"timeline": self.folder.timeline(self.world.rank)} if self.config.train.timeline else {}
@@ -277,7 +242,8 @@ class TrainingLoop:
         """Begin a checkpoint after the steps done so far, unless that has been done; ``wait``: until it is complete."""
         if self._saver.step != self.next_step:
             validated = {} if self.validation is None else {"validation": self.validation.state_dict()}
-            extra = {"step": self.next_step, "sampler": sampler, **self._counted(sampler), **validated}
+            engine = {"engine": state} if (state := self.engine.state_dict()) else {}
+            extra = {"step": self.next_step, "sampler": sampler, **self._counted(sampler), **validated, **engine}
             self._saver.save(extra, wait=wait)
         elif wait:
             self._saver.wait()

@@ -71,11 +71,11 @@ class Validation:
         return self.patience is not None and self.num_worse >= self.patience
 
     def compute(
-        self, step: int, model: Transformer, state: ShardedState, *, masking: TokenMasking | None
+        self, step: int, mean_loss: Callable[[Sequence[StepPlan], TokenSource], float]
     ) -> dict[str, float | None]:
         """Compute the loss after ``step`` steps and return the figures of it that metrics record."""
         start_s = time.perf_counter()
-        loss = validation_loss(self.plans(), model, state, self.source, masking=masking)
+        loss = mean_loss(self.plans(), self.source)
         if loss < self.best_loss:
             self.best_loss, self.best_step, self.num_worse = loss, step, 0
         else:

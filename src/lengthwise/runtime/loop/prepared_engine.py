@@ -1,0 +1,155 @@
+"""The engine of prepared models: the training loop of `lengthwise train` drives any model through it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.errors import InfeasibleError, Setting
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.runtime.comm.collectives import sum_over_ranks
+from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.train.clock import StepClock
+from lengthwise.runtime.train.execute_step import DivergedError, StepResult, advice_at, sync_step
+from lengthwise.runtime.train.micro_batch_tensors import TokenSource
+from lengthwise.runtime.train.text_samples import LogitsOf
+from lengthwise.runtime.train.training_engine import PeekPlan
+from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
+from lengthwise.runtime.wrap.context import active
+
+
+class PreparedEngine:
+    """A prepared run whose batches and plans come from the training loop; a ``TrainingEngine``."""
+
+    def __init__(self, run: Run, *, validation: PackCollator | None = None) -> None:
+        """``validation``: the collator of the validation set; None: there is none."""
+        assert isinstance(run.state, ShardedState), "FSDP2 holds no models of configurations"
+        self.run, self.state, self._validation = run, run.state, validation
+        self._attempt = 0
+        """How often the step was given up."""
+
+    def begin(self) -> None:
+        """Do nothing: the model was prepared before."""
+
+    def read_ahead(self, plan: StepPlan, peek: PeekPlan | None) -> None:
+        """Do nothing: sequences are read when they are computed."""
+
+    def compute_step(self, plan: StepPlan, clock: StepClock, *, lr: float) -> StepResult | None:
+        """Compute a step and update the weights at ``lr`` times the plan's factor; None: it did not fit, plan it again.
+
+        Raises:
+            DivergedError: the loss or the gradient is not finite; weights are left as they were.
+        """
+        run = self.run
+        run.lr = lambda step: lr
+        step = run.begin_step(plan, clock, attempt=self._attempt)
+        for micro_batch in step:
+            step.backward(run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch))
+        try:
+            result = step.update()
+        except DivergedError as error:
+            raise error.with_advice(advice_at(lr * plan.lr_factor)) from None
+        self._attempt = 0 if result is not None else self._attempt + 1
+        return result
+
+    @torch.no_grad()
+    def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource) -> float:
+        """Mean loss over all targets of plans for the sequences of ``source``; changes neither weights nor generators.
+
+        Raises:
+            CheckError: the ranks have different plans.
+            InfeasibleError: a rank runs out of memory.
+        """
+        run, wrapped_model = self.run, self.run.wrapped_model
+        collator = self._validation
+        assert collator is not None, "the run has a validation set"
+        shown = PreparedModel(wrapped_model, run.world, collator=collator, state=self.state, seed=run.seed)
+        sums = torch.zeros(2, dtype=torch.float64, device=run.world.device)  # of losses by target, of targets
+        with self._evaluating():
+            for plan in plans:
+                sync_step(plan, run.world, StepClock(run.world), stop=False)
+                for pipeline, planned in self._micro_batches(plan, collator):
+                    shard = make_shard(shown, plan.step, pipeline, planned)
+                    shard.has_noise = False
+                    with active(shard):
+                        micro_batch = shown.make(shard, pad_to_degree(planned.pack, shard.group.size, collator))
+                        loss = wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
+                    if shard.has_failed:
+                        raise InfeasibleError(
+                            f"validation ran out of memory with {planned.pack.num_tokens:,} tokens; lower "
+                            f"{Setting.MAX_TOKENS}"
+                        )
+                    if count := micro_batch.num_targets:  # else the mean is 0 / 0
+                        sums += torch.tensor([float(loss) * count, count], dtype=sums.dtype, device=sums.device)
+        total, num_targets = sum_over_ranks(sums).tolist()
+        return float(total / num_targets)
+
+    def _micro_batches(self, plan: StepPlan, collator: PackCollator) -> Iterator[tuple[Pipeline, PlannedMicroBatch]]:
+        """This rank's micro-batches of a plan, each with its weights gathered where ranks hold shares of them."""
+        run, gather = self.run, self.run.gather
+        run.begin_plan(plan)
+        rounds = own_rounds(plan, run.world.rank)
+        for position, (_, _, pipeline, planned) in enumerate(micro_batches_of(plan, run.world.rank, collator)):
+            if gather is not None:
+                gather.begin_round(rounds[position])
+            yield pipeline, planned
+        if gather is not None:
+            gather.finish_rounds()  # as a step does: gradients, which are zero, are sent as well
+            run.update_weights()
+            self.state.clear_gradient()
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Within, a model computed by its stock forward is in evaluation mode; packs have no noise in validation."""
+        return nullcontext() if self.run.wrapped_model.by_sequence is None else _eval_mode(self.run.model)
+
+    @contextmanager
+    def predicting(self) -> Iterator[LogitsOf | None]:
+        """Within, predict next tokens with the weights of the moment on the first rank; None on others."""
+        device = self.run.world.device
+        with self.run.plain() as model, _eval_mode(model), torch.no_grad():
+
+            def logits_of(tokens: Sequence[int]) -> Tensor:
+                logits: Tensor = model(input_ids=torch.tensor([*tokens], device=device)[None]).logits[0, -1]
+                return logits
+
+            yield logits_of if self.run.world.is_first else None
+
+    def num_recompiles(self) -> int:
+        """Zero: nothing is compiled."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The model's buffers, if it has any that are saved with it."""
+        buffers = buffers_to_save(self.run.model)
+        return {"buffers": buffers} if buffers else {}
+
+    def load_state_dict(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Go on from a checkpoint whose weights and optimizer have been restored.
+
+        Raises:
+            InputError: its buffers are of another model.
+        """
+        restore_buffers(self.run.model, state.get("buffers", {}), checkpoint)
+        self.run.update_weights()
+
+    def close(self) -> None:
+        """Do nothing: the process ends with its run."""
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Within, a model is in evaluation mode."""
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, is_training in training:
+            module.training = is_training

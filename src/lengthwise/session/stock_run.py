@@ -1,0 +1,166 @@
+"""The parts of a configured run whose model transformers computes: prepared as `lengthwise.prepare` does it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+from torch import nn
+
+from lengthwise.config.prepare_options import PrepareOptions, read_options
+from lengthwise.config.run_config import Config
+from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.data.corpus import Corpus
+from lengthwise.models.stock_model import StockModel
+from lengthwise.plan.planner import Planner
+from lengthwise.runtime.loop.planned_pipelines import check_executable
+from lengthwise.runtime.loop.prepared_engine import PreparedEngine
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.wrap.preserved_state import preserve_state
+from lengthwise.session.calibration import find_cost, measure_again
+from lengthwise.session.datasets import RunSequences, read_sequences
+from lengthwise.session.objectives import expected_columns
+from lengthwise.session.online_calibration import OnlineCalibration
+from lengthwise.session.planning import make_planner, make_sampler, open_plans
+from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
+from lengthwise.session.run_parts import RunInputs, RunParts
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "LMHead")
+"""Ends of names of classes that learn the next token from rows without labels, whatever their loss does with labels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layers:
+    """What a planner needs to know of a prepared model."""
+
+    num_layers: int
+    objective: str
+    head_layers: float = 0.0
+
+
+def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunParts:
+    """The parts of a run of a model that transformers computes, traced, checked and measured on its ranks.
+
+    Raises:
+        InputError: ``lengthwise.prepare`` refuses the model, or plans cannot be used as configured.
+        InfeasibleError: the model or a sequence fits under no scheme.
+        CheckError: packs change what the model learns.
+    """
+    config, corpus, world = inputs.config, inputs.corpus, inputs.world
+    chosen = _options(inputs, stock)
+    with preserve_state(model):
+        chosen, objective, sequences = read_corpus(model, corpus, chosen, world)
+        validated = None if inputs.validation is None else _read_more(model, inputs.validation, chosen)
+        prepared, chosen = learn_model(model, chosen, world, sequences, objective)
+        if prepared.wrapped_model.by_sequence is not None and (config.plan.degree or 1) > 1:
+            raise InputError(
+                f"plan.degree={config.plan.degree}: {stock.architecture} is computed sequence by sequence, each on one "
+                "rank; leave it out"
+            )
+        planning = _Planning(inputs, prepared, chosen, sequences)
+        planner = planning.of_file() if config.plan.file else planning.calibrated()
+        calibration = planner if isinstance(planner, OnlineCalibration) else None
+        stream = make_sampler(config, corpus)
+        run = Run(
+            prepared,
+            stream=stream,
+            planner=planner,
+            lr=lambda step: config.optim.lr,  # the training loop sets that of each step
+            clip_norm=config.optim.clip_norm,
+            num_steps=config.train.num_steps,
+            on_oom=calibration.on_oom if calibration else None,
+            on_finish=calibration.on_finish if calibration else None,
+        )
+
+        shown = None if validated is None else make_collator(prepared.wrapped_model, chosen, validated)
+        return RunParts(
+            engine=PreparedEngine(run, validation=shown),
+            stream=stream,
+            planner=planner,
+            num_params=prepared.num_params,
+            spec=stock.spec,
+            is_measured=True,
+            validation=inputs.validate_with(planning.planner_of),
+        )
+
+
+class _Planning:
+    """Makes planners for a prepared model by the settings of a configuration."""
+
+    def __init__(
+        self, inputs: RunInputs, prepared: PreparedModel, chosen: PrepareOptions, sequences: RunSequences
+    ) -> None:
+        self._inputs, self._prepared, self._max_degree = inputs, prepared, chosen.max_degree
+        self._cost = cache(
+            lambda: find_cost(prepared, chosen, cluster=inputs.cluster, lengths=sequences.computed_lengths)
+        )
+        """Measures at the first call; every rank makes it."""
+
+    def planner_of(self, config: Config, corpus: Corpus) -> Planner:
+        """The planner of a corpus under costs as they were measured."""
+        return self._planner(config, corpus, self._cost())
+
+    def calibrated(self) -> OnlineCalibration:
+        """The planner of the run, whose costs follow what its steps take."""
+        config, corpus, prepared = self._inputs.config, self._inputs.corpus, self._prepared
+
+        def again(cost: DualLayerCost, degree: int) -> DualLayerCost:
+            return measure_again(prepared, cost, degree)
+
+        plan_with: Callable[[CostModel], Planner] = partial(self._planner, config, corpus)
+        return OnlineCalibration(self._inputs.world, self._cost(), plan_with, measure_again=again)
+
+    def of_file(self) -> Callable[[GlobalBatch], StepPlan]:
+        """The plans of ``plan.file``, which suit the model and the ranks."""
+        plans = open_plans(self._inputs.config)
+        for plan in plans.representatives():
+            check_executable(plan, self._prepared.wrapped_model.structure.num_layers, self._inputs.world.size)
+        return plans
+
+    def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:
+        changes = {"profile": "", "method": "", "max_stages": 1, "max_degree": self._max_degree}
+        plan, wrapped_model = config.plan.model_copy(update=changes), self._prepared.wrapped_model
+        return make_planner(
+            config.model_copy(update={"plan": plan}),
+            cost,
+            spec=_Layers(num_layers=wrapped_model.structure.num_layers, objective=wrapped_model.objective),
+            cluster=self._inputs.cluster,
+            corpus=corpus,
+            methods=(Method.ULYSSES,),
+        )
+
+
+def _options(inputs: RunInputs, stock: StockModel) -> PrepareOptions:
+    """The options of ``prepare`` that the configuration stands for, as far as they are not those of batches."""
+    config, plan = inputs.config, inputs.config.plan
+    is_causal = stock.architecture.endswith(_CAUSAL)
+    max_degree = 1 if plan.method == Method.DENSE else plan.degree or plan.max_degree
+    return read_options(
+        {
+            "seed": config.seed,
+            "device": config.train.device,
+            "timeout_s": config.train.timeout_s,
+            "memory_gib": config.cluster.memory_gib,
+            "policy": plan.policy,
+            "max_degree": max_degree,
+            "recompute": plan.recompute,
+            "profile": plan.profile or None,
+            "objective": NEXT_TOKEN if is_causal else None,
+            "mask_token_id": stock.mask_token_id,
+            "optimizer": config.optim.optimizer_settings,
+            "clip_norm": config.optim.clip_norm,
+            "verbose": not inputs.quiet,
+        }
+    )
+
+
+def _read_more(model: nn.Module, corpus: Corpus, chosen: PrepareOptions) -> RunSequences:
+    """The sequences of a validation set, which the model can compute."""
+    sequences = read_sequences(corpus, expected=expected_columns(model, chosen))
+    check_takes(model, sequences)
+    return sequences

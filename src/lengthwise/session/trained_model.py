@@ -1,0 +1,161 @@
+"""Which model a configuration means: its sizes, who computes it, and whether it holds the corpus. Needs no torch."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from lengthwise.config.run_config import Config
+from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.errors import InputError, missing_package
+from lengthwise.core.read_file import brief
+from lengthwise.core.specs import ModelSpec, model_preset
+from lengthwise.data.corpus import Corpus
+from lengthwise.models.hf_config import UnsupportedModelError, read_config, read_spec
+from lengthwise.models.hf_sizes import read_priced_spec
+from lengthwise.models.stock_model import StockModel, objective_of_class, read_stock_model
+from lengthwise.models.weight_files import weight_files
+from lengthwise.session.model_files import mask_token_id
+
+
+def objective_of(config: Config) -> str:
+    """What the configured model is trained to predict: hidden tokens or the next one."""
+    if not config.model.hf:
+        return model_preset(config.model.preset).objective
+    names = read_config(hf_folder(config)).get("architectures") or ["of a next token"]
+    return objective_of_class(names[0])
+
+
+def hf_folder(config: Config) -> Path:
+    """The folder that ``model.hf`` names.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = Path(config.model.hf)
+    if not folder.is_dir():
+        raise InputError(
+            f"model.hf={brief(config.model.hf)} is no folder; download the model into one (hf download NAME "
+            "--local-dir DIR) and give that, or train it by its name in Python with lengthwise.prepare or "
+            "lengthwise.Trainer"
+        )
+    return folder
+
+
+def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = False) -> ModelSpec:
+    """The model's sizes; a preset's vocabulary becomes what the index needs, rounded up to a multiple of 64.
+
+    A preset that is not causal needs one id more than the index has: its last one is the mask token. With
+    ``only_priced``, the folder of ``model.hf`` may hold a model of any family, which is planned and not trained.
+
+    Raises:
+        InputError: the model embeds fewer token ids than the index has, has fewer positions than its longest sequence
+            has tokens, or predicts masked tokens and names no mask token.
+    """
+    model = config.model
+    needed = corpus.vocab_size if corpus is not None and corpus.has_tokens else None
+    if model.hf:
+        spec = read_priced_spec(hf_folder(config)) if only_priced else read_spec(hf_folder(config))
+    else:
+        spec = model_preset(model.preset)
+        needed = needed and needed + (not spec.causal)
+        wanted = model.vocab_size or (needed and -(-needed // 64) * 64)
+        spec = replace(spec, vocab_size=wanted) if wanted else spec
+        spec = spec if spec.causal else replace(spec, mask_token_id=spec.vocab_size - 1)
+    if corpus is not None:
+        check_model_holds(spec, corpus, has_own_mask=not (spec.causal or model.hf))
+    return spec
+
+
+def check_model_holds(spec: ModelSpec | StockModel, corpus: Corpus, *, has_own_mask: bool = False) -> None:
+    """Raise ``InputError`` unless the model has a corpus's token ids and positions, and a mask if it needs one."""
+    needed = corpus.vocab_size + has_own_mask if corpus.has_tokens else 0
+    if spec.vocab_size < needed:
+        mask_note = " (one of them its mask token)" if has_own_mask else ""
+        raise InputError(
+            f"the index has {needed:,} token ids{mask_note}, model {spec.name} embeds {spec.vocab_size:,}; "
+            "index with the model's own tokenizer.json or raise model.vocab_size"
+        )
+    longest = corpus.lengths.max_length
+    if 0 < spec.max_positions < longest:
+        raise InputError(
+            f"the longest sequence has {longest:,} tokens, model {spec.name} has learned positions for "
+            f"{spec.max_positions:,}; set data.max_length={spec.max_positions} and data.over_length to what shall "
+            "happen to longer ones (split, truncate, drop), or train a model with rotary positions"
+        )
+    if corpus.has_loss_mask and spec.objective != NEXT_TOKEN:
+        raise InputError(
+            f"the index says which tokens have a loss, and model {spec.name} learns from masked tokens instead of next "
+            "ones; index again with --loss all"
+        )
+    if corpus.lengths.targets is not None and not corpus.lengths.targets.any():
+        raise InputError(
+            "no token of the corpus has a loss after data.max_length; raise it, or set data.over_length=drop"
+        )
+    if corpus.has_tokens and not spec.causal and spec.mask_token_id is None:
+        raise InputError(
+            f"model {spec.name} predicts masked tokens and its config.json does not say which token masks them; "
+            'add "mask_token_id", the id of [MASK] in its tokenizer.json'
+        )
+
+
+def trained_model(config: Config, corpus: Corpus) -> ModelSpec | StockModel:
+    """The model that a run trains: one of this library's own, or one that transformers computes.
+
+    Raises:
+        InputError: as :func:`resolve_model`; or transformers does not have the model, or computes it and settings ask
+            for what only own models have.
+    """
+    chosen, hf = config.model.implementation, config.model.hf
+    if chosen == "transformers" and not hf:
+        raise InputError(
+            f"model.implementation=transformers computes the model of a folder, and model.preset="
+            f"{config.model.preset} is this library's own; set model.hf, or leave model.implementation out"
+        )
+    if not hf or chosen == "lengthwise":
+        return resolve_model(config, corpus)
+    if chosen == "auto":
+        try:
+            return resolve_model(config, corpus)
+        except UnsupportedModelError:
+            pass
+    folder = hf_folder(config)
+    model = read_stock_model(folder, mask_token_id=mask_token_id(folder))
+    _check_known(model)
+    weight_files(folder)
+    _check_settings(config, model)
+    check_model_holds(model, corpus)
+    return model
+
+
+def _check_known(model: StockModel) -> None:
+    """Raise ``InputError`` unless transformers is installed and has the model's class."""
+    if find_spec("transformers") is None:
+        raise missing_package(f"training a {model.architecture}", "transformers")
+    import transformers
+
+    if model.architecture not in dir(transformers):  # names alone: no module of a model is imported
+        raise InputError(
+            f"{model.folder / 'config.json'}: transformers {transformers.__version__} has no class "
+            f"{brief(model.architecture)}; install a version that has it, or load the model yourself and train it with "
+            "lengthwise.prepare"
+        )
+
+
+def _check_settings(config: Config, model: StockModel) -> None:
+    """Raise ``InputError`` if a setting asks for what models that transformers computes cannot do."""
+    plan, train = config.plan, config.train
+    refused = {
+        "train.compile=true": (train.compile, "their layers are run as transformers has them"),
+        f"train.schedule={train.schedule}": (train.schedule != "1f1b", "they have one pipeline stage"),
+        f"plan.max_stages={plan.max_stages}": ((plan.max_stages or 1) > 1, "they have one pipeline stage"),
+        f"plan.method={plan.method}": (plan.method not in ("", "ulysses", "dense"), "ranks share them by ulysses"),
+        f"plan.shapes={plan.shapes}": (plan.shapes, "they are not compiled"),
+        f"plan.workers={plan.workers}": (plan.workers, "their costs are corrected from step to step"),
+        f"plan.cost={plan.cost}": (plan.cost != "fitted", "their costs are measured before the run"),
+    }
+    for setting, (is_asked_for, why) in refused.items():
+        if is_asked_for:
+            raise InputError(
+                f"{setting} is not for models that transformers computes, such as this {model.architecture}: {why}; "
+                "leave it out, or train a model of this library's own (llama, qwen2, gpt2, bert)"
+            )
