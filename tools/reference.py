@@ -22,8 +22,8 @@ from lengthwise.config.run_config import Config
 
 SECTIONS = {"Args:": "Arguments", "Raises:": "Raises"}
 FOR_LOOPS = {
-    "Run": "usual_scripts make gradient_version gradient_problem check_gradients discard inspect take_over_changes "
-    "abort_step note_failure note_skipped finish",
+    "Run": "usual_scripts begin_step begin_plan make gradient_version gradient_problem check_gradients discard inspect "
+    "take_over_changes abort_step note_failure note_skipped finish",
     "Step": "is_being_computed leave finish_exchanges",
     "MicroBatch": "",
 }

@@ -115,13 +115,13 @@ def sum_of_losses(model: nn.Module, row: np.ndarray, labels: np.ndarray | None =
     return F.cross_entropy(logits[0, :-1], targets, reduction="sum", ignore_index=-100)
 
 
-def train_alone(model, batches, loss_of, *, num_targets, lr, weight_decay=0.1, clip=1.0, betas=(0.9, 0.95)):
+def train_alone(model, batches, loss_of, *, num_targets, lr, weight_decay=0.1, clip=1.0, betas=(0.9, 0.95), eps=1e-8):
     """Losses of an ordinary loop on one device; ``model`` is trained."""
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
     losses = []
     for step, ids in enumerate(batches):
         count = sum(num_targets(i) for i in ids)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.config.run_config import Config
+from lengthwise.core.specs import ModelSpec
 from lengthwise.plan.outside_policy import policy_digest
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from lengthwise.core.specs import ClusterSpec, ModelSpec
+    from lengthwise.core.specs import ClusterSpec
     from lengthwise.data.corpus import Corpus, CorpusPart
     from lengthwise.models.stock_model import StockModel
 
@@ -53,7 +54,8 @@ def run_to_compare(
     """What those settings stand for on this rank: the content of files, the model's first weights, the devices."""
     from lengthwise.runtime.models.checksum import weight_checksums
 
-    files = {"plan.file": config.plan.file, "plan.profile": config.plan.profile}
+    is_own = isinstance(spec, ModelSpec)  # other models have the first rank's profile, which may not be there yet
+    files = {"plan.file": config.plan.file, "plan.profile": config.plan.profile if is_own else ""}
     return {
         "data": _corpus(corpus),
         "validation": validation and _corpus(validation),

@@ -17,6 +17,7 @@ from lengthwise.runtime.models.hf_folder import save_pretrained
 from lengthwise.runtime.models.registry import empty_model
 from lengthwise.runtime.state.checkpoint import load_weights
 from lengthwise.runtime.state.checkpoint_files import BEST, candidates, latest
+from lengthwise.session.export_stock import write_stock_weights
 from lengthwise.session.model_files import CONFIG, copy_files, small_files, source_files, special_ids, trained_config
 
 
@@ -42,7 +43,8 @@ def export_run(run_folder: Path, out: Path, *, checkpoint: str | None = None) ->
     check_free(out, setting="--out")
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(run_folder)):
         raise InputError(f"--out {shown(out)} is inside the run folder {shown(run_folder)}; name a folder elsewhere")
-    spec = folder.read_spec()
+    document = folder.read_json("model.json")
+    spec = None if "architecture" in document else folder.read_spec()
     source = _named(folder.checkpoints, checkpoint) if checkpoint else latest(folder.checkpoints)
     try:
         with new_folder(out, setting="--out") as partial:
@@ -54,7 +56,7 @@ def export_run(run_folder: Path, out: Path, *, checkpoint: str | None = None) ->
         raise LengthwiseError(
             f"--out {shown(out)} could not be written ({reason(error)}); nothing is left of it"
         ) from None
-    return ExportedModel(checkpoint=source, num_params=spec.num_params)
+    return ExportedModel(checkpoint=source, num_params=document["num_params"])
 
 
 def _named(checkpoints: Path, name: str) -> Path:
@@ -68,7 +70,8 @@ def _named(checkpoints: Path, name: str) -> Path:
     return complete[name]
 
 
-def _write(folder: RunFolder, checkpoint: Path, spec: ModelSpec, out: Path) -> None:
+def _write(folder: RunFolder, checkpoint: Path, spec: ModelSpec | None, out: Path) -> None:
+    """``spec``: None of a model that transformers computes."""
     files, corpus = source_files(folder), folder.read_json("corpus.json")
     try:
         max_length, eos_id = corpus["max_length"], corpus["eos_id"]
@@ -76,18 +79,24 @@ def _write(folder: RunFolder, checkpoint: Path, spec: ModelSpec, out: Path) -> N
         path = shown(folder.path / "corpus.json")
         raise InputError(f"{path} is damaged or missing ({type(error).__name__}: {error}); restore it") from None
     has_config = files is not None and (files / CONFIG).is_file()
-    ids = {} if has_config else {"eos_token_id": eos_id, **special_ids(files)}
-    model = _model_of(checkpoint, spec)
     try:
-        save_pretrained(model, out, config={"max_position_embeddings": max_length, **ids})
+        if spec is None:
+            assert files is not None and has_config, "the folder of such a model has a configuration"
+            architecture = folder.read_json("model.json")["architecture"]
+            dtype = write_stock_weights(checkpoint, files, architecture, out)
+        else:
+            ids = {} if has_config else {"eos_token_id": eos_id, **special_ids(files)}
+            model = _model_of(checkpoint, spec)
+            dtype = next(model.parameters()).dtype
+            save_pretrained(model, out, config={"max_position_embeddings": max_length, **ids})
     except SafetensorError as error:
         raise OSError(str(error)) from None
     if files is None:
         return
     if has_config:
-        _check_is_of(files, spec)
-        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        config = trained_config(files, dtype=dtype, max_length=max_length)
+        if spec is not None:
+            _check_is_of(files, spec)
+        config = trained_config(files, dtype=str(dtype).removeprefix("torch."), max_length=max_length)
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     copy_files(small_files(files), out, leave_out=(CONFIG,))
 

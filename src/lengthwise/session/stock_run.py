@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cached_property, partial
 
 from torch import nn
 
@@ -13,7 +13,6 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.step_plan import StepPlan
-from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.data.corpus import Corpus
 from lengthwise.models.stock_model import StockModel
 from lengthwise.plan.planner import Planner
@@ -22,13 +21,14 @@ from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.wrap.preserved_state import preserve_state
-from lengthwise.session.calibration import find_cost, measure_again
+from lengthwise.session.calibration import find_cost
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.objectives import expected_columns
 from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.planning import make_planner, make_sampler, open_plans
-from lengthwise.session.prepare import check_takes, learn_model, make_collator, read_corpus
+from lengthwise.session.prepare import calibrated, check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
+from lengthwise.session.weight_placement import KeepLayers, place_weights
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "LMHead")
 """Ends of names of classes that learn the next token from rows without labels, whatever their loss does with labels."""
@@ -75,7 +75,10 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
             num_steps=config.train.num_steps,
             on_oom=calibration.on_oom if calibration else None,
             on_finish=calibration.on_finish if calibration else None,
+            keep_layers=planning.keep_layers,
         )
+        if planning.keep_layers is not None:
+            run.gather_by_layer()
 
         shown = None if validated is None else make_collator(prepared.wrapped_model, chosen, validated)
         return RunParts(
@@ -95,25 +98,26 @@ class _Planning:
     def __init__(
         self, inputs: RunInputs, prepared: PreparedModel, chosen: PrepareOptions, sequences: RunSequences
     ) -> None:
-        self._inputs, self._prepared, self._max_degree = inputs, prepared, chosen.max_degree
-        self._cost = cache(
-            lambda: find_cost(prepared, chosen, cluster=inputs.cluster, lengths=sequences.computed_lengths)
-        )
-        """Measures at the first call; every rank makes it."""
+        self._inputs, self._prepared, self._options = inputs, prepared, chosen
+        self._lengths = sequences.computed_lengths
+        self.keep_layers: KeepLayers | None = None
+        """What a step keeps whole where weights are gathered by layer; None: all weights are whole."""
+
+    @cached_property
+    def _cost(self) -> CostModel:
+        """Costs, measured when they are asked for first; every rank does."""
+        measured = find_cost(self._prepared, self._options, cluster=self._inputs.cluster, lengths=self._lengths)
+        cost, self.keep_layers = place_weights(self._prepared, self._options, measured, self._lengths.max_length)
+        return cost
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
         """The planner of a corpus under costs as they were measured."""
-        return self._planner(config, corpus, self._cost())
+        return self._planner(config, corpus, self._cost)
 
-    def calibrated(self) -> OnlineCalibration:
+    def calibrated(self) -> Planner | OnlineCalibration:
         """The planner of the run, whose costs follow what its steps take."""
-        config, corpus, prepared = self._inputs.config, self._inputs.corpus, self._prepared
-
-        def again(cost: DualLayerCost, degree: int) -> DualLayerCost:
-            return measure_again(prepared, cost, degree)
-
-        plan_with: Callable[[CostModel], Planner] = partial(self._planner, config, corpus)
-        return OnlineCalibration(self._inputs.world, self._cost(), plan_with, measure_again=again)
+        plan_with = partial(self._planner, self._inputs.config, self._inputs.corpus)
+        return calibrated(self._prepared, self._cost, plan_with)
 
     def of_file(self) -> Callable[[GlobalBatch], StepPlan]:
         """The plans of ``plan.file``, which suit the model and the ranks."""
@@ -123,7 +127,7 @@ class _Planning:
         return plans
 
     def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:
-        changes = {"profile": "", "method": "", "max_stages": 1, "max_degree": self._max_degree}
+        changes = {"profile": "", "method": "", "max_stages": 1, "max_degree": self._options.max_degree}
         plan, wrapped_model = config.plan.model_copy(update=changes), self._prepared.wrapped_model
         return make_planner(
             config.model_copy(update={"plan": plan}),

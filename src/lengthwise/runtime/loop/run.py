@@ -340,7 +340,7 @@ class Run(PreparedModel):
         return self.state
 
     def begin_plan(self, plan: StepPlan) -> None:
-        """Make the process groups of a plan, in the same order on every rank, and start to gather what it computes with.
+        """Make the process groups of a plan, in one order on every rank, and start to gather what it computes with.
 
         Raises:
             InputError: the plan is for other ranks or another model.

@@ -81,14 +81,15 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
     return document
 
 
-def load_weights(checkpoint: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """The whole master weights by parameter, in one process without a process group.
+def load_weights(checkpoint: Path, spec: ModelSpec | None) -> dict[str, Tensor]:
+    """The whole master weights by parameter, in one process without a process group; ``spec``: None takes any model's.
 
     Raises:
         InputError: as :func:`load`.
     """
     document = verify(checkpoint)
-    _check_digest(checkpoint, document, spec.digest, spec.name)
+    if spec is not None:
+        _check_digest(checkpoint, document, spec.digest, spec.name)
     with _readable(checkpoint), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
         bounds = document["unit_bounds"]

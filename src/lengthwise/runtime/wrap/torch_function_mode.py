@@ -258,8 +258,8 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         end = args[0] if len(args) == 1 else args[1] if len(args) == 2 and args[0] == 0 else kwargs.get("end")
         if not isinstance(end, int) or kwargs.get("start", 0) != 0 or kwargs.get("step", 1) != 1 or len(args) > 2:
             return func(*args, **kwargs)
-        if _is_called_in("transformers.masking_utils"):
-            return func(*args, **kwargs)  # masks of this rank's slots, whose positions they are given
+        if _is_called_in("transformers.masking_utils", "transformers.integrations.moe"):
+            return func(*args, **kwargs)  # masks of this rank's slots, whose positions they are given; places in a sort
         rule = self._rule("positions", ForwardCall(kind="arange", shape=(end,), layer=self.layer))
         if rule is None or rule.dim is None:
             return func(*args, **kwargs)
@@ -288,12 +288,12 @@ class InterceptCalls(AttentionCalls, TorchFunctionMode):
         return func(table.index_select(axis, self.shard.positions), rest)
 
 
-def _is_called_in(module: str) -> bool:
-    """Whether the intercepted torch call was made in ``module``."""
+def _is_called_in(*modules: str) -> bool:
+    """Whether the intercepted torch call was made in one of ``modules``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in (__name__, "torch.overrides"):
         frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == module
+    return frame is not None and frame.f_globals.get("__name__") in modules
 
 
 _SWITCHED = (F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
