@@ -24,9 +24,9 @@ def write_stock_weights(checkpoint: Path, files: Path, architecture: str, out: P
     weights = load_weights(checkpoint, None)
     model = _model_of(architecture, files, weights, checkpoint)
     model.save_pretrained(out)
-    kept = {path.name for path in weight_files(out)} | {INDEX}
+    weight_names = {path.name for path in weight_files(out)} | {INDEX}
     for path in out.iterdir():
-        if path.name not in kept:
+        if path.name not in weight_names:
             path.unlink()  # the model's own files are copied
     return next(iter(weights.values())).dtype
 
