@@ -50,6 +50,8 @@ def options(corpus, gemma2, tmp_path_factory):
         f"data.index={corpus}", "data.max_length=200", "data.over_length=split", "data.tokens_per_step=800",
         "data.validation_share=0.15", f"model.hf={gemma2}", "train.dtype=float64", "train.validate_every=2",
         "optim.lr=1e-2", "optim.eps=1e-3", "optim.schedule=constant", "optim.warmup_steps=2", f"plan.profile={profile}",
+        "train.sample_every=4", "train.sample_prompts=[file]",
+        "train.sample_tokens=3",
     ]  # fmt: skip
 
 
@@ -113,6 +115,17 @@ def test_its_validation_loss_is_that_of_stock_calls(trained, alone):
     found = {row["step"] + 1: row["val/loss"] for row in rows if "val/loss" in row}
     assert found == pytest.approx({STOPPED: alone[1][0], NUM_STEPS: alone[1][1]}, rel=EXACT)
     assert (trained.checkpoints / "best").read_text() == f"step_{NUM_STEPS:08d}\n"
+
+
+@torch.no_grad()
+def test_its_samples_are_the_likeliest_tokens(trained, alone):
+    """Prompts are bytes, as the index has them."""
+    tokens = list(b"file")
+    for _ in range(3):
+        tokens.append(int(alone[2].eval()(torch.tensor([tokens])).logits[0, -1, :257].argmax()))
+    (first, last) = trained.read_samples()
+    assert [first["step"], last["step"]] == [STOPPED - 1, NUM_STEPS - 1]
+    assert last["text"].encode() == bytes(tokens[4:])
 
 
 def test_it_is_exported_with_all_that_it_came_with(trained, gemma2, alone, tmp_path):

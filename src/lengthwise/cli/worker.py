@@ -150,15 +150,9 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
     validation = validation_corpus(config, spec)
     cluster = find_cluster(config, world)
     callbacks: list[StepCallback] = []
-
-    def on_size(done: int, total: int) -> None:
-        for callback in callbacks:
-            if isinstance(callback, StepLog):
-                callback.on_compiled(done, total)
-
     inputs = RunInputs(
         config=config, corpus=corpus, validation=validation, cluster=cluster, world=world, folder=start.folder,
-        quiet=quiet, on_size=on_size,
+        quiet=quiet, on_size=partial(_show_compiled, callbacks),
     )  # fmt: skip
     compare = partial(run_to_compare, config, corpus, spec=spec, cluster=cluster, validation=validation)
     parts = make_parts(inputs, spec, on_built=lambda model: require_equal(world, compare(model=model)))
@@ -197,6 +191,12 @@ def _train(config: Config, world: "DistContext", start: ResumePoint, stop: StopR
         trainer.fit()
     finally:
         parts.close()
+
+
+def _show_compiled(callbacks: "list[StepCallback]", done: int, total: int) -> None:
+    for callback in callbacks:
+        if isinstance(callback, StepLog):
+            callback.on_compiled(done, total)
 
 
 def find_cluster(config: Config, world: "DistContext") -> ClusterSpec:
