@@ -1,11 +1,13 @@
 """Presets of GPUs are near what others measured, and every public measurement says where it stands."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from lengthwise.core.device_spec import DEVICES
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -51,3 +53,11 @@ def test_a_row_is_linear_in_the_reciprocals_of_the_shares(calibration):
             cost = AnalyticCost(model=row.model, cluster=row._cluster(constants.on(row.device)))
             seconds = cost.time_s(row.lengths, row.scheme) * row.scheme.num_stages
             assert row.predicted(constants) == pytest.approx(row.device_tokens / seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(("chip", "device", "old_share"), [("A100", "A800-80GB", 0.298), ("H100", "H100-80GB", 0.168)])
+def test_nine_of_ten_predictions_are_within_the_error_that_the_preset_states(calibration, chip, device, old_share):
+    rows = [row for row in calibration.read_rows() if row.chip == chip]
+    constants = calibration.shipped(chip, replace(calibration.START, old_attention_share=old_share))
+    missed = np.abs([row.error(constants) for row in rows])
+    assert np.quantile(missed, 0.9) == pytest.approx(DEVICES[device].speed_error, abs=0.01)

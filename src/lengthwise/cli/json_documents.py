@@ -237,6 +237,7 @@ class CompareDocument(JsonDocument):
     clusters: list[ClusterFields]
     dtype: str
     seed: int
+    speed_error: float | None
     ledger: dict[str, Any]
 
 

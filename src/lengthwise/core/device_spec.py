@@ -51,6 +51,9 @@ class DeviceSpec:
     """Hidden size at which they reach half of that."""
     attention_share: float = 0.55
     """Share of the peak rate that attention reaches, forward and backward."""
+    speed_error: float | None = None
+    """Relative error that predictions for nine of ten public measurements of the device stay within; None: none are
+    known."""
     margin_bytes: int = 0
     """Memory beside ``memory_bytes`` that plans leave free."""
 
@@ -70,6 +73,16 @@ class DeviceSpec:
     def without_margin(self) -> "DeviceSpec":
         """The device with all of its memory."""
         return replace(self, memory_bytes=self.memory_bytes + self.margin_bytes, margin_bytes=0)
+
+    @property
+    def error_in_words(self) -> str:
+        """How far predictions for this device are from measurements."""
+        if self.speed_error is None:
+            return f"predictions for {self.name} were never compared with measurements"
+        return (
+            f"of public measurements on {self.name}, nine of ten are within {100 * self.speed_error:.0f} % of such "
+            "predictions; policies share most of that error"
+        )
 
     @property
     def memory_in_words(self) -> str:
@@ -109,7 +122,7 @@ class DeviceSpec:
 
 # Fitted to public measurements (benchmarks/calibration.md). An H200 is an H100 with other memory; of Blackwell
 # there are no public rows in bfloat16, so it has the H100's shares too. Others have the defaults.
-_A100: dict[str, Any] = {"matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7}
+_A100: dict[str, Any] = {"matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7, "speed_error": 0.14}
 _H100: dict[str, Any] = {"matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45}
 
 # Memory as CUDA reports it (torch's errors when it runs out, Hydraulis' tables), which is less than the name says.
@@ -131,7 +144,7 @@ DEVICES = {
         ),
         DeviceSpec(
             name="H100-80GB", memory_bytes=int(79.10 * GIB), flops_per_s=989e12, memory_bytes_per_s=3.35e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100,
+            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100, speed_error=0.18,
         ),
         DeviceSpec(
             name="H200-141GB", memory_bytes=int(139.72 * GIB), flops_per_s=989e12, memory_bytes_per_s=4.8e12,

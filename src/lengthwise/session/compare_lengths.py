@@ -161,6 +161,7 @@ def comparison_page(
         ),
         settings={
             "not_priced": contest.model.unpriced or None,
+            "speed_error": clusters[0].device.speed_error,
             "dtype": contest.dtype,
             "seed": contest.seed,
             "ledger": ledger.to_json(),
@@ -198,6 +199,7 @@ def _facts(
         yield "Not priced", contest.model.unpriced
     names = dict.fromkeys(cluster.name for cluster in clusters)
     yield "Clusters", f"{', '.join(names)}, {device.memory_in_words} a device"
+    yield "Costs", device.error_in_words
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
     yield "Schemes", ", ".join([*map(str, search_space.methods), f"recompute {search_space.recompute}", *limits])

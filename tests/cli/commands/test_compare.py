@@ -297,3 +297,14 @@ def test_what_cannot_be_compared_is_refused_with_the_right_exit_code(cli, length
     assert found == code
     assert message in err
     assert json.loads(out)["exit_code"] == code
+
+
+def test_how_far_predictions_are_from_measurements_is_printed(cli, lengths, my_gpu):
+    assert compare(cli, lengths)["speed_error"] == 0.18
+    within = "of public measurements on H100-80GB, nine of ten are within 18 % of such predictions"
+    assert within in cli(*arguments(lengths))[1]
+    assert compare(cli, lengths, "--device", my_gpu)["speed_error"] is None
+    assert (
+        "predictions for my-gpu were never compared with measurements"
+        in cli(*arguments(lengths, "--device", my_gpu))[1]
+    )

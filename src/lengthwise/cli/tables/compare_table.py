@@ -50,6 +50,7 @@ def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | 
     console.print(
         "simulated on an analytic cost model, not measured; each gap is to one bound for all policies", soft_wrap=True
     )
+    console.print(dict(comparison.facts)["Costs"], soft_wrap=True)
     if unpriced := comparison.settings.get("not_priced"):
         console.print(f"not priced in {comparison.model}: {unpriced}", soft_wrap=True)
     if html is not None:
