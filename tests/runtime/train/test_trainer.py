@@ -122,6 +122,26 @@ def test_a_run_resumed_on_other_ranks_with_other_strategies_goes_on_exactly(rank
     assert column_of(parts, "plan/id")[4:] != column_of(whole, "plan/id")[4:]
 
 
+def run_without_room(path: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The engine finds no room for the first plan of the third step."""
+    trainer, planned = make_trainer(path), []
+    compute, plan_of = trainer.engine.compute_step, trainer.planner
+    trainer.planner = lambda batch: planned.append(batch.step) or plan_of(batch)
+    trainer.engine.compute_step = lambda plan, clock, *, lr: (
+        None if plan.step == 2 and planned.count(2) == 1 else compute(plan, clock, lr=lr)
+    )
+    trainer.fit()
+    return master_weights(trainer.state), planned
+
+
+def test_a_step_that_does_not_fit_is_planned_again_on_the_same_batch(ranks, tmp_path):
+    expected = ranks(2).run(run_whole, str(tmp_path / "whole"))[0]
+    weights, planned = ranks(2).run(run_without_room, str(tmp_path / "again"))[0]
+    assert planned == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+    assert all(torch.equal(weight, weights[name]) for name, weight in expected.items())
+    assert column_of(str(tmp_path / "again"), "step") == list(range(8))
+
+
 def test_a_run_whose_checkpoint_cannot_be_written_ends_on_all_ranks_before_the_next_step(ranks, tmp_path):
     assert ranks(3).run(_fail_to_write, str(tmp_path)) == [4] * 3
     assert [path.name for path in checkpoint.candidates(tmp_path / "checkpoints")] == []

@@ -1,0 +1,101 @@
+"""Whose code computes the model of a run: this library's own where it has it, else transformers'."""
+
+import json
+
+import pytest
+
+from lengthwise.config.run_config import check
+from lengthwise.core.batch import MASKED, NEXT_TOKEN
+from lengthwise.core.errors import InputError
+from lengthwise.core.specs import ModelSpec
+from lengthwise.data.corpus import open_corpus
+from lengthwise.models.stock_model import StockModel
+from lengthwise.session.planning import make_sampler
+from lengthwise.session.trained_model import trained_model
+from tests.data.build import build, write_jsonl
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 128,
+}  # fmt: skip
+MAMBA = {"architectures": ["MambaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
+ROBERTA = {**LLAMA, "architectures": ["RobertaForMaskedLM"]}
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("index")
+    return str(build(write_jsonl(folder / "a.jsonl", ["x" * size for size in (10, 20, 30)]), folder / "a").path)
+
+
+@pytest.fixture
+def choose(index, tmp_path):
+    """The trained model of a folder with this config.json, and the objective of the run's batches."""
+
+    def run(document: dict | None, files: dict | None = None, **settings):
+        folder = tmp_path / "hf"
+        folder.mkdir(exist_ok=True)
+        (folder / "model.safetensors").touch()
+        for name, content in {"config.json": document, **(files or {})}.items():
+            (folder / name).write_text(json.dumps(content))
+        model = {"hf": str(folder) if document else "", **settings.pop("model", {})}
+        config = check({"data": {"index": index}, "model": model, **settings})
+        corpus = open_corpus(config.data)
+        make_sampler(config, corpus)
+        return trained_model(config, corpus)
+
+    return run
+
+
+def test_own_code_computes_what_it_has_and_transformers_the_rest(choose):
+    assert isinstance(choose(LLAMA), ModelSpec)
+    for document in (MAMBA, {**LLAMA, "attention_bias": True}, {**LLAMA, "rope_scaling": {"rope_type": "dynamic"}}):
+        model = choose(document)
+        assert isinstance(model, StockModel) and model.objective == NEXT_TOKEN, document
+    assert choose(MAMBA).spec is None and choose({**LLAMA, "attention_bias": True}).spec.hidden_size == 64
+    model = choose(LLAMA, model={"implementation": "transformers"})
+    assert (model.architecture, model.context_length, model.causal) == ("LlamaForCausalLM", 128, True)
+    with pytest.raises(InputError, match=r"model\.implementation=auto, .* train such models as transformers has them"):
+        choose(MAMBA, model={"implementation": "lengthwise"})
+    with pytest.raises(InputError, match=r"model\.preset=llama-tiny is this library's own; set model\.hf"):
+        choose(None, model={"implementation": "transformers"})
+
+
+def test_a_mask_token_is_that_of_the_configuration_or_of_the_tokenizer(choose):
+    with pytest.raises(InputError, match=r"predicts masked tokens and its config\.json does not say"):
+        choose(ROBERTA)
+    assert choose({**ROBERTA, "mask_token_id": 7}).mask_token_id == 7
+    tokenizer = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<mask>", "id": 9}]}
+    model = choose(
+        ROBERTA, {"tokenizer.json": tokenizer, "tokenizer_config.json": {"mask_token": {"content": "<mask>"}}}
+    )
+    assert model.mask_token_id == 9 and model.objective == MASKED
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (
+            {**MAMBA, "architectures": ["GptXForCausalLM"]},
+            r"has no class 'GptXForCausalLM'; install a version that has",
+        ),
+        ({**MAMBA, "architectures": []}, r"architectures = \[\] does not say which class of transformers the model is"),
+        ({**MAMBA, "vocab_size": 20}, r"the index has 257 token ids, model hf embeds 20"),
+    ],
+)
+def test_what_transformers_cannot_train_is_refused_by_one_sentence(choose, document, words):
+    with pytest.raises(InputError, match=words):
+        choose(document)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"train": {"compile": True}}, "train.compile=true is not for models that transformers computes, such as this"),
+        ({"train": {"schedule": "gpipe"}}, "train.schedule=gpipe .* they have one pipeline stage; leave it out"),
+        ({"plan": {"cost": "hybrid"}}, "plan.cost=hybrid .* their costs are measured before the run"),
+    ],
+)
+def test_settings_of_own_models_are_refused(choose, settings, words):
+    with pytest.raises(InputError, match=words):
+        choose(MAMBA, **settings)
