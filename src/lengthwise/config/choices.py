@@ -32,6 +32,7 @@ MethodName = Literal[
     "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring",
     "ulysses_ring", "all_gather",
 ]  # fmt: skip
+SequenceMethod = Literal["ulysses", "ring", "ulysses_ring", "all_gather"]
 Recompute = Literal["auto", "none", "all"]
 PipelineTime = Literal["flow-shop", "max-times-count"]
 PipelineSchedule = Literal["1f1b", "gpipe"]

@@ -17,6 +17,7 @@ from lengthwise.config.choices import (
     Packing,
     PolicyName,
     Recompute,
+    SequenceMethod,
     TrainingObjective,
 )
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -65,6 +66,7 @@ class PrepareKeywords(TypedDict, total=False):
     loss: Callable[..., Any] | None
     optimizer: OptimizerSettings | OptimizerName
     lr: float | Callable[[int], float]
+    methods: tuple[SequenceMethod, ...] | None
     packing: Packing
     weights: HeldWeights
     recompute: Literal[Recompute, "selective"]

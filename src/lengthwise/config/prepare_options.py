@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, SkipValidation, ValidationError, field_validator
 
-from lengthwise.config.choices import HeldWeights, OptimizerName, Packing, Recompute, TrainingObjective
+from lengthwise.config.choices import HeldWeights, OptimizerName, Packing, Recompute, SequenceMethod, TrainingObjective
 from lengthwise.config.foreign_names import SETTING_OF
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP, LearningRate, NumSteps
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -21,6 +21,7 @@ from lengthwise.config.shared_settings import (
 )
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.wording import nearest, with_nearest
 
 _PRICES = ("sequence_times_s", "overhead_s", "time_s", "comm_times_s", "update_s", "peak_bytes", "max_tokens")
@@ -74,6 +75,9 @@ class PrepareOptions(
     lr: LearningRate | Callable[[int], float] = 3e-4
     """The learning rate: a number, or a function of the step. (A configuration has a schedule instead.)"""
 
+    methods: tuple[SequenceMethod, ...] | None = Field(default=None, min_length=1)
+    """By which methods ranks may share sequences, where there are several; None: ulysses and ring, whichever is faster
+    as measured. (A configuration names one as plan.method; `compare` and `lengthwise.plan` take methods too.)"""
     packing: Packing = "auto"
     """Whether several sequences share a forward, and ranks a sequence. auto: if that is exact; else the stock forward
     is called once for each sequence, by one rank, and a warning says why. always: else the model is refused. never: the
@@ -117,6 +121,13 @@ class PrepareOptions(
         if isinstance(self.optimizer, OptimizerSettings):
             return self.optimizer
         return OptimizerSettings(name=self.optimizer, weight_decay=self.weight_decay)
+
+    @property
+    def sharing_methods(self) -> tuple[Method, ...]:
+        """By which methods ranks may share sequences."""
+        return (
+            (Method.ULYSSES, Method.RING) if self.methods is None else tuple(map(Method, dict.fromkeys(self.methods)))
+        )
 
     @property
     def budgets(self) -> dict[str, int | None]:

@@ -45,6 +45,8 @@ class LayerRow:
     alive_bytes: int
     """What comes to that where layers are recomputed: one of them is there in full again."""
     repeats: int
+    method: str = "ulysses"
+    """How the ranks shared sequences; of one rank this says nothing."""
 
     @cached_property
     def num_tokens(self) -> int:
@@ -126,9 +128,14 @@ class LayerTable:
         """Degrees that were measured."""
         return tuple(sorted({row.degree for row in self.rows}))
 
-    def of_degree(self, degree: int) -> tuple[LayerRow, ...]:
-        """The rows measured at ``degree``."""
-        return tuple(row for row in self.rows if row.degree == degree)
+    @cached_property
+    def shared(self) -> tuple[tuple[int, str], ...]:
+        """Degrees and methods that were measured; one rank is ``dense``."""
+        return tuple(sorted({(row.degree, row.method if row.degree > 1 else "dense") for row in self.rows}))
+
+    def of_degree(self, degree: int, method: str = "dense") -> tuple[LayerRow, ...]:
+        """The rows measured at ``degree`` under ``method``, or all of them with ``dense``."""
+        return tuple(row for row in self.rows if row.degree == degree and method in (row.method, "dense"))
 
     @property
     def document(self) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """How one pipeline computes (scheme) and how pipelines tile the cluster (strategy). Names only, not how they run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
@@ -280,6 +281,15 @@ def head_bounds(num_heads: int, num_kv_heads: int, *, degree: int) -> tuple[int,
     """
     unit = num_heads // num_kv_heads if degree <= num_kv_heads else 1
     return tuple(rank * (num_heads // unit) // degree * unit for rank in range(degree + 1))
+
+
+def shared_by(degree: int, methods: Sequence[Method]) -> tuple[Method, ...]:
+    """The methods that differ where ``degree`` ranks share a layer: one rank is dense, a grid of a prime is a ring."""
+    if degree == 1:
+        return (Method.DENSE,)
+    is_prime = all(degree % size for size in range(2, degree))
+    is_twice = is_prime and {Method.RING, Method.ULYSSES_RING} <= set(methods)
+    return tuple(method for method in methods if not (is_twice and method is Method.ULYSSES_RING))
 
 
 def ulysses_degree(method: Method, degree: int, num_heads: int, num_kv_heads: int) -> int:

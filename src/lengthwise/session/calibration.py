@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lengthwise.config.prepare_options import PrepareOptions
@@ -37,14 +38,17 @@ def find_cost(
     """
     max_degree = options.max_degree or run.world.size
     degrees = [degree for degree in range(1, max_degree + 1) if run.world.size % degree == 0]
+    methods = options.sharing_methods
     effort = ProfilingEffort(memory_bytes=None if options.memory_gib is None else cluster.device.memory_bytes)
 
     def make() -> LayerTable:
         with progress_bar("measuring two layers", shown=options.verbose and run.world.is_first) as advance:
-            return measure(run, longest=lengths.max_length, degrees=degrees, effort=effort, on_progress=advance)
+            return measure(
+                run, longest=lengths.max_length, degrees=degrees, methods=methods, effort=effort, on_progress=advance
+            )
 
     path, shown = profile_path(run, options), options.verbose and run.world.is_first
-    table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees)
+    table, was_kept = find_table(run, path, make, longest=lengths.max_length, degrees=degrees, methods=methods)
     cost = DualLayerCost(table, cluster=cluster)
     if shown:
         structure = run.wrapped_model.structure
@@ -62,7 +66,8 @@ def find_cost(
 def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualLayerCost:
     """The cost model with new measurements of one degree; between two steps, on every rank."""
     table = cost.table
-    fresh = measure(run, longest=table.longest, degrees=[degree], update_s=table.update_s)
+    methods = [method for measured, method in cost.fits if measured == degree]
+    fresh = measure(run, longest=table.longest, degrees=[degree], methods=methods, update_s=table.update_s)
     other_rows = tuple(row for row in table.rows if row.degree != degree)
     return DualLayerCost(replace(table, rows=(*other_rows, *fresh.rows)), cluster=cost.cluster)
 
@@ -70,14 +75,14 @@ def measure_again(run: PreparedModel, cost: DualLayerCost, degree: int) -> DualL
 def _check(run: PreparedModel, cost: DualLayerCost, *, longest: int, shown: bool) -> None:
     """Compute a few micro-batches of the whole model, and say how far off the prediction is."""
     num_layers = cost.table.num_layers
-    for degree in cost.table.degrees:
-        length = longest
-        while length > 32 and cost.predict((length,), degree, num_layers)[0] > CHECKED_S:
+    for degree, method in cost.fits:
+        predict, length = partial(cost.predict, method=method), longest
+        while length > 32 and predict((length,), degree, num_layers)[0] > CHECKED_S:
             length //= 2
         slot = run.collator.slot_tokens
         pack = (max(1, length // slot) * slot,)
         for accuracy in check_prediction(
-            run, cost.predict, packs=[pack], degrees=[degree], recomputed=[0, num_layers], repeats=3
+            run, predict, packs=[pack], degrees=[degree], method=method, recomputed=[0, num_layers], repeats=3
         ):
             if shown:
                 say(f"  {accuracy}")

@@ -294,6 +294,7 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
         check_exact(
             prepared,
             degrees=[degree for degree in degrees_of(size, local_size()) if degree <= (options.max_degree or size)],
+            methods=options.sharing_methods,
             recompute=(options.recompute,) if options.recompute in ("none", "all") else RECOMPUTE,
             longest=longest // options.slot_tokens,
             on_progress=advance,

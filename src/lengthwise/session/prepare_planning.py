@@ -9,7 +9,6 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
-from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.data.max_length import CorpusView
 from lengthwise.data.order import Order, OrderSettings, Shuffled, make_order
@@ -115,7 +114,7 @@ def make_planner(
     search_space = SearchSpace(
         max_degree=options.max_degree or num_ranks,
         max_stages=1,
-        methods=(Method.ULYSSES,),
+        methods=options.sharing_methods,
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
     )
     other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})

@@ -6,7 +6,7 @@ from functools import partial
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
-from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.pipeline_config import uniform_scheme
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
@@ -44,7 +44,7 @@ def place_weights(
             "the longest sequence (%s tokens) does not fit beside all weights; each rank holds a share of them and "
             "gathers a layer when it computes", f"{longest:,}",
         )  # fmt: skip
-    gathered = DualLayerCost(cost.table, cluster=cost.cluster, method=cost.method, gather=gather)
+    gathered = DualLayerCost(cost.table, cluster=cost.cluster, gather=gather)
     return gathered, partial(_num_kept, gather, cost.memory_limit_bytes)
 
 
@@ -52,10 +52,7 @@ def _fits(cost: DualLayerCost, longest: int) -> bool:
     """Whether a sequence fits on some number of ranks that hold all weights, with every layer recomputed."""
     num_layers, num_devices = cost.table.num_layers, cost.cluster.num_devices
     schemes = [
-        uniform_scheme(
-            num_layers, degree=degree, method=Method.DENSE if degree == 1 else cost.method, recomputed=num_layers
-        )
-        for degree in cost.table.degrees
+        uniform_scheme(num_layers, degree=degree, method=method, recomputed=num_layers) for degree, method in cost.fits
     ]
     return any(cost.max_tokens(scheme, num_devices=num_devices) >= longest for scheme in schemes)
 

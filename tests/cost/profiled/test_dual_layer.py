@@ -107,7 +107,7 @@ def test_times_and_bytes_grow_with_every_length(lengths, more, degree, recompute
 def test_noise_never_makes_a_coefficient_negative_or_a_sequence_free(noise):
     rows = [row(lengths, noise=factor) for lengths, factor in zip(PACKS, noise)]
     cost = DualLayerCost(table(rows), cluster=CLUSTER)
-    curve: QuadraticSeconds = cost.fits[1].forward
+    curve: QuadraticSeconds = cost.fits[1, Method.DENSE].forward
     assert min(curve.a_s, curve.b_s, curve.c_s) >= 0
     times = cost.sequence_times_s(np.array([1, 10, 100]), scheme_of(1))
     assert 0 < times[0] < times[1] < times[2]
@@ -148,6 +148,22 @@ def test_updates_take_what_was_measured_and_nothing_moves_between_strategies():
     before, after = homogeneous(scheme_of(1), 4), homogeneous(scheme_of(2), 4)
     assert COST.update_s(before) == COST.update_s(after) == 0.02
     assert COST.switch_s(before, after) == 0.0
+
+
+def test_layers_that_share_by_other_methods_cost_what_was_measured_of_each():
+    slower = [replace(row(lengths, 2, noise=3.0), method="ring", kept_bytes=900 * sum(lengths)) for lengths in PACKS]
+    cost = DualLayerCost(table([*TABLE.rows, *slower]), cluster=CLUSTER)
+    assert cost.table.shared == ((1, "dense"), (2, "ring"), (2, "ulysses"))
+    ulysses, ring = (
+        uniform_scheme(LAYERS, degree=2, method=method, recomputed=2) for method in (Method.ULYSSES, Method.RING)
+    )
+    assert cost.time_s((256,), ulysses) == pytest.approx(COST.time_s((256,), ulysses))
+    more_s = 2 * (LAYERS + 2) * seconds((256,), FORWARD, 2)
+    assert cost.time_s((256,), ring) == pytest.approx(cost.time_s((256,), ulysses) + more_s, rel=1e-3)
+    mixed = replace(ring, methods=(Method.RING,) * 3 + (Method.ULYSSES,) * 3)
+    assert cost.time_s((256,), mixed) == pytest.approx((cost.time_s((256,), ring) + cost.time_s((256,), ulysses)) / 2)
+    bytes_of = [cost.micro_batch_bytes(256, scheme) for scheme in (ulysses, mixed, ring)]
+    assert bytes_of[0] < bytes_of[1] < bytes_of[2]
 
 
 def test_what_was_not_measured_is_refused():

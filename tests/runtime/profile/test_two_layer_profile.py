@@ -11,6 +11,7 @@ from torch import nn
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.layer_profile import LayerTable
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.synthetic_batches import synthetic
 from lengthwise.runtime.profile import probes as gauge
@@ -311,14 +312,16 @@ def kept_in(path, changes: list[dict[str, object]]) -> list[tuple[bool, str]]:  
 def test_a_profile_is_measured_again_only_where_it_is_of_something_else(ranks, tmp_path):
     path = tmp_path / "cache" / "gpt.json"
     changes = [{}, {}, {"longest": 32}, {"dropout": 0.2}, {"dropout": 0.2, "degrees": [1, 2]}, {"longest": 128}]
+    changes.insert(5, {**changes[4], "methods": (Method.RING,)})
     one, other = ranks(2).run(kept_in, path, changes)
-    assert [found for found, *_ in one] == [False, True, True, False, False, False]
+    assert [found for found, *_ in one] == [False, True, True, False, False, False, False]
     assert [table for *_, table in one] == [table for *_, table in other]
     told = [words for _, words, _ in one]
     assert told[:3] == ["", "", ""]
     assert f"the profile at {path} has model digest" in told[3]
     assert "no degree 2" in told[4]
-    assert "up to 64 tokens instead of 128" in told[5]
+    assert "no times of ring" in told[5] and one[5][2].shared == ((1, "dense"), (2, "ring"))
+    assert "up to 64 tokens instead of 128" in told[6]
     assert not any(words for _, words, _ in other)  # the first rank speaks for all
     assert LayerTable.load(path) == one[-1][2]
 

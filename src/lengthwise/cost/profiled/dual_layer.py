@@ -5,8 +5,10 @@ T_C has no square. It keeps (L - r) m + L m_inp + M_C bytes, and where layers ar
 full; all are lines over its tokens. Nothing need be known of the model but how many layers and parameters it has.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -139,17 +141,16 @@ def _line(tokens: np.ndarray, measured: Sequence[int]) -> LinearBytes:
 
 
 class DualLayerCost(SeparableCost):
-    """Costs of single-stage schemes of the profiled degrees, with any number of recomputed layers."""
+    """Costs of single-stage schemes of the profiled degrees and methods, with any number of recomputed layers."""
 
     def __init__(
         self,
         table: LayerTable,
         *,
         cluster: ClusterSpec,
-        method: Method = Method.ULYSSES,
         gather: LayerGatherCost | None = None,
     ) -> None:
-        """Fit curves to every degree of ``table``; model state is that of ``cluster``'s devices.
+        """Fit curves to every degree and method of ``table``; model state is that of ``cluster``'s devices.
 
         ``gather``: what weights cost that are gathered one layer at a time; None: every rank holds them all.
 
@@ -162,25 +163,30 @@ class DualLayerCost(SeparableCost):
                 f"in {', '.join(DTYPE_BYTES)}. Cast the model to one of these"
             )
         super().__init__(model=OpaqueModelSpec.of(table), cluster=cluster, dtype=table.identity.dtype)
-        self.table, self.method, self.gather = table, method, gather
-        self.fits: Mapping[int, DegreeFit] = {degree: fit_degree(table.of_degree(degree)) for degree in table.degrees}
+        self.table, self.gather = table, gather
+        self.fits: Mapping[tuple[int, Method], DegreeFit] = {
+            (degree, Method(method)): fit_degree(table.of_degree(degree, method)) for degree, method in table.shared
+        }
         self._found = SchemeCache(self._find)
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C; c left out."""
-        fit, length = self._found(scheme), np.asarray(lengths, dtype=np.float64)
-        num_layers, recomputed = scheme.num_layers, scheme.num_recomputed
-        layers = (num_layers + recomputed) * fit.forward.of_sequences(length)
-        layers += num_layers * fit.backward.of_sequences(length)
-        return layers + fit.constant.of_sequences(length) + LEAST_S * length
+        """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C; c left out. Methods may differ by layer."""
+        length = np.asarray(lengths, dtype=np.float64)
+        times_s = LEAST_S * length
+        for fit, num_layers, recomputed in self._found(scheme):
+            times_s = times_s + (num_layers + recomputed) * fit.forward.of_sequences(length)
+            times_s += num_layers * fit.backward.of_sequences(length)
+            times_s += num_layers / scheme.num_layers * fit.constant.of_sequences(length)
+        return times_s
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest; and the gathering of weights."""
-        fit = self._found(scheme)
-        layers = (scheme.num_layers + scheme.num_recomputed) * fit.forward.c_s
-        gathered_s = 0.0 if self.gather is None else self.gather.micro_batch_s(self.cluster)
-        return layers + scheme.num_layers * fit.backward.c_s + fit.constant.c_s + gathered_s
+        total_s = 0.0 if self.gather is None else self.gather.micro_batch_s(self.cluster)
+        for fit, num_layers, recomputed in self._found(scheme):
+            total_s += (num_layers + recomputed) * fit.forward.c_s + num_layers * fit.backward.c_s
+            total_s += num_layers / scheme.num_layers * fit.constant.c_s
+        return total_s
 
     def update_s(self, strategy: Strategy) -> float:
         """Measured seconds of a step outside its micro-batches."""
@@ -195,9 +201,11 @@ class DualLayerCost(SeparableCost):
         fixed, per_token = self._line_of(scheme)
         return fixed + per_token * num_tokens
 
-    def predict(self, lengths: Sequence[int], degree: int, recomputed: int) -> tuple[float, float]:
+    def predict(
+        self, lengths: Sequence[int], degree: int, recomputed: int, method: Method = Method.ULYSSES
+    ) -> tuple[float, float]:
         """Seconds of a micro-batch, and its bytes above those of the model state."""
-        method = Method.DENSE if degree == 1 else self.method
+        method = Method.DENSE if degree == 1 else method
         scheme = uniform_scheme(self.table.num_layers, degree=degree, method=method, recomputed=recomputed)
         return self.time_s(lengths, scheme), self.micro_batch_bytes(sum(lengths), scheme)
 
@@ -212,13 +220,10 @@ class DualLayerCost(SeparableCost):
 
     def _line_of(self, scheme: PipelineConfig) -> Line:
         """Equation 6 and the layer it leaves out."""
-        fit, recomputed = self._found(scheme), scheme.num_recomputed
-        terms = (
-            (scheme.num_layers - recomputed, fit.kept_layer),
-            (scheme.num_layers, fit.inputs),
-            (1, fit.rest),
-            (int(recomputed > 0), fit.alive),
-        )
+        terms: list[tuple[float, LinearBytes]] = []
+        for fit, num_layers, recomputed in self._found(scheme):
+            terms += [(num_layers - recomputed, fit.kept_layer), (num_layers, fit.inputs)]
+            terms += [(num_layers / scheme.num_layers, fit.rest), (int(recomputed > 0), fit.alive)]
         return sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
@@ -228,17 +233,18 @@ class DualLayerCost(SeparableCost):
         state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
         return (state + self.table.other_bytes,)
 
-    def _find(self, scheme: PipelineConfig) -> DegreeFit:
-        _check_measured(scheme, self.fits, method=self.method, num_layers=self.table.num_layers)
-        return self.fits[scheme.degree]
+    def _find(self, scheme: PipelineConfig) -> list[tuple[DegreeFit, int, int]]:
+        """Curves of each method of ``scheme``, its layers, and how many of them are recomputed.
 
-
-def _check_measured(scheme: PipelineConfig, degrees: Iterable[int], *, method: Method, num_layers: int) -> None:
-    """Raise ``InputError`` unless ``scheme`` is one stage of ``num_layers`` under ``method`` at one of ``degrees``."""
-    expected, measured = {Method.DENSE} if scheme.degree == 1 else {method}, sorted(degrees)
-    is_measured = scheme.degree in measured and scheme.num_stages == 1 and set(scheme.methods) == expected
-    if not is_measured or scheme.num_layers != num_layers:
-        raise InputError(
-            f"no layer profile for scheme {scheme.name}; there are single-stage {method} (dense at degree 1) of "
-            f"degrees {', '.join(map(str, measured))} with {num_layers} layers"
-        )
+        Raises:
+            InputError: ``scheme`` is not one stage of the profile's layers, or was not measured.
+        """
+        layers, recomputed = Counter(scheme.methods), Counter(compress(scheme.methods, scheme.recompute))
+        is_measured = scheme.num_stages == 1 and all((scheme.degree, method) in self.fits for method in layers)
+        if not is_measured or scheme.num_layers != self.table.num_layers:
+            measured = ", ".join(f"{method} of degree {degree}" for degree, method in self.fits)
+            raise InputError(
+                f"no layer profile for scheme {scheme.name}; there are single-stage {measured} with "
+                f"{self.table.num_layers} layers"
+            )
+        return [(self.fits[scheme.degree, method], count, recomputed[method]) for method, count in layers.items()]

@@ -12,6 +12,7 @@ import torch
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import Identity, LayerTable
+from lengthwise.core.pipeline_config import Method, shared_by
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.measure import device_name
@@ -44,7 +45,13 @@ def other_bytes(run: PreparedModel) -> int:
 
 
 def find_table(
-    run: PreparedModel, path: Path, make: Callable[[], LayerTable], *, longest: int, degrees: Sequence[int]
+    run: PreparedModel,
+    path: Path,
+    make: Callable[[], LayerTable],
+    *,
+    longest: int,
+    degrees: Sequence[int],
+    methods: Sequence[Method] = (Method.ULYSSES,),
 ) -> tuple[LayerTable, bool]:
     """Load the profile at ``path`` if it is of this run and goes far enough; else ``make()`` one and save it there.
 
@@ -55,7 +62,8 @@ def find_table(
         InputError: there is a file at ``path`` and it is no profile: it is not written over.
     """
     identity = identity_of(run)
-    saved = _read(path, identity, longest, degrees) if run.world.is_first else None
+    shared = [(degree, str(method)) for degree in degrees for method in shared_by(degree, methods)]
+    saved = _read(path, identity, longest, shared) if run.world.is_first else None
     document = broadcast_json(run.world, saved.document if isinstance(saved, LayerTable) else saved)
     if isinstance(document, str):
         raise InputError(document)
@@ -67,7 +75,7 @@ def find_table(
     return table, False
 
 
-def _read(path: Path, identity: Identity, longest: int, degrees: Sequence[int]) -> LayerTable | str | None:
+def _read(path: Path, identity: Identity, longest: int, shared: Sequence[tuple[int, str]]) -> LayerTable | str | None:
     """Return the saved table, an error message, or None if a table has to be measured."""
     if not path.exists():
         return None
@@ -78,8 +86,10 @@ def _read(path: Path, identity: Identity, longest: int, degrees: Sequence[int]) 
     differences = identity.differences(table.identity)
     if table.longest < longest:
         differences.append(f"sequences of up to {table.longest:,} tokens instead of {longest:,}")
-    if missing := sorted(set(degrees) - set(table.degrees)):
+    if missing := sorted({degree for degree, _ in shared} - set(table.degrees)):
         differences.append(f"no degree {', '.join(map(str, missing))}")
+    elif more := sorted({method for _, method in set(shared) - set(table.shared)}):
+        differences.append(f"no times of {', '.join(more)}")
     if differences:
         _log.warning("the profile at %s has %s: measured anew", path, "; ".join(differences))
         return None

@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lengthwise.core.batch import Pack
+from lengthwise.core.batch import NEXT_TOKEN, Pack
+from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
@@ -32,12 +33,13 @@ Watch = TypeVar("Watch", bound=LayerWatch)
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One measurement: a pack, the ranks that share it, and which layers are recomputed."""
+    """One measurement: a pack, the ranks that share it and how, and which layers are recomputed."""
 
     lengths: tuple[int, ...]
     """Lengths of the sequences in tokens."""
     group: Group
     recompute: tuple[bool, ...] = ()
+    method: Method = Method.ULYSSES
     attended: tuple[AttentionExchange | SlotGather, ...] = ()
     """Attention calls of its forward, as :func:`measure_memory` saw them, which others wait for if this rank fails."""
 
@@ -158,7 +160,8 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
     with synthetic(run, slots):
         shard = PackShard(
             step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
-            device=run.world.device, recompute=trial.recompute,
+            device=run.world.device, recompute=trial.recompute, is_causal=run.collator.objective == NEXT_TOKEN,
+            methods=(trial.method,) * run.wrapped_model.structure.num_layers,
             script=None if run.wrapped_model.layers.num_kept is None else ExchangeScript.complete(trial.attended),
         )  # fmt: skip
         with active(shard):

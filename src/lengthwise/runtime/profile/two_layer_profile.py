@@ -16,6 +16,7 @@ import torch
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.layer_profile import LayerRow, LayerTable, LinkRow
+from lengthwise.core.pipeline_config import Method, shared_by
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.devices import local_size
 from lengthwise.runtime.comm.world import DistContext
@@ -79,12 +80,13 @@ class _Case:
         """Peak bytes while two layers are computed."""
         return NUM_LAYERS * (self.kept_bytes + self.inputs) + self.constant + self.alive
 
-    def row(self, degree: int) -> LayerRow:
+    def row(self, degree: int, method: Method) -> LayerRow:
         """The table row of this pack: medians over repeats and ranks."""
         low, (forward, backward, constant), high = np.quantile(np.concatenate(self.times), (0.25, 0.5, 0.75), axis=0)
         spread = (high - low) / 2
         return LayerRow(
-            lengths=self.lengths, degree=degree, forward_s=float(forward), backward_s=float(backward),
+            lengths=self.lengths, degree=degree, method=str(method),
+            forward_s=float(forward), backward_s=float(backward),
             constant_s=float(constant), forward_spread_s=float(spread[0]), backward_spread_s=float(spread[1]),
             constant_spread_s=float(spread[2]), kept_bytes=self.kept_bytes, input_bytes=self.inputs,
             constant_bytes=self.constant, alive_bytes=self.alive, repeats=len(self.times),
@@ -96,6 +98,7 @@ def measure(
     *,
     longest: int,
     degrees: Sequence[int] | None = None,
+    methods: Sequence[Method] = (Method.ULYSSES,),
     effort: ProfilingEffort = ProfilingEffort(),
     update_s: float | None = None,
     on_progress: Progress = lambda done: None,
@@ -106,6 +109,7 @@ def measure(
         run: a prepared model, before its first step; as it was when this returns.
         longest: tokens of the longest sequence.
         degrees: how many ranks share a pack; None: all numbers that divide those of the run.
+        methods: how they share it.
         effort: limits.
         update_s: seconds of an update where they are known; None: measured, before the first one.
         on_progress: called on every rank.
@@ -121,8 +125,9 @@ def measure(
     layers, rows, profiler = wrapped_model.layers, [], _Profiler(run, longest, effort, on_progress)
     before, layers.num_kept = layers.num_kept, NUM_LAYERS
     try:
-        for number, degree in enumerate(degrees):
-            rows += profiler.measure(degree, part=(number, len(degrees)))
+        shared = [(degree, method) for degree in degrees for method in shared_by(degree, methods)]
+        for number, (degree, method) in enumerate(shared):
+            rows += profiler.measure(degree, method, part=(number, len(shared)))
     finally:
         layers.num_kept = before
         run.discard()
@@ -176,9 +181,9 @@ class _Profiler:
         self._random = np.random.default_rng(0)
         self.too_large: list[tuple[int, int]] = []
 
-    def measure(self, degree: int, *, part: tuple[int, int]) -> list[LayerRow]:
-        """Measure the rows of one degree, the ``part[0]``-th of ``part[1]``."""
-        self._degree, self._group = degree, group_of_degree(self._run.world, degree)
+    def measure(self, degree: int, method: Method, *, part: tuple[int, int]) -> list[LayerRow]:
+        """Measure the rows of one degree and method, the ``part[0]``-th of ``part[1]``."""
+        self._degree, self._method, self._group = degree, method, group_of_degree(self._run.world, degree)
         until_s = self._spent_s + max(0.0, self._effort.budget_s - self._spent_s) / (part[1] - part[0])
         packs = ladder(self._longest, degree=degree, slot_tokens=self._run.collator.slot_tokens)
         cases: list[_Case] = []
@@ -200,7 +205,7 @@ class _Profiler:
                 if self._spent_s + cases[number].wall_s <= until_s and not self._time(cases[number]):
                     self._note_too_large(cases[number].lengths)
             self._on_progress((part[0] + 0.5 + 0.5 * repeat / self._effort.repeats) / part[1])
-        return [case.row(degree) for case in cases]
+        return [case.row(degree, method) for case in cases]
 
     def _is_too_much(self, cases: list[_Case], lengths: tuple[int, ...], until_s: float) -> bool:
         """Whether a longer pack is expected to need more memory than there is, or more time than is left."""
@@ -224,7 +229,7 @@ class _Profiler:
         failed, numbers, trial = 0.0, (0, 0, 0, 0), None
         try:
             if self._group is not None:
-                numbers, trial = _bytes(self._run, Trial(lengths=lengths, group=self._group))
+                numbers, trial = _bytes(self._run, Trial(lengths=lengths, group=self._group, method=self._method))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

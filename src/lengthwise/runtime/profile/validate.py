@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from lengthwise.core.pipeline_config import spread
+from lengthwise.core.pipeline_config import Method, spread
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.trial import Trial, group_of_degree, measure_memory, measure_time
@@ -22,6 +22,7 @@ class Prediction:
 
     lengths: tuple[int, ...]
     degree: int
+    method: str
     recomputed: int
     predicted_s: float
     measured_s: float
@@ -44,8 +45,9 @@ class Prediction:
         """One line of text with measured time and memory, and how far off predictions are."""
         longest = f"{len(self.lengths)} x {max(self.lengths):,}"
         packed = longest if len(set(self.lengths)) == 1 else f"up to {longest}"
+        shared = f"{self.method} of {self.degree}" if self.degree > 1 else "degree 1"
         return (
-            f"{packed} tokens, degree {self.degree}, {self.recomputed} recomputed: {self.measured_s * 1e3:.1f} ms "
+            f"{packed} tokens, {shared}, {self.recomputed} recomputed: {self.measured_s * 1e3:.1f} ms "
             f"(predicted {self.time_error:+.0%}), {self.measured_bytes / 2**20:.1f} MiB ({self.bytes_error:+.1%})"
         )
 
@@ -57,6 +59,7 @@ def check_prediction(
     packs: Sequence[tuple[int, ...]],
     degrees: Sequence[int],
     recomputed: Sequence[int],
+    method: Method = Method.ULYSSES,
     repeats: int = 3,
 ) -> list[Prediction]:
     """Measure every pack at every degree with every number of recomputed layers; returns the same on every rank.
@@ -70,13 +73,14 @@ def check_prediction(
         for lengths in packs:
             for count in recomputed:
                 flags = spread(count, run.wrapped_model.structure.num_layers)
-                trial = None if group is None else Trial(lengths=lengths, group=group, recompute=flags)
+                trial = None if group is None else Trial(lengths=lengths, group=group, recompute=flags, method=method)
                 measured_s, num_bytes = _measure(run, trial, repeats)
                 predicted_s, predicted_bytes = predict(lengths, degree, count)
                 predictions.append(
                     Prediction(
                         lengths=lengths,
                         degree=degree,
+                        method=str(method),
                         recomputed=count,
                         predicted_s=predicted_s,
                         measured_s=measured_s,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lengthwise.core.pipeline_config import Method
+from lengthwise.core.pipeline_config import Method, shared_by
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.wrap.context import ALMOST_ONE
 
@@ -61,7 +61,7 @@ def settings_of(
     settings = [
         ComputeSetting(lengths=lengths, degree=degree, method=method, recompute=name)
         for degree in degrees
-        for method in (methods[:1] if degree == 1 else methods)
+        for method in (methods[:1] if degree == 1 else shared_by(degree, methods))
         for name in (recompute if degree in (1, max_degree) and method is methods[0] else recompute[-1:])
     ]
     if run.wrapped_model.rules.scalars:
@@ -81,7 +81,7 @@ def settings_of(
     settings += [
         ComputeSetting(lengths=(long, 5), degree=degree, method=method, recompute=recompute[-1])
         for degree in sorted({1, max_degree})
-        for method in (methods[:1] if degree == 1 else methods)
+        for method in (methods[:1] if degree == 1 else shared_by(degree, methods))
     ]
     beyond = {min(longest, limit + limit // 8 + 1) for limit in length_limits(run.model) if long <= limit < longest}
     for length in sorted(beyond):
