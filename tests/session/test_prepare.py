@@ -264,8 +264,8 @@ def test_what_a_run_says_of_its_measurements_fits_a_console(capsys, tmp_path):
     assert any("PATH" in line for line in lines) and any("recomputed" in line for line in lines)
     assert max(map(len, lines)) <= 100
     widest = Prediction(
-        lengths=(131_072,), degree=16, method="ring", recomputed=32, measured_s=12.3456, predicted_s=13, measured_bytes=10**11,
-        predicted_bytes=11 * 10**10,
+        lengths=(131_072,), degree=16, method="ring", recomputed=32, measured_s=12.3456, predicted_s=13,
+        measured_bytes=10**11, predicted_bytes=11 * 10**10,
     )  # fmt: skip
     assert len(f"  {widest}") <= 100 and "ring of 16" in str(widest)
 

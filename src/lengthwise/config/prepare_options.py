@@ -124,7 +124,7 @@ class PrepareOptions(
 
     @property
     def sharing_methods(self) -> tuple[Method, ...]:
-        """By which methods ranks may share sequences."""
+        """The methods by which ranks may share sequences."""
         return (
             (Method.ULYSSES, Method.RING) if self.methods is None else tuple(map(Method, dict.fromkeys(self.methods)))
         )
