@@ -21,6 +21,7 @@ from tests.runtime.loop.memory_runs import train
 from tests.runtime.loop.runs import EXACT, Packs, assert_exact, step_on_ranks
 from tests.runtime.loop.test_families import CASES as FAMILIES
 from tests.runtime.parallel.cases import whole_group
+from tests.runtime.parallel.flash_on_cpu import flash_on_cpu
 from tests.runtime.wrap.test_oom_recovery import PLACES
 from tests.runtime.wrap.test_position_masks import CASES as MASKED
 
@@ -83,11 +84,12 @@ def attended(lengths, tensors, kind, group, *, recompute=False, **options):
     return [out.detach(), *grads], places, shard, (before, shard.num_exchanges - before)
 
 
-def check_draws(seeds):
+def check_draws(seeds, **changes):
     group = whole_group()
     for seed in seeds:
         rng = random.Random(seed)
         lengths, tensors, kind = drawn_case(rng)
+        kind = replace(kind, **changes)
         expected, *_ = attended(lengths, tensors, kind, Group(rank=0))
         sharded_attention.QUERY_CHUNK = rng.choice((3, 512))
         for method in METHODS:
@@ -120,6 +122,31 @@ def check_script(shard, issued, recompute):
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_any_attention_is_exact_under_every_method(ranks, num_ranks):
     ranks(num_ranks).run(check_draws, range(12))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_any_attention_is_exact_by_the_kernels_of_gpus(ranks, num_ranks):
+    ranks(num_ranks).run(check_kernels, range(50, 62))
+
+
+def check_kernels(seeds):
+    """Causal and open attention, windows and sinks, for which there are kernels of blocks."""
+    with flash_on_cpu() as calls:
+        check_draws(seeds, dropout=0.0, softcap=None, mask=None)
+        check_window_after_plain()
+    assert calls["forward"] and calls["backward"]
+
+
+def check_window_after_plain():
+    """Layers of one micro-batch with a window and without: where each token sees itself alone, it gets its value."""
+    shard = PackShard(
+        step=0, seed=1, ids=(0,), cu_seqlens=(0, 17), group=whole_group(), device=torch.device("cpu"),
+        methods=(Method.RING,),
+    )  # fmt: skip
+    q, k, v = torch.randn(3, shard.num_slots, 2, 4, dtype=torch.float64)
+    for window in (None, (0, 0)):
+        out = attend_shard(q, k, v, AttentionRequest(causal=True, window=window), shard)
+    torch.testing.assert_close(out, v)
 
 
 @pytest.mark.deep

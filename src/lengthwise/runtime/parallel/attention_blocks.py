@@ -66,8 +66,12 @@ class Task:
         return attend_block_backward(dout_BLNH, qkv, out_BLNH, lse_BLN, causal=self.causal)
 
 
+class LaunchedAlone(Task):
+    """A task that is not packed with others into one launch: its queries are in several of them."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class MaskedTask(Task):
+class MaskedTask(LaunchedAlone):
     """A task with a mask or bias, soft-capped logits or dropout, without a fused kernel: all logits of a block at once.
 
     Masks and what dropout keeps are made again in the backward, not saved.

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.exchange import Exchange
 from lengthwise.runtime.comm.group import AsyncResult, Group
-from lengthwise.runtime.parallel.attention_blocks import PackedTask, Task, finite, packed, uses_flash
+from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, PackedTask, Task, finite, packed, uses_flash
 
 BLOCKS, GRADIENTS = 1, 2
 """Tags of hops."""
@@ -44,7 +44,7 @@ class Ring:
         for each run of equal blocks.
         """
         tasks = self.tasks[source]
-        if not uses_flash(q) or any(type(task) is not Task for task in tasks):
+        if not uses_flash(q) or any(isinstance(task, LaunchedAlone) for task in tasks):
             return tasks
         if source not in self.packed_tasks:
             self.packed_tasks[source] = packed(tasks, q.device)

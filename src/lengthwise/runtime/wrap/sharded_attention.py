@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.varlen_attention import attend
-from lengthwise.runtime.parallel.attention_blocks import MaskedTask, Task
+from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, MaskedTask, Task
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
 from lengthwise.runtime.parallel.tokens import TokenRun
 from lengthwise.runtime.wrap.context import PackShard
@@ -135,9 +135,8 @@ def _attend_in_ring(
     """Attend from the tokens of this rank and its neighbours, while keys and values go round a ring."""
     heads = range(first_head, first_head + q_TnH.shape[1])
     if kind.window is not None or not replace(kind, sinks=None).is_plain:
-        ring = replace(
-            ring, tasks=tuple(tuple(_tasks(ring, source, heads, kind, shard)) for source in range(ring.group.size))
-        )
+        tasks = (_tasks(ring, source, heads, kind, shard) for source in range(ring.group.size))
+        ring = replace(ring, tasks=tuple(map(tuple, tasks)), packed_tasks={})
     sinks = None if kind.sinks is None else kind.sinks[heads.start : heads.stop]
     return ring_attention(q_TnH, k_TkH, v_TkH, ring, sinks_N=sinks)
 
@@ -212,7 +211,7 @@ class _Sequence:
             }  # fmt: skip
             is_special = kind.mask is not None or kind.softcap is not None or self.keep is not None
             if not is_special and queries.stop - 1 - keys.start <= before and keys.stop - 1 - queries.start <= after:
-                yield Task(**rows)  # every query sees every key
+                yield LaunchedAlone(**rows)  # every query sees every key
                 continue
             yield MaskedTask(
                 **rows, mask=partial(self._sees, queries, keys), softcap=kind.softcap,
