@@ -139,6 +139,11 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(options, named, t
         train(tmp_path, options, eval_dataset=trainers.dataset(2))
 
 
+def test_weights_gathered_by_layer_are_refused_since_callbacks_look_at_all_of_them(tmp_path):
+    with pytest.raises(InputError, match="callbacks see all weights after every step"):
+        train(tmp_path, {}, lengthwise={"weights": "by-layer"})
+
+
 def test_everything_that_would_be_ignored_is_named_at_once(tmp_path):
     import torch
     import transformers

@@ -132,6 +132,27 @@ def test_a_step_keeps_as_many_of_the_last_layers_whole_as_its_plan_leaves_memory
     assert [keep_layers(plan) for plan in plans] == [0, 1, 0, LAYERS], "8 bytes of each of 1,000 weights, and the head"
 
 
+def train_in(dtype, autocast):
+    as_started_by_torchrun()
+    losses = []
+    for weights in ("whole", "by-layer"):
+        run = lw.prepare(
+            models.gpt().to(dtype), models.rows(), cost=models.mixed_cost(), memory_gib=40, weights=weights,
+            check=False, **OPTIONS | {"recompute": "all"},
+        )  # fmt: skip
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            losses.append(step_through(run)[0])
+        run.close()
+    return losses
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_a_model_in_bfloat16_or_under_autocast_learns_as_with_whole_weights(ranks, dtype, autocast):
+    for whole, by_layer in ranks(2).run(train_in, dtype, autocast):
+        np.testing.assert_allclose(by_layer, whole, rtol=2e-2)
+        assert len(set(np.round(whole, 3))) > 1, "it learns nothing"
+
+
 def train_with_whole_matrices():
     as_started_by_torchrun()
     losses = []

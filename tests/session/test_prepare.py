@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -285,3 +285,24 @@ def test_the_comparison_before_a_run_says_how_far_it_is(monkeypatch):
         ).close()
     assert bars == [("comparing with the stock model", True), ("comparing with the stock model", False)]
     assert len(shares) > 4 and shares[0] == 0 and all(0 <= share < 1 for share in shares)
+
+
+def losses_under_autocast(is_around_loop):
+    run = lw.prepare(
+        models.gpt().float(), models.rows(longest=40), cost=models.mixed_cost(), memory_gib=40, check=False, max_degree=1,
+        **OPTIONS | {"lr": 0.05, "recompute": "none"},
+    )  # fmt: skip
+    losses = []
+    with torch.autocast("cpu", torch.bfloat16) if is_around_loop else nullcontext():
+        for step in run.steps():
+            for micro_batch in step:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = run.model(**micro_batch.inputs)[1]
+                step.backward(loss)
+            losses.append(step.update().loss)
+    run.close()
+    return losses
+
+
+def test_autocast_around_the_whole_loop_computes_with_weights_as_they_are_now():
+    assert losses_under_autocast(True) == pytest.approx(losses_under_autocast(False), rel=1e-4)

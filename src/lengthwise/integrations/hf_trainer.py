@@ -136,6 +136,11 @@ class Trainer(transformers.Trainer):
         taken = {"lr", "clip_norm", "seed", "order", "steps", "epochs", "device"} & set(options)
         if taken:
             raise InputError(f"lengthwise={{{', '.join(map(repr, sorted(taken)))}: ...}}: say it in TrainingArguments")
+        if options.setdefault("weights", "whole") == "by-layer":
+            raise InputError(
+                "lengthwise={'weights': 'by-layer'}: transformers' callbacks see all weights after every step; gather "
+                "them by layer in a loop of your own, over lengthwise.prepare"
+            )
         if args.gradient_checkpointing or args.activation_checkpointing:
             options.setdefault("recompute", "all")
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")

@@ -1,5 +1,6 @@
 """A model on its ranks, ready to compute micro-batches: what is traced, checked and measured before a run has plans."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -177,11 +178,17 @@ class PreparedModel:
         self.state.discard_gradient()
 
     def close(self) -> None:
-        """Restore the model as it was before ``prepare``, with current weights."""
-        if self.gather is not None:
-            self.gather, self.wrapped_model.layers.gather = None, None
-            self._guard.remove()
-            self.state.materialize_all()
+        """Restore the model as it was before ``prepare``, with current weights.
+
+        Where weights are gathered layer by layer every rank has to call it; while an error ends this rank's loop, others
+        may not, and the weights are left as shares.
+        """
         for wrapped_model in (*self.frozen_models, self.wrapped_model):
             wrapped_model.release()
+        if self.gather is not None:
+            self._guard.remove()
+            if sys.exc_info()[0] is not None:
+                return
+            self.gather = self.wrapped_model.layers.gather = None
+            self.state.materialize_all()
         self.state.release_params()

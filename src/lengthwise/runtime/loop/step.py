@@ -113,6 +113,7 @@ class Step:
                 self._current = self.run.make(shard, pack)
                 self._current.totals = self._weighing.totals
                 self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output
+                torch.clear_autocast_cache()  # an autocast around the loop keeps casts of weights as they once were
                 yield self._current
                 if self._current is not None:
                     raise CheckError(

@@ -211,6 +211,7 @@ class LayerGather:
 
     def _release(self, unit: int, buffers: _Unit) -> None:
         buffers.gradients = None
+        torch.clear_autocast_cache()  # which would hold casts of the weights
         if buffers.pull is None:
             buffers.weights.untyped_storage().resize_(0)
         else:  # of a round that was abandoned: what comes needs its memory until it is there
