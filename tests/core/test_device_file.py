@@ -1,5 +1,7 @@
 """Devices from a YAML file."""
 
+from dataclasses import replace
+
 import pytest
 
 from lengthwise.core.device_file import read_device, resolve_device
@@ -59,8 +61,17 @@ def test_what_a_file_leaves_out_is_as_in_presets(write):
 
 
 def test_a_preset_written_into_a_file_is_the_preset(write):
-    text = "name: H100-80GB\nmemory_gib: 80\nbfloat16_tflops: 989\nmemory_gbyte_per_s: 3350\nlink_gbyte_per_s: 450\n"
-    assert read_device(write(text + "network_gbit_per_s: 400\n")) == DEVICES["H100-80GB"]
+    text = "name: H100-80GB\nmemory_gib: 79.1\nbfloat16_tflops: 989\nmemory_gbyte_per_s: 3350\nlink_gbyte_per_s: 450\n"
+    device = read_device(write(text + "network_gbit_per_s: 400\n"))
+    measured = ("matmul_share", "matmul_half_size", "attention_share", "speed_error")
+    assert device == replace(DEVICES["H100-80GB"], **{name: getattr(device, name) for name in measured})
+
+
+def test_memory_may_be_asked_for_by_the_round_number_of_a_name_and_not_above():
+    device = DEVICES["H100-80GB"]
+    assert device.with_memory(80).memory_bytes == device.memory_bytes > device.with_memory(64).memory_bytes
+    with pytest.raises(InputError, match=r"90 GiB of memory are more than the 79\.1 GiB of a H100-80GB"):
+        device.with_memory(90)
 
 
 def test_a_cluster_of_devices_from_a_file(write):

@@ -8,6 +8,8 @@ from lengthwise.core.wording import GIB
 
 MEMORY_MARGIN = 0.06
 """Share of a GPU's memory that plans leave free for fragmentation and workspaces, unless asked otherwise."""
+ROUND_NUMBER = 1.05
+"""How far the memory in a device's name may exceed what it has: 80 GB are 79.1 GiB."""
 CONTEXT_BYTES = GIB
 """Bytes that a GPU's context and libraries take, where nothing measures them."""
 CALL_S = 3e-5
@@ -98,12 +100,15 @@ class DeviceSpec:
             InputError: it has less.
         """
         physical_bytes = self.without_margin().memory_bytes
-        if memory_gib * GIB > physical_bytes and self.name != "cpu":
+        if memory_gib * GIB > ROUND_NUMBER * physical_bytes and self.name != "cpu":
             raise InputError(
                 f"{memory_gib:g} GiB of memory are more than the {physical_bytes / GIB:g} GiB of a {self.name}; "
                 "give at most that, or describe a larger device in a YAML file"
             )
-        return replace(self, memory_bytes=int(memory_gib * GIB), margin_bytes=0)
+        num_bytes = int(memory_gib * GIB)
+        return replace(
+            self, memory_bytes=num_bytes if self.name == "cpu" else min(num_bytes, physical_bytes), margin_bytes=0
+        )
 
     def matmul_flops_per_s(self, dtype: str, *, hidden_size: int) -> float:
         """Rate of products with the weights of layers of ``hidden_size``."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,12 +76,14 @@ def _print_cluster(result: ClusterResult, ledger: LengthLedger) -> None:
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-    """Rows under headings, words to the left and numbers to the right."""
+    """Rows under headings, words to the left and numbers to the right; long names of policies make room for numbers."""
     from rich.table import Table
 
-    shown = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in names:
-        shown.add_column(SHORT.get(name, name), justify="left" if name == "policy" else "right", no_wrap=True)
+    shown, rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0)), list(rows)
+    for name, *column in zip_longest(names, *rows, fillvalue=""):
+        heading, is_number = SHORT.get(name, name), name != "policy"
+        width = max(map(len, (heading, *column))) if is_number else None
+        shown.add_column(heading, justify="right" if is_number else "left", no_wrap=True, min_width=width)
     for cells in rows:
         shown.add_row(*cells)
     return shown
