@@ -45,7 +45,8 @@ def train(weights: str, defers: bool, steps: int) -> dict[str, float]:
     rows = [rng.integers(0, SIZES["vocab_size"], TOKENS) for _ in range(ranks * (steps + 1))]
     run = lengthwise.prepare(
         model, rows, sequences_per_step=ranks, steps=steps + 1, policy="static", max_degree=1, recompute="all",
-        weights=weights, device="cpu", check=False, verbose=False, profile=f"{tempfile.gettempdir()}/gathered-{ranks}-{defers}.json",
+        weights=weights, device="cpu", check=False, verbose=False,
+        profile=f"{tempfile.gettempdir()}/gathered-{ranks}-{defers}.json",
     )  # fmt: skip
     seconds, peak = [], _Peak()
     for step in run.steps():

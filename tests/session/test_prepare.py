@@ -289,8 +289,8 @@ def test_the_comparison_before_a_run_says_how_far_it_is(monkeypatch):
 
 def losses_under_autocast(is_around_loop):
     run = lw.prepare(
-        models.gpt().float(), models.rows(longest=40), cost=models.mixed_cost(), memory_gib=40, check=False, max_degree=1,
-        **OPTIONS | {"lr": 0.05, "recompute": "none"},
+        models.gpt().float(), models.rows(longest=40), cost=models.mixed_cost(), memory_gib=40, check=False,
+        max_degree=1, **OPTIONS | {"lr": 0.05, "recompute": "none"},
     )  # fmt: skip
     losses = []
     with torch.autocast("cpu", torch.bfloat16) if is_around_loop else nullcontext():

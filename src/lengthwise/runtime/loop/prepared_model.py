@@ -180,8 +180,8 @@ class PreparedModel:
     def close(self) -> None:
         """Restore the model as it was before ``prepare``, with current weights.
 
-        Where weights are gathered layer by layer every rank has to call it; while an error ends this rank's loop, others
-        may not, and the weights are left as shares.
+        Where weights are gathered layer by layer every rank has to call it; while an error ends this rank's loop,
+        others may not, and the weights are left as shares.
         """
         for wrapped_model in (*self.frozen_models, self.wrapped_model):
             wrapped_model.release()
