@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from lengthwise.config.run_config import load
+from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.corpus import open_corpus, open_validation
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.session.planning import make_sampler
+from lengthwise.session.profile_model import measure_as_rank
 from tests.chats import write_tokenizer
 from tests.cli.runs import lengthwise, make_corpus
 from tests.session.models import train_alone
@@ -145,6 +147,16 @@ def test_it_is_exported_with_all_that_it_came_with(trained, gemma2, alone, tmp_p
     assert "report" in lengthwise("report", trained.path).stdout
     ledger = trained.read_json("ledger.json")
     assert ledger["steps"] == NUM_STEPS and ledger["tokens_seen"] > 0
+
+
+def test_what_computes_own_models_alone_says_so(trained, options, corpus, cli, tmp_path):
+    code, _, error = cli("analyze", corpus, "--metric", f"loss={trained.path}")
+    assert code == 2 and "trained a Gemma2ForCausalLM of transformers" in error
+    with pytest.raises(InputError, match=r"`lengthwise train` measures it by itself, before its first step"):
+        measure_as_rank(load(None, options), tmp_path / "profile.json", longest=64, max_tokens=64, repeats=1)
+    (tmp_path / "model.json").write_text('{"architecture": "MambaForCausalLM"}')
+    with pytest.raises(InputError, match=r"trained a MambaForCausalLM, whose family has no cost model"):
+        RunFolder(tmp_path).read_spec()
 
 
 @pytest.mark.parametrize(

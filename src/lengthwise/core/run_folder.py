@@ -208,6 +208,11 @@ class RunFolder:
         document = self.read_json("model.json")
         if not document:
             raise InputError(f"{self.path} has no model.json: this run never began to train")
+        if "num_layers" not in document and "architecture" in document:
+            raise InputError(
+                f"{self.path} trained a {document['architecture']}, whose family has no cost model; name a model of "
+                "another family"
+            )
         values = {name: document[name] for name in ModelSpec.__dataclass_fields__ if name in document}
         try:
             return from_document(ModelSpec, values)

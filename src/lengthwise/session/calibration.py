@@ -101,6 +101,7 @@ def progress_bar(words: str, *, shown: bool) -> Iterator[Callable[[float], None]
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True, markup=False), transient=True, disable=not shown) as bar:
+    console = Console(stderr=True, markup=False)
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
         task = bar.add_task(words, total=1.0)
         yield lambda done: bar.update(task, completed=done)

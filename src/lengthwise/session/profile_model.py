@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 
 from lengthwise.config.run_config import Config
 from lengthwise.core.cost import ProfileTable
+from lengthwise.core.errors import InputError
+from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec, cluster_preset
 from lengthwise.data.corpus import open_corpus
+from lengthwise.models.hf_config import UnsupportedModelError
 from lengthwise.session.console import progress
 from lengthwise.session.planning import resolve_cluster
 from lengthwise.session.trained_model import resolve_model
@@ -30,7 +33,14 @@ def _has_corpus(config: Config) -> bool:
 
 
 def _spec(config: Config) -> ModelSpec:
-    return resolve_model(config, open_corpus(config.data) if _has_corpus(config) else None)
+    try:
+        return resolve_model(config, open_corpus(config.data) if _has_corpus(config) else None)
+    except UnsupportedModelError:
+        raise InputError(
+            f"`lengthwise profile` measures this library's own models (llama, qwen2, gpt2, bert), and "
+            f"model.hf={brief(config.model.hf)} is another; `lengthwise train` measures it by itself, before its first "
+            "step"
+        ) from None
 
 
 def errors_on_unseen_rows(config: Config, table: ProfileTable) -> "tuple[ModelErrors, ...]":

@@ -64,6 +64,11 @@ def find_reference(folder: Path) -> ReferenceModel:
     """
     run = RunFolder(folder)
     if run.config.is_file():
+        if architecture := run.read_json("model.json").get("architecture"):
+            raise InputError(
+                f"{folder} trained a {architecture} of transformers, and losses are computed by this library's own "
+                f"models; give a function of your own (MODULE:FUNCTION) that calls it"
+            )
         return ReferenceModel(folder=folder, checkpoint=latest(run.checkpoints), spec=run.read_spec())
     if (folder / "config.json").is_file():
         return ReferenceModel(folder=folder, checkpoint=None, spec=read_spec(folder))
