@@ -73,7 +73,7 @@ def halved(step):
         (Options(rates=(1, halved)), {"type": "Options", "rates": [1, "halved"]}),
         (halved, "halved"),
         (Options, "Options"),
-        (partial(halved, 1), "partial"),
+        (partial(halved, 1), ["halved", [1], {}]),
     ],
 )
 def test_an_option_becomes_plain_values(value, plain):

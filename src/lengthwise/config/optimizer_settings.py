@@ -1,6 +1,8 @@
 """Optimizers and their constants, for configurations and prepared runs alike."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lengthwise.core.errors import InputError
 
@@ -17,7 +19,7 @@ class OptimizerSettings:
     """Which optimizer, and its constants. Matrices decay, vectors do not."""
 
     name: str = "adamw"
-    """One of ``STATE``."""
+    """One of ``STATE``; with ``make``, any."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Of AdamW."""
     eps: float = 1e-8
@@ -25,17 +27,24 @@ class OptimizerSettings:
     momentum: float = 0.9
     """Of SGD; 0: none."""
     weight_decay: float = 0.1
+    make: Callable[[list[dict[str, Any]]], Any] | None = None
+    """Makes an optimizer of torch from parameter groups, of matrices and of vectors; None: ``name`` says which. Each
+    parameter is updated whole, by one rank."""
+    tensors: tuple[str, ...] = ()
+    """Names of the tensors that the optimizer keeps which ``make`` makes."""
 
     def __post_init__(self) -> None:
-        if self.name not in STATE:
+        if self.make is None and self.name not in STATE:
             raise InputError(f"no optimizer {self.name!r}; known: {', '.join(STATE)}")
 
     @property
     def needs_whole_parameters(self) -> bool:
         """Whether the update of an element depends on its row and column: then parameters are not cut."""
-        return self.name == "adafactor"
+        return self.make is not None or self.name == "adafactor"
 
     @property
     def state_names(self) -> tuple[str, ...]:
         """Names of the tensors that the optimizer keeps for each parameter."""
+        if self.make is not None:
+            return self.tensors
         return () if self.name == "sgd" and not self.momentum else STATE[self.name]

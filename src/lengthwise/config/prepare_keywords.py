@@ -64,7 +64,7 @@ class PrepareKeywords(TypedDict, total=False):
     layers: str | None
     inputs: Callable[..., dict[str, Any]] | None
     loss: Callable[..., Any] | None
-    optimizer: OptimizerSettings | OptimizerName
+    optimizer: OptimizerSettings | OptimizerName | Callable[[list[dict[str, Any]]], Any]
     lr: float | Callable[[int], float]
     methods: tuple[SequenceMethod, ...] | None
     packing: Packing

@@ -70,8 +70,9 @@ class PrepareOptions(
     """A function from the forward's output and the micro-batch to the mean loss of this rank's targets; None: the loss
     in the output."""
 
-    optimizer: OptimizerSettings | OptimizerName = "adamw"
-    """The optimizer: its name, or OptimizerSettings with its constants."""
+    optimizer: OptimizerSettings | OptimizerName | Callable[[list[dict[str, Any]]], Any] = "adamw"
+    """The optimizer: its name, or OptimizerSettings with its constants; or a class of torch.optim, or what else makes
+    an optimizer from parameter groups: of matrices, which decay, and of vectors. (A configuration names it.)"""
     lr: LearningRate | Callable[[int], float] = 3e-4
     """The learning rate: a number, or a function of the step. (A configuration has a schedule instead.)"""
 
@@ -120,6 +121,10 @@ class PrepareOptions(
         """The optimizer and its constants."""
         if isinstance(self.optimizer, OptimizerSettings):
             return self.optimizer
+        if callable(self.optimizer):
+            make = getattr(self.optimizer, "func", self.optimizer)  # of a functools.partial
+            name = getattr(make, "__qualname__", type(make).__qualname__)
+            return OptimizerSettings(name=name, make=self.optimizer, weight_decay=self.weight_decay)
         return OptimizerSettings(name=self.optimizer, weight_decay=self.weight_decay)
 
     @property

@@ -30,6 +30,7 @@ from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.state.optimizer import with_tensor_names
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
@@ -222,7 +223,7 @@ def _learn(
             wrapped_model,
             world,
             collator=make_collator(wrapped_model, chosen, sequences),
-            optimizer=chosen.optimizer_settings,
+            optimizer=with_tensor_names(chosen.optimizer_settings),
             seed=chosen.seed,
         )
         with IdRanges(prepared) as lookups:

@@ -4,6 +4,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,4 +104,6 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if value is None or isinstance(value, str | int | float):
         return value
+    if isinstance(value, partial):
+        return [_plain(value.func), _plain(value.args), {name: _plain(item) for name, item in value.keywords.items()}]
     return getattr(value, "__qualname__", type(value).__qualname__)

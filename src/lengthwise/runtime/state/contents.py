@@ -87,7 +87,8 @@ def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: i
                         if cut
                         else content.local
                     )
-                    optimizer_state[kind] = piece.to(parameter.device, copy=True)
+                    home = parameter.device if piece.dim() else "cpu"  # where torch keeps counts of steps
+                    optimizer_state[kind] = piece.to(home, copy=True)
             position += parameter.numel()
             with torch.no_grad():
                 parameter.copy_(optimizer_state.pop(MASTER))
