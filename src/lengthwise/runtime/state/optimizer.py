@@ -69,12 +69,12 @@ def with_tensor_names(settings: OptimizerSettings) -> OptimizerSettings:
         raise InputError(
             f"optimizer={settings.name} cannot be stepped without arguments: {type(error).__name__}: {error}"
         ) from error
-    kept = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
-    for name, value in kept:
+    kept_values = [item for state in optimizer.state.values() for item in state.items() if item[1] is not None]
+    for name, value in kept_values:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             described = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
             raise InputError(
                 f"optimizer={settings.name} keeps {name} as a {described}, and checkpoints keep tensors of floating "
                 "point; use an optimizer that keeps such tensors"
             )
-    return replace(settings, tensors=tuple(dict.fromkeys(name for name, _ in kept)))
+    return replace(settings, tensors=tuple(dict.fromkeys(name for name, _ in kept_values)))
