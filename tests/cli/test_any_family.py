@@ -21,6 +21,7 @@ from tests.session.models import train_alone
 EXACT = 1e-6
 """transformers computes losses, norms and rotations in float32 whatever the weights are."""
 NUM_STEPS, STOPPED = 4, 2
+SHARED = ("--method", "ring", "--degree", 2)
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,10 @@ def options(corpus, gemma2, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(options, tmp_path_factory):
-    """Two steps on two ranks, two more on one."""
+    """Two steps on two ranks that share every sequence, two more on one."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    lengthwise("train", *options, f"run_folder={folder}", f"train.steps={STOPPED}", "--nproc", 2)
-    lengthwise("train", "--resume", folder, f"train.steps={NUM_STEPS}")
+    lengthwise("train", *options, f"run_folder={folder}", f"train.steps={STOPPED}", *SHARED, "--nproc", 2)
+    lengthwise("train", "--resume", folder, f"train.steps={NUM_STEPS}", "plan.method=", "plan.degree=null")
     return RunFolder(folder)
 
 
@@ -108,7 +109,7 @@ def test_two_ranks_and_then_one_train_as_an_ordinary_loop_does(trained, alone):
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[name], parameter.detach(), rtol=0, atol=EXACT)
     plans = trained.read_plans()
-    assert [plans[step].num_devices for step in range(NUM_STEPS)] == [2, 2, 1, 1]
+    assert [plans[step].strategy_words for step in range(NUM_STEPS)] == ["1 x <2,1> ring"] * 2 + ["1 x <1,1> dense"] * 2
     assert rows[0]["plan/policy"] == "auto" and rows[0]["perf/tflops_per_gpu"] > 0
 
 
@@ -163,8 +164,8 @@ def test_what_computes_own_models_alone_says_so(trained, options, corpus, cli, t
     ("setting", "words"),
     [
         (
-            "plan.method=ring",
-            "plan.method=ring is not for models that transformers computes, such as this Gemma2ForCaus",
+            "plan.method=metp",
+            "plan.method=metp is not for models that transformers computes, such as this Gemma2ForCausalLM",
         ),
         ("plan.max_stages=2", "they have one pipeline stage; leave it out"),
         ("plan.shapes=2", "they are not compiled; leave it out"),

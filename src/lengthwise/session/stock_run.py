@@ -135,7 +135,7 @@ class _Planning:
             spec=_Layers(num_layers=wrapped_model.structure.num_layers, objective=wrapped_model.objective),
             cluster=self._inputs.cluster,
             corpus=corpus,
-            methods=(Method.ULYSSES,),
+            methods=self._options.sharing_methods,
         )
 
 
@@ -152,6 +152,7 @@ def _options(inputs: RunInputs, stock: StockModel) -> PrepareOptions:
             "memory_gib": config.cluster.memory_gib,
             "policy": plan.policy,
             "max_degree": max_degree,
+            "methods": None if plan.method in ("", Method.DENSE) else (plan.method,),
             "recompute": plan.recompute,
             "profile": plan.profile or None,
             "objective": NEXT_TOKEN if is_causal else None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, missing_package
+from lengthwise.core.pipeline_config import WEIGHTS_OF, WeightPlacement
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec, model_preset
 from lengthwise.data.corpus import Corpus
@@ -144,12 +145,15 @@ def _check_known(model: StockModel) -> None:
 def _check_settings(config: Config, model: StockModel) -> None:
     """Raise ``InputError`` if a setting asks for what models that transformers computes cannot do."""
     plan, train = config.plan, config.train
-    of_methods = "costs are measured for ulysses; a file of plans (plan.file) may use all methods on whole weights"
+    shared_by = [str(method) for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE]
     refused = {
         "train.compile=true": (train.compile, "their layers are run as transformers has them"),
         f"train.schedule={train.schedule}": (train.schedule != "1f1b", "they have one pipeline stage"),
         f"plan.max_stages={plan.max_stages}": ((plan.max_stages or 1) > 1, "they have one pipeline stage"),
-        f"plan.method={plan.method}": (plan.method not in ("", "ulysses", "dense"), of_methods),
+        f"plan.method={plan.method}": (
+            plan.method not in ("", "dense", *shared_by),
+            f"ranks share them by methods on whole weights ({', '.join(shared_by)})",
+        ),
         f"plan.shapes={plan.shapes}": (plan.shapes, "they are not compiled"),
         f"plan.workers={plan.workers}": (plan.workers, "their costs are corrected from step to step"),
         f"plan.cost={plan.cost}": (plan.cost != "fitted", "their costs are measured before the run"),
