@@ -1,6 +1,7 @@
 """`lengthwise train` with a family that only transformers has: trained, resumed, validated, exported as an own one."""
 
 import json
+import shutil
 from itertools import islice
 
 import pytest
@@ -10,10 +11,12 @@ from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.corpus import open_corpus, open_validation
+from lengthwise.models.stock_model import read_stock_model
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.session.planning import make_sampler
 from lengthwise.session.profile_model import measure_as_rank
+from lengthwise.session.run_model import load_stock
 from tests.chats import write_tokenizer
 from tests.cli.runs import lengthwise, make_corpus
 from tests.session.models import train_alone
@@ -148,6 +151,22 @@ def test_it_is_exported_with_all_that_it_came_with(trained, gemma2, alone, tmp_p
     assert "report" in lengthwise("report", trained.path).stdout
     ledger = trained.read_json("ledger.json")
     assert ledger["steps"] == NUM_STEPS and ledger["tokens_seen"] > 0
+
+
+def test_weights_that_are_not_all_there_are_refused(gemma2, options, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(gemma2, tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    config = load(None, [*options, f"model.hf={folder}"])
+    save_file(
+        {name: value for name, value in weights.items() if name != "model.norm.weight"}, folder / "model.safetensors"
+    )
+    with pytest.raises(InputError, match=r"lack model\.norm\.weight, which Gemma2ForCausalLM has"):
+        load_stock(config, read_stock_model(folder))
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(InputError, match=r"does not load .*; give a folder as save_pretrained writes it"):
+        load_stock(config, read_stock_model(folder))
 
 
 def test_what_computes_own_models_alone_says_so(trained, options, corpus, cli, tmp_path):
