@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -18,13 +19,20 @@ from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.sharded_attention import AttentionRequest, attend_shard
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.memory_runs import train
-from tests.runtime.loop.runs import EXACT, Packs, assert_exact, step_on_ranks
+from tests.runtime.loop.runs import EXACT, Case, Packs, assert_exact, shard_of, step_on_ranks
 from tests.runtime.loop.test_families import CASES as FAMILIES
 from tests.runtime.parallel.cases import whole_group
 from tests.runtime.parallel.flash_on_cpu import flash_on_cpu
 from tests.runtime.wrap.test_oom_recovery import PLACES
+from tests.runtime.wrap.test_position_ids import built
 from tests.runtime.wrap.test_position_masks import CASES as MASKED
+from tests.runtime.wrap.test_position_masks import NEXT
 
+MASKED = MASKED | {
+    "MPT: by hand, with a bias by position": Case(
+        build=partial(built, "MptForCausalLM", d_model=32, n_layers=2, n_heads=4, max_seq_len=40), **NEXT
+    )
+}
 METHODS = tuple(method for method in ANY_MODEL_METHODS if method is not Method.DENSE)
 
 
@@ -183,7 +191,7 @@ def test_a_family_trains_as_its_own_loop_does_under_all_methods_in_one_step(rank
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.deep] * name.startswith(("GPT-J", "Llama 4"))) for name in MASKED],
+    [pytest.param(name, marks=[pytest.mark.deep] * name.startswith(("GPT-J", "Llama 4", "MPT"))) for name in MASKED],
 )
 def test_masks_sinks_and_soft_caps_of_a_family_are_exact_in_rings(ranks, name):
     for found in ranks(3).run(step_on_ranks, MASKED[name], MASKED_TOGETHER):
@@ -243,6 +251,15 @@ def test_a_rank_out_of_memory_in_the_midst_of_a_ring_leaves_no_message_behind(ra
             assert told == ["rank 1 in micro-batch 0"]
             assert losses == pytest.approx(expected[0], abs=1e-10)
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+def test_layers_beyond_those_of_the_plan_share_as_its_last_one_does():
+    shard = shard_of((9, 4), rank=1, degree=4, methods=(Method.ULYSSES, Method.RING))
+    kinds = [
+        (sharing.exchange is None, sharing.ring is None)
+        for layer in (None, 0, 1, 7) for sharing in [shard.sharing(num_heads=4, num_kv_heads=2, layer=layer)]
+    ]  # fmt: skip
+    assert kinds == [(False, True), (False, True), (True, False), (True, False)]
 
 
 def test_neighbours_divide_the_ranks_and_where_they_can_the_heads():

@@ -149,7 +149,8 @@ class PackShard:
         """How the ranks share an attention of so many heads in ``layer``; outside of layers, as in the first."""
         if causal not in self._stages:
             self._stages[causal] = replace(self.stage, view=in_order(self.cu_seqlens, causal=causal))
-        method = self.methods[layer or 0] if self.methods else Method.ULYSSES
+        # Teachers may have more layers than the model that plans are for.
+        method = self.methods[min(layer or 0, len(self.methods) - 1)] if self.methods else Method.ULYSSES
         return self._stages[causal].sharing(method, num_heads, num_kv_heads)
 
     @cached_property
