@@ -7,9 +7,12 @@ then two-phase splits are tried where the gap leaves room, then every other poli
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     CandidateFamily,
@@ -17,6 +20,8 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     candidate_families,
     tile_of,
 )
+from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
+from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch
@@ -27,8 +32,19 @@ from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
+WORTH_SEARCHING = 0.05
+"""Gap to the bound from which on strategies are searched for the step alone,"""
+SEARCH_S, SEQUENCE_S, DEVICE_S, SEARCH_SHARE = 0.1, 1e-3, 1e-3, 0.25
+"""if about so many seconds a pool, and for each sequence and device, are at most this share of the step."""
+MOST_STEP_S = 60.0
+"""Seconds of a step beyond which it is not searched for longer; without a plan so far, it counts as so long."""
+SEARCHED_STRATEGIES = 3
+"""Of those, how many are planned."""
 ENOUGH = 0.01
 """Gap to the bound at which splits are not tried."""
+
+Counts = Sequence[tuple[ProposedCandidate, int]]
+"""How many pipelines of each candidate."""
 
 
 def prepare(problem: PlanningProblem) -> "AutoPolicy":
@@ -45,18 +61,23 @@ class AutoPolicy:
     """The fastest plan that all moves together find."""
 
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
-        self.bound = SearchSpaceBound(problem, (*problem.candidates, *mixed_candidates(problem)))
+        every = (*problem.candidates, *mixed_candidates(problem))
+        self.bound, self.runs = SearchSpaceBound(problem, every), FastestRuns(every)
         self.others = others
-        candidates = candidate_families(problem)
+        families = candidate_families(problem)
+        self.nested_families = nested(families)
         proposed = proposals(problem, candidate_families)
         self.strategy_candidates = StrategyCandidates([_placed(problem, proposal.counts) for proposal in proposed])
-        self.splits = SplitSearch(_fronts(problem, candidates), self.strategy_candidates, self.bound)
+        self.splits = SplitSearch(_fronts(problem, families), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
         """The fastest draft plan found, with the bound of the whole search space."""
         bound_s = self.bound.step_s(priced)
         phase, best_s = self.strategy_candidates.best(priced, self.strategy_candidates.bounds_s(priced))
         best = None if phase is None else DraftPlan(phases=(phase,))
+        if best_s > bound_s * (1 + WORTH_SEARCHING):
+            searched, searched_s = self._search(priced, best_s)
+            best, best_s = (searched, searched_s) if searched_s < best_s else (best, best_s)
         if best_s > bound_s * (1 + ENOUGH):
             split, split_s = self.splits.best(priced, best_s)
             best, best_s = (split, split_s) if split is not None else (best, best_s)
@@ -69,7 +90,31 @@ class AutoPolicy:
                     draft_s = sum(step_times_s(priced, draft))
                     best, best_s = (draft, draft_s) if draft_s < best_s else (best, best_s)
         assert best is not None, "some policy holds every sequence that the search space holds"
+        best, _ = self.runs.improve(priced, best, best_s)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
+
+    def _search(self, priced: PricedBatch, step_s: float) -> tuple[DraftPlan | None, float]:
+        """The fastest plan of strategies that are proposed for this step alone, and its seconds.
+
+        They are proposed of the search space, and of its methods one less at a time, since what is found of few is not
+        always found of many; of as many of these pools as a step of ``step_s`` seconds allows.
+        """
+        lengths = priced.lengths
+        pool_s = SEARCH_S + SEQUENCE_S * len(lengths) + DEVICE_S * priced.problem.num_devices
+        num_pools = min(len(self.nested_families), int(SEARCH_SHARE * min(step_s, MOST_STEP_S) / pool_s))
+        problem = replace(priced.problem, samples=(lengths,), max_length=int(lengths.max()))
+        strategies: dict[Counts, PlacedStrategy] = {}
+        for families in self.nested_families[len(self.nested_families) - num_pools :]:
+            if max(family.max_tokens for family in families) >= problem.max_length:
+                with suppress(InfeasibleError):  # of these, none tiles the cluster
+                    for proposal in propose(problem, families, max_strategies=SEARCHED_STRATEGIES, effort=1):
+                        if proposal.counts not in strategies:
+                            strategies[proposal.counts] = _placed(priced.problem, proposal.counts)
+        if not strategies:
+            return None, np.inf
+        searched = StrategyCandidates(list(strategies.values()))
+        phase, phase_s = searched.best(priced, searched.bounds_s(priced))
+        return (None if phase is None else DraftPlan(phases=(phase,))), phase_s
 
 
 def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:
@@ -77,7 +122,16 @@ def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:
     return policy.floor_s(priced) < limit_s and policy.bound_s(priced) < limit_s
 
 
-def _placed(problem: PlanningProblem, counts: Sequence[tuple[ProposedCandidate, int]]) -> PlacedStrategy:
+def nested(families: Sequence[CandidateFamily]) -> list[list[CandidateFamily]]:
+    """The families of the first method of all, of the first two, and so on; of the methods that these have."""
+    methods_of = {family: {m for k in (family.pivot, *family.leaner) for m in k.scheme.methods} for family in families}
+    present = [method for method in Method if any(method in methods for methods in methods_of.values())]
+    prefixes = [set(present[: count + 1]) for count in range(len(present))]
+    pools = [[family for family in families if methods_of[family] <= prefix] for prefix in prefixes]
+    return [pool for pool in pools if pool]
+
+
+def _placed(problem: PlanningProblem, counts: Counts) -> PlacedStrategy:
     return PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in counts])
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.cost import CostModel
-from lengthwise.core.pipeline_config import PipelineConfig
+from lengthwise.core.pipeline_config import Method, PipelineConfig
 from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
@@ -96,21 +96,25 @@ def tile_of(candidate: ProposedCandidate, count: int) -> PipelineGroup:
 def candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:
     """The families of the search space; where there are several stages, the fastest and the leanest member alone.
 
+    A family of several methods is there as a whole and with each of its methods alone: which method is faster depends
+    on the length, and a ladder of all drops those that are not faster at every length.
     Packs of one pipeline that recompute different shares of their layers have different shares of forward in their
     time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one.
     """
     lengths = np.concatenate(problem.samples) if problem.samples else np.array([problem.max_length])
     if len(lengths) > MOST_COMPARED:
         lengths = np.sort(lengths)[:: -len(lengths) // MOST_COMPARED]  # from the longest
-    families = []
-    for family in problem.families.values():
-        ladder = fastest_first(family)
-        pivot = min(range(len(ladder)), key=lambda level: _corpus_time_s(ladder, level, lengths))
-        if ladder[0].num_stages == 1:
-            families.append(CandidateFamily(pivot=ladder[pivot], leaner=tuple(ladder[pivot + 1 :])))
-        else:
-            families += [CandidateFamily(pivot=candidate) for candidate in dict.fromkeys((ladder[pivot], ladder[-1]))]
-    return families
+    families: dict[tuple[Candidate, ...], CandidateFamily] = {}
+    for members in problem.families.values():
+        by_method: dict[tuple[Method, ...], list[Candidate]] = {}
+        for candidate in members:
+            by_method.setdefault(candidate.scheme.methods, []).append(candidate)
+        for ladder in map(fastest_first, (members, *by_method.values())):
+            pivot = min(range(len(ladder)), key=lambda level: _corpus_time_s(ladder, level, lengths))
+            is_mixed = ladder[0].num_stages == 1
+            for run_as in [ladder[pivot:]] if is_mixed else [[ladder[pivot]], [ladder[-1]]]:
+                families[tuple(run_as)] = CandidateFamily(pivot=run_as[0], leaner=tuple(run_as[1:]))
+    return list(families.values())
 
 
 def fastest_first(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -1,0 +1,56 @@
+"""Packs that are dealt already run as the fastest candidate of their pipeline's family that holds them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
+from lengthwise.plan.heterogeneous.adaptive_pipelines import fastest_first
+from lengthwise.plan.space.candidate import Candidate, Family
+from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, pack_times_s, pipeline_time_s, time_s
+from lengthwise.plan.space.problem import PricedBatch
+
+
+class FastestRuns:
+    """Chooses methods and recompute of packs, family by family."""
+
+    def __init__(self, candidates: Iterable[Candidate]) -> None:
+        self._families: dict[Family, list[Candidate]] = {}
+        for candidate in candidates:
+            self._families.setdefault(candidate.family, []).append(candidate)
+        self._ladders: dict[Family, RecomputeLadder] = {}
+        self._alone: dict[Family, Sequence[Candidate]] = {}
+
+    def improve(self, priced: PricedBatch, draft: DraftPlan, draft_s: float) -> tuple[DraftPlan, float]:
+        """The draft plan, or one of the same packs that takes less time, and its seconds."""
+        phases = tuple(tuple(self._pipeline(priced, pipeline) for pipeline in phase) for phase in draft.phases)
+        improved = DraftPlan(phases=phases)
+        improved_s = time_s(priced, improved)
+        return (improved, improved_s) if improved_s < draft_s else (draft, draft_s)
+
+    def _pipeline(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
+        """The pipeline with its packs; those of several stages run all packs as one candidate."""
+        if not pipeline.packs or pipeline.padded_to:
+            return pipeline
+        family = pipeline.candidate.family
+        if pipeline.candidate.num_stages == 1:
+            if family not in self._ladders:
+                self._ladders[family] = RecomputeLadder(self._families[family])
+            return replace(pipeline, runs=self._ladders[family].runs(priced, pipeline.packs))
+        if family not in self._alone:
+            by_methods: dict[object, list[Candidate]] = {}
+            for candidate in self._families[family]:
+                by_methods.setdefault(candidate.scheme.methods, []).append(candidate)
+            self._alone[family] = [k for members in by_methods.values() for k in fastest_first(members)]
+        longest = max(sum(priced.batch.lengths[i] for i in pack) for pack in pipeline.packs)
+        fitting = [candidate for candidate in self._alone[family] if candidate.max_tokens >= longest]
+        if pipeline.runs or not fitting:
+            return pipeline
+        options = [replace(pipeline, candidate=candidate) for candidate in (pipeline.candidate, *fitting)]
+        return min(options, key=lambda option: _time_s(priced, option))
+
+
+def _time_s(priced: PricedBatch, pipeline: PipelineDraft) -> float:
+    times_s = sorted(pack_times_s(priced, pipeline), reverse=True)
+    candidate = pipeline.candidate
+    forwards = [candidate.forwards] * len(times_s)
+    return pipeline_time_s(times_s, candidate.num_stages, priced.problem.objective, forwards=forwards)

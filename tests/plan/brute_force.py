@@ -1,0 +1,101 @@
+"""The fastest plan of all: every strategy that tiles the cluster, every dispatch, every packing, one or two phases."""
+
+from functools import cache
+from itertools import combinations_with_replacement, product
+
+import numpy as np
+
+from lengthwise.core.one_f_one_b import pipeline_end_s
+from lengthwise.core.pipeline_config import Strategy
+
+
+def partitions(items):
+    """Every way to split items into packs."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for packs in partitions(rest):
+        yield [[first], *packs]
+        for number in range(len(packs)):
+            yield [*packs[:number], [first, *packs[number]], *packs[number + 1 :]]
+
+
+class BruteForce:
+    """The optimum of a batch over some candidates.
+
+    Pipelines of one stage run each pack as any candidate of their family; those of several run all as one candidate.
+    """
+
+    def __init__(self, problem, candidates, lengths, *, most_phases=1):
+        self.problem, self.lengths, self.most_phases = problem, np.array(lengths), most_phases
+        groups = {}
+        for candidate in candidates:
+            groups.setdefault(candidate if candidate.num_stages > 1 else candidate.family, []).append(candidate)
+        self.kinds = list(groups.values())
+        self.everything = (1 << len(lengths)) - 1
+        self.pipeline_s = cache(self._pipeline_s)
+
+    def _pipeline_s(self, kind, mask):
+        """Seconds of one pipeline of a kind with the sequences of ``mask``, packed in the best way."""
+        members = self.kinds[kind]
+        best_s = np.inf if mask else 0.0
+        for packs in partitions([i for i in range(len(self.lengths)) if mask >> i & 1]) if mask else ():
+            times_s = [
+                min(
+                    (
+                        float(member.times_s(self.lengths[pack]).sum()) + member.overhead_s
+                        for member in members
+                        if self.lengths[pack].sum() <= member.max_tokens
+                    ),
+                    default=np.inf,
+                )
+                for pack in packs
+            ]
+            if max(times_s) < best_s:
+                forwards = [members[0].forwards] * len(packs)
+                stages = members[0].num_stages
+                best_s = min(best_s, pipeline_end_s(sorted(times_s, reverse=True), forwards, stages))
+        return best_s
+
+    @property
+    def strategies(self):
+        """Every multiset of kinds that tiles the cluster."""
+        num_devices = self.problem.num_devices
+        for count in range(1, num_devices + 1):
+            for kinds in combinations_with_replacement(range(len(self.kinds)), count):
+                if sum(self.kinds[kind][0].num_devices for kind in kinds) == num_devices:
+                    yield kinds
+
+    def phase_s(self, kinds):
+        """[masks] seconds of a phase with some sequences under a strategy, dispatched in the best way."""
+        best_s = np.full(self.everything + 1, np.inf)
+        best_s[0] = 0.0
+        for kind in kinds:
+            new_s = np.full_like(best_s, np.inf)
+            for mask in range(self.everything + 1):
+                part = mask
+                while True:
+                    new_s[mask] = min(new_s[mask], max(best_s[mask ^ part], self.pipeline_s(kind, part)))
+                    if not part:
+                        break
+                    part = (part - 1) & mask
+            best_s = new_s
+        return best_s
+
+    def best_s(self):
+        """Seconds of the fastest step."""
+        cost, planned = self.problem.cost, []
+        for kinds in self.strategies:
+            schemes = tuple(self.kinds[kind][0].scheme for kind in kinds)
+            ends = np.cumsum([scheme.num_devices for scheme in schemes]).tolist()
+            ranks = tuple(tuple(range(end - scheme.num_devices, end)) for scheme, end in zip(schemes, ends))
+            strategy = Strategy(schemes=schemes, ranks=ranks)
+            planned.append((strategy, self.phase_s(kinds), cost.update_s(strategy)))
+        best_s = min(times_s[self.everything] + update_s for _, times_s, update_s in planned)
+        if self.most_phases > 1:
+            for (one, one_s, update_s), (two, two_s, other_s) in product(planned, planned):
+                both_s = one_s[1:-1] + two_s[::-1][1:-1]
+                if both_s.size:
+                    best_s = min(best_s, both_s.min() + cost.switch_s(one, two) + max(update_s, other_s))
+        return float(best_s)

@@ -1,0 +1,84 @@
+"""Bounds of policies never exceed the optimum of what they may use, and `auto` is near the optimum of everything."""
+
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+import pytest
+
+from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.pipeline_config import Method
+from lengthwise.plan.dcp.dcp import usable_candidates
+from lengthwise.plan.heterogeneous.hydraulis import published_space
+from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
+from lengthwise.plan.planner import Planner
+from tests.plan.brute_force import BruteForce
+from tests.plan.costs import SimpleCost, make_batch, make_problem
+
+
+@dataclass(frozen=True)
+class UnevenUpdates(SimpleCost):
+    """Updates take as long as the slowest scheme's, which grows with the share of the weights that a device holds."""
+
+    unit_s: float = 0.5
+
+    def update_s(self, strategy):
+        return 0.05 + max(self.unit_s / scheme.num_stages for scheme in strategy.schemes)
+
+
+def case(seed):
+    """A small problem and the lengths of a batch."""
+    rng = np.random.default_rng(seed)
+    cost = UnevenUpdates(
+        a_s=rng.choice([0.0, 1e-4, 1e-2]),
+        b_s=rng.choice([1e-3, 1e-2]),
+        c_s=rng.choice([0.0, 0.05, 0.5]),
+        loss=rng.choice([0.0, 0.1, 0.5]),
+        capacity=int(rng.integers(30, 120)),
+        unit_s=rng.choice([0.0, 0.1, 1.0]),
+    )
+    problem = make_problem(
+        cost,
+        num_devices=int(rng.choice([2, 3, 4])),
+        methods=(Method.ULYSSES,),
+        recomputed=[(0,), (0, 4)][rng.integers(2)],
+        stages=[1, 2],
+        samples=[np.minimum(rng.lognormal(3, 0.8, 12).astype(int) + 1, 100) for _ in range(3)],
+    )
+    longest = min(100, problem.leanest.max_tokens)
+    lengths = np.minimum(rng.lognormal(3, 1, int(rng.integers(2, 6))).astype(int) + 1, longest)
+    return problem, lengths.tolist()
+
+
+def planned(policy, seed, candidates_of, **options):
+    """The plan and the optimum of a case, or None where the policy cannot run."""
+    problem, lengths = case(seed)
+    try:
+        plan = Planner(policy=policy, problem=problem)(make_batch(lengths))
+    except InfeasibleError:
+        return None
+    return plan, BruteForce(problem, candidates_of(problem), lengths, **options).best_s()
+
+
+def everything(problem):
+    return [*problem.candidates, *mixed_candidates(problem)]
+
+
+SPACES = {
+    "hydraulis": (published_space, {}, 24),
+    "dcp-intra": (usable_candidates, {"most_phases": 2}, 40),
+    "auto": (everything, {"most_phases": 2}, 16),
+}
+
+
+@pytest.mark.parametrize("policy", SPACES)
+def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy):
+    candidates_of, options, cases = SPACES[policy]
+    ratios = []
+    for seed in range(cases):
+        if result := planned(policy, seed, candidates_of, **options):
+            plan, best_s = result
+            assert plan.lower_bound_s <= best_s * (1 + 1e-9), seed
+            ratios.append(plan.time_s / best_s)
+    assert len(ratios) > cases / 2
+    assert policy != "auto" or (fmean(ratios) < 1.01 and max(ratios) < 1.05)
