@@ -1,10 +1,10 @@
 """`auto` beside every other policy on a grid of lengths x models x clusters x step sizes, simulated.
 
-    python benchmarks/policy_grid.py [--cells N] [--steps N]
+    python benchmarks/policy_grid.py [--cells N] [--steps N] [--minutes M]
 
-Runs what ``lengthwise compare`` runs, on N cells of the grid in a shuffled order, and writes policy_grid.md and
-results/policy_grid.json: how much faster `auto` is than tuned `static` and than the best other policy, and in how many
-cells any policy is faster than `auto` in what users see.
+Runs what ``lengthwise compare`` runs, on N cells of the grid in a shuffled order, none begun after M minutes, and
+writes policy_grid.md and results/policy_grid.json: how much faster `auto` is than tuned `static` and than the best
+other policy, and in how many cells any policy is faster than `auto` in what users see.
 """
 
 import argparse
@@ -39,17 +39,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=30, help="how many of the grid")
     parser.add_argument("--steps", type=int, default=3, help="global batches of each")
+    parser.add_argument("--minutes", type=float, default=60, help="after which no cell is begun")
     options = parser.parse_args()
     on_one_core()
     grid = list(product((*NAMED, *MADE), MODELS, CLUSTERS, TOKENS))
     order = np.random.default_rng(0).permutation(len(grid)).tolist()
     first = ("rollouts", "llama-66b", "256xA800-80GB", 200_000)
     cells = [first, *(grid[number] for number in order if grid[number] != first)][: options.cells]
-    results = [(cell, play(cell, options.steps)) for cell in cells]
+    results, start_s = [], perf_counter()
+    for cell in cells:
+        if perf_counter() - start_s < options.minutes * 60:
+            results.append((cell, play(cell, options.steps)))
     first_words = (
-        f"**Simulated**: {len(cells)} of the {len(grid)} cells of a grid of {len(NAMED) + len(MADE)} kinds of lengths, "
-        f"{len(MODELS)} models, {len(CLUSTERS)} clusters and {len(TOKENS)} sizes of step, drawn at random but for the "
-        f"first; {options.steps} steps each, all ten policies with the default search space, costs from data sheets."
+        f"**Simulated**: {len(results)} of the {len(grid)} cells of a grid of {len(NAMED) + len(MADE)} kinds of "
+        f"lengths, {len(MODELS)} models, {len(CLUSTERS)} clusters and {len(TOKENS)} sizes of step, drawn at random but "
+        f"for the first; {options.steps} steps each, all ten policies with the default search space, "
+        "costs from data sheets."
     )
     write(
         "policy_grid",

@@ -10,7 +10,7 @@ from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.plan import policies as policies_module
 from lengthwise.report.pages.compare_page import render_comparison
 
-GIVEN = {"model": "llama-7b", "cluster": "16xH100-80GB", "steps": 2}
+GIVEN = {"model": "llama-7b", "cluster": "8xH100-80GB", "steps": 1}
 
 
 def lengths_of(name):

@@ -211,6 +211,11 @@ class PolicyFields(Fields):
     bubble: float | None
     padding: float | None
     gap: float | None
+    bound_s: float | None
+    """Seconds that no plan of the schemes that the policy may use is faster than, mean over the steps."""
+    strategies: list[str] | None
+    """The pipelines of each step in words."""
+    mfu: float | None
     planning_s: float | None
     preparing_s: float | None
     peak_gib: float | None
@@ -238,6 +243,8 @@ class CompareDocument(JsonDocument):
     dtype: str
     seed: int
     speed_error: float | None
+    search_space: dict[str, Any]
+    """Limits of the schemes that policies may use; null: the cluster's."""
     ledger: dict[str, Any]
 
 

@@ -164,6 +164,12 @@ def comparison_page(
             "speed_error": clusters[0].device.speed_error,
             "dtype": contest.dtype,
             "seed": contest.seed,
+            "search_space": {
+                "max_degree": contest.search_space.max_degree,
+                "max_stages": contest.search_space.max_stages,
+                "methods": list(map(str, contest.search_space.methods)),
+                "recompute": str(contest.search_space.recompute),
+            },
             "ledger": ledger.to_json(),
         },
     )

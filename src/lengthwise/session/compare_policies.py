@@ -195,6 +195,7 @@ class _Played:
     num_computed_tokens: int
     planned_s: float
     bound_s: float
+    strategy: str
     gap: float
 
     @classmethod
@@ -207,6 +208,7 @@ class _Played:
             num_computed_tokens=plan.num_computed_tokens,
             planned_s=plan.time_s,
             bound_s=plan.lower_bound_s,
+            strategy=plan.strategy_words,
             gap=plan.gap,
         )
 
@@ -250,6 +252,7 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
         times_s=tuple(step.summary.step_time_s for step in played),
         planned_s=tuple(step.planned_s for step in played),
         bounds_s=tuple(step.bound_s for step in played),
+        strategies=tuple(step.strategy for step in played),
     )
 
 

@@ -53,6 +53,7 @@ def test_shares_of_time_are_whole_and_idle_is_bubbles_and_waiting(cli, lengths):
         assert one["idle"] == pytest.approx(shares["bubble"] + shares["imbalance"])
         assert one["bubble"] == pytest.approx(shares["bubble"])
         assert one["gap"] >= 0
+        assert one["bound_s"] <= one["step_time_s"] * (1 + 1e-9) and len(one["strategies"]) == 3
         assert 0 < one["peak_gib"] < 80
 
 

@@ -8,6 +8,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.data.synthetic import synthetic_lengths
+from lengthwise.plan.space.candidate import stages_of
 from lengthwise.plan.space.search_space import (
     NUM_SAMPLES,
     RecomputeMode,
@@ -49,3 +50,11 @@ def test_typical_batches_are_of_the_same_lengths_but_not_the_planned_ones():
     assert not any(np.array_equal(sample, batch.lengths) for sample in samples for batch in planned)
     means = np.mean(np.concatenate(samples)), np.mean(np.concatenate([batch.lengths for batch in planned]))
     assert means[0] == pytest.approx(means[1], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "counts"), [(64, [1, 2, 4, 8]), (24, [1, 2, 3, 4, 6, 8]), (100, [1, 2, 4, 5, 8]), (3, [1, 2, 3])]
+)
+def test_numbers_of_stages_are_powers_of_two_and_divisors_of_the_cluster(num_devices, counts):
+    assert stages_of(num_devices, 80) == counts
+    assert stages_of(num_devices, 2) == counts[:2]

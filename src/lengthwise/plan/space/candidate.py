@@ -135,5 +135,6 @@ def degrees_of(num_devices: int, devices_per_node: int) -> list[int]:
 
 
 def stages_of(num_devices: int, num_layers: int) -> list[int]:
-    """Powers of two, up to eight stages."""
-    return [count for count in (1, 2, 4, 8) if count <= min(num_devices, num_layers)]
+    """Powers of two and what divides the number of devices, up to eight stages."""
+    limit = min(8, num_devices, num_layers)
+    return [count for count in range(1, limit + 1) if count & (count - 1) == 0 or num_devices % count == 0]

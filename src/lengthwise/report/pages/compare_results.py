@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 from statistics import median
 from typing import Any
 
@@ -58,6 +59,8 @@ class PolicyResult:
     """Seconds of each step as its plan predicts them."""
     bounds_s: tuple[float, ...] = ()
     """The proven lower bound of each step, for the schemes that the policy may use."""
+    strategies: tuple[str, ...] = ()
+    """The pipelines of each step in words."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; None for every number of a policy that is refused."""
@@ -67,6 +70,8 @@ class PolicyResult:
         return {
             "policy": self.policy,
             **document,
+            "bound_s": fsum(self.bounds_s) / len(self.bounds_s) if self.bounds_s else None,
+            "strategies": list(self.strategies) or None,
             "peak_gib": None if self.refused else self.peak_bytes / GIB,
             "time_shares": {name: self.spent_s.get(name, 0.0) / total_s for name in PARTS} if total_s else None,
             "refused": self.refused or None,

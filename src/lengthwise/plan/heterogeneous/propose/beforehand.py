@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from multiprocessing import get_context
 from signal import SIG_IGN, SIGINT, signal
 from threading import current_thread, main_thread
@@ -24,8 +25,9 @@ def searching(problems: Sequence[PlanningProblem], spaces: Sequence[Space], *, w
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
         with _interrupts_ignored():
             for problem in problems:
+                sent = deepcopy(problem)  # the executor's thread pickles it while planners go on with the original
                 for space in spaces:
-                    problem.searches[_key(space)] = pool.submit(_search, problem, space)
+                    problem.searches[_key(space)] = pool.submit(_search, sent, space)
         try:
             yield
         finally:
