@@ -218,6 +218,14 @@ def test_a_rank_out_of_memory_stands_in_for_itself_in_rings_too(ranks, num_ranks
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
+def test_weights_gathered_by_layer_and_rings_go_together_also_out_of_memory(ranks):
+    expected = ranks(1).run(train, 1, 0, {})[0]
+    for fails in ({}, {1: ("backward of layer 1",)}):
+        for losses, _, weights in ranks(3).run(train, 3, 2, fails, method=Method.RING, by_layer=True):
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
 def train_failing_in_ring(fails_at, recomputed, method):
     """As :func:`train`, where rank 1 runs out of memory at the n-th block of attention of its first attempt."""
     attend, attend_backward, count = Task.attend, Task.attend_backward, 0
