@@ -40,7 +40,7 @@ def dispatch(instance: Instance, *, trials: int = TRIALS, as_shipped: bool = Fal
         as_shipped: as its authors' code, which places sequences that only the first type holds before all others, and
             of pipelines that do equally well prefers an empty one.
     """
-    kinds = np.array(instance.kinds)
+    kinds = np.array(instance.candidates)
     later = np.array([[each.stages - 1] for each in instance.machines])
     waits = later * np.where(np.isfinite(instance.work), instance.work, 0.0)
     orders = _orders(instance, trials, as_shipped=as_shipped)
@@ -117,7 +117,7 @@ def plan(instance: Instance, solve: Solver, *, as_shipped: bool = True) -> Publi
     """Dispatch, then packing of every pipeline."""
     jobs = dispatch(instance, as_shipped=as_shipped)
     makespan, unsolved = 0.0, 0
-    for kind, mine in zip(instance.kinds, jobs):
+    for kind, mine in zip(instance.candidates, jobs):
         if not mine:
             continue
         work, machines = instance.work[kind, mine], instance.machines[kind]
