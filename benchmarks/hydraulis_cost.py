@@ -183,7 +183,7 @@ class PublishedCost(SeparableCost):
         whole_bytes = (layers / stages + (2 if stages == 1 else 1) * embedding) * (1 - table.sharded) / p
         states = sharded + whole_bytes
         per_token = table.num_layers * table.hidden_size / p * table.activation[p]
-        return ((states + table.gap_bytes + table.margin_bytes, per_token),)
+        return (Line(states + table.gap_bytes + table.margin_bytes, per_token),)
 
     def _find(self, scheme: PipelineConfig) -> tuple[float, float, float]:
         expected = Method.DENSE if scheme.degree == 1 else Method.MEGATRON_TS

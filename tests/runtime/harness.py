@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=60)
 class RankPool:
     """``num_ranks`` processes joined by Gloo. A failure ends the pool: its groups cannot be used again."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, **environment: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -26,7 +26,7 @@ class RankPool:
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = warm.Pipe()
-            process = warm.Process(target=_serve, args=(rank, num_ranks, port, theirs), daemon=True)
+            process = warm.Process(target=_serve, args=(rank, num_ranks, port, theirs, environment), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -69,8 +69,9 @@ class RankPool:
             process.join()
 
 
-def _serve(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, environment: dict[str, str]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 

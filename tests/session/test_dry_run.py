@@ -16,6 +16,11 @@ SPEC = replace(model_preset("llama-tiny"), num_layers=2)
 CONFIG = load(None, ["train.dtype=bfloat16"])
 
 
+LARGE = replace(model_preset("llama-7b"), num_layers=2)
+WITHIN = 0.05
+"""How far the memory model may be from what was counted."""
+
+
 def scheme_of(*methods, degree=1, stages=1, recompute=False):
     return PipelineConfig(
         degree=degree,
@@ -72,6 +77,17 @@ def test_the_host_waits_for_the_device_in_the_update_alone(document):
     for row in document["ranks"]:
         waits = [(wait["line"].partition(" in ")[2], wait["count"]) for wait in row["synchronisations"]]
         assert waits == [("global_norm", 1)], (row["rank"], row["synchronisations"])
+
+
+def test_peaks_are_within_five_percent_of_the_memory_model():
+    plan = plan_of(
+        (scheme_of("dense", "dense"), [[16384, 16384]]),
+        (scheme_of("ulysses", "ulysses", degree=2, recompute=True), [[65536]]),
+    )
+    document = dry_run_plan(plan, LARGE, cluster_preset("1x3xH100-80GB"), config=CONFIG, ranks=[0, 1])
+    for row in document["ranks"]:
+        assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN), row["rank"]
+    assert document["differences"] == []
 
 
 def test_a_rank_that_is_not_there_is_refused():

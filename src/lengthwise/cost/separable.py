@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,8 +17,21 @@ PROBES = 128
 """Parts in which a range of tokens is cut while the most that fits is searched."""
 
 Made = TypeVar("Made")
-Line = tuple[float, float]
-"""Bytes at no token, and bytes per token, of one stage."""
+
+
+class Line(NamedTuple):
+    """Bytes of one stage at one moment, as a function of the tokens of its micro-batches."""
+
+    fixed: float
+    per_token: float
+    chunk: float = 0.0
+    """Bytes per token of what is computed in chunks of at most ``chunk_tokens``."""
+    chunk_tokens: float = 0.0
+
+    def at(self, tokens: Any) -> Any:
+        """Bytes for micro-batches of ``tokens``, a number or an array."""
+        num_bytes = self.fixed + self.per_token * tokens
+        return num_bytes + self.chunk * np.minimum(tokens, self.chunk_tokens) if self.chunk else num_bytes
 
 
 class SchemeCache(Generic[Made]):
@@ -49,7 +62,7 @@ class SchemeCache(Generic[Made]):
 
 
 class PiecewiseLinearMemory:
-    """Bytes that are the largest of a few lines over the tokens of a micro-batch; one line per stage, made once."""
+    """Bytes that are the largest of a few lines over the tokens of a micro-batch, of stages and moments; made once."""
 
     def __init__(self, make: Callable[..., tuple[Line, ...]]) -> None:
         """``make`` takes a scheme and the keyword ``num_devices``."""
@@ -61,7 +74,7 @@ class PiecewiseLinearMemory:
         if num_devices not in self._lines:
             self._lines[num_devices] = SchemeCache(partial(self._make, num_devices=num_devices))
         lines = self._lines[num_devices](scheme)
-        return np.maximum.reduce([fixed + per_token * tokens for fixed, per_token in lines])
+        return np.maximum.reduce([line.at(tokens) for line in lines])
 
 
 MAX_BYTES = 2.0**62

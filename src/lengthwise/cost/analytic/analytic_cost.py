@@ -5,16 +5,19 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.analytic.stage_memory import StageMemory
+from lengthwise.cost.analytic.stage_memory import (
+    CPU_LOGITS_AT_ONCE,
+    LOGITS_AT_ONCE,
+    MemoryMoment,
+    StageMemory,
+    backward_bytes,
+    loss_moments,
+)
 from lengthwise.cost.analytic.stage_time import StageTime, stage_time
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token, state_parts
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 from lengthwise.cost.weight_shards import held_params
-
-LOGITS_AT_ONCE = 2**27
-"""Numbers of one chunk of logits in the loss on a GPU; at master precision."""
-CPU_LOGITS_AT_ONCE = 2**21
 
 
 class AnalyticCost(SeparableCost):
@@ -72,38 +75,39 @@ class AnalyticCost(SeparableCost):
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
         self._stages(scheme)  # refuses what cannot run
         stages = (self.stage_memory(scheme, stage, num_devices=num_devices) for stage in range(scheme.num_stages))
-        return tuple(stage.line for stage in stages)
+        return tuple(line for stage in stages for line in stage.lines)
 
     def stage_memory(self, scheme: PipelineConfig, stage: int, *, num_devices: int) -> StageMemory:
         """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
 
-        Model state; the largest layer's gathered weights; per token of the pack what the layers keep, what one layer
-        holds while it is computed, and the whole of one recomputed layer; on the last stage the loss: the final norm's
-        tensors, the gradient of the head and one chunk of logits.
+        Model state; the largest layer's gathered weights; per token of the pack what the layers keep, what one layer's
+        backward takes, and the whole of one recomputed layer; on the last stage the loss.
         """
-        width, master = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
+        widths = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
+        degree, methods, recompute = scheme.degree, scheme.methods, scheme.recompute
+        volumes = {m: layer_volume(self.model, m, degree=degree, dtype=self.dtype) for m in set(methods)}
         layers = scheme.layers_of_stage(stage)
-        volumes = {m: layer_volume(self.model, m, degree=scheme.degree, dtype=self.dtype) for m in set(scheme.methods)}
-        stage_volumes = [(volumes[scheme.methods[layer]], scheme.recompute[layer]) for layer in layers]
-        saved = (scheme.num_stages - stage) * sum(
-            volume.input_bytes if recomputed else volume.kept_bytes for volume, recomputed in stage_volumes
+        saved = sum(volumes[methods[n]].input_bytes if recompute[n] else volumes[methods[n]].kept_bytes for n in layers)
+        backward = max(
+            backward_bytes(volumes[methods[n]], methods[n], self.model, degree=degree, widths=widths)
+            + recompute[n] * volumes[methods[n]].kept_bytes
+            for n in layers
         )
-        live = max(volume.live_bytes + recomputed * volume.kept_bytes for volume, recomputed in stage_volumes)
-        saved_once, temporary = 0.0, max(volume.buffer_bytes for volume, _ in stage_volumes)
+        buffers = max(volumes[methods[n]].buffer_bytes for n in layers)
+        moments: tuple[MemoryMoment, ...] = (
+            MemoryMoment(activations=Line(0.0, (scheme.num_stages - stage) * saved), temporary=Line(buffers, backward)),
+        )
         if stage == scheme.num_stages - 1:
-            head_split = scheme.degree if scheme.weights is WeightPlacement.SHARDED else 1
-            chunk = CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE
-            saved_once += master * self.model.hidden_size * self.model.vocab_size / head_split
-            temporary += master * chunk
-            saved += loss_bytes_per_token(self.model, width) / scheme.degree
+            moments += loss_moments(
+                self.model,
+                saved + loss_bytes_per_token(self.model, widths[0]) / degree,
+                degree=degree,
+                is_sharded=scheme.weights is WeightPlacement.SHARDED,
+                widths=widths,
+                logits_at_once=CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE,
+            )
         num_held = held_params(self.model, scheme, stage=stage)
         weights, gradients, optimizer = state_parts(
             self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held
         )
-        return StageMemory(
-            weights=weights,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=(saved_once, saved),
-            temporary=(temporary, live),
-        )
+        return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)

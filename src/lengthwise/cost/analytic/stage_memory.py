@@ -1,9 +1,28 @@
-"""Bytes of one device of a pipeline stage by kind: model state, what waits for backwards, and what lives briefly."""
+"""Bytes of one device of a pipeline stage by kind, at the moments of a step that may be its peak.
 
-from dataclasses import dataclass
+T tokens of the pack, p devices of the stage, D hidden size, F feed-forward size, V vocabulary or a device's rows of it,
+w bytes of the compute dtype, m of the master dtype. The moments are those of a dry run (``lengthwise dryrun``):
 
-Line = tuple[float, float]
-"""Bytes at no token, and bytes per token."""
+* a layer's backward: nothing of the layers before is freed yet. The backward of a feed-forward makes two gradients of
+  T F / p where it is gated, else one, beyond what it has freed, beside that of the layer's output. When that of
+  attention runs, what the feed-forward had saved is free; it has buffers of communication and, for each number of the
+  queries, two at master precision, six in the compute dtype (some are copied into the order of the ring), and one of
+  float32 that the kernel sums in;
+* the loss, chunk by chunk: logits in both dtypes, then the [C, D] sides of the two products;
+* the backward of the loss, which scales its gradients into the compute dtype.
+"""
+
+from dataclasses import dataclass, replace
+
+from lengthwise.core.pipeline_config import Method
+from lengthwise.core.specs import ModelSpec
+from lengthwise.cost.analytic.volume import LayerVolume
+from lengthwise.cost.separable import Line
+
+LOGITS_AT_ONCE = 2**27
+"""Numbers of one chunk of logits in the loss on a GPU."""
+CPU_LOGITS_AT_ONCE = 2**21
+MIN_CHUNK_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,30 +44,72 @@ class MemoryParts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryMoment:
+    """What a stage holds at one moment beside the model state."""
+
+    activations: Line
+    temporary: Line
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Bytes of a stage as functions of the tokens of its micro-batches."""
 
     weights: float
     gradients: float
     optimizer: float
-    activations: Line
-    temporary: Line
+    moments: tuple[MemoryMoment, ...]
 
     @property
-    def line(self) -> Line:
-        """Bytes of all kinds."""
-        fixed = self.weights + self.gradients + self.optimizer + self.activations[0] + self.temporary[0]
-        return fixed, self.activations[1] + self.temporary[1]
+    def lines(self) -> tuple[Line, ...]:
+        """Bytes of all kinds, at each moment."""
+        state = self.weights + self.gradients + self.optimizer
+        return tuple(
+            moment.temporary._replace(
+                fixed=state + moment.activations.fixed + moment.temporary.fixed,
+                per_token=moment.activations.per_token + moment.temporary.per_token,
+            )
+            for moment in self.moments
+        )
 
     def at(self, num_tokens: int) -> MemoryParts:
-        """The parts for micro-batches of ``num_tokens``."""
-        activations, temporary = (
-            fixed + per_token * num_tokens for fixed, per_token in (self.activations, self.temporary)
-        )
-        return MemoryParts(
-            weights=self.weights,
-            gradients=self.gradients,
-            optimizer=self.optimizer,
-            activations=activations,
-            temporary=temporary,
-        )
+        """The parts at the peak of micro-batches of ``num_tokens``."""
+        moments = [
+            MemoryParts(
+                weights=self.weights, gradients=self.gradients, optimizer=self.optimizer,
+                activations=moment.activations.at(num_tokens), temporary=moment.temporary.at(num_tokens),
+            )
+            for moment in self.moments
+        ]  # fmt: skip
+        return max(moments, key=lambda parts: parts.total)
+
+
+def backward_bytes(
+    volume: LayerVolume, method: Method, model: ModelSpec, *, degree: int, widths: tuple[int, int]
+) -> float:
+    """Bytes per token of the pack that a layer's backward takes beyond what its forward has saved."""
+    width, master = widths
+    gradients = ((2 if model.gated_ffn else 1) * model.ffn_size + model.hidden_size) * width / degree
+    if method is Method.MEGATRON_TS:
+        return volume.live_bytes + gradients
+    queries = model.num_heads * model.head_size * (2 * master + 6 * width + 4) / degree
+    freed = ((3 if model.gated_ffn else 2) * model.ffn_size + model.hidden_size) * width / degree
+    if method is Method.METP:  # a shard of the weights at a time, of whose feed-forward nothing was saved
+        gradients, queries, freed = gradients / degree, queries / degree, 0.0
+    return max(gradients, volume.live_bytes + queries - freed if volume.live_bytes else 0.0)
+
+
+def loss_moments(
+    model: ModelSpec, saved: float, *, degree: int, is_sharded: bool, widths: tuple[int, int], logits_at_once: int
+) -> tuple[MemoryMoment, MemoryMoment]:
+    """The loss and its backward on the last stage, whose layers and final norm have ``saved`` bytes per token."""
+    width, master = widths
+    rows, tokens_together = (model.vocab_size / degree, 1) if is_sharded else (model.vocab_size, degree)
+    head = model.hidden_size * rows
+    chunk = width * rows + max(master * rows, (width + 2 * master) * model.hidden_size)
+    chunk_tokens = max(MIN_CHUNK_TOKENS, logits_at_once / rows) * tokens_together
+    forward = MemoryMoment(
+        activations=Line(master * head, saved), temporary=Line(0.0, 0.0, chunk / tokens_together, chunk_tokens)
+    )
+    scaled = Line(width * head, model.hidden_size * width / degree)
+    return forward, replace(forward, temporary=scaled)

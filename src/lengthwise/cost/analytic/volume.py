@@ -148,7 +148,8 @@ def _ring(case: _Case) -> LayerVolume:
     """Queries stay; keys and values (2 K H T / p) visit every rank. Liu et al. 2023, zigzag-balanced where causal.
 
     Forward: p - 1 hops. Backward: they visit again, followed by their gradients at master precision, which take one hop
-    more to get home. Both are received while the block before is computed with: two buffers of each.
+    more to get home. Alive at once: the block here, the one that comes and this block's gradients as attention makes
+    them; at master precision what is added to them, what goes on, what comes, and room for the next.
     """
     block, hops = case.kv_size / case.degree, case.degree - 1
     gradient_hops = case.calls(case.degree)
@@ -156,7 +157,7 @@ def _ring(case: _Case) -> LayerVolume:
         case,
         forward=Sent(ring=hops * block * case.width, calls=hops),
         backward=Sent(ring=block * (hops * case.width + gradient_hops * case.master), calls=gradient_hops),
-        live=case.calls(2) * block * (case.width + case.master),
+        live=case.calls(1) * block * (3 * case.width + 4 * case.master),
     )
 
 
@@ -280,18 +281,20 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
     """A method of whole weights on sharded ones: ZeRO-3 per layer (Rajbhandari et al. 2020).
 
     Per micro-batch, whatever its tokens: an all-gather of W forward and another backward, and a reduce-scatter of W's
-    gradient at master precision; one call each for attention and feed-forward. Alive at once: W and its gradient.
+    gradient at master precision; one call each for attention and feed-forward. Alive at once: the weights of one and
+    their gradients, these at master precision also in the order they are sent in; and the weights of the other.
     """
 
     def gathered(case: _Case) -> LayerVolume:
-        num_weights = case.attention_numbers + case.ffn_numbers
+        smaller, larger = sorted((case.attention_numbers, case.ffn_numbers))
+        num_weights = smaller + larger
         once, again = case.others * num_weights * case.width, case.others * num_weights * case.master
         volume = form(case)
         return replace(
             volume,
             forward=replace(volume.forward, weights=Sent(all_gather=once, calls=case.calls(2))),
             backward=replace(volume.backward, weights=Sent(all_gather=once, reduce_scatter=again, calls=case.calls(4))),
-            buffer_bytes=case.calls(1) * num_weights * (case.width + case.master),
+            buffer_bytes=case.calls(1) * (larger * (2 * case.width + 2 * case.master) + smaller * case.width),
         )
 
     return gathered

@@ -198,8 +198,8 @@ class DualLayerCost(SeparableCost):
 
     def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig) -> float:
         """Bytes of a micro-batch above those of the model state."""
-        fixed, per_token = self._line_of(scheme)
-        return fixed + per_token * num_tokens
+        line = self._line_of(scheme)
+        return line.fixed + line.per_token * num_tokens
 
     def predict(
         self, lengths: Sequence[int], degree: int, recomputed: int, method: Method = Method.ULYSSES
@@ -214,9 +214,9 @@ class DualLayerCost(SeparableCost):
         return np.where(tokens > 0, np.ceil(self._memory(tokens, scheme, num_devices=num_devices)), state)
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
-        fixed, per_token = self._line_of(scheme)
+        line = self._line_of(scheme)
         (state,) = self._state_bytes(scheme, num_devices)
-        return ((state + fixed, max(per_token, 1.0)),)
+        return (Line(state + line.fixed, max(line.per_token, 1.0)),)
 
     def _line_of(self, scheme: PipelineConfig) -> Line:
         """Equation 6 and the layer it leaves out."""
@@ -224,7 +224,7 @@ class DualLayerCost(SeparableCost):
         for fit, num_layers, recomputed in self._found(scheme):
             terms += [(num_layers - recomputed, fit.kept_layer), (num_layers, fit.inputs)]
             terms += [(num_layers / scheme.num_layers, fit.rest), (int(recomputed > 0), fit.alive)]
-        return sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)
+        return Line(sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms))
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Weights and gradients, whole or gathered; the optimizer in equal parts; and what is not trained."""

@@ -130,7 +130,7 @@ class FittedCost(ProfiledCost):
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
         fit = self._fits(scheme)
         state = max(self._state_bytes(scheme, num_devices))
-        return ((state + fit.fixed_bytes, max(fit.bytes_per_token, 1.0)),)
+        return (Line(state + fit.fixed_bytes, max(fit.bytes_per_token, 1.0)),)
 
     def _find(self, scheme: PipelineConfig) -> Fit:
         self._table(scheme)

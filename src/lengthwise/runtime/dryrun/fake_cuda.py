@@ -21,7 +21,7 @@ def install() -> None:
     cuda.current_stream = cuda.default_stream = lambda device=None: FakeStream()
     cuda.stream = lambda stream: stream
     cuda.synchronize = lambda device=None: _synchronise("torch.cuda.synchronize")
-    cuda.set_device = lambda device: None
+    cuda.set_device, cuda.get_device_capability = lambda device: None, lambda device=None: (9, 0)
     cuda.memory_allocated = lambda device=None: _recorders[-1].memory.total if _recorders else 0
     tensor, fake_tensor, optimizer = cast(Any, Tensor), cast(Any, FakeTensor), import_module("torch.optim.optimizer")
     tensor.pin_memory, tensor.is_pinned, fake_tensor.tolist = _pin_memory, _is_pinned, _tolist

@@ -68,25 +68,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dhead_VD = torch.zeros_like(head_VD, dtype=wide) if needs[1] else None
         dbias_V = torch.zeros_like(bias_V, dtype=wide) if needs[1] and bias_V is not None else None
         for rows_C in rows_R.split(chunk_tokens):
-            hidden_CD, targets_C = hidden_TD[rows_C], targets_T[rows_C]
-            logits_CV = (hidden_CD @ head_VD.T).to(wide)
-            if bias_V is not None:
-                logits_CV += bias_V
-            logits_CV -= logits_CV.amax(dim=1, keepdim=True)
-            target_logits_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
-            exps_CV = logits_CV.exp_()
-            sums_C1 = exps_CV.sum(dim=1, keepdim=True)
-            loss += (sums_C1.squeeze(1).log() - target_logits_C).sum()
-            if dbias_V is not None:
-                dbias_V += (exps_CV / sums_C1).sum(0)
-                dbias_V.index_add_(0, targets_C, torch.ones_like(target_logits_C), alpha=-1)
-            exps_CV = exps_CV.to(head_VD.dtype)
-            if dhidden_TD is not None:
-                expected_CD = (exps_CV @ head_VD).to(wide) / sums_C1
-                dhidden_TD[rows_C] = (expected_CD - head_VD[targets_C]).to(hidden_TD.dtype)
-            if dhead_VD is not None:
-                _accumulate(dhead_VD, exps_CV, hidden_CD.to(wide) / sums_C1)
-                dhead_VD.index_add_(0, targets_C, hidden_CD.to(wide), alpha=-1)
+            loss += _add_chunk(rows_C, hidden_TD, head_VD, bias_V, targets_T, (dhidden_TD, dhead_VD, dbias_V))
         ctx.save_for_backward(dhidden_TD, dhead_VD, dbias_V)
         ctx.head_dtype = head_VD.dtype
         return loss
@@ -97,10 +79,49 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dhidden_TD, dhead_VD, dbias_V = ctx.saved_tensors
         return (
             None if dhidden_TD is None else dhidden_TD * grad.to(dhidden_TD.dtype),
-            None if dhead_VD is None else (dhead_VD * grad).to(ctx.head_dtype),
+            None if dhead_VD is None else scaled_as(dhead_VD, grad, ctx.head_dtype),
             None if dbias_V is None else (dbias_V * grad).to(ctx.head_dtype),
             *(None,) * 4,
         )
+
+
+def _add_chunk(
+    rows_C: Tensor,
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> Tensor:
+    """Add the gradients of a chunk of tokens, and return its loss. Its logits are freed on return."""
+    dhidden_TD, dhead_VD, dbias_V = gradients
+    hidden_CD, targets_C = hidden_TD[rows_C], targets_T[rows_C]
+    wide = torch.promote_types(hidden_TD.dtype, torch.float32)
+    logits_CV = (hidden_CD @ head_VD.T).to(wide)
+    if bias_V is not None:
+        logits_CV += bias_V
+    logits_CV -= logits_CV.amax(dim=1, keepdim=True)
+    target_logits_C = logits_CV.gather(1, targets_C[:, None]).squeeze(1)
+    logits_CV.exp_()
+    sums_C1 = logits_CV.sum(dim=1, keepdim=True)
+    if dbias_V is not None:
+        dbias_V += (logits_CV / sums_C1).sum(0)
+        dbias_V.index_add_(0, targets_C, torch.ones_like(target_logits_C), alpha=-1)
+    exps_CV = logits_CV.to(head_VD.dtype)
+    del logits_CV
+    if dhidden_TD is not None:
+        expected_CD = (exps_CV @ head_VD).to(wide).div_(sums_C1).sub_(head_VD[targets_C])
+        dhidden_TD[rows_C] = expected_CD.to(hidden_TD.dtype)
+        del expected_CD
+    if dhead_VD is not None:
+        _accumulate(dhead_VD, exps_CV, hidden_CD.to(wide) / sums_C1)
+        dhead_VD.index_add_(0, targets_C, hidden_CD.to(wide), alpha=-1)
+    return (sums_C1.squeeze(1).log() - target_logits_C).sum()
+
+
+def scaled_as(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(x * factor).to(dtype)`` without a product in the dtype of ``x``."""
+    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
 
 
 def _accumulate(dhead_VD: Tensor, exps_CV: Tensor, scaled_CD: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.models.chunked_loss import chunk_tokens
+from lengthwise.runtime.models.chunked_loss import chunk_tokens, scaled_as
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.targets import IGNORE
 
@@ -91,30 +91,11 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         dbias_v = None if bias_v is None else torch.zeros_like(bias_v, dtype=wide)
         at_once = max(1, chunk_tokens(len(head_vD), hidden_tD.device) // group.size)
         rows = [np.flatnonzero(values != IGNORE) for values in targets]
+        gradients = (dhidden_tD, dhead_vD, dbias_v) if needs_grad else None
         for start in range(0, max(map(len, rows)), at_once):
             chunk = [values[start : start + at_once] for values in rows]
-            sizes = [len(values) for values in chunk]
-            own_rows = to_device(chunk[group.rank], hidden_tD.device)
             wanted = np.concatenate([values[index] for values, index in zip(targets, chunk)])
-            is_mine = (wanted >= bounds[group.rank]) & (wanted < bounds[group.rank + 1])
-            mine = to_device(np.flatnonzero(is_mine), hidden_tD.device)
-            target = to_device(wanted[is_mine] - bounds[group.rank], hidden_tD.device)
-
-            hidden_CD = group.gather(hidden_tD[own_rows], sizes).wait()
-            exps_Cv, sums_C, losses_C = _softmax(hidden_CD, head_vD, bias_v, mine, target, group)
-            loss += losses_C.split(sizes)[group.rank].sum()
-            if not needs_grad:
-                continue
-            exps_Cv = exps_Cv.to(head_vD.dtype)
-            scaled_CD = hidden_CD.to(wide) / sums_C[:, None]
-            dhidden_CD = (exps_Cv @ head_vD).to(wide) / sums_C[:, None]
-            dhidden_CD.index_add_(0, mine, head_vD[target].to(wide), alpha=-1)
-            dhidden_tD[own_rows] = group.reduce_scatter(dhidden_CD.to(hidden_tD.dtype), sizes).wait()
-            dhead_vD += exps_Cv.T @ scaled_CD.to(exps_Cv.dtype)
-            dhead_vD.index_add_(0, target, hidden_CD[mine].to(wide), alpha=-1)
-            if dbias_v is not None:
-                dbias_v += (exps_Cv / sums_C[:, None]).sum(0)
-                dbias_v.index_add_(0, target, torch.ones_like(target, dtype=wide), alpha=-1)
+            loss += _add_chunk(chunk, wanted - bounds[group.rank], hidden_tD, head_vD, bias_v, gradients, group)
         ctx.save_for_backward(dhidden_tD, dhead_vD, dbias_v)
         ctx.head_dtype, ctx.group = head_vD.dtype, group
         return loss
@@ -124,8 +105,45 @@ class _ShardedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         dhidden_tD, dhead_vD, dbias_v = ctx.saved_tensors
         dbias_v = None if dbias_v is None else (dbias_v * grad).to(ctx.head_dtype)
-        dhead_vD = (dhead_vD * grad).to(ctx.head_dtype)
+        dhead_vD = scaled_as(dhead_vD, grad, ctx.head_dtype)
         return dhidden_tD * grad.to(dhidden_tD.dtype), dhead_vD, dbias_v, None, None, None, None
+
+
+def _add_chunk(
+    chunk: Sequence[np.ndarray],
+    wanted: np.ndarray,
+    hidden_tD: Tensor,
+    head_vD: Tensor,
+    bias_v: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor | None] | None,
+    group: Group,
+) -> Tensor:
+    """Add the gradients of a chunk of every rank's tokens; return the loss of this rank's.
+
+    ``wanted``: the targets of all of them, counted from this rank's first row.
+    """
+    wide, sizes = torch.promote_types(hidden_tD.dtype, torch.float32), [len(values) for values in chunk]
+    own_rows = to_device(chunk[group.rank], hidden_tD.device)
+    is_mine = (wanted >= 0) & (wanted < len(head_vD))
+    mine = to_device(np.flatnonzero(is_mine), hidden_tD.device)
+    target = to_device(wanted[is_mine], hidden_tD.device)
+    hidden_CD = group.gather(hidden_tD[own_rows], sizes).wait()
+    exps_Cv, sums_C, losses_C = _softmax(hidden_CD, head_vD, bias_v, mine, target, group)
+    if gradients is not None:
+        dhidden_tD, dhead_vD, dbias_v = gradients
+        if dbias_v is not None:
+            dbias_v += (exps_Cv / sums_C[:, None]).sum(0)
+            dbias_v.index_add_(0, target, torch.ones_like(target, dtype=wide), alpha=-1)
+        exps_Cv = exps_Cv.to(head_vD.dtype)
+        scaled_CD = (hidden_CD.to(wide) / sums_C[:, None]).to(exps_Cv.dtype)
+        dhead_vD += exps_Cv.T @ scaled_CD
+        del scaled_CD
+        dhead_vD.index_add_(0, target, hidden_CD[mine].to(wide), alpha=-1)
+        del hidden_CD
+        dhidden_CD = (exps_Cv @ head_vD).to(wide).div_(sums_C[:, None])
+        dhidden_CD.index_add_(0, mine, head_vD[target].to(wide), alpha=-1)
+        dhidden_tD[own_rows] = group.reduce_scatter(dhidden_CD.to(hidden_tD.dtype), sizes).wait()
+    return losses_C.split(sizes)[group.rank].sum()
 
 
 def _softmax(

@@ -1,0 +1,71 @@
+"""Dry runs of layers of llama-7b: bytes counted beside bytes predicted, by method, tokens and recompute.
+
+python benchmarks/dryrun.py                                    # every row of dryrun.md, about twenty minutes
+python benchmarks/dryrun.py --methods dense,ring --layers 2    # some of them
+"""
+
+import argparse
+from dataclasses import replace
+from itertools import product
+
+from lengthwise.config.run_config import load
+from lengthwise.core.batch import Pack
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.wording import GIB
+from lengthwise.session.dry_run import dry_run_plan
+
+TOKENS = (4096, 65536, 524288)
+MICRO_BATCHES, SEQUENCES = 2, 4
+
+
+def plan_of(method: Method, num_tokens: int, *, num_layers: int, num_ranks: int, recompute: bool) -> StepPlan:
+    """Equal pipelines, each with two micro-batches of four sequences."""
+    degree = 1 if method is Method.DENSE else 8
+    scheme = PipelineConfig(
+        degree=degree, stage_layers=(num_layers,), recompute=(recompute,) * num_layers, methods=(method,) * num_layers,
+        weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
+    )  # fmt: skip
+    lengths = (num_tokens // SEQUENCES,) * SEQUENCES
+    pipelines = []
+    for first in range(0, num_ranks, degree):
+        micro_batches = []
+        for number in range(MICRO_BATCHES):
+            start = (first * MICRO_BATCHES + number) * SEQUENCES
+            pack = Pack(ids=tuple(range(start, start + SEQUENCES)), lengths=lengths)
+            micro_batches.append(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1))
+        ranks = tuple(range(first, first + degree))
+        pipelines.append(Pipeline(ranks=ranks, scheme=scheme, micro_batches=tuple(micro_batches)))
+    return StepPlan(
+        step=0,
+        policy="static",
+        pipelines=tuple(pipelines),
+        loss_normaliser=1,
+        update_s=0.0,
+        time_s=1.0,
+        lower_bound_s=1.0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--methods", default=",".join(map(str, Method)))
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=1)
+    asked = parser.parse_args()
+    spec = replace(model_preset("llama-7b"), num_layers=asked.layers)
+    cluster, config = cluster_preset(f"{asked.nodes}x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
+    print("| method | tokens | recompute | counted GiB | predicted GiB | predicted / counted |\n" + "| --- " * 6 + "|")
+    for name, num_tokens, recompute in product(asked.methods.split(","), TOKENS, (False, True)):
+        plan = plan_of(
+            Method(name), num_tokens, num_layers=asked.layers, num_ranks=cluster.num_devices, recompute=recompute
+        )
+        (row,) = dry_run_plan(plan, spec, cluster, config=config, ranks=[0])["ranks"]
+        counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
+        words = "all" if recompute else "none"
+        print(f"| {name} | {num_tokens:,} | {words} | {counted:.2f} | {predicted:.2f} | {predicted / counted:.3f} |")
+
+
+if __name__ == "__main__":
+    main()

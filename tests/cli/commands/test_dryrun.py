@@ -1,0 +1,49 @@
+"""`lengthwise dryrun`: one document, one page and one table of the same step."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lengthwise.cli.tables.dryrun_table import print_dry_run
+
+GIVEN = (
+    "model.preset=llama-tiny", "cluster.name=1x2xH100-80GB", "plan.policy=static", "data.tokens_per_step=600",
+    "train.dtype=bfloat16",
+)  # fmt: skip
+
+
+@pytest.fixture
+def index(cli, tmp_path):
+    np.save(tmp_path / "lengths.npy", np.arange(50, 150))
+    assert cli("index", tmp_path / "lengths.npy", "--out", tmp_path / "index")[0] == 0
+    return f"data.index={tmp_path / 'index'}"
+
+
+def test_a_rank_is_run_and_shown(cli, index, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    code, out, err = cli("dryrun", index, *GIVEN, "--rank", 1, "--html", page, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    (row,) = document["ranks"]
+    assert row["rank"] == 1 and document["differences"] == []
+    assert sum(wait["count"] for wait in row["synchronisations"]) == 1
+    assert all(text in page.read_text() for text in ("Rank 1", "_varlen_attn", "all_gather", "global_norm"))
+    print_dry_run(document)
+    shown = capsys.readouterr().out
+    assert "rank 1 (run in" in shown and "the host waits 1 times: runtime/state/sharded.py" in shown
+    print_dry_run(document | {"differences": ["rank 1: message 0 is nothing"]})
+    assert "not as planned: rank 1: message 0 is nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--rank", "2"], "rank 2 is none of the plan's 2 ranks; name one up to 1"),
+        (["cluster.name=1x2xH10-80GB"], "did you mean"),
+        (["--plan", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(cli, index, changes, message):
+    code, _, err = cli("dryrun", index, *GIVEN, *changes)
+    assert code == 2 and message in err
