@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import cluster_preset, model_preset
@@ -40,6 +41,19 @@ def test_the_pool_keeps_its_limits_and_what_fits():
     assert {s.methods[0] for s in schemes} == {Method.DENSE, Method.RING}
     assert {s.num_recomputed for s in schemes} == {0}
     assert problem.devices_per_node == 4
+
+
+def test_a_refusal_names_the_leanest_scheme_that_the_cluster_has_devices_for():
+    cluster = cluster_preset("1x8xH100-80GB")
+    model = model_preset("llama-66b")
+    with pytest.raises(InfeasibleError, match=r"the leanest, <(8,1|4,2|2,4|1,8)>"):
+        make_problem(
+            AnalyticCost(model=model, cluster=cluster),
+            cluster=cluster,
+            num_layers=model.num_layers,
+            max_length=1000,
+            search_space=SearchSpace(),
+        )
 
 
 def test_typical_batches_are_of_the_same_lengths_but_not_the_planned_ones():

@@ -123,6 +123,8 @@ def _refuse(
     """Say what the leanest scheme needs before its first token."""
     needed: dict[PipelineConfig, int] = {}
     for scheme in schemes:
+        if scheme.num_devices > cluster.num_devices:
+            continue
         with suppress(InputError):  # no costs for it
             needed[scheme] = int(cost.peak_bytes(1, scheme, num_devices=cluster.num_devices))
     if not needed:
