@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 
 from lengthwise.config.run_config import check
@@ -32,6 +31,7 @@ data = {"index": str(folder / "index"), "max_length": 1024, "over_length": "spli
 config = check({"data": data, "train": {"steps": 4, "dtype": "float64"}, "run_folder": str(folder / "run")})
 config.save(folder / "run.yaml")
 layers = resolve_model(config, corpus := open_corpus(config.data)).num_layers
+NO_TIMES = dict.fromkeys(("update_s", "time_s", "lower_bound_s"), 0.0)
 alone, shared = uniform_scheme(layers), uniform_scheme(layers, degree=2, method=Method.METP)
 staged = uniform_scheme(layers, stages=2)
 STRATEGIES = [[(shared, (0, 1)), (alone, (2,)), (alone, (3,))], [(staged, (0, 1)), (staged, (2, 3))]]
@@ -44,12 +44,11 @@ def plan(batch: GlobalBatch) -> StepPlan:
         held = min(pipelines, key=lambda p: sum(m.pack.num_tokens for m in p[2]) / len(p[1]))[2]
         held.append(PlannedMicroBatch(pack=Pack(ids=(sequence,), lengths=(length,)), time_s=0.0, peak_bytes=0))
     done = tuple(Pipeline(scheme=s, ranks=r, micro_batches=tuple(held)) for s, r, held in pipelines)
-    times = dict.fromkeys(("update_s", "time_s", "lower_bound_s"), 0.0)
-    return StepPlan(step=batch.step, policy="hand", pipelines=done, loss_normaliser=batch.num_targets, **times)
+    return StepPlan(step=batch.step, policy="hand", pipelines=done, loss_normaliser=batch.num_targets, **NO_TIMES)
 
 
-batches = islice(make_sampler(config, corpus), config.train.steps)
-(folder / "plans.jsonl").write_text("".join(json.dumps(plan(batch).to_json()) + "\n" for batch in batches))
+plans = [plan(batch) for _, batch in zip(range(config.train.steps), make_sampler(config, corpus))]
+(folder / "plans.jsonl").write_text("".join(json.dumps(plan.to_json()) + "\n" for plan in plans))
 lengthwise("train", folder / "run.yaml", "--plan", folder / "plans.jsonl", "--nproc", 4)
 lengthwise("report", folder / "run")
 for step, timeline in RunFolder(folder / "run").read_timelines().items():

@@ -23,6 +23,7 @@ from lengthwise.cli.restart import (
 from lengthwise.config.run_config import check, load
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError, LengthwiseError, Preempted
 from lengthwise.core.run_folder import RunFolder
+from lengthwise.session import own_run
 
 CONFIG = check({"seed": 7, "optim": {"betas": [0.9, 0.99], "eps": 1e-8}})
 
@@ -213,9 +214,9 @@ def test_a_rank_whose_parent_ends_is_asked_to_stop(parent):
 
 
 def test_planning_processes_are_as_many_as_the_cores_can_run(monkeypatch, capsys):
-    monkeypatch.setattr(worker, "num_cores", lambda: 4)
+    monkeypatch.setattr(own_run, "num_cores", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     world = SimpleNamespace(is_first=True)
-    assert worker._workers(check({"plan": {"workers": 4}}), world) == 4 and not capsys.readouterr().err
-    assert worker._workers(check({"plan": {"workers": 64}}), world) == 4
+    assert own_run._workers(check({"plan": {"workers": 4}}), world) == 4 and not capsys.readouterr().err
+    assert own_run._workers(check({"plan": {"workers": 64}}), world) == 4
     assert "plan.workers=64 for each of 2 ranks is more than the 4 cores" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def export_run(run_folder: Path, out: Path, *, checkpoint: str | None = None) ->
         raise LengthwiseError(
             f"--out {shown(out)} could not be written ({reason(error)}); nothing is left of it"
         ) from None
-    return ExportedModel(checkpoint=source, num_params=document["num_params"])
+    return ExportedModel(checkpoint=source, num_params=document["num_params"] if spec is None else spec.num_params)
 
 
 def _named(checkpoints: Path, name: str) -> Path:

@@ -89,7 +89,7 @@ def test_methods_drawn_at_random_train_as_one_device_does(corpus, tmp_path, dens
 
 def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_wrote(corpus, tmp_path, dense_losses):
     """No device holds the whole model and the longest sequence."""
-    more = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_degree=1"]
+    more = ["cluster.name=2xcpu", "cluster.memory_gib=0.036", "plan.max_degree=1"]
     lengthwise("plan", *options(corpus, tmp_path / "run", *more), "--out", tmp_path / "plans.jsonl")
     found = losses(corpus, tmp_path / "run", *more, "--plan", str(tmp_path / "plans.jsonl"))
     assert found == pytest.approx(dense_losses, rel=1e-10)
@@ -106,7 +106,7 @@ def test_the_validation_loss_is_the_same_on_one_rank_and_on_two_stages_of_a_pipe
         "train.validate_every=6",
         "train.patience=99",
     ]
-    staged = ["cluster.name=2xcpu", "cluster.memory_gib=0.05", "plan.max_degree=1"]
+    staged = ["cluster.name=2xcpu", "cluster.memory_gib=0.036", "plan.max_degree=1"]
     lengthwise("train", *options(corpus, tmp_path / "one", *more))
     done = lengthwise("train", *options(corpus, tmp_path / "two", *more, *staged), "--nproc", 2)
     one, two = (RunFolder(tmp_path / name).read_metrics() for name in ("one", "two"))

@@ -101,7 +101,7 @@ def test_loss_norm_and_clip_are_those_of_the_targets_that_were_counted(monkeypat
     options = step.run.state.step.call_args.kwargs
     assert options["lr"] == LR * FACTOR
     assert options["clip"] == pytest.approx(factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0), rel=1e-12)
-    step.run.state.materialize_all.assert_called_once()
+    step.run.update_weights.assert_called_once()
     step.run.state.finish_push.assert_called_once()
     step.run.finish.assert_called_once_with(step)
     with pytest.raises(CheckError, match="step 3 has been updated"):
@@ -141,7 +141,7 @@ def test_a_step_on_which_ranks_do_not_agree_is_discarded_with_the_reason(monkeyp
     step = step_of(monkeypatch, changes, **given)
     with pytest.raises(kind, match=f"^step 3: .*{said}") as refused:
         step.update()
-    assert type(refused.value) is kind
+    assert isinstance(refused.value, kind)
     step.run.discard.assert_called_once()
     step.run.note_failure.assert_called_once_with(str(refused.value))
     assert step.is_over and step.result is None and not step.run.state.step.called and not step.run.finish.called

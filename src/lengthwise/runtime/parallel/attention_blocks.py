@@ -81,8 +81,8 @@ class MaskedTask(LaunchedAlone):
     """[L, S] or [N, L, S]: booleans, true where a query sees a key, or what is added to the logits."""
     softcap: float | None = None
     """Logits x become ``softcap * tanh(x / softcap)`` before they are masked."""
-    keep: Callable[[], Tensor] | None = None
-    """[N, L, S]: the factors of dropout, 0 or 1 / (1 - p)."""
+    keep: Callable[[torch.dtype], Tensor] | None = None
+    """[N, L, S]: the factors of dropout in a dtype, 0 or 1 / (1 - p)."""
 
     def attend(self, q_BLNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exps of the block; -inf and zeros for queries that see none of its keys."""
@@ -90,7 +90,7 @@ class MaskedTask(LaunchedAlone):
         logits = self._masked(self._capped(q, k))
         lse = logits.logsumexp(-1)
         weights = (logits - finite(lse)[..., None]).exp()
-        weights = weights if self.keep is None else weights * self.keep()
+        weights = weights if self.keep is None else weights * self.keep(weights.dtype)
         return (weights.to(v.dtype) @ v).transpose(1, 2), lse.transpose(1, 2)
 
     def attend_backward(
@@ -103,7 +103,7 @@ class MaskedTask(LaunchedAlone):
         weights = (self._masked(capped) - finite(lse)[..., None]).exp()
         dweights, dropped = (dout @ v.transpose(2, 3)).to(wide), weights
         if self.keep is not None:
-            factors = self.keep()
+            factors = self.keep(wide)
             dweights, dropped = dweights * factors, weights * factors
         dlogits = weights * (dweights - (dout.to(wide) * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
         if self.softcap is not None:

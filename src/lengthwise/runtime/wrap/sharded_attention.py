@@ -250,11 +250,11 @@ class _Sequence:
         before, after = self._reach(queries.stop + keys.stop)
         return (distance <= before) & (distance >= -after)
 
-    def _factors(self, queries: range, keys: range) -> Tensor:
+    def _factors(self, queries: range, keys: range, dtype: torch.dtype) -> Tensor:
         """[n, queries, keys] the factors of dropout, 0 or 1 / (1 - p)."""
         assert self.keep is not None, "attention weights drop out"
         p = self.kind.dropout
-        return self.keep(len(self.heads), queries, keys) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
+        return self.keep(len(self.heads), queries, keys).to(dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0)
 
     def _attend_some(self, queries: range, keys: range, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from some queries over some keys and values [n, ..., H]: outputs [n, queries, H]."""
@@ -272,5 +272,5 @@ class _Sequence:
             logits = torch.cat([logits, sinks.expand(-1, len(queries), 1)], dim=2)
         weights = logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))[..., : len(keys)]
         if self.keep is not None:
-            weights = weights * self._factors(queries, keys)
+            weights = weights * self._factors(queries, keys, weights.dtype)
         return weights.to(v.dtype) @ v
