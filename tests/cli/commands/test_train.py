@@ -98,6 +98,7 @@ def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_
     assert {p.scheme.num_stages for plan in plans.values() for p in plan.pipelines} == {2}
 
 
+@pytest.mark.deep
 def test_the_validation_loss_is_the_same_on_one_rank_and_on_two_stages_of_a_pipeline(corpus, tmp_path):
     more = [
         "data.validation_share=0.2",
