@@ -1,8 +1,12 @@
 """Settings of all tests."""
 
+import os
 import signal
 
 from hypothesis import settings
+
+# One thread a process, before anything imports torch: threads of several workers would spin, waiting for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("busy machine", deadline=None)  # no test is about how long it takes
 settings.load_profile("busy machine")
