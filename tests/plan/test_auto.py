@@ -1,10 +1,14 @@
 """The product's default is never slower than any policy, under any cost model, and its bound holds for all of them."""
 
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.planner import Planner
@@ -193,3 +197,47 @@ def test_a_pack_runs_by_the_method_that_is_fastest_for_it():
         for m in pipeline.micro_batches:
             times_s = {k.scheme.methods[0]: k.times_s(np.array(m.pack.lengths)).sum() for k in problem.candidates}
             assert set(pipeline.methods_of(m)) == {min(times_s, key=times_s.get)}
+
+
+@dataclass(frozen=True)
+class MeasuredCost(SimpleCost):
+    """Measured costs, of which half of the ratios are off by more than ``of_ratios``."""
+
+    of_ratios: float = 0.0
+
+    @property
+    def error(self):
+        return CostError(of_times=2 * self.of_ratios, of_ratios=self.of_ratios)
+
+
+LONG_AND_SHORT = [900, *[20] * 400]
+"""Lengths that a plan of two phases computes fastest."""
+
+
+def planned_with_error(of_ratios, policy="auto"):
+    cost = MeasuredCost(a_s=1e-4, b_s=1e-4, c_s=0.0, loss=0.2, capacity=1000, of_ratios=of_ratios)
+    problem = make_problem(cost, num_devices=4, stages=[1], max_length=900, samples=[LONG_AND_SHORT] * 4)
+    return Planner(policy=policy, problem=problem)(make_batch(LONG_AND_SHORT))
+
+
+def test_a_gain_within_the_error_of_measured_costs_leaves_no_simpler_plan():
+    exact, static = planned_with_error(0.0), planned_with_error(0.0, "static")
+    assert exact.num_phases == 2
+    simple = planned_with_error(static.time_s / exact.time_s - 1 + 1e-6)
+    assert simple.num_phases == 1 and exact.time_s < simple.time_s <= static.time_s
+    gain = simple.time_s / exact.time_s - 1
+    assert planned_with_error(gain - 1e-6).num_phases == 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(problems(), st.sampled_from([0.02, 0.1, 0.5]))
+def test_auto_is_slower_than_a_policy_by_no_more_than_the_error_of_measured_costs(case, of_ratios):
+    problem, lengths = case
+    fields = {name: getattr(problem.cost, name) for name in SimpleCost.__dataclass_fields__}
+    cost = MeasuredCost(**fields, of_ratios=of_ratios)
+    problem = replace(problem, candidates=tuple(replace(k, cost=cost) for k in problem.candidates))
+    best = Planner(policy="auto", problem=problem)(make_batch(lengths))
+    for policy in OTHERS:
+        with suppress(InfeasibleError):
+            other = Planner(policy=policy, problem=problem)(make_batch(lengths))
+            assert best.time_s <= other.time_s * (1 + of_ratios) * (1 + 1e-8), policy

@@ -158,6 +158,9 @@ class PlanDocument(JsonDocument):
 
     plans: list[PlanFields]
     summary: dict[str, Any]
+    cost_error: dict[str, float] | None
+    """`of_times`: the relative error that nine of ten predictions stay within; `of_ratios`: that half of the ratios of
+    two do, 0 where it is not known; null: predictions were never compared with measurements."""
     out: str | None
 
 

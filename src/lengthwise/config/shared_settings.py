@@ -81,7 +81,8 @@ class PolicySettings(Settings):
 
     policy: Policy = "auto"
     """The scheduling policy that plans each step: its pipelines, gradient accumulation, activation checkpointing and
-    load balancing. auto searches all others and is never predicted to be slower. MODULE:FUNCTION is one of your own;
+    load balancing. auto searches all others and is never predicted to be slower, by more than the error of the costs
+    where these are measured. MODULE:FUNCTION is one of your own;
     packages register theirs by name, as entry points lengthwise.policies."""
     max_degree: NumDevices | None = None
     """The most devices that share a layer: the largest sequence, context or tensor parallel size; none: as many as the

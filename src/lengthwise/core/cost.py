@@ -23,6 +23,31 @@ LEAST_SECONDS, MOST_SECONDS = 1e-12, 1e9
 MOST_BYTES = 1 << 60
 
 
+@dataclass(frozen=True, kw_only=True)
+class CostError:
+    """How far predicted seconds of micro-batches are from measured ones."""
+
+    of_times: float
+    """Relative error that nine of ten predictions stay within."""
+    of_ratios: float = 0.0
+    """Relative error that half of the ratios of two predictions stay within: what is off alike in both of two plans
+    tells nothing about which is faster. 0: not known."""
+
+    @classmethod
+    def of(cls, residuals: ArrayLike) -> "CostError":
+        """The error of predictions that are off by ``residuals``: predicted over measured seconds, minus one."""
+        logs = np.log1p(np.maximum(np.asarray(residuals, dtype=np.float64), -0.99))
+        first, second = np.triu_indices(len(logs), 1)
+        ratios = float(np.median(np.abs(logs[first] - logs[second]))) if len(first) else 0.0
+        return cls(of_times=float(np.quantile(np.abs(np.expm1(logs)), 0.9)), of_ratios=ratios)
+
+    def __str__(self) -> str:
+        words = f"nine of ten predictions are within {self.of_times:.0%} of what was measured"
+        if not self.of_ratios:
+            return words
+        return f"{words}, half of the ratios of two within {self.of_ratios:.1%}: auto takes the simpler of such plans"
+
+
 class CostModel(Protocol):
     """Seconds and bytes of a scheme. Times grow with every length, bytes with the number of tokens.
 
@@ -75,6 +100,11 @@ class CostModel(Protocol):
     def util_tokens(self, scheme: PipelineConfig) -> int:
         """Mean tokens of a micro-batch below which more micro-batches are not worth a try; 1 where unknown."""
         ...
+
+
+def error_of(cost: CostModel) -> CostError | None:
+    """The ``error`` of a cost model; None where it has none, as one of your own may."""
+    return getattr(cost, "error", None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ class CorrectedCost:
         """``time_factors``: by degree, of seconds in micro-batches; ``bytes_factors``: of bytes beyond the model state.
         Degrees without one keep 1.
         """
-        self.base = base
+        self.base, self.error = base, base.error
         self.time_factors = dict(time_factors or {})
         self.bytes_factors = dict(bytes_factors or {})
 

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from lengthwise.core.cost import CostError
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.memory_model import state_bytes
@@ -101,6 +102,9 @@ class SeparableCost(ABC):
 
     Subclasses say what sequences and micro-batches cost, in seconds and in bytes.
     """
+
+    error: CostError | None = None
+    """How far predictions are from measurements; None: not known."""
 
     def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str) -> None:
         self.model = model

@@ -3,6 +3,8 @@
 The search space's families become adaptive pipelines, whose packs each run with the method and recompute that their
 tokens allow. Heterogeneous strategies of them are proposed for the corpus. Per step the best is found by bounds first,
 then two-phase splits are tried where the gap leaves room, then every other policy whose bound is below what was found.
+Under costs whose error between plans is known, as measured ones, a plan of fewer phases and kinds of pipelines is taken
+where the prediction that it is slower lies within that error.
 """
 
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from lengthwise.core.cost import error_of
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
@@ -67,34 +70,41 @@ class AutoPolicy:
         families = candidate_families(problem)
         self.nested_families = nested(families)
         proposed = proposals(problem, candidate_families)
-        self.strategy_candidates = StrategyCandidates([_placed(problem, proposal.counts) for proposal in proposed])
+        strategies = [_placed(problem, proposal.counts) for proposal in proposed]
+        self.strategy_candidates = StrategyCandidates(strategies)
+        self.homogeneous = StrategyCandidates([s for s, of in zip(strategies, proposed) if len(of.counts) == 1])
         self.splits = SplitSearch(_fronts(problem, families), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
         """The fastest draft plan found, with the bound of the whole search space."""
         bound_s = self.bound.step_s(priced)
-        phase, best_s = self.strategy_candidates.best(priced, self.strategy_candidates.bounds_s(priced))
-        best = None if phase is None else DraftPlan(phases=(phase,))
-        if best_s > bound_s * (1 + WORTH_SEARCHING):
-            searched, searched_s = self._search(priced, best_s)
-            best, best_s = (searched, searched_s) if searched_s < best_s else (best, best_s)
-        if best_s > bound_s * (1 + ENOUGH):
+        error = error_of(priced.problem.cost)
+        margin = 1 + (error.of_ratios if error else 0.0)
+        drafts = _drafted(self.strategy_candidates, priced)
+        if (best_s := _least_s(drafts)) > bound_s * (1 + WORTH_SEARCHING):
+            drafts += self._search(priced, best_s)
+        if (best_s := _least_s(drafts)) > bound_s * (1 + ENOUGH):
             split, split_s = self.splits.best(priced, best_s)
-            best, best_s = (split, split_s) if split is not None else (best, best_s)
-        if best is not None and priced.problem.lattice is not None:
-            best_s = sum(step_times_s(priced, best))  # the searches above do not see what fills packs up
+            drafts += [] if split is None else [(split, split_s)]
+        if margin > 1:
+            drafts += _drafted(self.homogeneous, priced)
+        if priced.problem.lattice is not None:  # the searches above do not see what fills packs up
+            drafts = [(draft, sum(step_times_s(priced, draft))) for draft, _ in drafts]
+        best_s = _least_s(drafts)
         for name, policy in self.others.items():
             with suppress(Exception):  # one that fails on this step cannot win it
-                if name in priced.drafted_by_policy or can_win(policy, priced, best_s * (1 - SLACK)):
+                if name in priced.drafted_by_policy or can_win(policy, priced, best_s * margin * (1 - SLACK)):
                     draft = priced.drafted_by_policy.get(name) or DraftPlan(phases=policy.phases(priced))
                     draft_s = sum(step_times_s(priced, draft))
-                    best, best_s = (draft, draft_s) if draft_s < best_s else (best, best_s)
-        assert best is not None, "some policy holds every sequence that the search space holds"
+                    drafts.append((draft, draft_s))
+                    best_s = min(best_s, draft_s)
+        assert drafts, "some policy holds every sequence that the search space holds"
+        best, best_s = min((draft for draft in drafts if draft[1] <= best_s * margin), key=simplest_first)
         best, _ = self.runs.improve(priced, best, best_s)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 
-    def _search(self, priced: PricedBatch, step_s: float) -> tuple[DraftPlan | None, float]:
-        """The fastest plan of strategies that are proposed for this step alone, and its seconds.
+    def _search(self, priced: PricedBatch, step_s: float) -> list[tuple[DraftPlan, float]]:
+        """The fastest plan of strategies that are proposed for this step alone, and its seconds, if there is one.
 
         They are proposed of the search space, and of its methods one less at a time, since what is found of few is not
         always found of many; of as many of these pools as a step of ``step_s`` seconds allows.
@@ -110,11 +120,24 @@ class AutoPolicy:
                     for proposal in propose(problem, families, max_strategies=SEARCHED_STRATEGIES, effort=1):
                         if proposal.counts not in strategies:
                             strategies[proposal.counts] = _placed(priced.problem, proposal.counts)
-        if not strategies:
-            return None, np.inf
-        searched = StrategyCandidates(list(strategies.values()))
-        phase, phase_s = searched.best(priced, searched.bounds_s(priced))
-        return (None if phase is None else DraftPlan(phases=(phase,))), phase_s
+        return _drafted(StrategyCandidates(list(strategies.values())), priced)
+
+
+def _drafted(candidates: StrategyCandidates, priced: PricedBatch) -> list[tuple[DraftPlan, float]]:
+    """The fastest plan of candidate strategies and its seconds; empty where none holds every sequence."""
+    phase, phase_s = candidates.best(priced, candidates.bounds_s(priced))
+    return [] if phase is None else [(DraftPlan(phases=(phase,)), phase_s)]
+
+
+def _least_s(drafts: Sequence[tuple[DraftPlan, float]]) -> float:
+    return min((time_s for _, time_s in drafts), default=np.inf)
+
+
+def simplest_first(draft: tuple[DraftPlan, float]) -> tuple[int, int, float]:
+    """Sort key of a draft plan and its seconds: phases, then kinds of pipelines, then seconds."""
+    plan, time_s = draft
+    kinds = {(pipeline.candidate.scheme.degree, pipeline.candidate.num_stages) for p in plan.phases for pipeline in p}
+    return len(plan.phases), len(kinds), time_s
 
 
 def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:

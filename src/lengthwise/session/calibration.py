@@ -53,11 +53,10 @@ def find_cost(
     if shown:
         structure = run.wrapped_model.structure
         origin = "read from" if was_kept else "measured, kept in"
-        off = max(fit.worst_error for fit in cost.fits.values())
         say(f"{type(run.model).__name__}: {structure.num_layers} layers in {structure.layers_name}")
         say(f"  {run.num_params:,} parameters in {table.identity.dtype}, {run.world.size} ranks")
         say(f"  costs {origin} {path}")
-        say(f"  fitted curves within {off:.0%} of what was measured")
+        say(f"  {cost.error}")
     if not was_kept and options.check:
         _check(run, cost, longest=lengths.max_length, shown=shown)
     return cost

@@ -1,12 +1,13 @@
 """Plans of the first steps of a configured run, without running it; needs no torch."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from lengthwise.config.run_config import Config
+from lengthwise.core.cost import CostModel
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.console import progress, stderr
@@ -18,8 +19,10 @@ QUANTILES = {"least": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "most": 1.0}
 """Columns of a summary, and how many of the steps are below."""
 
 
-def plan_steps(config: Config, steps: int | None) -> Iterator[StepPlan]:
-    """Plan the run's first ``steps`` steps, or all of them, one after another.
+def plan_steps(
+    config: Config, steps: int | None, *, on_cost: Callable[[CostModel], None] = lambda cost: None
+) -> Iterator[StepPlan]:
+    """Plan the run's first ``steps`` steps, or all of them, one after another; ``on_cost`` hears what prices them.
 
     Raises:
         InfeasibleError: before the first plan, if some sequence of the corpus fits nowhere.
@@ -29,6 +32,7 @@ def plan_steps(config: Config, steps: int | None) -> Iterator[StepPlan]:
     if spec.unpriced:
         stderr().print(f"not priced in {spec.name}: {spec.unpriced}", soft_wrap=True)
     cost = make_cost(config, spec, cluster)
+    on_cost(cost)
     planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus))
     sampler = make_sampler(config, corpus)
     steps = steps or with_steps(config, sampler).train.num_steps

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.cost import ProfileTable
+from lengthwise.core.cost import CostError, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous
 from lengthwise.cost.profiled.fitted import FittedCost, fit
@@ -63,6 +63,14 @@ def test_fitted_coefficients_are_never_negative():
 def test_noise_shows_in_the_residuals():
     rows = [row(lengths, noise=1.1 if n % 2 else 0.9) for n, lengths in enumerate(MANY_LENGTHS)]
     assert 0.02 < fit(table(rows)).median_error < 0.2
+
+
+def test_what_is_off_alike_in_all_rows_is_no_error_of_their_ratios():
+    exact = FittedCost(table(), model=MODEL, cluster=CLUSTER).error
+    assert exact.of_times < 1e-6 and exact.of_ratios < 1e-6
+    alike, apart = CostError.of([0.3] * 6), CostError.of([0.1, -0.1] * 3)
+    assert alike.of_times == pytest.approx(0.3) and alike.of_ratios < 1e-9
+    assert apart.of_times == pytest.approx(0.1) and apart.of_ratios == pytest.approx(np.log(1.1 / 0.9))
 
 
 def test_confidence_is_a_point_where_rows_agree_and_a_range_that_holds_the_prediction_where_not():

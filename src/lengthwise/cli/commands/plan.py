@@ -1,6 +1,7 @@
 """`lengthwise plan`: the plans of the first steps of a run, without running it; needs no torch."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,8 @@ from lengthwise.cli.launch import split_arguments
 from lengthwise.cli.tables.plan_table import print_plans
 from lengthwise.config.limits import MAX_STEPS
 from lengthwise.config.run_config import load
-from lengthwise.session.console import emit_json
+from lengthwise.core.cost import CostModel, error_of
+from lengthwise.session.console import emit_json, stdout
 from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps, summarize_plans
 
 
@@ -29,11 +31,14 @@ def run(
 
     check_place(out, "--out")
     resolved = load(*split_arguments(config, overrides))
-    plans = list(plan_steps(resolved, steps or (DEFAULT_STEPS if out is None else None)))
+    costs: list[CostModel] = []
+    plans = list(plan_steps(resolved, steps or (DEFAULT_STEPS if out is None else None), on_cost=costs.append))
+    error = error_of(costs[0])
     if out is not None:
         write_whole({out: "".join(json.dumps(plan.to_json()) + "\n" for plan in plans).encode()})
     if as_json:
         document = {"plans": [plan.to_json() for plan in plans], "summary": summarize_plans(plans)}
-        emit_json({**document, "out": str(out) if out else None})
+        emit_json({**document, "cost_error": error and asdict(error), "out": str(out) if out else None})
     else:
         print_plans(plans, summarize_plans(plans), verbose=verbose)
+        stdout().print(f"costs: {error or 'predictions were never compared with measurements'}", soft_wrap=True)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -29,6 +30,8 @@ class AnalyticCost(SeparableCost):
 
     def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str = "bfloat16") -> None:
         super().__init__(model=model, cluster=cluster, dtype=dtype)
+        speed_error = cluster.device.speed_error
+        self.error = None if speed_error is None else CostError(of_times=speed_error)
         self._stages = SchemeCache(self._make_stages)
         self._memory = PiecewiseLinearMemory(self._make_lines)
 

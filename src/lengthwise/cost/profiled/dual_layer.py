@@ -12,6 +12,7 @@ from itertools import compress
 
 import numpy as np
 
+from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import LayerRow, LayerTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
@@ -85,10 +86,10 @@ class DegreeFit:
     alive: LinearBytes
 
     @property
-    def worst_error(self) -> float:
-        """Largest residual of the seconds of a whole row."""
+    def time_residuals(self) -> tuple[float, ...]:
+        """Fitted over measured seconds of each whole row, minus one."""
         parts = zip(self.forward.residuals, self.backward.residuals, self.constant.residuals)
-        return max(abs(sum(part)) for part in parts)
+        return tuple(map(sum, parts))
 
 
 def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
@@ -167,6 +168,7 @@ class DualLayerCost(SeparableCost):
         self.fits: Mapping[tuple[int, Method], DegreeFit] = {
             (degree, Method(method)): fit_degree(table.of_degree(degree, method)) for degree, method in table.shared
         }
+        self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._found = SchemeCache(self._find)
         self._memory = PiecewiseLinearMemory(self._make_lines)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lengthwise.core.cost import ProfileTable
+from lengthwise.core.cost import CostError, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -111,6 +111,7 @@ class FittedCost(ProfiledCost):
     def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
         super().__init__(tables, model=model, cluster=cluster)
         self.fits = {scheme: fit(table) for scheme, table in self.tables.items()}
+        self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._fits = SchemeCache(self._find)
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
