@@ -1,6 +1,7 @@
 """A configuration and a corpus make a model that fits both."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,18 +9,20 @@ import pytest
 
 from lengthwise.config.run_config import check, load
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.cost import ProfileRow, ProfileTable, SharedRows
+from lengthwise.core.cost import LinkSpeed, LinkSpeeds, ProfileRow, ProfileTable, SharedRows
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.links import call_s, collective_bytes_per_s, with_measured_links
 from lengthwise.data.corpus import Corpus, CorpusPart, open_corpus
 from lengthwise.data.max_length import apply_max_length
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.models.hf_config import write_config
 from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, sizes_of
 from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans
+from lengthwise.session.profile_model import shared_schemes
 from lengthwise.session.trained_model import resolve_model
 
 TWO_SEQUENCES = Corpus(
@@ -254,3 +257,31 @@ def test_a_profile_of_shared_micro_batches_lets_plans_share_the_longest(tmp_path
             InputError, match=rf"up to 2 devices that share a layer and knows no cost of plan\.{name}=4"
         ):
             make_planner(limited, cost, spec=spec, cluster=cluster_preset("4xcpu"), corpus=corpus)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_ranks", "expected"),
+    [
+        ([], 2, [(2, "ulysses"), (2, "ring"), (2, "megatron_ts")]),
+        (["plan.method=ring", "plan.degree=2"], 4, [(2, "ring")]),
+        (["plan.max_degree=1"], 4, []),
+        ([], 1, []),
+    ],
+)
+def test_a_profile_has_every_degree_and_method_that_plans_may_use(settings, num_ranks, expected):
+    spec = model_preset("llama-tiny")
+    assert shared_schemes(load(None, settings), spec, num_ranks=num_ranks, per_node=num_ranks) == expected
+
+
+def test_a_profile_leaves_out_methods_that_a_model_has_too_few_heads_for():
+    spec = replace(model_preset("llama-tiny"), num_heads=2, num_kv_heads=2)
+    shared = shared_schemes(load(None, []), spec, num_ranks=4, per_node=4)
+    assert shared == [(2, "ulysses"), (2, "ring"), (2, "megatron_ts"), (4, "ulysses"), (4, "ring")]
+
+
+def test_links_that_were_measured_take_the_place_of_those_of_the_data_sheet(tmp_path):
+    links = LinkSpeeds(within=LinkSpeed(call_s=0.5, bytes_per_s=4e6), across=None)
+    cluster = with_measured_links(cluster_preset("2xcpu"), links)
+    assert (call_s(2, cluster), collective_bytes_per_s(2, cluster)) == (0.5, pytest.approx(4e6))
+    assert cluster.device.network_call_s == cluster_preset("2xcpu").device.network_call_s
+    assert with_measured_links(cluster, None) == cluster

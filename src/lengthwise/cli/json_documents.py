@@ -109,6 +109,10 @@ class ProfileDocument(JsonDocument):
     bytes_per_token: float
     median_error: float
     rows: list[ProfiledPack]
+    shared: list[dict[str, Any]]
+    """The packs that ranks shared, for each degree and method."""
+    links: dict[str, dict[str, float] | None] | None
+    """`within` a node and `across` nodes: seconds of a call and bytes per second; null: not measured."""
 
 
 class SchemeFields(Fields):

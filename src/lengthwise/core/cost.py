@@ -138,13 +138,41 @@ class SharedRows:
     degree: int
     method: str
     rows: tuple[ProfileRow, ...]
+    update_s: float | None = None
+    """Push, clip, optimizer and pull of one step; None: as where each rank computes alone."""
 
     def __post_init__(self) -> None:
+        if self.update_s is not None and not 0 <= self.update_s <= MOST_SECONDS:
+            raise InputError(f"update_s is {self.update_s}; a time is from 0 to {MOST_SECONDS:g} seconds")
         if self.degree < 2 or self.method not in list(Method) or not self.rows:
             raise InputError(
                 f"shared rows of a profile have degree {self.degree}, method {brief(self.method)} and "
                 f"{len(self.rows)} rows; they need a degree of 2 or more, a method, and rows"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpeed:
+    """How fast ranks of a group send to one another."""
+
+    call_s: float
+    """Seconds of a collective call that moves next to nothing."""
+    bytes_per_s: float
+    """Bytes that each rank sends per second."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.call_s <= MOST_SECONDS or not 1 <= self.bytes_per_s <= MOST_BYTES:
+            raise InputError(f"a link of a profile has call_s {self.call_s} and bytes_per_s {self.bytes_per_s:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSpeeds:
+    """Measured links; None where there are none."""
+
+    within: LinkSpeed | None
+    """Between the ranks of a node."""
+    across: LinkSpeed | None
+    """Between nodes, each rank through its own port."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +193,8 @@ class ProfileTable:
     """Of micro-batches that each rank computed alone."""
     shared: tuple[SharedRows, ...] = ()
     """Of micro-batches that ranks shared, where that was measured."""
+    links: LinkSpeeds | None = None
+    """Between the ranks; None: not measured."""
 
     @property
     def max_degree(self) -> int:

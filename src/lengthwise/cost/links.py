@@ -6,8 +6,9 @@ sends as fast as its m ports together; in an all-to-all each rank sends (p - m) 
 port; a hop of a plain ring crosses from one node to the next through one port.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
+from lengthwise.core.cost import LinkSpeeds
 from lengthwise.core.specs import ClusterSpec
 
 LINK_EFFICIENCY = 0.8
@@ -36,6 +37,18 @@ class Sent:
 
 
 SENT_NOTHING = Sent()
+
+
+def with_measured_links(cluster: ClusterSpec, links: LinkSpeeds | None) -> ClusterSpec:
+    """The cluster with the links that a profile measured, as far as it did."""
+    device = cluster.device
+    if links and (within := links.within):
+        rate = within.bytes_per_s / LINK_EFFICIENCY
+        device = replace(device, link_call_s=within.call_s, link_bytes_per_s=rate)
+    if links and (across := links.across):
+        rate = across.bytes_per_s / LINK_EFFICIENCY
+        device = replace(device, network_call_s=across.call_s, network_bytes_per_s=rate)
+    return replace(cluster, device=device)
 
 
 def call_s(degree: int, cluster: ClusterSpec) -> float:

@@ -23,6 +23,7 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.links import with_measured_links
 from lengthwise.cost.profiled.fitted import FittedCost
 from lengthwise.cost.profiled.measured_schemes import ProfiledCost, tables_by_scheme
 from lengthwise.data.batch_budget import Budget
@@ -131,6 +132,7 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostMode
         return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
     table = open_profile(config)
     _check_device(config, table, cluster)
+    cluster = with_measured_links(cluster, table.links)
     if config.plan.cost == "hybrid":
         from lengthwise.cost.profiled.hybrid import HybridCost
 
@@ -328,7 +330,7 @@ def _check_degree(config: Config, cost: CostModel, cluster: ClusterSpec) -> None
             devices = "one device" if measured == 1 else f"up to {measured} devices that share a layer"
             raise InputError(
                 f"{plan.profile} was measured on {devices} and knows no cost of {' and '.join(asked)}; profile with "
-                "--max-degree, or set plan.profile= (empty) for analytic costs"
+                "a larger --nproc, or set plan.profile= (empty) for analytic costs"
             )
     if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree != 1):
         drawn = "; or leave plan.max_degree out to have it drawn for every step" if plan.method == RANDOM else ""

@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 from lengthwise.config.run_config import Config
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement, uniform_scheme
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec, cluster_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.data.corpus import open_corpus
 from lengthwise.models.hf_config import UnsupportedModelError
+from lengthwise.plan.space.candidate import degrees_of
+from lengthwise.plan.space.search_space import DEFAULT_METHODS
 from lengthwise.session.console import progress
-from lengthwise.session.planning import resolve_cluster
+from lengthwise.session.planning import RANDOM, resolve_cluster
 from lengthwise.session.trained_model import resolve_model
 
 if TYPE_CHECKING:
@@ -53,13 +57,15 @@ def errors_on_unseen_rows(config: Config, table: ProfileTable) -> "tuple[ModelEr
 
 
 def measure_as_rank(
-    config: Config, out: Path, *, longest: int, max_tokens: int, repeats: int, max_degree: int = 1
+    config: Config, out: Path, *, longest: int, max_tokens: int, repeats: int, max_degree: int | None = None
 ) -> None:
     """Measure micro-batches as one rank; the first one writes the profile to ``out``.
 
-    With a ``max_degree`` above 1 also micro-batches that ranks share, for every number up to it that divides theirs.
+    Also those that ranks share, by every method that plans may use and every degree up to ``max_degree`` (None: all
+    ranks) that divides the ranks, and the links between them.
     """
     from lengthwise.runtime.comm.activity import told_to_peers
+    from lengthwise.runtime.comm.devices import local_size
     from lengthwise.runtime.comm.world import start_world, stop_world
     from lengthwise.runtime.profile.measure import ladder, num_measurements, profile
     from lengthwise.session.run_model import build
@@ -67,10 +73,10 @@ def measure_as_rank(
     spec = _spec(config)
     world = start_world(config.train.device, timeout_s=config.train.timeout_s)
     packs = ladder(longest, max_tokens)
-    degrees = [degree for degree in range(1, max_degree + 1) if world.size % degree == 0]
+    shared = shared_schemes(config, spec, num_ranks=world.size, per_node=local_size(), max_degree=max_degree)
     with told_to_peers(), progress() as bar:
         task = bar.add_task(
-            "profile", total=num_measurements(packs, repeats, num_degrees=len(degrees)), visible=world.is_first
+            "profile", total=num_measurements(packs, repeats, num_shared=len(shared)), visible=world.is_first
         )
         table = profile(
             build(config, spec, world),
@@ -79,10 +85,37 @@ def measure_as_rank(
             packs=packs,
             recompute=config.plan.recompute == "all",
             repeats=repeats,
-            degrees=degrees,
+            shared=shared,
             on_row=lambda: bar.advance(task),
         )
     if world.is_first:
         out.parent.mkdir(parents=True, exist_ok=True)
         table.save(out)
     stop_world(world)
+
+
+def shared_schemes(
+    config: Config, spec: ModelSpec, *, num_ranks: int, per_node: int, max_degree: int | None = None
+) -> list[tuple[int, Method]]:
+    """Degrees above 1 that divide the ranks and suit nodes, and methods that plans of the run may use at each."""
+    plan, limit = config.plan, min(config.plan.degree or config.plan.max_degree or num_ranks, max_degree or num_ranks)
+    degrees = [degree for degree in degrees_of(num_ranks, min(per_node, num_ranks)) if num_ranks % degree == 0]
+    if plan.method == RANDOM:
+        methods = tuple(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED)
+    else:
+        methods = (Method(plan.method),) if plan.method else DEFAULT_METHODS
+    cost = AnalyticCost(model=spec, cluster=cluster_preset(f"{num_ranks}xcpu"))
+
+    def can_run(degree: int, method: Method) -> bool:
+        try:
+            cost.overhead_s(uniform_scheme(spec.num_layers, degree=degree, method=method))
+        except InputError:
+            return False
+        return True
+
+    return [
+        (degree, method)
+        for degree in degrees
+        for method in methods
+        if 1 < degree <= limit and method is not Method.DENSE and can_run(degree, method)
+    ]

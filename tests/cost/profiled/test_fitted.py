@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from lengthwise.core.cost import CostError, ProfileTable
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous
+from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous, uniform_scheme
 from lengthwise.cost.profiled.fitted import FittedCost, fit
+from lengthwise.cost.profiled.hybrid import HybridCost
 from tests.cost.profiles import CLUSTER, MANY_LENGTHS, MODEL, row, scheme_of, table
 
 SCHEME = dense_scheme(MODEL.num_layers)
@@ -149,3 +150,19 @@ def test_sequences_cost_something_even_where_a_profile_says_that_none_does():
     cost = FittedCost(table(same), model=MODEL, cluster=CLUSTER)
     times_s = cost.sequence_times_s(np.array([1, 10, 100]), SCHEME)
     assert (times_s > 0).all() and (np.diff(times_s) > 0).all()
+
+
+@pytest.mark.parametrize("cost_model", [FittedCost, HybridCost])
+def test_layers_of_several_methods_cost_the_mean_of_what_was_profiled(cost_model):
+    shared = [uniform_scheme(MODEL.num_layers, degree=2, method=m) for m in (Method.ULYSSES, Method.RING)]
+    slower = [row(lengths, noise=2.0) for lengths in MANY_LENGTHS]
+    tables = [(SCHEME, table()), (shared[0], table()), (shared[1], replace(table(slower), update_s=7.0))]
+    cost = cost_model(tables, model=MODEL, cluster=CLUSTER)
+    methods = (Method.RING,) + (Method.ULYSSES,) * (MODEL.num_layers - 1)
+    mixed, share = replace(shared[0], methods=methods), 1 / MODEL.num_layers
+    for lengths in ([512], [64, 1024]):
+        fast, slow = (cost.time_s(lengths, scheme) for scheme in shared)
+        assert cost.time_s(lengths, mixed) == pytest.approx(fast + share * (slow - fast)) and slow > fast
+    assert cost.update_s(homogeneous(mixed, num_devices=2)) == 7.0
+    with pytest.raises(InputError, match=r"no profile of scheme .*ulysses"):
+        cost.overhead_s(replace(mixed, methods=(Method.ALL_GATHER, *methods[1:])))

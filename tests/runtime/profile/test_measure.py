@@ -5,8 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lengthwise.core.specs import model_preset
-from lengthwise.cost.profiled.fitted import fit
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.pipeline_config import Method
+from lengthwise.core.specs import cluster_preset, model_preset
+from lengthwise.cost.profiled.fitted import FittedCost, fit
+from lengthwise.cost.profiled.measured_schemes import tables_by_scheme
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.search_space import SearchSpace, make_problem
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.profile.measure import _kept_bytes, _loss_of, _random_feed, ladder, num_measurements, profile
@@ -37,14 +42,31 @@ def test_a_profile_has_a_row_per_pack_and_fits(ranks):
         assert sizes[128] > sizes[64] > sizes[32] > 0
 
 
-def test_what_ranks_share_is_measured_beside_what_each_computes_alone(ranks):
-    for table, calls in ranks(2).run(_profile, recompute=False, degrees=(1, 2)):
-        (shared,) = table.shared
-        assert (shared.degree, shared.method, table.max_degree) == (2, "ulysses", 2)
-        assert [row.lengths for row in shared.rows] == [row.lengths for row in table.rows] == ladder(128, 128)
-        assert calls == num_measurements(ladder(128, 128), 2, num_degrees=2)
-        alone, half = (max(row.kept_bytes for row in rows) for rows in (table.rows, shared.rows))
-        assert half < 0.8 * alone, "each rank keeps its share of the tokens"
+SHARED = [(2, Method.ULYSSES), (2, Method.RING), (2, Method.MEGATRON_TS)]
+
+
+def test_what_ranks_share_is_measured_under_every_method_and_the_links_between_them(ranks):
+    for table, calls in ranks(2).run(_profile, recompute=False, shared=SHARED):
+        assert [(part.degree, part.method) for part in table.shared] == SHARED
+        assert all([row.lengths for row in part.rows] == ladder(128, 128) for part in table.shared)
+        assert calls == num_measurements(ladder(128, 128), 2, num_shared=3)
+        alone, *shares = (max(row.kept_bytes for row in rows) for rows in (table.rows, *(p.rows for p in table.shared)))
+        assert max(shares[:2]) < 0.8 * alone, "each rank keeps its share of the tokens"
+        assert [part.update_s is None for part in table.shared] == [True, True, False], "sharded weights move otherwise"
+        assert table.links.across is not None and table.links.across.bytes_per_s > 1e6
+        cost = FittedCost(
+            tables_by_scheme(table, num_layers=SPEC.num_layers), model=SPEC, cluster=cluster_preset("2xcpu")
+        )
+        problem = make_problem(
+            cost,
+            cluster=cluster_preset("2xcpu"),
+            num_layers=SPEC.num_layers,
+            max_length=128,
+            search_space=SearchSpace(),
+        )
+        assert {(k.scheme.degree, k.scheme.methods[0]) for k in problem.candidates} == {(1, Method.DENSE), *SHARED}
+        batch = GlobalBatch(step=0, ids=(0, 1, 2), lengths=(128, 40, 7))
+        Planner(policy="auto", problem=problem)(batch).check_covers(batch)
 
 
 def test_recomputing_keeps_fewer_bytes(ranks):
@@ -63,7 +85,7 @@ def test_kept_bytes_are_the_ones_the_memory_model_counts(recompute):
     few, many = (
         _kept_bytes(
             model,
-            _loss_of(model, _random_feed((length,), spec, world, generator), flags, world, degree=1),
+            _loss_of(model, _random_feed((length,), spec, world, generator), flags, world),
             world,
             recompute=recompute,
         )
@@ -73,7 +95,7 @@ def test_kept_bytes_are_the_ones_the_memory_model_counts(recompute):
     assert (many - few) / 768 == pytest.approx(expected, rel=0.05)  # the rotary tables are left out
 
 
-def _profile(recompute, degrees=(1,)):
+def _profile(recompute, shared=()):
     calls = []
     table = profile(
         build_model(SPEC, dtype=torch.float32, seed=0),
@@ -82,7 +104,7 @@ def _profile(recompute, degrees=(1,)):
         packs=ladder(128, 128),
         recompute=recompute,
         repeats=2,
-        degrees=degrees,
+        shared=shared,
         on_row=lambda: calls.append(None),
     )
     return table, len(calls)

@@ -33,7 +33,7 @@ def run(
     config = demo_config(out / "index", runs / "profile.json", steps, **DEMO_LENGTHS)
     config.save(runs / "demo.yaml")
     log.print(f"2/4 profile {config.model.preset} on {NUM_RANKS} ranks, alone and together")
-    profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, max_degree=NUM_RANKS, repeats=1)
+    profile.run(runs / "demo.yaml", [], out=runs / "profile.json", nproc=NUM_RANKS, repeats=1)
     folders = []
     for policy in POLICIES:
         log.print(f"3/4 train {steps} steps, policy {policy}")

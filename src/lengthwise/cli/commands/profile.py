@@ -29,8 +29,8 @@ def run(
         int | None, typer.Option(parser=_TOKENS, metavar="TOKENS", help="most tokens of a pack; default: max length")
     ] = None,
     max_degree: Annotated[
-        int, typer.Option(min=1, max=1024, help="also measure micro-batches that up to so many of the ranks share")
-    ] = 1,
+        int | None, typer.Option(min=1, max=1024, help="most ranks that share a micro-batch; default: all of --nproc")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, max=10_000, help="measurements of each pack")] = 5,
     leave_out: Annotated[
         bool, typer.Option("--leave-out", help="how well each cost model predicts unseen rows")
@@ -56,7 +56,7 @@ def run(
     check_torch()
     made = make_folder(out.parent, setting="--out in")
     sizes = ["--max-length", str(longest), "--max-tokens", str(max_tokens or longest), "--repeats", str(repeats)]
-    sizes += ["--max-degree", str(max_degree)]
+    sizes += ["--max-degree", str(max_degree or nproc)]
     arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), *sizes]
     ended = torchrun(arguments, nproc=nproc)
     if not ended:

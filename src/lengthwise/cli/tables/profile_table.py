@@ -29,6 +29,7 @@ def profile_document(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Seq
         "bytes_per_token": fitted.bytes_per_token,
         "median_error": fitted.median_error,
         "shared": [asdict(part) for part in table.shared],
+        "links": table.links and asdict(table.links),
         "rows": [
             {"lengths": row.lengths, "time_s": row.time_s, "kept_bytes": row.kept_bytes, "residual": residual}
             for row, residual in zip(table.rows, fitted.time_residuals)
@@ -55,6 +56,10 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
         alone = {row.lengths: row.time_s for row in table.rows}
         ratios = ", ".join(f"{pack_name(row.lengths)}: {row.time_s / alone[row.lengths]:.2f}" for row in part.rows[-3:])
         console.print(f"time shared by {part.degree} ranks ({part.method}) over time alone: {ratios}", soft_wrap=True)
+    for place, link in asdict(table.links).items() if table.links else ():
+        if link:
+            rate = f"{link['bytes_per_s'] / 1e9:,.2f} GB/s, {link['call_s'] * 1e3:.2f} ms a call"
+            console.print(f"links {place} {'a node' if place == 'within' else 'nodes'}: {rate}", soft_wrap=True)
     console.print(
         f"T = {fitted.a_s:.3g} s l^2 + {fitted.b_s:.3g} s l per sequence + {fitted.c_s:.3g} s per micro-batch; "
         f"{fitted.bytes_per_token / 1024:,.1f} KiB per token; update {table.update_s * 1e3:.1f} ms; "

@@ -4,7 +4,9 @@ The form is that of Hydraulis (section 4.2) with c charged per micro-batch, whic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import fsum
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +24,10 @@ NEGLIGIBLE = 0.01
 """Relative errors below this are noise and count alike."""
 LEAST_B_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
+
+
+COEFFICIENTS = ("a_s", "b_s", "c_s", "fixed_bytes", "bytes_per_token")
+"""Fields of a fit that are averaged over the layers of a scheme with several methods."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,5 +140,7 @@ class FittedCost(ProfiledCost):
         return (Line(state + fit.fixed_bytes, max(fit.bytes_per_token, 1.0)),)
 
     def _find(self, scheme: PipelineConfig) -> Fit:
-        self._table(scheme)
-        return self.fits[scheme]
+        """The fit of a scheme; of one whose layers have several methods, the mean over its layers."""
+        parts = [(self.fits[part], share) for part, share in self._parts(scheme).items()]
+        mean: dict[str, Any] = {name: fsum(share * getattr(fit, name) for fit, share in parts) for name in COEFFICIENTS}
+        return replace(parts[0][0], **mean)

@@ -11,6 +11,7 @@ alone (theirs, once it saw one that does not, refuses all that follow); the limi
 """
 
 from dataclasses import dataclass
+from math import fsum
 
 import numpy as np
 
@@ -20,7 +21,6 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.profiled.fitted import features, fit
 from lengthwise.cost.profiled.measured_schemes import ProfiledCost, Tables
 from lengthwise.cost.profiled.monotone_curve import Curve, choose_polynomial, grow_forest, make_curve
-from lengthwise.cost.separable import SchemeCache
 
 LEAST_S = 1e-9
 """Seconds of a sequence whose micro-batch the forest says to take no longer than the overhead."""
@@ -80,17 +80,16 @@ class HybridCost(ProfiledCost):
 
     def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
         super().__init__(tables, model=model, cluster=cluster)
-        self._learned = SchemeCache(self._learn)
-        for scheme in self.tables:
-            self._learned(scheme)
+        self._learned = {scheme: learn(table) for scheme, table in self.tables.items()}
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """What a micro-batch of each sequence alone takes, less the overhead."""
-        return self._learned(scheme).sequence_times_s(np.asarray(lengths, dtype=np.float64))
+        length = np.asarray(lengths, dtype=np.float64)
+        return np.sum([share * forests.sequence_times_s(length) for forests, share in self._of(scheme)], axis=0)
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """Seconds of a micro-batch before its first token: ``c`` of the profile's fit."""
-        return self._learned(scheme).overhead_s
+        return fsum(share * forests.overhead_s for forests, share in self._of(scheme))
 
     @property
     def memory_limit_bytes(self) -> float:
@@ -98,8 +97,10 @@ class HybridCost(ProfiledCost):
         return self.cluster.device.memory_bytes * (1 - MEMORY_MARGIN)
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
-        kept_bytes = np.maximum(self._learned(scheme).kept_bytes(tokens), tokens)
+        kept_bytes = np.sum([share * forests.kept_bytes(tokens) for forests, share in self._of(scheme)], axis=0)
+        kept_bytes = np.maximum(kept_bytes, tokens)
         return max(self._state_bytes(scheme, num_devices)) + kept_bytes
 
-    def _learn(self, scheme: PipelineConfig) -> LearnedForests:
-        return learn(self._table(scheme))
+    def _of(self, scheme: PipelineConfig) -> list[tuple[LearnedForests, float]]:
+        """Forests of the methods of a scheme's layers, and the share of layers with each."""
+        return [(self._learned[part], share) for part, share in self._parts(scheme).items()]

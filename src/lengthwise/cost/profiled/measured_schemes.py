@@ -1,5 +1,6 @@
 """The base of cost models made from profiles, which refuse schemes that were not measured."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, Setting
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.separable import SeparableCost
+from lengthwise.cost.separable import SchemeCache, SeparableCost
 
 Tables = ProfileTable | Sequence[tuple[PipelineConfig, ProfileTable]]
 """A profile of one device that computes the whole model, or profiles and the scheme that each was taken under."""
@@ -19,7 +20,8 @@ def tables_by_scheme(table: ProfileTable, *, num_layers: int) -> list[tuple[Pipe
     for part in table.shared:
         recomputed = num_layers if table.recompute else 0
         scheme = uniform_scheme(num_layers, degree=part.degree, method=Method(part.method), recomputed=recomputed)
-        tables.append((scheme, replace(table, rows=part.rows, shared=())))
+        update_s = table.update_s if part.update_s is None else part.update_s
+        tables.append((scheme, replace(table, rows=part.rows, shared=(), update_s=update_s)))
     return tables
 
 
@@ -47,15 +49,29 @@ class ProfiledCost(SeparableCost):
             raise InputError(f"the profiles were measured in {' and '.join(dtypes)}; take all in one dtype")
         super().__init__(model=model, cluster=cluster, dtype=dtypes[0])
         self.tables = dict(tables)
+        self._parts = SchemeCache(self._find_parts)
 
     def update_s(self, strategy: Strategy) -> float:
         """Measured seconds of a step outside its micro-batches: those of the strategy's slowest scheme."""
-        return max(self._table(scheme).update_s for scheme in dict.fromkeys(strategy.schemes))
+        schemes = dict.fromkeys(strategy.schemes)
+        return max(self.tables[part].update_s for scheme in schemes for part in self._parts(scheme))
 
-    def _table(self, scheme: PipelineConfig) -> ProfileTable:
-        if scheme not in self.tables:
+    def _find_parts(self, scheme: PipelineConfig) -> dict[PipelineConfig, float]:
+        """Profiled schemes, and the share of the layers of ``scheme`` that are computed as in each.
+
+        Raises:
+            InputError: one of them was not profiled.
+        """
+        if scheme in self.tables:
+            return {scheme: 1.0}
+        shares = Counter(scheme.methods)
+        parts = {
+            replace(scheme, methods=(method,) * scheme.num_layers): count / scheme.num_layers
+            for method, count in shares.items()
+        }
+        if not parts.keys() <= self.tables.keys():
             raise InputError(self._refusal(scheme))
-        return self.tables[scheme]
+        return parts
 
     def _refusal(self, scheme: PipelineConfig) -> str:
         is_dense = scheme.num_devices == 1 and set(scheme.methods) == {Method.DENSE}

@@ -13,13 +13,14 @@ from torch import Tensor
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.cost import ProfileRow, ProfileTable, SharedRows
-from lengthwise.core.pipeline_config import Method, WeightPlacement
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement, WeightShard
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from lengthwise.runtime.profile.links import measure_links
 from lengthwise.runtime.state.sharded import ShardedState
 
 SHORTEST = 32
@@ -48,26 +49,35 @@ def profile(
     packs: list[tuple[int, ...]],
     recompute: bool,
     repeats: int,
-    degrees: Sequence[int] = (1,),
+    shared: Sequence[tuple[int, Method]] = (),
     on_row: Callable[[], None] = lambda: None,
 ) -> ProfileTable:
     """Measure every pack ``repeats`` times, in shuffled rounds so that a slow moment of the machine hits all alike.
 
-    With ``degrees`` above 1 also as groups of so many ranks share it, by Ulysses where there are as many heads, else by
-    ring attention. Cost: for each degree, the sum over packs of one forward and ``repeats`` forwards and backwards.
+    ``shared``: degrees, which divide the ranks, and methods by which so many ranks share every pack too. Cost:
+    for each of these and for a rank alone, the sum over packs of one forward and ``repeats`` forwards and backwards.
     """
     flags = (recompute,) * spec.num_layers
     state = ShardedState(model, world, OptimizerSettings())
-    state.materialize_all()
     generator = torch.Generator().manual_seed(0)
     feeds = [_random_feed(lengths, spec, world, generator) for lengths in packs]
-    rows: dict[int, tuple[ProfileRow, ...]] = {}
-    for degree in degrees:
-        passes = [_loss_of(model, feed, flags, world, degree=degree) for feed in feeds]
-        rows[degree] = _measure_rows(
+    parts: list[SharedRows] = []
+    update_s, alone = 0.0, tuple[ProfileRow, ...]()
+    for degree, method in ((1, Method.DENSE), *shared):
+        placement = WEIGHTS_OF.get(method, WeightPlacement.WHOLE)
+        _hold(state, num_shards=degree if placement is WeightPlacement.SHARDED else 1)
+        passes = [_loss_of(model, feed, flags, world, degree=degree, method=method) for feed in feeds]
+        rows = _measure_rows(
             passes, packs, model, world, recompute=recompute, repeats=repeats, generator=generator, on_row=on_row
         )
-    update_s = _median([_time_s(partial(_update, state), world) for _ in range(max(5, repeats))], world)
+        moved_s: float | None = None
+        if degree == 1 or placement is WeightPlacement.SHARDED:
+            moved_s = _median([_time_s(partial(_update, state), world) for _ in range(max(5, repeats))], world)
+        if degree == 1:
+            update_s, alone = moved_s or 0.0, rows
+        else:
+            parts.append(SharedRows(degree=degree, method=str(method), rows=rows, update_s=moved_s))
+    state.materialize_all()
     return ProfileTable(
         model_digest=spec.digest,
         model_name=spec.name,
@@ -76,18 +86,22 @@ def profile(
         recompute=recompute,
         num_ranks=world.size,
         update_s=update_s,
-        rows=rows[1],
-        shared=tuple(
-            SharedRows(degree=degree, method=str(method_of(spec, degree)), rows=of_degree)
-            for degree, of_degree in rows.items()
-            if degree > 1
-        ),
+        rows=alone,
+        shared=tuple(parts),
+        links=measure_links(world),
     )
 
 
-def method_of(spec: ModelSpec, degree: int) -> Method:
-    """The method by which ``degree`` ranks are measured to share a micro-batch."""
-    return Method.ULYSSES if degree <= spec.num_kv_heads else Method.RING
+def _hold(state: ShardedState, *, num_shards: int) -> None:
+    """Pull the whole model to every rank, or a shard of each layer to each of ``num_shards`` ranks in a row."""
+    layers = state.table.num_units - 2
+    shards = [
+        WeightShard(first=0, end=layers, num_layers=layers, shard=rank % num_shards, num_shards=num_shards)
+        for rank in range(state.world.size)
+    ]
+    state.hold(shards)
+    state.pull()
+    state.finish_pull()
 
 
 def _measure_rows(
@@ -148,7 +162,13 @@ Forward = Callable[[tuple[bool, ...] | None], Tensor]
 
 
 def _loss_of(
-    model: Transformer, feed: Feed, recompute: tuple[bool, ...], world: DistContext, *, degree: int
+    model: Transformer,
+    feed: Feed,
+    recompute: tuple[bool, ...],
+    world: DistContext,
+    *,
+    degree: int = 1,
+    method: Method = Method.DENSE,
 ) -> Forward:
     """The forward of a pack on this rank alone, or shared by its group of ``degree`` ranks."""
     tokens_T, cu_seqlens, targets_T = feed
@@ -158,7 +178,7 @@ def _loss_of(
     world.groups.prepare([(ranks, "") for ranks in groups])
     group = world.groups.of(groups[world.rank // degree])
     assert group is not None, "every rank is in one group of the degree, which divides their number"
-    methods = (method_of(model.spec, degree),) * model.spec.num_layers
+    methods = (method,) * model.spec.num_layers
 
     def forward(flags: tuple[bool, ...] | None) -> Tensor:
         execution = StageExecution(
@@ -168,7 +188,7 @@ def _loss_of(
             targets_T=targets_T,
             cu_seqlens=cu_seqlens,
             methods=methods,
-            weights=WeightPlacement.WHOLE,
+            weights=WEIGHTS_OF[method],
             recompute=flags or recompute,
         )
         return model.run(execution) / len(tokens_T)
@@ -185,7 +205,8 @@ def _update(state: ShardedState) -> None:
     state.finish_push()
     norm, _ = state.global_norm(torch.zeros((), device=state.world.device))
     state.step(lr=0.0, clip=min(1.0, 1.0 / (norm + 1e-6)))
-    state.materialize_all()
+    state.pull()
+    state.finish_pull()
 
 
 def _time_s(work: Callable[[], None], world: DistContext) -> float:
@@ -222,7 +243,7 @@ def _saved_bytes(model: Transformer, forward: Forward, recompute: tuple[bool, ..
         if storage.data_ptr() not in weight_addresses:
             sizes[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)  # an address must not be used twice while we count
-        return tensor
+        return tensor.detach()  # an output that its own graph holds would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         loss = forward(recompute)
@@ -242,6 +263,6 @@ def _half_interquartile(times: list[float]) -> float:
     return float(high - low) / 2
 
 
-def num_measurements(packs: list[tuple[int, ...]], repeats: int, *, num_degrees: int = 1) -> int:
+def num_measurements(packs: list[tuple[int, ...]], repeats: int, *, num_shared: int = 0) -> int:
     """The number of times that :func:`profile` calls ``on_row``."""
-    return len(packs) * (repeats + 1) * num_degrees
+    return len(packs) * (repeats + 1) * (1 + num_shared)

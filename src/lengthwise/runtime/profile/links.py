@@ -1,0 +1,51 @@
+"""Measure the links between ranks: seconds of a call that moves next to nothing, and bytes per second."""
+
+import time
+from statistics import median
+
+import torch
+
+from lengthwise.core.cost import LinkSpeed, LinkSpeeds
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.devices import local_size
+from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.world import DistContext
+
+NUM_BYTES = 1 << 24
+"""Bytes that each rank contributes to a gather whose rate is measured."""
+REPEATS = 5
+
+
+def measure_links(world: DistContext) -> LinkSpeeds | None:
+    """Time gathers among the ranks of each node, and among ranks of different nodes; None where a rank is alone.
+
+    All groups send at once, so that every port is as busy as in training. Every rank calls this.
+    """
+    per_node = local_size() if world.size % local_size() == 0 else 1
+    nodes = [tuple(range(first, first + per_node)) for first in range(0, world.size, per_node)]
+    within = _speed(world, nodes) if per_node > 1 else None
+    across = _speed(world, list(zip(*nodes))) if len(nodes) > 1 else None
+    return LinkSpeeds(within=within, across=across) if within or across else None
+
+
+def _speed(world: DistContext, groups: list[tuple[int, ...]]) -> LinkSpeed:
+    """Seconds of a call in this rank's group and the rate at which it sends, those of the slowest rank."""
+    world.groups.prepare([(ranks, "") for ranks in groups])
+    group = next(group for ranks in groups if (group := world.groups.of(ranks)) is not None)
+    call_s, moving_s = (_gather_s(world, group, num_bytes) for num_bytes in (1, NUM_BYTES))
+    sent_bytes = (group.size - 1) * NUM_BYTES
+    return LinkSpeed(call_s=call_s, bytes_per_s=sent_bytes / max(moving_s - call_s, 0.01 * moving_s))
+
+
+def _gather_s(world: DistContext, group: Group, num_bytes: int) -> float:
+    """Median seconds of a gather to which each rank contributes ``num_bytes``; the most of any rank."""
+    x, times_s = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device), []
+    for _ in range(1 + REPEATS):  # the first call of anything is slow
+        gather_rows(torch.zeros(1, device=world.device))
+        world.synchronize()
+        start_s = time.perf_counter()
+        group.gather(x, (num_bytes,) * group.size).wait()
+        world.synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    slowest = torch.tensor([median(times_s[1:])], dtype=torch.float64, device=world.device)
+    return float(gather_rows(slowest).max())
