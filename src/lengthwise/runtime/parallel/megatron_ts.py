@@ -20,7 +20,7 @@ from lengthwise.runtime.models.varlen_attention import attend
 from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 
-def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
+def megatron_ts(stage: LayerStage) -> Operators:
     """Make the tensor- and sequence-parallel operators of one layer for one micro-batch.
 
     Raises:

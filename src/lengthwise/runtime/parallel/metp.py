@@ -23,18 +23,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators, feed_forward
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, feed_forward
 from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
 from lengthwise.runtime.parallel.shards import FlatShards
 from lengthwise.runtime.parallel.stage_shard import LayerStage
 
 AnyWeights = TypeVar("AnyWeights", AttentionWeights, FfnWeights)
 _SHARDS, _GRADIENTS = 3, 4  # tags of hops
-
-
-def operators(stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
-    """Make the METP operators of one layer for one micro-batch."""
-    return Metp(stage)
 
 
 class Metp:

@@ -3,8 +3,7 @@
 t tokens of this rank, D hidden size, V vocabulary or this rank's rows of it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,20 +18,13 @@ from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
 from lengthwise.runtime.models.execution import ExecutionWatch
 from lengthwise.runtime.models.host_copies import to_device
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.models.operators import Operators
 from lengthwise.runtime.models.targets import rows_with_target
 from lengthwise.runtime.parallel.embedding import sharded_cross_entropy, sharded_lookup
+from lengthwise.runtime.parallel.method_operators import make_operators
 from lengthwise.runtime.parallel.stage_shard import LayerStage, StageView
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.runtime.parallel.weights import Prefetch
-
-MakeOperators = Callable[[LayerStage, AttentionWeights, FfnWeights], Operators]
-
-
-def make_operators(method: Method) -> MakeOperators:
-    """The function ``operators`` of the module that implements ``method``."""
-    factory: MakeOperators = import_module(f"lengthwise.runtime.parallel.{method}").operators
-    return factory
 
 
 class StageExecution:

@@ -1,0 +1,81 @@
+"""The operators of each parallel method.
+
+Of the sequence-parallel ones ranks compute their own tokens, and only attention communicates. Weights are whole, or
+sharded: then each operator's are gathered before it, forward and backward, and their gradients scattered (ZeRO-3,
+Rajbhandari et al. 2020), as ParaDySe has it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.runtime.models.operators import AttentionWeights, Dense, FfnWeights, Operators
+from lengthwise.runtime.parallel.head_exchange import ulysses_attention
+from lengthwise.runtime.parallel.megatron_ts import megatron_ts
+from lengthwise.runtime.parallel.metp import Metp
+from lengthwise.runtime.parallel.ring_attention import ring_attention
+from lengthwise.runtime.parallel.stage_shard import LayerStage, StageView
+from lengthwise.runtime.parallel.token_local import CrossTokenAttention, TokenLocal
+
+MakeOperators = Callable[[LayerStage, AttentionWeights, FfnWeights], Operators]
+"""Makes the operators of one layer for one micro-batch."""
+
+
+def make_operators(method: Method) -> MakeOperators:
+    """What makes the operators of ``method``; it raises ``InputError`` where ranks cannot share a layer like that."""
+    return _OPERATORS.get(method) or partial(_sequence_parallel, method)
+
+
+def _sequence_parallel(method: Method, stage: LayerStage, attention: AttentionWeights, ffn: FfnWeights) -> Operators:
+    wrap = stage.whole if WEIGHTS_OF[method] is WeightPlacement.WHOLE else stage.gathered
+    return TokenLocal(
+        whole_attention=wrap(attention),
+        whole_ffn=wrap(ffn),
+        tables=stage.view.tables,
+        attend=_ATTENTION[method](stage.view),
+    )
+
+
+def _in_ring(view: StageView) -> CrossTokenAttention:
+    """Ring context parallel (Liu et al. 2023): queries stay, keys and values go round, p - 1 hops, back p."""
+    return partial(ring_attention, ring=view.ring)
+
+
+def _in_two_rounds(view: StageView) -> CrossTokenAttention:
+    """Ring self-attention (Li et al. 2023): keys go round once for the sums of the softmax, then values for outputs.
+
+    Theirs keeps the scores [N, t, T] in between, what made it run out of memory; ours sends the keys again with the
+    values. ParaDySe names this method, its code never had it.
+    """
+    return partial(ring_attention, ring=view.ring, two_rounds=True)
+
+
+def _by_heads(view: StageView) -> CrossTokenAttention:
+    """DeepSpeed-Ulysses (Jacobs et al. 2023): all-to-alls trade tokens for heads and back, two in each direction."""
+    return partial(ulysses_attention, exchange=view.exchange)
+
+
+def _on_grid(view: StageView) -> CrossTokenAttention:
+    """Ulysses within a node, keys and values round between nodes (USP, Fang & Zhao 2024): for degrees beyond heads."""
+    return partial(view.attend, Method.ULYSSES_RING)
+
+
+def _gathered(view: StageView) -> CrossTokenAttention:
+    """Keys and values of all tokens at once, and again in the backward (Llama 3, Grattafiori et al. 2024)."""
+    return partial(view.attend, Method.ALL_GATHER)
+
+
+_ATTENTION: dict[Method, Callable[[StageView], CrossTokenAttention]] = {
+    Method.MEGATRON_CZ: _in_ring,
+    Method.RING: _in_ring,
+    Method.COLOSSAL_Z: _in_two_rounds,
+    Method.ULYSSES_Z: _by_heads,
+    Method.ULYSSES: _by_heads,
+    Method.ULYSSES_RING: _on_grid,
+    Method.ALL_GATHER: _gathered,
+}
+_OPERATORS: dict[Method, MakeOperators] = {
+    Method.DENSE: lambda stage, attention, ffn: Dense(stage.view.view, stage.view.tables),
+    Method.MEGATRON_TS: lambda stage, attention, ffn: megatron_ts(stage),
+    Method.METP: lambda stage, attention, ffn: Metp(stage),
+}
