@@ -218,7 +218,7 @@ def _ulysses_ring(case: _Case) -> LayerVolume:
         ),
         kept_bytes=trades.kept_bytes * share,
         input_bytes=trades.input_bytes * share,
-        live_bytes=trades.live_bytes * share + 2 * block * (width + case.master),
+        live_bytes=trades.live_bytes * share + across.calls(1) * block * (3 * width + 4 * case.master),
     )  # fmt: skip
 
 
