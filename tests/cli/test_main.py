@@ -66,6 +66,7 @@ def test_a_mistyped_command_is_told_the_nearest(cli):
         (("compare", "--lengths", "code", "--model", "llama-7b", "--gpus", "8"), "or give a YAML file of a device"),
         (("memory", "--model", "a", "--device", "b", "--dtype", "bfloat61"), "did you mean bfloat16?"),
         (("compare", "--over-length", "spilt"), "did you mean split?"),
+        (("plan", "--lengths", "code"), "such as data.index=FOLDER; lengths without a configuration are planned by: "),
         (("memory", "--length", "many"), "'many' is not a number of tokens from 1 to 1,099,511,627,776, such as 4096"),
         (("profile", "--max-tokens", "31"), "'31' is not a number of tokens from 32 to"),
         (("stats", "x", "--max-length", "1.5"), "'1.5' is not a number of tokens"),

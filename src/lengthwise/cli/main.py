@@ -74,6 +74,10 @@ class LazyGroup(typer.core.TyperGroup):
         except typer.BadParameter as error:
             error.message = _with_hint(error)
             raise
+        except Exception as error:
+            if type(error).__name__ == "NoSuchOption":  # typer makes no name of it public
+                _add_way_out(error)
+            raise
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Complete the name of a command from the table, so that pressing Tab imports none of them."""
@@ -146,6 +150,16 @@ def _with_hint(error: typer.BadParameter) -> str:
 
         return f"Presets: {', '.join(DEVICES)}; or give a YAML file of a device"
     return with_nearest(error.message, error.message.partition("'")[2].partition("'")[0])
+
+
+def _add_way_out(error: Any) -> None:
+    """Say in an error about an unknown option how its command, where it reads a configuration, takes settings."""
+    takes_settings = any(parameter.name == "overrides" for parameter in error.ctx.command.params)
+    if takes_settings and not error.possibilities:
+        error.message += (
+            f". lengthwise {error.ctx.info_name} reads settings as section.key=value, such as data.index=FOLDER; "
+            "lengths without a configuration are planned by: lengthwise compare --lengths"
+        )
 
 
 def _guarded(run: Callable[..., None]) -> Callable[..., None]:

@@ -186,8 +186,9 @@ def launch(folder: RunFolder, arguments: list[str], *, nproc: int, max_restarts:
     status = read_status(folder)
     if ended and status.get("state") == "done":
         is_tuned = (folder.model_files / "config.json").is_file()
-        export = f"; for transformers: lengthwise export {folder.path} --out DIR" if is_tuned else ""
-        log.print(f"done; next: lengthwise report {folder.path}{export}", soft_wrap=True)
+        log.print(f"done; next: lengthwise report {folder.path}", soft_wrap=True)
+        if is_tuned:
+            log.print(f"for transformers: lengthwise export {folder.path} --out DIR", soft_wrap=True)
         return
     if ended.was_asked and not status:
         raise Preempted("asked to stop before the ranks had started; start it again")

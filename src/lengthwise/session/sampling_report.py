@@ -39,7 +39,7 @@ def training_warnings(config: Config, corpus: Corpus) -> Iterator[str]:
     if 0 < ledger.held_out < FEW_HELD_OUT:
         yield (
             f"data.validation_share={config.data.validation_share:g} holds out {ledger.held_out} of "
-            f"{ledger.sequences_in:,} sequences, whose loss says little; raise it, or name more in data.validation"
+            f"{ledger.sequences_in:,} sequences; their loss says little, raise it"
         )
     yield from unused_settings(config)
     yield from without_targets(corpus)

@@ -39,7 +39,7 @@ def trained(hf, corpus, tmp_path_factory):
     folder, source = tmp_path_factory.mktemp("run") / "run", tmp_path_factory.mktemp("moved") / "chatty"
     shutil.copytree(hf, source)
     done = lengthwise("train", *settings(corpus, folder, *SMALL, f"model.hf={source}"))
-    assert f"lengthwise report {folder}; for transformers: lengthwise export {folder} --out DIR\n" in done.stderr
+    assert f"lengthwise report {folder}\nfor transformers: lengthwise export {folder} --out DIR\n" in done.stderr
     shutil.rmtree(source)
     return folder
 

@@ -66,7 +66,7 @@ def test_tables_are_printed_for_people(cli):
         code, out, _ = cli(*GIVEN, *more)
         assert code == 0
         assert "longest sequence" in out and "recompute 4" in out
-        assert ("schemes hold a sequence of 100,000 tokens" in out) == bool(more)
+        assert ("schemes fit a sequence of 100,000 tokens" in out) == bool(more)
 
 
 def test_what_has_no_price_is_said(cli, tmp_path):

@@ -18,15 +18,15 @@ from lengthwise.runtime.parallel import ring_attention
 def flash_on_cpu():
     """The branch of GPUs on CPU tensors of any dtype and head size; the calls of each kernel are counted."""
     calls = {"forward": 0, "backward": 0}
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", lambda *args, **options: _forward(calls, *args, **options), "CPU")
-    library.impl("_flash_attention_backward", lambda *args, **options: _backward(calls, *args, **options), "CPU")
+    aten_overrides = torch.library.Library("aten", "IMPL")
+    aten_overrides.impl("_flash_attention_forward", lambda *args, **options: _forward(calls, *args, **options), "CPU")
+    aten_overrides.impl("_flash_attention_backward", lambda *args, **options: _backward(calls, *args, **options), "CPU")
     with (
         mock.patch.object(varlen_attention, "uses_varlen", lambda q: True),
         mock.patch.object(ring_attention, "uses_flash", lambda q: True),
     ):
         yield calls
-    library._destroy()
+    aten_overrides._destroy()
 
 
 def _blocks(offsets_q, offsets_k, longest_q, longest_k):

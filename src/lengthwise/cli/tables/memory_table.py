@@ -36,8 +36,8 @@ def _answer(limits: MemoryLimits) -> str:
     longest = limits.longest
     return (
         f"a sequence of {limits.length:,} tokens fits: the least work is under {best.candidate.scheme.name}, with "
-        f"{peak} of {available} on each device at its peak; {len(limits.fits):,} schemes hold it, "
-        f"{longest.scheme.name} up to {longest.max_tokens:,} tokens"
+        f"{peak} of {available} on each device at its peak; it fits under {len(limits.fits):,} schemes in all, and the "
+        f"longest sequence that any scheme fits is {longest.max_tokens:,} tokens, under {longest.scheme.name}"
     )
 
 
@@ -75,7 +75,7 @@ def _print_fits(limits: MemoryLimits) -> None:
 
     from lengthwise.report.units import memory, seconds
 
-    stdout().print(f"\n{len(limits.fits):,} schemes hold a sequence of {limits.length:,} tokens, the least work first")
+    stdout().print(f"\n{len(limits.fits):,} schemes fit a sequence of {limits.length:,} tokens, the least work first")
     shown = Table(box=None, pad_edge=False)
     shown.add_column("scheme")
     for heading in ("device-seconds", "time", "peak", "longest"):

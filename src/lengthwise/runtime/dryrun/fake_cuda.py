@@ -27,14 +27,14 @@ def install() -> None:
     tensor.pin_memory, tensor.is_pinned, fake_tensor.tolist = _pin_memory, _is_pinned, _tolist
     optimizer._foreach_supported_types.append(FakeTensor)  # as AdamW treats parameters on a GPU
     cast(Any, FakeTensorMode).avoid_device_init = True  # tensors of the device come from tensors of the host
-    library = torch.library.Library("aten", "IMPL")
+    aten_overrides = torch.library.Library("aten", "IMPL")
     for name in ("_fused_rms_norm", "silu_backward"):
-        library.impl(name, lambda *args: None, "CUDA")  # never called: it keeps torch from taking them apart
-    _libraries.append(library)
+        aten_overrides.impl(name, lambda *args: None, "CUDA")  # never called: it keeps torch from taking them apart
+    _registrations.append(aten_overrides)
 
 
-_libraries: list[Any] = []
-"""Registrations last as long as their library."""
+_registrations: list[Any] = []
+"""Keeps overrides of ``aten`` in place: they last as long as the object that registered them."""
 
 
 def record_with(recorder: Recorder) -> None:
