@@ -20,7 +20,7 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
-from lengthwise.runtime.profile.links import measure_links
+from lengthwise.runtime.profile.measure_links import measure_links
 from lengthwise.runtime.state.sharded import ShardedState
 
 SHORTEST = 32
