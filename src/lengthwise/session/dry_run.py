@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.pipeline_config import PipelineSchedule
@@ -56,15 +55,12 @@ def dry_run_plan(
     ranks = sorted(set(ranks or (0, last // 2, last)))
     if outside := [rank for rank in ranks if rank > last]:
         raise InputError(f"rank {outside[0]} is none of the plan's {plan.num_devices:,} ranks; name one up to {last}")
-    optim, dtype, schedule = config.optim, config.train.dtype, PipelineSchedule(config.train.schedule)
-    settings = OptimizerSettings(
-        name=optim.name, betas=optim.betas, eps=optim.eps, momentum=optim.momentum, weight_decay=optim.weight_decay
-    )
+    dtype, schedule = config.train.dtype, PipelineSchedule(config.train.schedule)
     counted = run_process(
         {
             "plan": plan.to_json(),
             "model": asdict(spec),
-            "optimizer": asdict(settings),
+            "optimizer": asdict(config.optim.optimizer_settings),
             "dtype": dtype,
             "schedule": schedule,
             "ranks": ranks,
