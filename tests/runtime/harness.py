@@ -5,6 +5,7 @@ import os
 import socket
 import traceback
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -78,6 +79,7 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, environment: 
     gc.freeze()  # what was imported before stays: nothing of it is looked at again
     torch.set_num_threads(1)
     _share_one_device()
+    _check_each_model_once()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     while True:
         try:
@@ -106,3 +108,31 @@ def _share_one_device() -> None:
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
+
+
+def _check_each_model_once() -> None:
+    """Let ``prepare`` compare a model with the stock one only the first time that these ranks see such a model.
+
+    The comparison is most of ``prepare``; tests of the comparison itself call it directly or expect what it refuses,
+    and what was refused is compared again.
+    """
+    import torch.distributed as dist
+
+    prepare = import_module("lengthwise.session.prepare")
+    compare, checked = prepare.check_exact, set[str]()
+
+    def check_new(run: Any, **options: Any) -> None:
+        wrapped, collator = run.wrapped_model, run.collator
+        parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in run.model.named_parameters()]
+        functions = [getattr(function, "__qualname__", repr(function)) for function in (wrapped._loss, wrapped._inputs)]
+        inputs = (wrapped.objective, wrapped.by_sequence is None, sorted(collator.kinds), sorted(collator.passed))
+        told = {**options, "on_progress": None}
+        mine = repr((run.model, getattr(run.model, "config", None), parameters, functions, inputs, told))
+        everyones: list[Any] = [None] * run.world.size
+        if run.world.size > 1:
+            dist.all_gather_object(everyones, mine in checked)
+        if not all(everyones if run.world.size > 1 else [mine in checked]):
+            compare(run, **options)
+            checked.add(mine)
+
+    prepare.check_exact = check_new  # type: ignore[attr-defined]

@@ -96,9 +96,8 @@ def on_ranks(spec, lengths, methods, *, recompute=(), dtype=torch.float64, scale
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name]), f"{name} was changed by forward or backward"
     dist.all_reduce(total := loss.detach().clone())
-    return total, {
-        name: whole_gradient(name, weight, spec, group, weights) for name, weight in model.named_parameters()
-    }
+    grads = {name: in_all_rows(name, weight, spec, group, weights) for name, weight in model.named_parameters()}
+    return total, summed(grads)
 
 
 def able(methods, spec, degree):
@@ -129,12 +128,11 @@ def operation_on_ranks(spec, lengths, method, operation):
     whole = {}
     for name, value in found.items():
         if name in names:
-            whole[name] = whole_gradient(name, names[name], spec, group, weights)
+            whole[name] = in_all_rows(name, names[name], spec, group, weights)
         else:
             whole[name] = torch.zeros(sum(lengths), spec.hidden_size, dtype=value.dtype)
             whole[name][places] = value
-            dist.all_reduce(whole[name])
-    return whole
+    return summed(whole)
 
 
 def input_of(lengths, spec):
@@ -169,18 +167,22 @@ def run(model, group, lengths, methods, weights, *, recompute=()):
     return loss
 
 
-def whole_gradient(name, weight, spec, group, weights):
-    """Summed over the ranks that hold the same rows, all rows together."""
+def in_all_rows(name, weight, spec, group, weights):
+    """The gradient of this rank's rows of a weight among zeros for all others."""
     bounds = row_bounds(name, spec, degree=group.size) if weights is WeightPlacement.SHARDED else None
     grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
     if bounds is None or group.size == 1:
-        grad = grad.clone()
-    else:
-        whole = grad.new_zeros(bounds[-1], *grad.shape[1:])
-        whole[bounds[group.rank] : bounds[group.rank + 1]] = grad
-        grad = whole
-    dist.all_reduce(grad)
-    return grad
+        return grad
+    whole = grad.new_zeros(bounds[-1], *grad.shape[1:])
+    whole[bounds[group.rank] : bounds[group.rank + 1]] = grad
+    return whole
+
+
+def summed(tensors):
+    """Each summed over the ranks, all in one exchange."""
+    dist.all_reduce(flat := torch.cat([tensor.flatten() for tensor in tensors.values()]))
+    pieces = flat.split([tensor.numel() for tensor in tensors.values()])
+    return {name: piece.view_as(tensor) for (name, tensor), piece in zip(tensors.items(), pieces)}
 
 
 def live_bytes():
