@@ -68,8 +68,9 @@ def make_corpus(folder: Path) -> Path:
 
 
 def settings(corpus: Path, folder: Path, *more: str) -> list[str]:
+    """Of a run with a policy that is ready at once, unless ``more`` names another."""
     sizes = ["data.max_length=600", "data.over_length=split", "data.tokens_per_step=2000", "train.checkpoint_every=2"]
-    return [f"data.index={corpus}", f"run_folder={folder}", *sizes, *more]
+    return [f"data.index={corpus}", f"run_folder={folder}", "plan.policy=packed", *sizes, *more]
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 200) -> None:
