@@ -78,11 +78,12 @@ LOGITS = {"sum_of_losses": next_token_losses, "loss": logits_loss}
 BOTH_WAYS = {"sum_of_losses": masked_losses, "loss": logits_loss, "objective": MASKED, "masking": MASKING}
 
 
-def test_a_gpt_with_its_loss_inside_and_any_causal_mask_is_exact_at_degrees_1_to_4(ranks):
-    for mask in ("is_causal", "bool", "float", "buffer", "none"):
-        case = gpt_case(mask)
-        for found in ranks(4).run(step_on_ranks, case, DEGREES):
-            assert_exact(case, found, mask)
+@pytest.mark.parametrize(
+    "mask", ["is_causal", "bool", "none", *(pytest.param(m, marks=pytest.mark.deep) for m in ("float", "buffer"))]
+)
+def test_a_gpt_with_its_loss_inside_and_any_causal_mask_is_exact_at_degrees_1_to_4(ranks, mask):
+    for found in ranks(4).run(step_on_ranks, gpt_case(mask), DEGREES):
+        assert_exact(gpt_case(mask), found, mask)
 
 
 @pytest.mark.parametrize(
