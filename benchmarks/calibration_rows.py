@@ -27,10 +27,15 @@ SOURCES = {
     "5": "https://docs.nvidia.com/nemo/automodel/nightly/performance-summary.html",
     "6": "https://github.com/pytorch/torchtitan/blob/0413364/docs/performance.md",
     "7": "https://github.com/Dao-AILab/flash-attention/blob/0b037c2/training/README.md",
+    "9": "https://arxiv.org/abs/2307.08691, Table 1, by its count of operations",
     "8": "https://github.com/PKU-DAIR/Hetu at 9e47240, examples/hydraulis/strategy",
 }
 OLD_KERNELS = ("llm-foundry", "flash-attention")
 """Systems whose attention is FlashAttention 1 or its Triton form, of 2022 and 2023."""
+OLD_SHARES = {"A100": 0.298, "H100": 0.168}
+"""Share of the peak that their attention reaches, fitted to all rows."""
+KERNEL_COUNTS = 0.1
+"""Part of a run's time that its attention's generation must decide for the run to be left out of what is scored."""
 NEVER = 1e9
 """A share of the peak with which something takes no time."""
 DEVICE_OF = {"H100-96GB-500W": replace(DEVICES["H100-80GB"], name="H100-96GB-500W", flops_per_s=835e12)}
@@ -115,6 +120,23 @@ class Row:
     def is_old(self) -> bool:
         """Whether the run had attention kernels of 2023."""
         return self.system in OLD_KERNELS
+
+    @property
+    def not_modelled(self) -> str:
+        """Why costs do not claim to predict the row; empty where they do."""
+        if self.system == "hydraulis":
+            return "a fit of profiled micro-batches, no training run: without updates, data and other ranks to wait for"
+        if not self.is_old:
+            return ""
+        preset = DEVICES[f"{self.chip}-80GB"]
+        constants = Constants(
+            matmul_share=preset.matmul_share,
+            matmul_half_size=preset.matmul_half_size,
+            attention_share=preset.attention_share,
+            old_attention_share=OLD_SHARES[self.chip],
+        )
+        slower = self.predicted(constants, knows_kernel=False) / self.predicted(constants) - 1
+        return "attention of 2023: FlashAttention 1 or its Triton form" if slower > KERNEL_COUNTS else ""
 
     def predicted(self, constants: Constants, *, knows_kernel: bool = True) -> float:
         """Tokens per second and device under ``constants``. ``knows_kernel``: old kernels are told apart."""

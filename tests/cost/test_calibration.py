@@ -34,6 +34,17 @@ def test_every_row_has_a_source_and_there_are_enough_of_each_chip(calibration):
     assert all(len({row.system for row in published if row.chip == chip}) >= 3 for chip in ("A100", "H100"))
 
 
+def test_only_rows_of_old_kernels_and_of_no_training_run_are_left_out_of_the_goals(calibration):
+    rows = calibration.read_rows()
+    apart = [row for row in rows if row.not_modelled]
+    assert all(row.is_old or row.system == "hydraulis" for row in apart)
+    for row in apart:
+        if row.is_old:
+            _, attention_s, *_ = row.parts
+            assert attention_s > 0.04 * sum(row.parts[:3]), "attention matters"
+    assert sum(not row.not_modelled for row in rows) >= 70
+
+
 @pytest.mark.parametrize("chip", ["A100", "H100"])
 def test_presets_predict_what_systems_with_kernels_of_today_measured(calibration, chip):
     rows = [row for row in calibration.read_rows() if row.chip == chip and not row.is_old]

@@ -45,6 +45,17 @@ def test_names_and_values_give_the_same_plans(lengths, tmp_path):
     ]
 
 
+def test_a_margin_leaves_less_memory_to_plans_and_to_the_comparison(lengths):
+    given = {**CLUSTER, "model": "llama-7b", "steps": 1, "max_length": 4096}
+    assert lengthwise.plan(lengths, policy="packed", memory_margin=0.1, **given)
+    for options in ({}, {"cluster": cluster_preset("4xH100-80GB")}):
+        for call, policy in ((lengthwise.plan, {"policy": "packed"}), (lengthwise.compare, {"policies": ["packed"]})):
+            with pytest.raises(InfeasibleError, match=r"a device has 14\.8 GiB"):
+                call(lengths, memory_margin=0.8, **{**given, **options, **policy})
+            with pytest.raises(InputError, match=r"memory_margin is 1\.5; it is a share"):
+                call(lengths, memory_margin=1.5, **{**given, **options, **policy})
+
+
 def test_a_model_and_a_device_of_one_s_own_are_named_by_their_files(lengths, tmp_path):
     config = {
         "model_type": "gemma2", "head_dim": 32, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,

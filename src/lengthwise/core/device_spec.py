@@ -8,8 +8,8 @@ from lengthwise.core.wording import GIB
 
 MEMORY_MARGIN = 0.06
 """Share of a GPU's memory that plans leave free for fragmentation and workspaces, unless asked otherwise."""
-ROUND_NUMBER = 1.05
-"""How far the memory in a device's name may exceed what it has: 80 GB are 79.1 GiB."""
+ROUND_NUMBER = 1.09
+"""How far the memory in a device's name may exceed what it has: 80 GB are 79.1 GiB, 48 GB with ECC 44.4 GiB."""
 CONTEXT_BYTES = GIB
 """Bytes that a GPU's context and libraries take, where nothing measures them."""
 CALL_S = 3e-5
@@ -130,7 +130,10 @@ class DeviceSpec:
 _A100: dict[str, Any] = {"matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7, "speed_error": 0.14}
 _H100: dict[str, Any] = {"matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45}
 
-# Memory as CUDA reports it (torch's errors when it runs out, Hydraulis' tables), which is less than the name says.
+# Memory as CUDA reports it, which is less than the name says; where reports differ, the least. Sources: torch's errors
+# when it runs out, in issues on GitHub (A100-40GB: TianheWu/CoSeR#10; A100-80GB: lianqi1008/Control-GIC#6 and
+# HiDream-ai/VAREdit#6; H100: vllm-project/vllm#27508; L40: QwenLM/Qwen3-VL#2097; RTX 4090: 3DTopia/Phidias-Diffusion#8;
+# RTX 5090: Wan-Video/Wan2.1#465), and Hydraulis' tables for the A800. GB200, MI300X and A10G have what their names say.
 # Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
 DEVICES = {
     spec.name: spec
@@ -140,7 +143,7 @@ DEVICES = {
             link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT, **_A100,
         ),
         DeviceSpec(
-            name="A100-80GB", memory_bytes=int(79.15 * GIB), flops_per_s=312e12, memory_bytes_per_s=2.039e12,
+            name="A100-80GB", memory_bytes=int(79.14 * GIB), flops_per_s=312e12, memory_bytes_per_s=2.039e12,
             link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT, **_A100,
         ),
         DeviceSpec(
@@ -174,7 +177,7 @@ DEVICES = {
         # NVIDIA L40S data sheet: 362.05 TFLOPS, 48 GB, 864 GB/s, PCIe 4.0 x16, no NVLink; a port of 400 Gbit/s for two,
         # as in NVIDIA's OVX servers.
         DeviceSpec(
-            name="L40S-48GB", memory_bytes=48 * GIB, flops_per_s=362.05e12, memory_bytes_per_s=864e9,
+            name="L40S-48GB", memory_bytes=int(44.40 * GIB), flops_per_s=362.05e12, memory_bytes_per_s=864e9,
             link_bytes_per_s=PCIE_4, network_bytes_per_s=200 * GBIT,
         ),
         # NVIDIA A10G data sheet: 70 TFLOPS, 24 GB, 600 GB/s, PCIe 4.0 x16; g5.48xlarge of AWS has 100 Gbit/s for eight.
@@ -185,13 +188,13 @@ DEVICES = {
         # NVIDIA's Ada architecture paper, bfloat16 with float32 sums: 165.2 TFLOPS, 24 GB, 1,008 GB/s, PCIe 4.0 x16;
         # the network is that of the machine around it, here 100 Gbit/s for eight.
         DeviceSpec(
-            name="RTX4090-24GB", memory_bytes=24 * GIB, flops_per_s=165.2e12, memory_bytes_per_s=1.008e12,
+            name="RTX4090-24GB", memory_bytes=int(23.64 * GIB), flops_per_s=165.2e12, memory_bytes_per_s=1.008e12,
             link_bytes_per_s=PCIE_4, network_bytes_per_s=12.5 * GBIT,
         ),
         # NVIDIA's RTX Blackwell architecture paper, bfloat16 with float32 sums: 209.5 TFLOPS, 32 GB, 1,792 GB/s, PCIe
         # 5.0 x16; the network as above.
         DeviceSpec(
-            name="RTX5090-32GB", memory_bytes=32 * GIB, flops_per_s=209.5e12, memory_bytes_per_s=1.792e12,
+            name="RTX5090-32GB", memory_bytes=int(31.37 * GIB), flops_per_s=209.5e12, memory_bytes_per_s=1.792e12,
             link_bytes_per_s=PCIE_5, network_bytes_per_s=12.5 * GBIT,
         ),
         # One thread of a server CPU in float32, ranks talking through shared memory.

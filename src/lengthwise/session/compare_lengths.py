@@ -70,8 +70,8 @@ def compare(
         network_gbit_per_s: rate of each device's network port instead of the device's own; one or several.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
-        options: max_length, over_length, max_degree, max_stages, methods, recompute, dtype and seed, as in
-            `lengthwise.plan`.
+        options: max_length, over_length, max_degree, max_stages, methods, recompute, memory_margin, dtype and seed, as
+            in `lengthwise.plan`.
 
     Returns:
         A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one
@@ -84,18 +84,22 @@ def compare(
     """
     networks, tokens = options.pop("network_gbit_per_s", None), options.pop("tokens", None)
     budget = make_budget(PYTHON, tokens=tokens, price_per_hour=options.pop("price_per_hour", None))
+    margin = options.pop("memory_margin", None)
     planning: PlanningOptions = options
     contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
-    clusters = _clusters_of(cluster)
+    clusters = _clusters_of(cluster, margin)
     points = sweep_points(clusters, as_list(tokens_per_step), as_list(networks), PYTHON)
     results = compare_points(replace(contest, budget=budget), points)
     source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
     return comparison_page(contest, clusters, results, source=source, ledger=ledger)
 
 
-def _clusters_of(cluster: str | ClusterSpec | Sequence[str | ClusterSpec]) -> list[ClusterSpec]:
+def _clusters_of(
+    cluster: str | ClusterSpec | Sequence[str | ClusterSpec], memory_margin: float | None
+) -> list[ClusterSpec]:
     """One or several clusters by name, none of them too large to compare."""
-    clusters = [find_cluster(name) for name in ([cluster] if isinstance(cluster, str | ClusterSpec) else cluster)]
+    named = [cluster] if isinstance(cluster, str | ClusterSpec) else cluster
+    clusters = [find_cluster(name, memory_margin) for name in named]
     if not clusters:
         raise InputError("cluster is an empty list; name at least one, such as '8x8xH100-80GB'")
     if (num_devices := max(spec.num_devices for spec in clusters)) > MOST_DEVICES:

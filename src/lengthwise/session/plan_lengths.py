@@ -31,6 +31,7 @@ class PlanningOptions(TypedDict, total=False):
     max_stages: int | None
     methods: Sequence[str] | None
     recompute: Literal["auto", "none", "all"]
+    memory_margin: float | None
     dtype: Literal["bfloat16", "float32"]
     seed: int
 
@@ -68,6 +69,8 @@ def plan(
         max_stages: most pipeline stages; by default 8.
         methods: how devices share a layer; by default "ulysses", "ring" and "megatron_ts".
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
+        memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
+            of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
         seed: decides the order of the sequences; 0 by default.
 
@@ -84,8 +87,8 @@ def plan(
     from lengthwise.session.planning_args import PYTHON, find_cluster
 
     check_policies([policy], "policy")
+    devices = find_cluster(cluster, options.pop("memory_margin", None))
     comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)
-    devices = find_cluster(cluster)
     entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
     if entry.problem is None:
         raise InfeasibleError(entry.refused)

@@ -146,13 +146,17 @@ def find_model(model: str | Path | ModelSpec) -> ModelSpec:
     )
 
 
-def find_cluster(cluster: str | ClusterSpec) -> ClusterSpec:
-    """The cluster of a name such as ``8x8xH100-80GB``, or as it is.
+def find_cluster(cluster: str | ClusterSpec, memory_margin: float | None = None) -> ClusterSpec:
+    """The cluster of a name such as ``8x8xH100-80GB``, or a given one, whose memory is used to the full by default.
 
     Raises:
-        InputError: there is no such device, or the name has another form.
+        InputError: there is no such device, the name has another form, or the margin is no share.
     """
-    return cluster if isinstance(cluster, ClusterSpec) else _with_margin(cluster_preset(cluster))
+    if memory_margin is not None and not 0 <= memory_margin < 1:
+        raise InputError(f"memory_margin is {memory_margin:g}; it is a share of a device's memory, from 0 to below 1")
+    if isinstance(cluster, str):
+        return _with_margin(cluster_preset(cluster), memory_margin)
+    return cluster if memory_margin is None else _with_margin(cluster, memory_margin)
 
 
 def _with_margin(cluster: ClusterSpec, margin: float | None = None) -> ClusterSpec:
