@@ -135,9 +135,9 @@ class FolderLock:
         self._descriptor = None
 
     @contextmanager
-    def held(self, *, on_lost: Callable[[], None] | None = None) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Hold the lock meanwhile."""
-        self.acquire(on_lost=on_lost)
+        self.acquire()
         try:
             yield
         finally:

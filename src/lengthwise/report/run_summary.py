@@ -140,17 +140,17 @@ def worst_step(summary: RunSummary, among: Iterable[int]) -> int | None:
     return _chosen(summary, among, lambda step: step.idle_s or 0.0)
 
 
-def steps_to_pick(record: RunRecord, most: int = MOST_PICKED) -> list[int]:
+def steps_to_pick(record: RunRecord) -> list[int]:
     """At most so many steps with timelines, evenly chosen, the first and the last among them."""
     steps = sorted(record.timelines)
-    if len(steps) <= most:
+    if len(steps) <= MOST_PICKED:
         return steps
-    return [steps[k * (len(steps) - 1) // (most - 1)] for k in range(most)]
+    return [steps[k * (len(steps) - 1) // (MOST_PICKED - 1)] for k in range(MOST_PICKED)]
 
 
-def slowest_steps(summary: RunSummary, most: int = 10) -> list[StepSummary]:
-    """The timed steps that took longest, longest first."""
-    return sorted((s for s in summary.timed if s.time_s), key=lambda s: -(s.time_s or 0.0))[:most]
+def slowest_steps(summary: RunSummary) -> list[StepSummary]:
+    """The ten timed steps that took longest, longest first."""
+    return sorted((s for s in summary.timed if s.time_s), key=lambda s: -(s.time_s or 0.0))[:10]
 
 
 def time_shares(record: RunRecord, summary: RunSummary) -> dict[str, float]:

@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lengthwise.plan.solve.shop import Machines, Objective, SearchEffort, certify, lower_bound_of_classes, schedule
+from lengthwise.plan.solve.shop import Machines, Objective, SearchEffort, certify, schedule
 
 from .brute import largest_job, optima, random_instance
 
@@ -61,24 +61,6 @@ MIXED = [
 
 def times(sizes, slopes=(0.03, 0.04, 0.02)):
     return np.outer(slopes, sizes) + np.outer(np.array(slopes) * 1e-4, sizes.astype(float) ** 2)
-
-
-@pytest.mark.parametrize("objective", Objective)
-def test_classes_are_bounded_like_the_jobs_they_stand_for(objective):
-    sizes = np.repeat(lengths(np.random.default_rng(3), 60), 5)
-    values, counts = np.unique(sizes, return_counts=True)
-    jobs = certify(times(sizes), sizes, MIXED, objective=objective).bound
-    classes = lower_bound_of_classes(times(values), values, counts, MIXED, objective=objective)
-    assert classes == pytest.approx(jobs, rel=CLASS_LOSS)
-
-
-@pytest.mark.parametrize("objective", Objective)
-def test_twice_the_jobs_of_each_class_on_twice_the_machines_are_bounded_alike(objective):
-    sizes = lengths(np.random.default_rng(4), 80)
-    doubled = [Machines(**{**vars(each), "count": 2 * each.count}) for each in MIXED]
-    once = lower_bound_of_classes(times(sizes), sizes, np.full(80, 5.0), MIXED, objective=objective)
-    twice = lower_bound_of_classes(times(sizes), sizes, np.full(80, 10.0), doubled, objective=objective)
-    assert twice == pytest.approx(once, rel=CLASS_LOSS)
 
 
 @pytest.mark.parametrize("objective", Objective)

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import active
-from lengthwise.runtime.wrap.recompute_layers import KINDS, recompute, selective_contexts
+from lengthwise.runtime.wrap.recompute_layers import recompute, selective_contexts
 from tests.runtime.loop.modules import GPT, VOCAB, Llama, RotaryBlock
 from tests.runtime.loop.runs import Case, assert_exact, learned, packed, randomised, shard_of, step_on_ranks
 from tests.runtime.loop.test_plain_modules import DEGREES, LOGITS, built, gpt_case
@@ -70,27 +69,23 @@ def test_just_the_layers_that_are_told_to_are_computed_again(flags):
     assert kernels.attention == sum(flags)
 
 
-@pytest.mark.parametrize("keep", [pytest.param(k, marks=[pytest.mark.deep] * (k != "attention")) for k in KINDS])
-def test_a_selective_recompute_is_exact_at_degrees_1_to_4(ranks, keep):
+def test_a_selective_recompute_is_exact_at_degrees_1_to_4(ranks):
     case = gpt_case("is_causal")
-    case = Case(**{**case.__dict__, "options": {"context": selective_contexts(keep)}})
+    case = Case(**{**case.__dict__, "options": {"context": selective_contexts()}})
     for found in ranks(4).run(step_on_ranks, case, DEGREES):
-        assert_exact(case, found, keep)
+        assert_exact(case, found, "selective")
 
 
 def test_a_selective_recompute_keeps_the_outputs_of_attention_and_does_not_attend_again():
     kept, launched = {}, {}
-    for keep in (None, *KINDS):
+    for is_selective in (False, True):
         model = built(GPT)
-        learned(model, context=None if keep is None else selective_contexts(keep))
+        learned(model, context=selective_contexts() if is_selective else None)
         shard = shard_of(LENGTHS, recompute=(True, True, True))
-        kept[keep] = _kept_with_caches(model, shard)
-        launched[keep] = _kernels_of_backward(model, shard)
-    assert kept["attention"] > kept[None], "outputs of attention are kept"
-    assert kept["attention and matmuls"] > kept["attention"]
-    assert launched[None].attention == 3 * len(LENGTHS) == launched["matmuls"].attention
-    assert launched["attention"].attention == launched["attention and matmuls"].attention == 0
-    assert launched["matmuls"].products < launched["attention"].products
+        kept[is_selective] = _kept_with_caches(model, shard)
+        launched[is_selective] = _kernels_of_backward(model, shard)
+    assert kept[True] > kept[False], "outputs of attention are kept"
+    assert launched[False].attention == 3 * len(LENGTHS) and launched[True].attention == 0
 
 
 def _kept_with_caches(model, shard):
@@ -117,11 +112,6 @@ def _kernels_of_backward(model, shard):
     with Kernels() as kernels, active(shard):
         output.sum().backward()
     return kernels
-
-
-def test_a_kind_of_recompute_that_is_not_known_is_refused():
-    with pytest.raises(InputError, match="keeps no 'softmax'; it can keep: attention, matmuls"):
-        selective_contexts("softmax")
 
 
 class OwnLoop(Llama):

@@ -6,7 +6,7 @@ import numpy as np
 
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import PipelineConfig, dense_scheme
+from lengthwise.core.pipeline_config import dense_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.profiled.fitted import MIN_ROWS, fit
@@ -31,9 +31,7 @@ class ModelErrors:
         return float(np.max(np.abs(self.errors)))
 
 
-def leave_out_errors(
-    table: ProfileTable, *, model: ModelSpec, cluster: ClusterSpec, scheme: PipelineConfig | None = None
-) -> tuple[ModelErrors, ...]:
+def leave_out_errors(table: ProfileTable, *, model: ModelSpec, cluster: ClusterSpec) -> tuple[ModelErrors, ...]:
     """Errors of the analytic, the fitted and the hybrid model, each row predicted from all the others.
 
     The analytic model learns from no row. Cost: one fit and two forests per row.
@@ -49,7 +47,7 @@ def leave_out_errors(
         )
     if table.model_digest != model.digest:
         raise InputError(f"the profile is of model {table.model_name}, not of {model.name}; profile this model")
-    scheme = scheme or dense_scheme(model.num_layers, recompute=table.recompute)
+    scheme = dense_scheme(model.num_layers, recompute=table.recompute)
     analytic = AnalyticCost(model=model, cluster=cluster, dtype=table.dtype)
     rests = [replace(table, rows=table.rows[:place] + table.rows[place + 1 :]) for place in range(len(table.rows))]
     predicted = {

@@ -157,8 +157,8 @@ class LayerAssigner:
         """What the cost model lets a device hold, as far as options without a limit of the user's show it."""
         return max(self._bytes(candidate, self._holds(candidate)) for candidate in self.options)
 
-    def assign(self, num_tokens: int, lengths: Sequence[int] | None = None) -> Candidate:
-        """The fastest mix that holds a pack: of sequences of ``lengths``, or of one of ``num_tokens``.
+    def assign(self, num_tokens: int) -> Candidate:
+        """The fastest mix that holds a pack of one sequence of ``num_tokens``.
 
         Raises:
             InfeasibleError: not even the leanest option holds it.
@@ -169,7 +169,7 @@ class LayerAssigner:
                 f"a pack of {num_tokens:,} tokens fits under no mix of methods; the leanest, {leanest.scheme.name}, "
                 f"holds {leanest.max_tokens:,}. Raise {Setting.MAX_DEGREE} or set {Setting.MAX_LENGTH}."
             )
-        pack_lengths = np.array([num_tokens] if lengths is None else lengths)
+        pack_lengths = np.array([num_tokens])
         times_s = np.array([self._time_s(candidate, pack_lengths) / self.num_layers for candidate in self.options])
         layer_bytes, fixed_bytes = self._parts(num_tokens)
         best_mix, budget_bytes = leanest, self._budget_bytes

@@ -84,12 +84,12 @@ def line_chart(series: Sequence[Series], *, label: str, style: LineStyle) -> Cha
     )
 
 
-def thin(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """At most ``most`` points that keep every spike: the lowest and the highest of each stretch."""
-    if len(points) <= most:
+def thin(points: Sequence[Point]) -> list[Point]:
+    """A bounded number of points that keep every spike: the lowest and the highest of each stretch."""
+    if len(points) <= _MOST_POINTS:
         return list(points)
     thinned: list[Point] = []
-    stretches = most // 2
+    stretches = _MOST_POINTS // 2
     for k in range(stretches):
         part = points[k * len(points) // stretches : (k + 1) * len(points) // stretches]
         finite = [point for point in part if math.isfinite(point[1])] or list(part[:1])

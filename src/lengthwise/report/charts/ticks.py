@@ -55,10 +55,10 @@ def nice_ticks(low: float, high: float, *, most: int = MOST_TICKS, whole: bool =
     return tuple(_round(k * step, step) for k in range(first, last + 1))
 
 
-def inner_ticks(low: float, high: float, *, most: int = MOST_TICKS, whole: bool = False) -> tuple[float, ...]:
-    """At most ``most`` round numbers, evenly spaced, that lie between ``low`` and ``high``."""
+def inner_ticks(low: float, high: float, *, whole: bool = False) -> tuple[float, ...]:
+    """At most ``MOST_TICKS`` round numbers, evenly spaced, that lie between ``low`` and ``high``."""
     slack = (high - low) * 1e-9
-    return tuple(t for t in nice_ticks(low, high, most=most + 1, whole=whole) if low - slack <= t <= high + slack)
+    return tuple(t for t in nice_ticks(low, high, most=MOST_TICKS + 1, whole=whole) if low - slack <= t <= high + slack)
 
 
 def log_ticks(low: float, high: float) -> tuple[float, ...]:

@@ -32,10 +32,9 @@ _DROPOUT_OF_MULTI_HEAD = 10
 class NoiseFreeMode(TorchFunctionMode):
     """A mode in which noise is the identity and, with ``double``, casts to float32 go to float64."""
 
-    def __init__(self, *, double: bool, scalar: float = ALMOST_ONE) -> None:
-        """``scalar``: the result of drawing a single uniform number, such as the one that layer drop compares."""
+    def __init__(self, *, double: bool) -> None:
         super().__init__()
-        self._double, self._scalar = double, scalar
+        self._double = double
         self._answers: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(_IDENTITIES, _first),
             F.scaled_dot_product_attention: _without_dropout,
@@ -57,7 +56,7 @@ class NoiseFreeMode(TorchFunctionMode):
 
     def _rand(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         if args in ONE_NUMBER:
-            return one_number(self._scalar, *args, **kwargs)
+            return one_number(ALMOST_ONE, *args, **kwargs)
         drawn: Tensor = func(*args, **kwargs)
         return drawn
 

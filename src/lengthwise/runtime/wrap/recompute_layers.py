@@ -12,38 +12,26 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.context import PackShard
 
-_ATTENTION = (
+_SAVED = (
     "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_attention_math", "torch_attn::_varlen_attn", "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",
 )  # fmt: skip
-_MATMULS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::linear", "aten::matmul")
-KINDS = {"attention": _ATTENTION, "matmuls": _MATMULS, "attention and matmuls": _ATTENTION + _MATMULS}
-"""Operators whose outputs a selective recompute saves, by the name of the choice."""
+"""Kernels of attention, the dearest thing to compute again in a long sequence and one of the smallest to keep."""
 
 
-def selective_contexts(keep: str = "attention") -> Callable[[], Any]:
-    """Make a ``context`` for recomputed layers that saves the outputs of ``keep`` and computes everything else again.
-
-    ``attention`` keeps the outputs of attention kernels, the dearest thing to compute again in a long sequence and one
-    of the smallest to keep; ``matmuls`` those of matrix products; ``attention and matmuls`` both.
-
-    Raises:
-        InputError: ``keep`` is none of these.
-    """
-    if keep not in KINDS:
-        raise InputError(f"a selective recompute keeps no {keep!r}; it can keep: {', '.join(KINDS)}")
-    return partial(create_selective_checkpoint_contexts, partial(_policy, frozenset(KINDS[keep])))
+def selective_contexts() -> Callable[[], Any]:
+    """Make a ``context`` for recomputed layers that saves what attention gave and computes everything else again."""
+    return partial(create_selective_checkpoint_contexts, _policy)
 
 
-def _policy(kept: frozenset[str], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = getattr(getattr(op, "_schema", None), "name", "")
-    return CheckpointPolicy.MUST_SAVE if name in kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recompute(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -24,16 +24,11 @@ class Relaxation:
     """[C] the candidate of each class of length."""
 
 
-def relax(workload: Workload, counts: np.ndarray | None = None) -> Relaxation:
-    """The best fractional strategy for ``counts`` [C] sequences per class, by default those of the average step.
-
-    Ties go to the first candidate.
-    """
-    counts = workload.mean if counts is None else counts
+def relax(workload: Workload) -> Relaxation:
+    """The best fractional strategy for the average step; ties go to the first candidate."""
     device_s = workload.devices[:, None] * workload.charged_s
     chosen = device_s.argmin(axis=0)
-    spent_s = np.bincount(
-        chosen, weights=counts * workload.charged_s[chosen, np.arange(len(chosen))], minlength=len(workload.candidates)
-    )
+    work_s = workload.mean * workload.charged_s[chosen, np.arange(len(chosen))]
+    spent_s = np.bincount(chosen, weights=work_s, minlength=len(workload.candidates))
     time_s = float(spent_s @ workload.devices) / workload.num_devices
     return Relaxation(time_s=time_s, counts=spent_s / time_s if time_s else spent_s, chosen=chosen)

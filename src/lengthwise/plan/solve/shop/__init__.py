@@ -1,6 +1,6 @@
 """Jobs in batches on machines of several types: a fast, deterministic schedule and a proof of how good it is."""
 
-from lengthwise.plan.solve.shop.lower_bound import Certificate, certify, lower_bound_of_classes
+from lengthwise.plan.solve.shop.lower_bound import Certificate, certify
 from lengthwise.plan.solve.shop.model import Machines, Objective, SearchEffort, ShopSchedule
 from lengthwise.plan.solve.shop.schedule import schedule
 
@@ -11,6 +11,5 @@ __all__ = [
     "SearchEffort",
     "ShopSchedule",
     "certify",
-    "lower_bound_of_classes",
     "schedule",
 ]  # fmt: skip

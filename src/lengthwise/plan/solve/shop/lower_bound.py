@@ -48,21 +48,6 @@ def certify(
     return prove(make_problem(work, sizes, machines, objective=objective))
 
 
-def lower_bound_of_classes(
-    work: np.ndarray,
-    sizes: np.ndarray,
-    counts: np.ndarray,
-    machines: Sequence[Machines],
-    *,
-    objective: Objective = Objective.FLOW_SHOP,
-) -> float:
-    """The bound of `counts[i]` jobs of each class i, at a cost that depends on the number of classes alone.
-
-    Counts may be fractional, the bound is then that of a fractional assignment. A class of count 0 must not be given.
-    """
-    return prove(make_problem(work, sizes, machines, objective=objective, counts=counts)).bound
-
-
 def prove(problem: ShopProblem) -> Certificate:
     """The bound and the prices that prove it."""
     problem = distinct(problem)

@@ -163,7 +163,6 @@ def make_problem(
     machines: Sequence[Machines],
     *,
     objective: Objective,
-    counts: np.ndarray | None = None,
 ) -> ShopProblem:
     """Sort and check.
 
@@ -171,13 +170,12 @@ def make_problem(
         ValueError: shapes do not match, work is negative or decreases with size, or a job fits on no machine.
     """
     work, sizes = np.asarray(work, dtype=np.float64), np.asarray(sizes, dtype=np.int64)
-    counts = np.ones(len(sizes)) if counts is None else np.asarray(counts, dtype=np.float64)
-    if not machines or not len(sizes) or work.shape != (len(machines), len(sizes)) or counts.shape != sizes.shape:
+    if not machines or not len(sizes) or work.shape != (len(machines), len(sizes)):
         raise ValueError(
             f"work {work.shape} must be machine types x jobs: {len(machines)} x {len(sizes)}, both positive"
         )
     order = np.argsort(-sizes, kind="stable")
-    work, sizes, counts = work[:, order], sizes[order], counts[order]
+    work, sizes = work[:, order], sizes[order]
     limits = [np.inf if machine_type.takes_larger else machine_type.capacity for machine_type in machines]
     work[sizes > np.array(limits)[:, None]] = np.inf
     alone = ~np.isfinite(work).any(axis=0)
@@ -190,7 +188,7 @@ def make_problem(
     if not (work > 0).all() or (work[:, 1:] > work[:, :-1]).any():
         raise ValueError("work must be positive and must not decrease with size")
     return ShopProblem(
-        work=work, sizes=sizes, counts=counts, order=order, machines=tuple(machines), objective=objective
+        work=work, sizes=sizes, counts=np.ones(len(sizes)), order=order, machines=tuple(machines), objective=objective
     )
 
 
