@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
+from lengthwise.plan import auto, policies
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.problem import PricedBatch
@@ -45,6 +46,20 @@ def problems(draw):
     )
     longest = min(100, problem.leanest.max_tokens)
     return problem, [min(length, longest) for length in draw(lengths)]
+
+
+def test_a_policy_that_fails_is_left_out_with_a_warning_and_one_that_refuses_without(monkeypatch):
+    def prepare(name, problem):
+        if name in ("hotspa", "dcp-inter"):
+            raise RuntimeError("broken\nbadly") if name == "hotspa" else InfeasibleError("it does not fit")
+        return policies.prepare(name, problem)
+
+    monkeypatch.setattr(auto, "prepare_policy", prepare)
+    problem = make_problem(SimpleCost(a_s=1e-4, b_s=1.0), num_devices=4)
+    with pytest.warns(UserWarning) as caught:
+        Planner(policy="auto", problem=problem)(make_batch([30, 20, 5])).check_covers(make_batch([30, 20, 5]))
+    (warning,) = caught
+    assert str(warning.message) == "policy auto goes on without policy hotspa, which fails: RuntimeError: broken"
 
 
 @settings(max_examples=40, deadline=None)

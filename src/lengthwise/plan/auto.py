@@ -7,14 +7,15 @@ Under costs whose error between plans is known, as measured ones, a plan of fewe
 where the prediction that it is slower lies within that error.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import numpy as np
 
 from lengthwise.core.cost import error_of
-from lengthwise.core.errors import InfeasibleError
+from lengthwise.core.errors import InfeasibleError, LengthwiseError, first_line
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
@@ -55,7 +56,7 @@ def prepare(problem: PlanningProblem) -> "AutoPolicy":
     others = {}
     for name in POLICIES:
         if name != "auto":
-            with suppress(Exception):  # a policy that cannot hold the corpus, or fails, cannot win
+            with _goes_on_without(name):
                 others[name] = prepare_policy(name, problem)
     return AutoPolicy(problem, others)
 
@@ -92,7 +93,7 @@ class AutoPolicy:
             drafts = [(draft, sum(step_times_s(priced, draft))) for draft, _ in drafts]
         best_s = _least_s(drafts)
         for name, policy in self.others.items():
-            with suppress(Exception):  # one that fails on this step cannot win it
+            with _goes_on_without(name):
                 if name in priced.drafted_by_policy or can_win(policy, priced, best_s * margin * (1 - SLACK)):
                     draft = priced.drafted_by_policy.get(name) or DraftPlan(phases=policy.phases(priced))
                     draft_s = sum(step_times_s(priced, draft))
@@ -121,6 +122,18 @@ class AutoPolicy:
                         if proposal.counts not in strategies:
                             strategies[proposal.counts] = _placed(priced.problem, proposal.counts)
         return _drafted(StrategyCandidates(list(strategies.values())), priced)
+
+
+@contextmanager
+def _goes_on_without(policy: str) -> Iterator[None]:
+    """Leave out a policy that cannot hold the sequences, or that fails: then with a warning, for that is a fault."""
+    try:
+        yield
+    except LengthwiseError:
+        pass
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        warnings.warn(f"policy auto goes on without policy {policy}, which fails: {reason}", stacklevel=3)
 
 
 def _drafted(candidates: StrategyCandidates, priced: PricedBatch) -> list[tuple[DraftPlan, float]]:
