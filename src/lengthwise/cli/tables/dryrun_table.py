@@ -28,20 +28,15 @@ def print_dry_run(document: dict[str, Any]) -> None:
 def _print_rank(row: dict[str, Any]) -> None:
     from rich.table import Table
 
-    from lengthwise.report.units import count, memory
+    from lengthwise.report.pages.dryrun_page import counted_and_predicted
 
-    console, predicted = stdout(), row["predicted"]
+    console = stdout()
     console.print(f"\nrank {row['rank']:,} (run in {row['time_s']:.1f} s), peak in {row['peak_at']}", soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for heading in ("", "counted", "predicted"):
         table.add_column(heading, justify="right" if heading else "left")
-    expected = predicted["peak_bytes"] or {}
-    for kind, num_bytes in row["peak_bytes"].items():
-        table.add_row(kind, memory(num_bytes), memory(expected[kind]) if expected else "-")
-    total = predicted["peak_total_bytes"]
-    table.add_row("peak", memory(row["peak_total_bytes"]), memory(total) if total else "-")
-    for kind, flops in predicted["flops"].items():
-        table.add_row(f"FLOPs, {kind}", count(row["flops"].get(kind, 0)), count(flops))
+    for cells in counted_and_predicted(row):
+        table.add_row(*cells)
     console.print(table)
     kernels = list(row["kernels"].items())
     named = ", ".join(f"{name} {number:,}" for name, number in kernels[:SHOWN_KERNELS])

@@ -48,17 +48,24 @@ def _memory(row: Mapping[str, Any], device_bytes: int) -> Figure:
     )
 
 
-def _tables(row: Mapping[str, Any]) -> tuple[Table, ...]:
+def counted_and_predicted(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Bytes at the peak of a rank and its FLOPs, by kind, each as counted and as predicted."""
     predicted = row["predicted"]
-    expected = predicted["peak_bytes"] or {}
-    sizes = [
-        (kind, memory(num_bytes), memory(expected[kind]) if expected else "-")
-        for kind, num_bytes in row["peak_bytes"].items()
+    expected = {**(predicted["peak_bytes"] or {}), "peak": predicted["peak_total_bytes"]}
+    sizes = {**row["peak_bytes"], "peak": row["peak_total_bytes"]}
+    return [
+        *(
+            (kind, memory(size), "-" if expected.get(kind) is None else memory(expected[kind]))
+            for kind, size in sizes.items()
+        ),
+        *(
+            (f"FLOPs, {kind}", count(row["flops"].get(kind, 0)), count(number))
+            for kind, number in predicted["flops"].items()
+        ),
     ]
-    flops = [
-        (f"FLOPs, {kind}", count(row["flops"].get(kind, 0)), count(number))
-        for kind, number in predicted["flops"].items()
-    ]
+
+
+def _tables(row: Mapping[str, Any]) -> tuple[Table, ...]:
     calls: Counter[tuple[str, str, int]] = Counter()
     moved: Counter[tuple[str, str, int]] = Counter()
     for collective in row["collectives"]:
@@ -66,7 +73,7 @@ def _tables(row: Mapping[str, Any]) -> tuple[Table, ...]:
         calls[key] += 1
         moved[key] += collective["sent_bytes"]
     return (
-        ("Counted and predicted", ("", "counted", "predicted"), sizes + flops),
+        ("Counted and predicted", ("", "counted", "predicted"), counted_and_predicted(row)),
         (
             "Collectives", ("in", "kind", "ranks", "calls", "sent"),
             [(*key[:2], count(key[2]), count(number), memory(moved[key])) for key, number in calls.items()],
