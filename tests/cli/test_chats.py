@@ -12,7 +12,7 @@ from lengthwise.data.corpus import open_corpus
 from lengthwise.index.store import open_index
 from tests.chats import TEMPLATE, write_model, write_tokenizer
 from tests.cli.runs import lengthwise
-from tests.data.build import build, files_of, places_of
+from tests.index.build import build, files_of, places_of
 from tests.index.test_loss_mask import write_rows
 
 transformers = pytest.importorskip("transformers")

@@ -10,7 +10,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.data.corpus import open_corpus
 from lengthwise.data.max_length import apply_max_length
-from tests.data.build import build, write_jsonl
+from tests.index.build import build, write_jsonl
 
 lengths_lists = st.lists(st.integers(1, 60), min_size=1, max_size=40)
 

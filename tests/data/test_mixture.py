@@ -23,7 +23,7 @@ from lengthwise.data.order import ORDERS, EverySequence, OrderSettings, make_ord
 from lengthwise.data.run_ledger import RunLedger
 from lengthwise.data.sampler import Sampler
 from lengthwise.plan.prefetch import PlanAhead
-from tests.data.build import build, write_jsonl
+from tests.index.build import build, write_jsonl
 
 repeats = st.sampled_from(["1", "2", "1/2", "5/2", "1/3", "7/10", "0", "3"]).map(Fraction)
 mixtures = (

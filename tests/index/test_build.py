@@ -16,7 +16,7 @@ from lengthwise.index import build as build_module
 from lengthwise.index.build import _only_builder, build_index
 from lengthwise.index.settings import IndexSettings
 from lengthwise.index.store import open_index
-from tests.data.build import SMALL_UNIT, build, files_of, places_of, texts_of, write_jsonl, write_tree
+from tests.index.build import SMALL_UNIT, build, files_of, places_of, texts_of, write_jsonl, write_tree
 
 TEXTS = [f"document {number} " * (1 + number % 13) for number in range(400)]
 

@@ -17,7 +17,7 @@ from lengthwise.index.source_file import SourceFile, check_unchanged, open_sourc
 from lengthwise.index.sources import find_sources
 from lengthwise.index.work_units import split_units
 from tests.data.bad_corpora import END, GOOD, header, in_base_256, member, sample_archive
-from tests.data.build import build, places_of, texts_of, write_jsonl, write_tree
+from tests.index.build import build, places_of, texts_of, write_jsonl, write_tree
 
 
 def all_documents(path, *, unit_bytes, **options):

@@ -11,7 +11,7 @@ from lengthwise.core.lr_scaling import mean_size
 from lengthwise.data.corpus import open_corpus
 from lengthwise.data.sampler import Sampler
 from lengthwise.index.store import open_index
-from tests.data.build import build, files_of
+from tests.index.build import build, files_of
 
 NUMBERS = np.random.default_rng(0)
 ROWS = [NUMBERS.integers(0, 400, size).tolist() for size in NUMBERS.integers(2, 40, 60)]

@@ -7,7 +7,7 @@ import pytest
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.store import open_index
-from tests.data.build import build, write_jsonl
+from tests.index.build import build, write_jsonl
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lengthwise.index.tokenizers import (
     load_tokenizer,
     parse_kmer,
 )
-from tests.data.build import build, texts_of, write_jsonl, write_tree
+from tests.index.build import build, texts_of, write_jsonl, write_tree
 
 
 @given(st.lists(st.binary(max_size=20), max_size=10))

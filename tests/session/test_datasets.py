@@ -7,7 +7,7 @@ import torch
 import lengthwise as lw
 from lengthwise.core.errors import InputError
 from lengthwise.session.datasets import read_sequences
-from tests.data.build import build, write_jsonl
+from tests.index.build import build, write_jsonl
 from tests.session import models
 from tests.session.loops import step_through
 

@@ -9,7 +9,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.specs import model_preset
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.sample_prompts import text_sampling
-from tests.data.build import build, write_jsonl
+from tests.index.build import build, write_jsonl
 
 
 @pytest.fixture

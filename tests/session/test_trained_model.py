@@ -12,7 +12,7 @@ from lengthwise.data.corpus import open_corpus
 from lengthwise.models.stock_model import StockModel
 from lengthwise.session.planning import make_sampler
 from lengthwise.session.trained_model import trained_model
-from tests.data.build import build, write_jsonl
+from tests.index.build import build, write_jsonl
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

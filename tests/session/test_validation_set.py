@@ -11,7 +11,7 @@ from lengthwise.data.corpus import open_corpus, open_validation
 from lengthwise.session.planning import make_cost, make_planner, make_sampler, with_steps
 from lengthwise.session.trained_model import resolve_model
 from lengthwise.session.validation_set import validation_corpus, validation_plans
-from tests.data.build import build, write_jsonl
+from tests.index.build import build, write_jsonl
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from lengthwise.core.errors import InputError
 from lengthwise.index.sources import find_sources
 from lengthwise.index.work_units import split_units
-from tests.data.build import build, places_of, texts_of
+from tests.index.build import build, places_of, texts_of
 
 pa = pytest.importorskip("pyarrow")
 

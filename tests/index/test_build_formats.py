@@ -6,10 +6,10 @@ import pytest
 from lengthwise.index import worker_pool as pool
 from lengthwise.index.build import build_index
 from lengthwise.index.settings import IndexSettings
-from tests.data.build import build, files_of, write_tree
-from tests.data.test_read_arrow import pa, save
-from tests.data.test_read_megatron import write_pair
-from tests.data.test_read_tar import write_tar
+from tests.index.build import build, files_of, write_tree
+from tests.index.readers.test_arrow import pa, save
+from tests.index.readers.test_megatron import write_pair
+from tests.index.readers.test_webdataset import write_tar
 
 TEXTS = [f"document {number} " * (1 + number % 13) for number in range(60)]
 

@@ -9,7 +9,7 @@ import pytest
 from lengthwise.core.errors import InputError
 from lengthwise.index.sources import find_sources
 from lengthwise.index.work_units import split_units
-from tests.data.build import build, places_of, write_tree
+from tests.index.build import build, places_of, write_tree
 
 RNG = np.random.default_rng(0)
 DOCUMENTS = [[list(map(int, RNG.integers(0, 60_000, RNG.integers(0, 9)))) for _ in range(1 + n % 3)] for n in range(50)]

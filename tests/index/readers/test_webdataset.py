@@ -12,7 +12,7 @@ from lengthwise.index.readers.documents_reader import read_documents
 from lengthwise.index.readers.webdataset import tar_samples
 from lengthwise.index.sources import find_sources
 from lengthwise.index.work_units import split_units
-from tests.data.build import build, places_of, texts_of
+from tests.index.build import build, places_of, texts_of
 
 TEXTS = [f"text {number} é\n" * (1 + number % 9) for number in range(60)]
 
