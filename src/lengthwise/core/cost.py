@@ -42,10 +42,8 @@ class CostError:
         return cls(of_times=float(np.quantile(np.abs(np.expm1(logs)), 0.9)), of_ratios=ratios)
 
     def __str__(self) -> str:
-        words = f"nine of ten predictions are within {self.of_times:.0%} of what was measured"
-        if not self.of_ratios:
-            return words
-        return f"{words}, half of the ratios of two within {self.of_ratios:.1%}: auto takes the simpler of such plans"
+        words = f"90 % of predictions are within {self.of_times:.0%} of measurements"
+        return f"{words}, half of the ratios of two within {self.of_ratios:.1%}" if self.of_ratios else words
 
 
 class CostModel(Protocol):
