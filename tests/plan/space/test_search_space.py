@@ -1,5 +1,7 @@
 """Which schemes a cluster offers, and what batches planning looks at."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.data.synthetic import synthetic_lengths
+from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.candidate import stages_of
 from lengthwise.plan.space.search_space import (
     NUM_SAMPLES,
@@ -18,6 +21,7 @@ from lengthwise.plan.space.search_space import (
     make_problem,
     sample_lengths,
 )
+from tests.plan.costs import make_batch
 
 
 def test_levels_of_recompute_are_none_all_and_eighths_between():
@@ -56,6 +60,22 @@ def test_a_refusal_names_the_leanest_scheme_that_the_cluster_has_devices_for():
         )
 
 
+def test_pipelines_of_different_numbers_of_stages_tile_a_cluster_that_no_single_number_divides():
+    cluster = cluster_preset("11x4xA800-80GB")
+    model = replace(model_preset("llama-66b"), ffn_size=28_672, num_kv_heads=8, vocab_size=128_256)
+    lengths = np.minimum(synthetic_lengths("commoncrawl", 200, 0), 32_768)
+    problem = make_problem(
+        AnalyticCost(model=model, cluster=cluster, dtype="bfloat16"),
+        cluster=cluster,
+        num_layers=model.num_layers,
+        max_length=32_768,
+        search_space=SearchSpace(methods=(Method.MEGATRON_TS,), recompute=RecomputeMode.ALL),
+        samples=[lengths],
+    )
+    plan = Planner(policy="auto", problem=problem)(make_batch(lengths.tolist()))
+    assert len({scheme.num_stages for scheme in plan.strategies[0].schemes}) > 1
+
+
 def test_typical_batches_are_of_the_same_lengths_but_not_the_planned_ones():
     lengths = LengthIndex(lengths=synthetic_lengths("commoncrawl", 100_000, 0))
     planned = first_batches(lengths, tokens_per_step=50_000, seed=5, steps=NUM_SAMPLES)
@@ -67,8 +87,8 @@ def test_typical_batches_are_of_the_same_lengths_but_not_the_planned_ones():
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "counts"), [(64, [1, 2, 4, 8]), (24, [1, 2, 3, 4, 6, 8]), (100, [1, 2, 4, 5, 8]), (3, [1, 2, 3])]
+    ("num_devices", "counts"), [(64, [1, 2, 4, 8]), (24, [*range(1, 9)]), (100, [*range(1, 9)]), (3, [1, 2, 3])]
 )
-def test_numbers_of_stages_are_powers_of_two_and_divisors_of_the_cluster(num_devices, counts):
+def test_stages_are_powers_of_two_or_any_number_where_those_may_not_tile_the_cluster(num_devices, counts):
     assert stages_of(num_devices, 80) == counts
     assert stages_of(num_devices, 2) == counts[:2]

@@ -135,6 +135,7 @@ def degrees_of(num_devices: int, devices_per_node: int) -> list[int]:
 
 
 def stages_of(num_devices: int, num_layers: int) -> list[int]:
-    """Powers of two and what divides the number of devices, up to eight stages."""
+    """Up to eight stages: powers of two, and every number where pipelines of those may not fill the devices."""
     limit = min(8, num_devices, num_layers)
-    return [count for count in range(1, limit + 1) if count & (count - 1) == 0 or num_devices % count == 0]
+    is_power = num_devices & (num_devices - 1) == 0
+    return [count for count in range(1, limit + 1) if not is_power or count & (count - 1) == 0]
