@@ -54,8 +54,7 @@ def count(source: Path) -> dict[str, list[str]]:
         if (num_lines := text.count("\n")) > MAX_FILE_LINES:
             places["long_files"].append(f"{shown} ({num_lines})")
         for name, line in _places_in(tree):
-            if not (name == "functions_of_many_arguments" and path.parent.name == "commands"):  # one per option
-                places[name].append(f"{shown}:{line}")
+            places[name].append(f"{shown}:{line}")
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 class_names[node.name].append(f"{shown}:{node.lineno}")
