@@ -61,6 +61,13 @@ def test_alone_a_device_sends_nothing_and_buffers_nothing(method):
         assert layer.live_bytes == 0
 
 
+def test_a_grid_of_ulysses_and_rings_holds_at_once_what_both_do_of_their_tokens():
+    ulysses, ring = volume(Method.ULYSSES, degree=4), volume(Method.RING, degree=8)
+    assert volume(Method.ULYSSES_RING, degree=8).live_bytes == pytest.approx(
+        4 / 8 * ulysses.live_bytes + ring.live_bytes
+    )
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "degree"), [(32, 8, 4), (32, 8, 3), (32, 8, 16), (14, 2, 4), (16, 16, 24)]
 )
