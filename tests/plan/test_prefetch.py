@@ -74,6 +74,25 @@ def test_plans_do_not_depend_on_the_number_of_workers(workers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+def test_another_planner_plans_the_batch_at_hand_and_all_that_follow(workers):
+    other = Planner(policy="padded", problem=PROBLEM)
+    ahead = PlanAhead(sampler(), STATIC, fallback=STATIC, workers=workers, depth=3)
+    try:
+        digests(ahead, 1)
+        batch = next(ahead)
+        assert ahead(batch).policy == "static"
+        ahead.plan_with(other, fallback=other)
+        assert ahead(batch) == other(batch)
+        assert [ahead(next(ahead)).policy for _ in range(6)] == ["padded"] * 6
+        plain = sampler()
+        for _ in range(8):
+            next(plain)
+        assert ahead.state_dict() == plain.state_dict()
+    finally:
+        ahead.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 def test_the_state_is_that_of_the_batch_handed_out_not_of_those_drawn_ahead(workers):
     ahead = PlanAhead(sampler(), STATIC, fallback=STATIC, workers=workers, depth=3)
     try:

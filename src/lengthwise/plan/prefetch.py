@@ -42,7 +42,7 @@ class PlanAhead:
     ) -> None:
         """``patience_s``: how long a worker is waited for; then this process plans, and the workers are killed."""
         self._stream, self._planner, self._fallback, self._warn = stream, planner, fallback, warn
-        self._depth, self._patience_s = depth if workers else 0, patience_s
+        self._depth, self._patience_s, self._workers = depth if workers else 0, patience_s, workers
         self._pool = _start_pool(planner, workers) if workers else None
         self._queue: deque[tuple[GlobalBatch, dict[str, Any], Future[StepPlan]]] = deque()
         self._state = stream.state_dict()
@@ -76,6 +76,15 @@ class PlanAhead:
                     "it is planned by policy static instead\n"
                 )
             return self._fallback(batch)
+
+    def plan_with(self, planner: Plan, *, fallback: Plan) -> None:
+        """Plan with another planner from now on, what was planned ahead and the batch handed out last as well."""
+        self._planner, self._fallback = planner, fallback
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = _start_pool(planner, self._workers)
+            self._queue = deque((batch, state, self._submit(batch)) for batch, state, _ in self._queue)
+            self._due = (self._due[0], self._submit(self._due[0])) if self._due is not None else None
 
     def peek(self) -> StepPlan | None:
         """The plan of the batch that is handed out next, if a worker has made it."""

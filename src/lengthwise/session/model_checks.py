@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
-from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _LOOKS = ("pixel_values", "input_values", "input_features")

@@ -16,8 +16,8 @@ from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.run import MicroBatchFailure
 from lengthwise.runtime.loop.step import Step
 
 _log = logging.getLogger("lengthwise")
@@ -79,7 +79,11 @@ class OnlineCalibration:
 
     def on_oom(self, step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:
         """Micro-batches did not fit: plan the step again with a memory model under which they do not."""
-        plan, factors = step.plan, dict(self.cost.bytes_factors)
+        self.refuse(step.plan, failures)
+
+    def refuse(self, plan: StepPlan, failures: tuple[MicroBatchFailure, ...]) -> None:
+        """Plan with a memory model under which the micro-batches that failed do not fit."""
+        factors = dict(self.cost.bytes_factors)
         for failure in failures:
             pipeline = plan.pipelines[failure.pipeline]
             factor = self._factor_that_refuses(plan, failure)
@@ -87,7 +91,7 @@ class OnlineCalibration:
             factors[degree] = max(factors.get(degree, 1.0), factor)
             tokens = pipeline.micro_batches[failure.micro_batch].pack.num_tokens
             self._note(
-                step.number,
+                plan.step,
                 f"rank {failure.rank} ran out of memory with {tokens:,} tokens at degree {degree}; micro-batches of "
                 f"that degree are taken to need {factors[degree]:.2f} times the bytes that were predicted, and the "
                 "step is planned again",

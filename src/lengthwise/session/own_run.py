@@ -2,18 +2,23 @@
 
 import sys
 from dataclasses import replace
+from functools import cache, partial
 
 from lengthwise.config.run_config import Config
+from lengthwise.core.cost import CostModel
 from lengthwise.core.processes import num_cores
 from lengthwise.core.specs import ModelSpec
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import Corpus
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.prefetch import PlanAhead
 from lengthwise.runtime.comm.devices import local_size
+from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.train.training_engine import TransformerEngine
 from lengthwise.session.compile_sizes import compiled_layers, sizes_of, tell_sizes
+from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans, with_draws
 from lengthwise.session.run_parts import RunInputs, RunParts
 
@@ -30,8 +35,20 @@ def own_parts(inputs: RunInputs, spec: ModelSpec, model: Transformer) -> RunPart
     """
     config, corpus, cluster, world = inputs.config, inputs.corpus, inputs.cluster, inputs.world
 
-    def planner_of(config: Config, corpus: Corpus) -> Planner:
-        return make_planner(config, make_cost(config, spec, cluster), spec=spec, cluster=cluster, corpus=corpus)
+    def planner_of(config: Config, corpus: Corpus, cost: CostModel | None = None) -> Planner:
+        cost = cost or make_cost(config, spec, cluster)
+        return make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus)
+
+    @cache
+    def calibration() -> OnlineCalibration:
+        return OnlineCalibration(world, make_cost(config, spec, cluster), partial(planner_of, config, corpus))
+
+    def replan(plan: StepPlan, failures: tuple[MicroBatchFailure, ...]) -> None:
+        """Plan with costs under which what ran out of memory does not fit; every rank does."""
+        assert ahead is not None, "plans that were planned can be planned again"
+        calibration().refuse(plan, failures)
+        planner = calibration().planner
+        ahead.plan_with(with_draws(config, planner), fallback=with_draws(config, replace(planner, policy="static")))
 
     ahead: PlanAhead | None = None
     if config.plan.file:
@@ -45,8 +62,17 @@ def own_parts(inputs: RunInputs, spec: ModelSpec, model: Transformer) -> RunPart
         ahead = _plan_ahead(config, planner, corpus, world)
     try:
         compiled = compiled_layers(sizes, world, inputs.folder, inputs.on_size)
+        on_oom = None if ahead is None else replan
         return RunParts(
-            engine=TransformerEngine(model, world, config=config, spec=spec, source=corpus, compiled=compiled),
+            engine=TransformerEngine(
+                model,
+                world,
+                config=config,
+                spec=spec,
+                source=corpus,
+                compiled=compiled,
+                on_oom=on_oom,
+            ),
             stream=make_sampler(config, corpus) if ahead is None else ahead,
             planner=plans if ahead is None else ahead,
             num_params=spec.num_params,

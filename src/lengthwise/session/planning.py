@@ -23,9 +23,11 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.links import with_measured_links
 from lengthwise.cost.profiled.fitted import FittedCost
 from lengthwise.cost.profiled.measured_schemes import ProfiledCost, tables_by_scheme
+from lengthwise.cost.separable import SeparableCost
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.corpus import Corpus
 from lengthwise.data.order import Order, OrderSettings, Selection, Shuffled, make_order
@@ -122,7 +124,7 @@ def check_num_ranks(config: Config, num_ranks: int) -> None:
         raise InputError(f"cluster.name={config.cluster.name} has {num_devices} devices, the run has {num_ranks} ranks")
 
 
-def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> CostModel:
+def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> SeparableCost:
     """Fitted to or learned from ``plan.profile`` where there is one, else analytic.
 
     Raises:
@@ -323,6 +325,7 @@ def _check_degree(config: Config, cost: CostModel, cluster: ClusterSpec) -> None
             f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
         )
     if plan.profile:
+        cost = cost.base if isinstance(cost, CorrectedCost) else cost
         measured = max(scheme.degree for scheme in cost.tables) if isinstance(cost, ProfiledCost) else 1
         limits = {"plan.degree": (plan.degree, measured), "plan.max_degree": (plan.max_degree, measured)}
         limits["plan.max_stages"] = (plan.max_stages, 1)

@@ -4,7 +4,8 @@ twice."""
 import pytest
 import torch
 
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, is_out_of_memory
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
+from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure
 from tests.runtime.loop.memory_runs import LAYERS, TRAINED, train
 
 PLACES = [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(LAYERS)]

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.out_of_memory import MOST_ATTEMPTS, MicroBatchFailure
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
@@ -36,18 +36,6 @@ Planner = Callable[[GlobalBatch], StepPlan]
 
 
 _log = logging.getLogger("lengthwise")
-
-MOST_ATTEMPTS = 10
-"""How often one step may be aborted and come again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchFailure:
-    """The place of a micro-batch that ran out of memory."""
-
-    rank: int
-    pipeline: int
-    micro_batch: int
 
 
 class Run(PreparedModel):

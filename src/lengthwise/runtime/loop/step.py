@@ -12,6 +12,7 @@ from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.differences import ranks_text
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
@@ -25,7 +26,6 @@ from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_micro_batch
 
 NUM_DIGESTS = 4

@@ -17,6 +17,7 @@ from lengthwise.core.batch import NEXT_TOKEN, Pack
 from lengthwise.core.pipeline_config import Method
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.group import Group
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import synthetic
@@ -25,7 +26,6 @@ from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.layer_hooks import LayerWatch
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 from lengthwise.runtime.wrap.zero_collectives import finish_micro_batch
 
 Watch = TypeVar("Watch", bound=LayerWatch)

@@ -19,11 +19,11 @@ from lengthwise.core.layer_profile import LayerRow, LayerTable, LinkRow
 from lengthwise.core.pipeline_config import Method, shared_by
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.devices import local_size
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
 from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_memory, measure_time
-from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 
 NUM_LAYERS = 2
 """Layers that are computed: the first warms up, the second is measured."""

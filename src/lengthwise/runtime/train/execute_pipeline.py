@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import Pack
+from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.timeline import PUSH, SpanKind
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
+from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure, is_out_of_memory
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.execution import Execution, ExecutionWatch, OneDevice
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
@@ -69,7 +71,9 @@ class WeightPhaseRun:
     forward_only: bool = False
     """Whether nothing is kept for backwards, as there are none."""
     loss: Tensor = field(init=False)
-    """This rank's share of the step's mean loss so far."""
+    """This rank's share of the step's mean loss so far; NaN after it ran out of memory."""
+    failure: MicroBatchFailure | None = field(default=None, init=False)
+    """Where this rank ran out of memory; from then on it computes no micro-batch that it has for itself."""
 
     def __post_init__(self) -> None:
         self._world = self.state.world
@@ -88,10 +92,10 @@ class WeightPhaseRun:
             elif operation.kind is OperationKind.PUSH:
                 self._push()
             elif operation.kind is OperationKind.FORWARD:
-                self._forward(operation)
+                self._compute(operation, self._forward)
             elif operation.kind is OperationKind.BACKWARD:
                 self._watch.is_last_backward = number == backwards[-1]
-                self._backward(operation)
+                self._compute(operation, self._backward)
             elif operation.kind is OperationKind.RECEIVE:
                 self._receive(operation)
             else:
@@ -114,6 +118,33 @@ class WeightPhaseRun:
         for going in self._going:
             going.wait()
         self._going = []
+
+    def _compute(self, operation: Operation, compute: Callable[[Operation], None]) -> None:
+        """Compute a pass; the rest of the step is gone through without it if it runs out of memory on this rank alone.
+
+        Raises:
+            InfeasibleError: it ran out of memory, and others share the micro-batch, which cannot go on without it.
+        """
+        pipelines = self.plan.pipelines
+        is_alone = pipelines[operation.pipeline].scheme.num_devices == 1
+        if self.failure is not None and is_alone:
+            return
+        try:
+            compute(operation)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error) or self.forward_only:
+                raise
+            if not is_alone:
+                raise out_of_memory(
+                    self.plan, operation.pipeline, operation.micro_batch, rank=self._world.rank
+                ) from error
+        # and not before: the error holds on to what was computed
+        self._in_flight = {k: flying for k, flying in self._in_flight.items() if pipelines[k[0]].scheme.num_devices > 1}
+        self.loss = torch.full_like(self.loss, torch.nan)
+        self.failure = MicroBatchFailure(
+            rank=self._world.rank, pipeline=operation.pipeline, micro_batch=operation.micro_batch
+        )
 
     def _forward(self, operation: Operation) -> None:
         pipeline, micro_batch = self._of(operation)
@@ -209,6 +240,16 @@ class WeightPhaseRun:
             layers=layers,
             watch=self._watch,
         )
+
+
+def out_of_memory(plan: StepPlan, pipeline: int, micro_batch: int, *, rank: int) -> InfeasibleError:
+    """The error of a rank that ran out of memory."""
+    planned = plan.pipelines[pipeline]
+    num_tokens = planned.micro_batches[micro_batch].pack.num_tokens
+    return InfeasibleError(
+        f"step {plan.step}: rank {rank} ran out of memory in a micro-batch of {num_tokens:,} tokens under scheme "
+        f"{planned.scheme.name}; lower {Setting.MAX_TOKENS}, or use more devices"
+    )
 
 
 def make_groups(plan: StepPlan, state: ShardedState) -> None:

@@ -8,20 +8,29 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.batch import Pack
-from lengthwise.core.errors import CheckError, LengthwiseError, Setting
+from lengthwise.core.errors import CheckError, InfeasibleError, LengthwiseError, Setting
 from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
-from lengthwise.runtime.train.execute_pipeline import WeightPhaseRun, make_groups
+from lengthwise.runtime.train.execute_pipeline import WeightPhaseRun, make_groups, out_of_memory
 from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors, TokenSource, feed
 from lengthwise.sim.schedule_check import RankOperations, WeightPhase, check_matching, operations
+
+
+class StepMemoryError(InfeasibleError):
+    """Ranks ran out of memory in micro-batches that each computed alone; weights are as they were before the step."""
+
+    def __init__(self, plan: StepPlan, failures: tuple[MicroBatchFailure, ...]) -> None:
+        first, self.failures = failures[0], failures
+        super().__init__(str(out_of_memory(plan, first.pipeline, first.micro_batch, rank=first.rank)))
 
 
 class DivergedError(LengthwiseError):
@@ -117,15 +126,34 @@ def run_step(
         InputError: the plan is for other ranks or another model.
         CheckError: its operations do not match.
         DivergedError: the loss or the gradient is not finite; weights are left as they were.
+        StepMemoryError: on every rank, where one ran out of memory; weights are left as they were.
     """
-    loss = run_micro_batches(plan, model, state, source, clock=clock, masking=masking, feeds=feeds, schedule=schedule)
+    own_failures: list[MicroBatchFailure] = []
+    loss = run_micro_batches(
+        plan, model, state, source, clock=clock, masking=masking, feeds=feeds, schedule=schedule,
+        on_oom=own_failures.append,
+    )  # fmt: skip
     with clock.span(SpanKind.UPDATE, "clip"):
         norm, total = state.global_norm(loss)
     if not (torch.isfinite(torch.tensor([norm, total])).all()):
+        if failures := _shared_failures(own_failures, state.world):
+            state.discard_gradient()
+            raise StepMemoryError(plan, failures)
         raise DivergedError(plan.step, total, norm, advice_at(lr))
     with clock.span(SpanKind.UPDATE, "optimizer"):
         state.step(lr=lr, clip=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)
     return StepResult(loss=total, grad_norm=norm, lr=lr)
+
+
+def _shared_failures(own: list[MicroBatchFailure], world: DistContext) -> tuple[MicroBatchFailure, ...]:
+    """Where ranks ran out of memory, the same on all of them; one all-gather."""
+    places = [(failure.pipeline, failure.micro_batch) for failure in own] or [(-1, -1)]
+    rows = gather_rows(torch.tensor(places[0], dtype=torch.int64, device=world.device)).tolist()
+    return tuple(
+        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=micro_batch)
+        for rank, (pipeline, micro_batch) in enumerate(rows)
+        if pipeline >= 0
+    )
 
 
 def run_micro_batches(
@@ -138,8 +166,11 @@ def run_micro_batches(
     masking: TokenMasking | None = None,
     feeds: Callable[[Pack], MicroBatchTensors] | None = None,
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+    on_oom: Callable[[MicroBatchFailure], None] = lambda failure: None,
 ) -> Tensor:
     """Pull, compute and push all that the plan has for this rank; its share of the step's mean loss.
+
+    ``on_oom``: is told where this rank ran out of memory, if it did; its loss is NaN then.
 
     Raises:
         InputError, CheckError: as :func:`run_step`.
@@ -150,6 +181,8 @@ def run_micro_batches(
     rank_run = WeightPhaseRun(plan=plan, model=model, state=state, feeds=feeds, clock=clock)
     for stretch, lists in planned:
         rank_run.run(stretch, lists[state.world.rank])
+    if rank_run.failure is not None:
+        on_oom(rank_run.failure)
     return rank_run.loss
 
 

@@ -11,6 +11,7 @@ from lengthwise.core.pipeline_config import PipelineSchedule
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.activity import ACTIVITY
+from lengthwise.runtime.comm.out_of_memory import MOST_ATTEMPTS, MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.compile.compiled_layers import CompiledLayers
 from lengthwise.runtime.models.base import Transformer
@@ -18,12 +19,14 @@ from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.data_prefetch import Prefetcher, packs_of
 from lengthwise.runtime.train.executable import check_compiled
-from lengthwise.runtime.train.execute_step import StepResult, run_step
+from lengthwise.runtime.train.execute_step import StepMemoryError, StepResult, run_step
 from lengthwise.runtime.train.micro_batch_tensors import TokenSource, masking_of
 from lengthwise.runtime.train.text_samples import LogitsOf, predicting
 from lengthwise.runtime.train.validation import validation_loss
 from lengthwise.sim.schedule_check import shares_of
 
+OnOutOfMemory = Callable[[StepPlan, tuple[MicroBatchFailure, ...]], None]
+"""Is told, on every rank, which micro-batches of a plan ran out of memory."""
 PeekPlan = Callable[[], StepPlan | None]
 """Gives the plan of the step after, if it is known."""
 
@@ -97,9 +100,12 @@ class TransformerEngine:
         spec: ModelSpec,
         source: TokenSource,
         compiled: CompiledLayers | None = None,
+        on_oom: OnOutOfMemory | None = None,
     ) -> None:
-        """``source``: the sequences that are trained on; ``compiled``: None runs layers as they are."""
+        """``source``: the sequences that are trained on; ``compiled``: None runs layers as they are; ``on_oom``: is
+        told what did not fit before the step is planned again; None: the run ends."""
         self.model, self.world, self._train, self._compiled = model, world, config.train, compiled
+        self._on_oom, self._attempt = on_oom, 0
         self._clip_norm = config.optim.clip_norm
         if compiled is not None:
             model.run_layer = compiled
@@ -126,27 +132,37 @@ class TransformerEngine:
         if self._prefetcher is not None:
             self._prefetcher.start(packs_of(plan, self.world.rank), following=following)
 
-    def compute_step(self, plan: StepPlan, clock: StepClock, *, lr: float) -> StepResult:
-        """Compute a step and update the weights at ``lr`` times the plan's factor.
+    def compute_step(self, plan: StepPlan, clock: StepClock, *, lr: float) -> StepResult | None:
+        """Compute a step and update the weights at ``lr`` times the plan's factor; None: it did not fit, plan it again.
 
         Raises:
             DivergedError: the loss or the gradient is not finite; weights are left as they were.
+            InfeasibleError: a rank ran out of memory in a micro-batch that it shares, or again and again.
         """
         if self._compiled is not None:
             check_compiled(plan)
             self._compiled.make_room(shares_of(plan, self.world.rank))
-        return run_step(
-            plan,
-            self.model,
-            self.state,
-            self.source,
-            lr=lr * plan.lr_factor,
-            clip_norm=self._clip_norm,
-            clock=clock,
-            masking=self._masking,
-            feeds=self._prefetcher.take if self._prefetcher else None,
-            schedule=PipelineSchedule(self._train.schedule),
-        )
+        try:
+            result = run_step(
+                plan,
+                self.model,
+                self.state,
+                self.source,
+                lr=lr * plan.lr_factor,
+                clip_norm=self._clip_norm,
+                clock=clock,
+                masking=self._masking,
+                feeds=self._prefetcher.take if self._prefetcher else None,
+                schedule=PipelineSchedule(self._train.schedule),
+            )
+        except StepMemoryError as error:
+            if self._on_oom is None or self._attempt >= MOST_ATTEMPTS:
+                raise
+            self._attempt += 1
+            self._on_oom(plan, error.failures)
+            return None
+        self._attempt = 0
+        return result
 
     def mean_loss(self, plans: Sequence[StepPlan], source: TokenSource) -> float:
         """Mean loss over all targets of plans for the sequences of ``source``; changes neither weights nor generators.

@@ -8,8 +8,8 @@ import torch
 from lengthwise.core.errors import CheckError, CommunicationError, InfeasibleError, InputError, LengthwiseError
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.objects import broadcast_json
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.prepared_model import PreparedModel
-from lengthwise.runtime.wrap.oom_recovery import is_out_of_memory
 
 T = TypeVar("T")
 

@@ -13,15 +13,6 @@ from torch.utils import _pytree as pytree
 
 from lengthwise.core.errors import LengthwiseError
 
-_OF_CPU = ("can't allocate memory", "not enough memory", "DefaultCPUAllocator")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device ran out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_CPU)
-
 
 class MissingTensor:
     """A placeholder for a tensor that was not computed; every operation on it returns another placeholder."""

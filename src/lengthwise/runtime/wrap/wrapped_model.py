@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.attention_calls import AllAttendedError
 from lengthwise.runtime.wrap.call_rules import CallRules, ForwardCalls, compare
@@ -24,7 +25,7 @@ from lengthwise.runtime.wrap.layer_hooks import HookedLayers, intercepting
 from lengthwise.runtime.wrap.loss_backward import roots_of
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, autocast_dtype, is_out_of_memory
+from lengthwise.runtime.wrap.oom_recovery import MissingTensor, OutputStructure, autocast_dtype
 from lengthwise.runtime.wrap.position_ids import StockPositions
 from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
