@@ -1,6 +1,7 @@
 """Bounds of policies never exceed the optimum of what they may use, and `auto` is near the optimum of everything."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 import numpy as np
@@ -82,3 +83,62 @@ def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy):
             ratios.append(plan.time_s / best_s)
     assert len(ratios) > cases / 2
     assert policy != "auto" or (fmean(ratios) < 1.01 and max(ratios) < 1.05)
+
+
+METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS, Method.ULYSSES_Z)
+POOLS = (
+    {"methods": METHODS[:1], "max_degree": 2, "max_stages": 1},
+    {"methods": METHODS[:2], "max_degree": 2, "max_stages": 1},
+    {"methods": METHODS[:3], "max_degree": 2, "max_stages": 1},
+    {"methods": METHODS[:3], "max_degree": 8, "max_stages": 1},
+    {"methods": METHODS, "max_degree": 8, "max_stages": 2},
+)
+"""Each with all candidates of those before it."""
+
+
+def planned_in(pools, seed):
+    """Seconds of `auto`'s plan of one random batch under each pool; inf where a pool does not hold it."""
+    rng = np.random.default_rng(seed)
+    cost = UnevenUpdates(
+        a_s=rng.choice([0.0, 1e-4, 1e-2]),
+        b_s=rng.choice([1e-3, 1e-2]),
+        c_s=rng.choice([0.0, 0.05, 0.5]),
+        loss=rng.choice([0.0, 0.1, 0.5]),
+        capacity=int(rng.integers(30, 120)),
+        unit_s=rng.choice([0.0, 0.1, 1.0]),
+        method_factors=dict(zip(METHODS, rng.uniform(0.8, 1.4, len(METHODS)).tolist())),
+    )
+    num_devices, recomputed = int(rng.choice([2, 3, 4, 8])), [(0,), (0, 4)][rng.integers(2)]
+    samples = [np.minimum(rng.lognormal(3, 0.8, 12).astype(int) + 1, 100) for _ in range(3)]
+    lengths = np.minimum(rng.lognormal(3, 1, int(rng.integers(2, 14))).astype(int) + 1, 100)
+    times_s = []
+    for pool in pools:
+        problem = make_problem(
+            cost,
+            num_devices=num_devices,
+            methods=pool["methods"],
+            recomputed=recomputed,
+            degrees=[d for d in (1, 2, 3, 4, 8) if d in (num_devices, 1, 2, 4) and d <= pool["max_degree"]],
+            stages=list(range(1, pool["max_stages"] + 1)),
+            samples=samples,
+        )
+        try:
+            times_s.append(Planner(policy="auto", problem=problem)(make_batch(lengths.tolist())).time_s)
+        except InfeasibleError:
+            times_s.append(np.inf)
+    return times_s
+
+
+def assert_no_slower(times_s):
+    assert all(more_s <= less_s * (1 + 1e-9) for less_s, more_s in pairwise(times_s)), times_s
+
+
+@pytest.mark.parametrize(("seed", "pools"), [(19, POOLS[2:4]), (48, POOLS[1:3])])
+def test_layerwise_mixes_are_planned_on_every_degree_whatever_paradyse_itself_would_use(seed, pools):
+    assert_no_slower(planned_in(pools, seed))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("seed", range(30))
+def test_more_kinds_do_not_make_the_plan_slower(seed):
+    assert_no_slower(planned_in(POOLS, seed))

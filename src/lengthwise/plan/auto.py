@@ -31,6 +31,7 @@ from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCan
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
+from lengthwise.plan.layerwise.paradyse import on_every_degree
 from lengthwise.plan.policies import POLICIES, Policy
 from lengthwise.plan.policies import prepare as prepare_policy
 from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
@@ -52,12 +53,13 @@ Counts = Sequence[tuple[ProposedCandidate, int]]
 
 
 def prepare(problem: PlanningProblem) -> "AutoPolicy":
-    """Propose strategies and prepare every other policy for the corpus."""
-    others = {}
+    """Propose strategies and prepare every other policy for the corpus, that of layer-wise methods on every degree."""
+    others: dict[str, Policy] = {}
     for name in POLICIES:
         if name != "auto":
             with _goes_on_without(name):
                 others[name] = prepare_policy(name, problem)
+    others |= {policy.name: policy for policy in on_every_degree(problem)}
     return AutoPolicy(problem, others)
 
 

@@ -35,11 +35,9 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
         InfeasibleError: no degree that tiles the cluster holds the longest sequence in one stage.
     """
     for candidates in _groups(problem):
-        ladder = RecomputeLadder(
-            [*candidates, *(LayerAssigner(candidates).mixes() if len(options_of(candidates)) > 1 else ())]
-        )
-        if ladder.max_tokens >= problem.max_length:
-            return ParaDysePolicy(problem, ladder)
+        policy = ParaDysePolicy(problem, _ladder(candidates))
+        if policy.ladder.max_tokens >= problem.max_length:
+            return policy
     single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
     raise InfeasibleError(
         f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
@@ -47,6 +45,21 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
         f"{max((candidate.max_tokens for candidate in single), default=0):,} tokens at degrees "
         f"{sorted({c.scheme.degree for c in single})}. Allow recompute or more degrees, or lower {Setting.MAX_LENGTH}."
     )
+
+
+def on_every_degree(problem: PlanningProblem) -> list["ParaDysePolicy"]:
+    """The same planning on copies of every family that tiles the cluster, whatever length it holds."""
+    tiling = [
+        candidates
+        for (degree, layers, _), candidates in problem.families.items()
+        if len(layers) == 1 and problem.num_devices % degree == 0
+    ]
+    return [ParaDysePolicy(problem, _ladder(candidates)) for candidates in tiling]
+
+
+def _ladder(candidates: Sequence[Candidate]) -> RecomputeLadder:
+    mixes = LayerAssigner(candidates).mixes() if len(options_of(candidates)) > 1 else ()
+    return RecomputeLadder([*candidates, *mixes])
 
 
 def _groups(problem: PlanningProblem) -> list[Sequence[Candidate]]:
