@@ -7,16 +7,21 @@ from itertools import islice
 import pytest
 import torch
 
+from lengthwise.cli.worker import find_cluster
 from lengthwise.config.run_config import load
 from lengthwise.core.errors import InputError
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.corpus import open_corpus, open_validation
 from lengthwise.models.stock_model import read_stock_model
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 from lengthwise.runtime.train.lr_schedule import learning_rate
+from lengthwise.session import stock_run
 from lengthwise.session.planning import make_sampler
 from lengthwise.session.profile_model import measure_as_rank
 from lengthwise.session.run_model import load_stock
+from lengthwise.session.run_parts import RunInputs
 from tests.chats import write_tokenizer
 from tests.cli.runs import lengthwise, make_corpus
 from tests.session.models import train_alone
@@ -151,6 +156,32 @@ def test_it_is_exported_with_all_that_it_came_with(trained, gemma2, alone, tmp_p
     assert "report" in lengthwise("report", trained.path).stdout
     ledger = trained.read_json("ledger.json")
     assert ledger["steps"] == NUM_STEPS and ledger["tokens_seen"] > 0
+
+
+def test_the_plans_of_a_file_are_computed_with_weights_where_costs_place_them(trained, gemma2, options, monkeypatch):
+    changes = [f"plan.file={trained.plans}", "train.steps=2"]
+    config = load(None, [*options, *changes, "cluster.name=1xcpu"])
+    placed = []
+
+    def place(run, chosen, cost, longest):
+        placed.append(longest)
+        return cost, lambda plan: 0
+
+    monkeypatch.setattr(stock_run, "place_weights", place)
+    monkeypatch.setattr(stock_run, "check_executable", lambda *_: None)  # two ranks planned the first steps
+    monkeypatch.setattr(Run, "gather_by_layer", lambda run: placed.append("by layer"))
+    corpus, stock = open_corpus(config.data), read_stock_model(gemma2)
+    world = DistContext(rank=0, size=1, device=torch.device("cpu"))
+    inputs = RunInputs(
+        config=config, corpus=corpus, validation=None, cluster=find_cluster(config, world), world=world,
+        folder=trained, quiet=True,
+    )  # fmt: skip
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        stock_run.stock_parts(inputs, stock, load_stock(config, stock))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert placed == [corpus.lengths.max_length, "by layer"]
 
 
 def test_weights_that_are_not_all_there_are_refused(gemma2, options, tmp_path):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from torch import nn
 
@@ -28,7 +28,7 @@ from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.planning import make_planner, make_sampler, open_plans
 from lengthwise.session.prepare import calibrated, check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
-from lengthwise.session.weight_placement import KeepLayers, place_weights
+from lengthwise.session.weight_placement import place_weights
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "LMHead")
 """Ends of names of classes that learn the next token from rows without labels, whatever their loss does with labels."""
@@ -99,16 +99,10 @@ class _Planning:
         self, inputs: RunInputs, prepared: PreparedModel, chosen: PrepareOptions, sequences: RunSequences
     ) -> None:
         self._inputs, self._prepared, self._options = inputs, prepared, chosen
-        self._lengths = sequences.computed_lengths
-        self.keep_layers: KeepLayers | None = None
-        """What a step keeps whole where weights are gathered by layer; None: all weights are whole."""
-
-    @cached_property
-    def _cost(self) -> CostModel:
-        """Costs, measured when they are asked for first; every rank does."""
-        measured = find_cost(self._prepared, self._options, cluster=self._inputs.cluster, lengths=self._lengths)
-        cost, self.keep_layers = place_weights(self._prepared, self._options, measured, self._lengths.max_length)
-        return cost
+        lengths = sequences.computed_lengths
+        measured = find_cost(prepared, chosen, cluster=inputs.cluster, lengths=lengths)
+        self._cost, self.keep_layers = place_weights(prepared, chosen, measured, lengths.max_length)
+        """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
         """The planner of a corpus under costs as they were measured."""
