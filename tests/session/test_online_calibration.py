@@ -11,7 +11,7 @@ from lengthwise.core.specs import cluster_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.plan.space.search_space import SearchSpace, make_problem
 from lengthwise.runtime.comm.world import start_world
-from lengthwise.runtime.loop.step import MicroBatchTiming
+from lengthwise.runtime.loop.run_state import MicroBatchTiming
 from lengthwise.session.online_calibration import EVERY, OnlineCalibration
 from tests.session.memory_limit import Lying
 

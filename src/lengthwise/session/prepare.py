@@ -33,6 +33,7 @@ from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.state.optimizer import with_tensor_names
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.preserved_state import preserve_state
@@ -113,6 +114,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             on_oom=calibration.on_oom if calibration else None,
             on_finish=calibration.on_finish if calibration else None,
             keep_layers=keep_layers,
+            check_stages=partial(check_stages, prepared),
         )
         if keep_layers is not None:
             run.gather_by_layer()

@@ -20,6 +20,7 @@ from lengthwise.runtime.loop.planned_pipelines import check_executable
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.session.calibration import find_cost
 from lengthwise.session.datasets import RunSequences, read_sequences
@@ -76,6 +77,7 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
             on_oom=calibration.on_oom if calibration else None,
             on_finish=calibration.on_finish if calibration else None,
             keep_layers=planning.keep_layers,
+            check_stages=partial(check_stages, prepared),
         )
         if planning.keep_layers is not None:
             run.gather_by_layer()
@@ -117,7 +119,10 @@ class _Planning:
         """The plans of ``plan.file``, which suit the model and the ranks."""
         plans = open_plans(self._inputs.config)
         for plan in plans.representatives():
-            check_executable(plan, self._prepared.wrapped_model.structure.num_layers, self._inputs.world.size)
+            check_executable(
+                plan, self._prepared.wrapped_model.structure.num_layers, self._inputs.world.size,
+                stage_problem=self._prepared.stage_problem,
+            )  # fmt: skip
         return plans
 
     def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:

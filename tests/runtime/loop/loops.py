@@ -1,5 +1,7 @@
 """Loops of users who do what a loop may do: catch errors, leave steps, change weights; on every rank of a pool."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.runtime.comm.world import start_world
+from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -23,15 +26,16 @@ def model_of(dtype=torch.float64):
     return Model().to(dtype)
 
 
-def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR, by_layer=False):
+def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR, by_layer=False, stages=1):
     world = start_world("cpu")
     run = run_of(
-        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed),
+        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed, stages=stages),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN, labels=labels),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: lr, clip_norm=0.0,
         num_steps=num_steps,
     )  # fmt: skip
     trace_model(run)
+    run.check_stages = partial(check_stages, run)
     if by_layer:
         run.gather_by_layer()
     return run
@@ -65,13 +69,13 @@ class TroubleError(Exception):
     """What a loop runs into."""
 
 
-def train_through_trouble(degree, recomputed, place, troubled, *, by_layer=False):
+def train_through_trouble(degree, recomputed, place, troubled, *, by_layer=False, stages=1):
     """A loop that catches its errors and goes on; in its first step, ranks of ``troubled`` run into one at a place.
 
     Returns losses, weights, and what each update that raised said.
     """
     model, losses, said = model_of(), [], []
-    run = make_run(model, degree=degree, recomputed=recomputed, by_layer=by_layer)
+    run = make_run(model, degree=degree, recomputed=recomputed, by_layer=by_layer, stages=stages)
     has_trouble = run.world.rank in troubled
     for step in run.steps():
         try:

@@ -1,6 +1,7 @@
 """A small model that runs out of memory where it is told to, and steps of it on every rank."""
 
 import re
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import MicroBatchFailure, Run
 from lengthwise.runtime.loop.step import Step
+from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
@@ -110,13 +112,14 @@ class Stream:
         self.step = state["step"]
 
 
-def plan_on(num_ranks: int, degree: int, recomputed: int, shared: Method = Method.ULYSSES):  # type: ignore[no-untyped-def]
-    """A planner whose pipelines have ``degree`` ranks and two micro-batches each."""
+def plan_on(num_ranks: int, degree: int, recomputed: int, shared: Method = Method.ULYSSES, stages: int = 1):  # type: ignore[no-untyped-def]
+    """A planner whose pipelines have ``degree`` ranks a stage and two micro-batches each."""
 
     def plan(batch: GlobalBatch) -> StepPlan:
         method = shared if degree > 1 else Method.DENSE
-        scheme = uniform_scheme(LAYERS, degree=degree, stages=1, method=method, recomputed=recomputed)
-        number = num_ranks // degree
+        scheme = uniform_scheme(LAYERS, degree=degree, stages=stages, method=method, recomputed=recomputed)
+        size = degree * stages
+        number = num_ranks // size
         packs: list[list[PlannedMicroBatch]] = [[] for _ in range(number)]
         for at, ids in enumerate(((0,), (1, 3), (2,))):
             pack = Pack(ids=ids, lengths=tuple(LENGTHS[i] for i in ids))
@@ -126,7 +129,7 @@ def plan_on(num_ranks: int, degree: int, recomputed: int, shared: Method = Metho
             lower_bound_s=0.0,
             pipelines=tuple(
                 Pipeline(
-                    ranks=tuple(range(at * degree, (at + 1) * degree)), phase=0, scheme=scheme, state_bytes=0,
+                    ranks=tuple(range(at * size, (at + 1) * size)), phase=0, scheme=scheme, state_bytes=0,
                     micro_batches=tuple(held),
                 )
                 for at, held in enumerate(packs)
@@ -163,6 +166,7 @@ def train(
     method: Method = Method.ULYSSES,
     *,
     by_layer: bool = False,
+    stages: int = 1,
 ) -> tuple[list[float], list[str], Tensor]:
     """Two steps in which ranks run out of memory at some places in the first attempt of the first step.
 
@@ -174,12 +178,13 @@ def train(
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(TRAINED[trained], name) is not None)
     run = run_of(
-        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed, method),
+        WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed, method, stages),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN),
         optimizer=OptimizerSettings(name="sgd", momentum=0.0),
         lr=lambda step: 0.5, clip_norm=0.0, num_steps=2,
     )  # fmt: skip
     trace_model(run)
+    run.check_stages = partial(check_stages, run)
     if by_layer:
         run.gather_by_layer()
     told: list[str] = []

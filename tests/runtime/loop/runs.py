@@ -4,8 +4,8 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,6 +25,7 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.train.micro_batch_tensors import feed
 from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
@@ -53,6 +54,8 @@ class Packs:
     phase: int = 0
     method: Method | None = None
     """How the ranks share sequences; None: by Ulysses."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each stage; none: one stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,7 @@ def cross_entropy(output: Any, micro_batch: MicroBatch) -> Tensor:
 def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> StepPlan:
     pipelines = []
     for group in groups:
-        degree = len(group.ranks)
+        degree = len(group.ranks) // max(1, len(group.stage_layers))
         packs = [Pack(ids=ids, lengths=tuple(batch.lengths[i] for i in ids)) for ids in group.packs]
         recompute = (*group.recompute, *[False] * num_layers)[:num_layers]
         planned = [
@@ -149,6 +152,7 @@ def plan_of(batch: GlobalBatch, groups: tuple[Packs, ...], num_layers: int) -> S
         ]
         method = Method.DENSE if degree == 1 else group.method or Method.ULYSSES
         scheme = uniform_scheme(num_layers, degree=degree, method=method, recomputed=min(1, num_layers))
+        scheme = replace(scheme, stage_layers=group.stage_layers or scheme.stage_layers)
         pipelines.append(
             Pipeline(ranks=group.ranks, phase=group.phase, scheme=scheme, micro_batches=tuple(planned))
         )  # fmt: skip
@@ -205,6 +209,7 @@ def prepared(
         optimizer=DENSE, lr=lambda step: 1.0, clip_norm=0.0, num_steps=num_steps, seed=seed,
     )  # fmt: skip
     trace_model(run)
+    run.check_stages = partial(check_stages, run)
     methods = tuple(dict.fromkeys([Method.ULYSSES, *(group.method for group in groups if group.method)]))
     checked = pickle.dumps((case, methods, world.size))
     if checked not in CHECKED:  # most tests prepare one case several times

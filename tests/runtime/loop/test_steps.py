@@ -176,7 +176,7 @@ def test_plans_for_others_are_refused(ranks):
 def check_plans():
     for planner, message in (
         (plan_on(2, 1, 0), "plan for step 0 is for 2 ranks, the run has 1"),
-        (with_layers(7), r"stages of \(7,\) layers; a model that is not ours is computed in one stage of 3"),
+        (with_layers(7), r"stages of \(7,\) layers, and the model has 3; plan again"),
     ):
         run = make_run()
         run.planner = planner

@@ -1,5 +1,6 @@
 """Turn the pipelines of a plan into shards of packs, for models that run in one stage."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lengthwise.core.batch import NEXT_TOKEN
@@ -9,6 +10,7 @@ from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.loop.staged_pipeline import stage_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard
@@ -24,7 +26,7 @@ def make_shard(
 ) -> PackShard:
     """The shard of a planned micro-batch on this rank; with ``is_alone``, the whole pack."""
     world, collator = run.world, run.collator
-    group = run.alone if is_alone else world.groups.of(tuple(sorted(pipeline.ranks)))
+    group = run.alone if is_alone else world.groups.of(pipeline.ranks_of(stage_of(pipeline, world.rank)))
     assert group is not None, "a rank computes in pipelines that it is in"
     ids = []
     pack = pad_to_degree(planned.pack, group.size, collator)
@@ -54,17 +56,24 @@ def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[
     ]
 
 
-def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
-    """Raise ``InputError`` unless the plan's ranks, stages and methods suit a third-party model."""
+def check_executable(plan: StepPlan, num_layers: int, num_ranks: int, *, stage_problem: str) -> None:
+    """Raise ``InputError`` unless the plan's ranks, stages and methods suit a third-party model.
+
+    ``stage_problem``: why it cannot be cut into stages; an empty string if it can.
+    """
     where = f"plan for step {plan.step}"
     if plan.num_devices != num_ranks:
         raise InputError(f"{where} is for {plan.num_devices} ranks, the run has {num_ranks}; plan again")
     for number, pipeline in enumerate(plan.pipelines):
         scheme = pipeline.scheme
-        if scheme.num_stages != 1 or scheme.num_layers != num_layers:
+        if scheme.num_layers != num_layers:
             raise InputError(
-                f"{where}: pipelines[{number}] has stages of {scheme.stage_layers} layers; a model that is not ours is "
-                f"computed in one stage of {num_layers}"
+                f"{where}: pipelines[{number}] has stages of {scheme.stage_layers} layers, and the model has "
+                f"{num_layers}; plan again"
+            )
+        if scheme.num_stages > 1 and stage_problem:
+            raise InputError(
+                f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one stage"
             )
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
         if not used <= set(ANY_MODEL_METHODS):
@@ -72,6 +81,15 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int) -> None:
                 f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: "
                 f"{', '.join(ANY_MODEL_METHODS)}"
             )
+
+
+def ranks_that_differ(plan: StepPlan, digests_of: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
+    """The ranks of a pipeline whose digests, of its phase, are not equal; none if all are."""
+    for pipeline in plan.pipelines:
+        digests = digests_of(pipeline.phase)
+        if len({digests[rank] for rank in pipeline.ranks}) > 1:
+            return pipeline.ranks
+    return ()
 
 
 def rounds_of(plan: StepPlan) -> list[tuple[bool, ...]]:

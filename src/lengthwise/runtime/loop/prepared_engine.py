@@ -75,6 +75,7 @@ class PreparedEngine:
         with self._evaluating():
             for plan in plans:
                 sync_step(plan, run.world, StepClock(run.world), stop=False)
+                assert all(pipeline.scheme.num_stages == 1 for pipeline in plan.pipelines), "planned for validation"
                 for pipeline, planned in self._micro_batches(plan, collator):
                     shard = make_shard(shown, plan.step, pipeline, planned)
                     shard.has_noise = False

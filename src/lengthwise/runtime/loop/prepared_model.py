@@ -85,6 +85,19 @@ class PreparedModel:
         """Why the weights cannot be gathered layer by layer; an empty string if they can."""
         return "FSDP2 shards them" if isinstance(self.state, Fsdp2State) else self.wrapped_model.gather_problem
 
+    @property
+    def stage_problem(self) -> str:
+        """Why the model cannot be cut into the stages of a pipeline; an empty string if it can."""
+        outside = any(call.layer is None for call in self.wrapped_model.script.calls.values())
+        problems = {
+            "FSDP2 shards the model": isinstance(self.state, Fsdp2State),
+            "weights are gathered layer by layer": self.gather is not None,
+            "frozen models compute beside it": bool(self.frozen_models),
+            "its ranks exchange tokens outside of its layers": outside and self.world.size > 1,
+            self.wrapped_model.gather_problem: bool(self.wrapped_model.gather_problem),
+        }
+        return next((problem for problem, applies in problems.items() if applies), "")
+
     def check_gathers(self) -> None:
         """Raise ``InputError`` if the weights cannot be gathered layer by layer."""
         if self.gather_problem:

@@ -20,6 +20,7 @@ from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_wei
 from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
+from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.watched_parameters import WatchedParameters
@@ -55,6 +56,7 @@ class Run(PreparedModel):
         on_oom: Callable[[Step, tuple[MicroBatchFailure, ...]], None] | None = None,
         on_finish: Callable[[Step], None] | None = None,
         keep_layers: Callable[[StepPlan], int] | None = None,
+        check_stages: Callable[[tuple[int, ...]], None] | None = None,
     ) -> None:
         """Start before the first step.
 
@@ -73,6 +75,8 @@ class Run(PreparedModel):
             on_finish: called on every rank with every step that is done.
             keep_layers: how many of the last layers every rank holds whole during a step, where weights are gathered
                 layer by layer.
+            check_stages: raises an error unless the model can be cut into stages of these numbers of layers; called on
+                every rank when a plan first has them. None: it cannot.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
@@ -82,6 +86,7 @@ class Run(PreparedModel):
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish = on_oom, on_finish
         self.keep_layers = keep_layers or (lambda plan: 0)
+        self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
         self.meter = DeviceMeter(self.world.device)
         self.readers: ItemReaders | None = None
         if workers:
@@ -333,7 +338,13 @@ class Run(PreparedModel):
         Raises:
             InputError: the plan is for other ranks or another model.
         """
-        check_executable(plan, self.wrapped_model.structure.num_layers, self.world.size)
-        self.world.groups.prepare((tuple(sorted(pipeline.ranks)), "") for pipeline in plan.pipelines)
+        num_layers = self.wrapped_model.structure.num_layers
+        unchecked = "its stages were not compared with the whole model" if self.check_stages is None else ""
+        check_executable(plan, num_layers, self.world.size, stage_problem=self.stage_problem or unchecked)
+        self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
+        for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):
+            if len(cut) > 1 and self.check_stages is not None:
+                self.check_stages(cut)
+            self._checked_cuts.add(cut)
         if self.gather is not None:
             self.gather.start(rounds_of(plan), num_kept=self.keep_layers(plan))

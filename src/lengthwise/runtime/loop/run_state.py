@@ -1,6 +1,7 @@
-"""Protocols of what steps, shards and synthetic batches use of a run, so that they need not import it."""
+"""Protocols of what steps, shards and synthetic batches use of a run, and the timings that they give it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -46,6 +47,18 @@ class MicroBatchMaker(Protocol):
     def make(self, shard: PackShard, pack: Pack) -> MicroBatch:
         """The micro-batch of a shard."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchTiming:
+    """Compute time and peak memory of one micro-batch on this rank."""
+
+    pipeline: int
+    """The pipeline's number in the plan."""
+    micro_batch: int
+    time_s: float
+    peak_bytes: int
+    """Peak memory above that before the micro-batch; 0 where the device does not count it."""
 
 
 class RunState(MicroBatchMaker, Protocol):

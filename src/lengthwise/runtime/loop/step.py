@@ -1,8 +1,8 @@
 """One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan."""
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
-from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds
-from lengthwise.runtime.loop.run_state import RunState
+from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, ranks_that_differ
+from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
+from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import DivergedError, StepResult
 from lengthwise.runtime.wrap.collator import pad_to_degree
@@ -26,22 +27,11 @@ from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.stage_pass import StagePass
 from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_micro_batch
 
 NUM_DIGESTS = 4
 """Phases whose sequences are compared between the ranks that share them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatchTiming:
-    """Compute time and peak memory of one micro-batch on this rank."""
-
-    pipeline: int
-    """The pipeline's number in the plan."""
-    micro_batch: int
-    time_s: float
-    peak_bytes: int
-    """Peak memory above that before the micro-batch; 0 where the device does not count it."""
 
 
 class Step:
@@ -61,6 +51,12 @@ class Step:
         self._rounds = [] if run.gather is None else own_rounds(plan, run.world.rank)
         """The round of each micro-batch, where weights are gathered layer by layer."""
         self._shards: dict[int, PackShard] = {}
+        self._staged = {
+            number: StagedPipeline(run, pipeline)
+            for number, index, pipeline, _ in self._own
+            if index == 0 and pipeline.scheme.num_stages > 1
+        }
+        """The pipelines of several stages that this rank is in, by number."""
         self._current: MicroBatch | None = None
         self._gradient_version = run.gradient_version
         self.is_iterated = False
@@ -122,10 +118,14 @@ class Step:
                         "loss.backward()"
                     )
                 time_s, peak = meter.stop()
-                if is_computed:
+                if is_computed and number not in self._staged:
                     self.measured.append(
                         MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak)
                     )
+            if number in self._staged:
+                failed = self._staged[number].run_backwards(index, partial(self._shard_of, position - index))
+                self.failure = self.failure or (None if failed is None else (number, failed))
+                self._gradient_version = self.run.gradient_version
         if self.run.gather is not None:
             self.run.gather.finish_rounds()
         self.is_iterated = True
@@ -154,19 +154,17 @@ class Step:
             raise CheckError(f"step {self.number}: backward without a micro-batch; call it once for each")
         micro_batch, run = self._current, self.run
         shard = micro_batch.shard
+        if shard.stage_pass is not None:
+            self._end_stage(micro_batch, shard.stage_pass, loss, side, mean_over)
+            return
         if not shard.has_failed:
             run.check_gradients(self._gradient_version)
-            check_form(loss, len(shard.passes))
-            if mean_over is None:
-                run.loss_check.check(loss, run.wrapped_model, micro_batch)
-            terms = self._weighing.terms(micro_batch, loss, side, mean_over)
+            differentiate = self._differentiation(micro_batch, loss, side, mean_over)
             shard.backward_begun = shard.num_exchanges
             if run.gather is not None:
                 run.gather.reach_backward(run.wrapped_model.structure.num_layers + 1)
             try:
-                # Without a mean over targets, other ranks still need this rank's part of the backward.
-                has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
-                backward(terms, None if has_all else shard)
+                differentiate()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -183,6 +181,33 @@ class Step:
         shard.is_finished = True
         shard.passes.clear()
         self._current, self._gradient_version = None, run.gradient_version
+
+    def _differentiation(
+        self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
+    ) -> Callable[[], None]:
+        """Check and weigh a loss; what is returned runs its backward."""
+        shard = micro_batch.shard
+        check_form(loss, len(shard.passes))
+        if mean_over is None:
+            self.run.loss_check.check(loss, self.run.wrapped_model, micro_batch)
+        terms = self._weighing.terms(micro_batch, loss, side, mean_over)
+        # Without a mean over targets, other ranks still need this rank's part of the backward.
+        has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
+        return partial(backward, terms, None if has_all else shard)
+
+    def _end_stage(
+        self, micro_batch: MicroBatch, stage: StagePass, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
+    ) -> None:
+        """End the forward of a micro-batch on one of several stages; its backward comes when 1F1B has it."""
+        shard, (number, index, *_) = micro_batch.shard, self._own[self._position]
+        if not shard.has_failed:
+            self.run.check_gradients(self._gradient_version)
+            if stage.is_last:
+                stage.differentiate = self._differentiation(micro_batch, loss, side, mean_over)
+        else:
+            self.failure = self.failure or (number, index)
+        self._staged[number].end_forward(shard, index)
+        self._current = None
 
     def _count_targets(self) -> int:
         """Count the targets of the whole step over all ranks; every rank calls this."""
@@ -283,7 +308,11 @@ class Step:
         self._current = None
         if self.run.gather is not None:
             self.run.gather.abandon_rounds()
-        for position, (_, _, pipeline, _) in enumerate(self._own):
+        for position, (number, index, pipeline, _) in enumerate(self._own):
+            if number in self._staged:
+                if index == 0:
+                    self._staged[number].finish(partial(self._shard_of, position))
+                continue
             shard, scripts = self._shard(position), self.run.usual_scripts
             if not scripts and len(pipeline.ranks) > 1 and not shard.is_finished:
                 raise CheckError(
@@ -340,11 +369,7 @@ class Step:
         """Ranks of a pipeline that read different things for the same sequences."""
         if self.plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in reports.column(2)):
             return ()  # ranks of several pipelines cannot be compared; one that failed has not read all
-        for pipeline in self.plan.pipelines:
-            digests = reports.column(7 + pipeline.phase)
-            if len({digests[rank] for rank in pipeline.ranks}) > 1:
-                return pipeline.ranks
-        return ()
+        return ranks_that_differ(self.plan, lambda phase: reports.column(7 + phase))
 
     def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
         return self._failed(kind(message))
@@ -362,8 +387,13 @@ class Step:
         done = sum(shard.is_finished for shard in self._shards.values())
         return f"after {done} of its {len(self._own)} micro-batches, by an error, a break or a continue"
 
+    def _shard_of(self, first: int, index: int) -> PackShard:
+        return self._shard(first + index)
+
     def _shard(self, position: int) -> PackShard:
         if position not in self._shards:
-            _, _, pipeline, planned = self._own[position]
+            number, index, pipeline, planned = self._own[position]
             self._shards[position] = make_shard(self.run, self.number, pipeline, planned)
+            if number in self._staged:
+                self._staged[number].attach(self._shards[position], index)
         return self._shards[position]

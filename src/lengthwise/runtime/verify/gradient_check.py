@@ -64,7 +64,8 @@ TOLERANCES = {
 }
 
 
-def _tolerance(dtype: torch.dtype | None, own_dtype: torch.dtype) -> Tolerance:
+def tolerance_of(dtype: torch.dtype | None, own_dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance of a comparison in ``dtype``, or if that is None in the model's own."""
     if dtype is None:
         dtype = None if own_dtype is torch.float64 else own_dtype
     return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
@@ -101,19 +102,19 @@ def check_exact(
     if degrees is None:
         degrees = [degree for degree in range(1, size + 1) if degree <= 4 or size % degree == 0]
     settings = settings_of(run, degrees=degrees, methods=methods, recompute=recompute, longest=longest)
-    dtypes = _dtypes(run)
+    dtypes = dtypes_of(run)
     for dtype in dtypes:
         try:
             with noise_free(run, dtype):
-                _compare(run, settings, _tolerance(dtype, run.state.compute_dtype), on_progress)
+                _compare(run, settings, tolerance_of(dtype, run.state.compute_dtype), on_progress)
             return
         except NotInThisDtype as error:
             if dtype == dtypes[-1]:
                 raise error.reason from None
 
 
-def _dtypes(run: PreparedModel) -> list[torch.dtype | None]:
-    """Dtypes to compare in, the most precise first; None: the model's own."""
+def dtypes_of(run: PreparedModel) -> list[torch.dtype | None]:
+    """Return the dtypes to compare in, the most precise first; None: the model's own."""
     own_dtype = run.state.compute_dtype
     if isinstance(run.state, Fsdp2State):
         return [None]
@@ -248,7 +249,9 @@ def _verdict(
     tolerance: Tolerance,
 ) -> None:
     """Raise the same ``CheckError`` on every rank if loss or gradients of the pack differ on any of them."""
-    worst = _Worst(ratio=0.0, relative=0.0, name="") if packed is None else _worst(run, packed, alone, tolerance)
+    worst = (
+        _Worst(ratio=0.0, relative=0.0, name="") if packed is None else worst_difference(run, packed, alone, tolerance)
+    )
     ratios = gather_rows(torch.tensor([worst.ratio], dtype=torch.float64, device=run.world.device)).flatten()
     if bool((ratios <= 1.0).all()):
         return
@@ -265,7 +268,8 @@ def _verdict(
     )
 
 
-def _worst(run: PreparedModel, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
+def worst_difference(run: PreparedModel, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
+    """Find where loss and gradients computed in two ways differ most, relative to the tolerance."""
     off = abs(packed.loss - alone.loss)
     relative = off / max(abs(alone.loss), 1e-6)
     candidates = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]

@@ -14,6 +14,7 @@ from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer
+from lengthwise.runtime.wrap.stage_pass import StagePass, hidden_states_in
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 Forward = Callable[..., Any]
@@ -58,6 +59,10 @@ class HookedLayers:
         self._prepared: list[PreparedForward] = []
         self._last: Any = None
         self._attends: dict[int, bool] = {}
+        self.widths: dict[int, int] = {}
+        """Numbers of each slot in the hidden states that a layer returns."""
+        self._registered: dict[int, int] = {}
+        """Attention calls of each layer through the registry of transformers."""
         for number, layer in enumerate(layers):
             self._prepared.append(PreparedForward(layer, partial(self._forward, number)))
 
@@ -86,11 +91,14 @@ class HookedLayers:
             return _passed_on(self._last, args, kwargs)
         if self.num_kept is not None and number == 0:
             args, kwargs = _with_gradient(args, kwargs)
-        is_recomputed = torch.is_grad_enabled() and shards.current().is_recomputed(number)
-        compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
         shard = shards.current()
+        stage = shard.stage_pass
+        if stage is not None and number < stage.layers.start:
+            return self._skipped(number, stage, args, kwargs)
+        is_recomputed = torch.is_grad_enabled() and shard.is_recomputed(number)
+        compute = partial(self._recomputed, number) if is_recomputed else self._forwards[number]
         self._reach(number + 1, args, kwargs)
-        before, shard.layer = shard.counts.all_attention, number
+        before, registered, shard.layer = shard.counts.all_attention, shard.counts.registered, number
         if self.intercept is not None:
             self.intercept.layer = number
         self._last = self.watch.computes(number, compute, args, kwargs)
@@ -98,8 +106,28 @@ class HookedLayers:
             self.intercept.layer = None
         shard.layer = None
         self._attends[number] = shard.counts.all_attention > before
+        self._registered[number] = shard.counts.registered - registered
+        if stage is not None and number == stage.layers.stop - 1:
+            stage.end(self._last)
+        self._note_width(number, shard.num_slots)
         self._leave(number + 1)
         return self._last
+
+    def _note_width(self, number: int, num_slots: int) -> None:
+        first = self._last[0] if isinstance(self._last, tuple) and self._last else self._last
+        if isinstance(first, Tensor) and num_slots:
+            self.widths[number] = first.numel() // num_slots
+
+    def _skipped(self, number: int, stage: StagePass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a layer before the stage: its input, or of the last of them what the stage before sent."""
+        shard, self.position, self.is_between = shards.current(), number + 1, True
+        if self.intercept is not None:
+            self.intercept.skip(number)
+        shard.counts.registered += self._registered.get(number, 0)
+        hidden_states_in(self._last)
+        if number == stage.layers.start - 1:
+            return _passed_on(self._last, (stage.received(_hidden_states(args, kwargs)),), {})
+        return _passed_on(self._last, args, kwargs)
 
     def begin(self) -> None:
         """Begin a forward of the model."""
@@ -182,12 +210,17 @@ def _with_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
 
 def _passed_on(last: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The output of a skipped layer: its input, in the form of the output of a layer before it."""
-    hidden_states = args[0] if args else kwargs.get("hidden_states")
-    if hidden_states is None:
-        hidden_states = next(value for value in kwargs.values() if isinstance(value, Tensor))
+    hidden_states = _hidden_states(args, kwargs)
     if isinstance(last, Tensor):
         return hidden_states
     return (hidden_states, *last[1:]) if isinstance(last, tuple) else last
+
+
+def _hidden_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    hidden_states: Tensor | None = args[0] if args else kwargs.get("hidden_states")
+    if hidden_states is None:
+        hidden_states = next(value for value in kwargs.values() if isinstance(value, Tensor))
+    return hidden_states
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from lengthwise.runtime.wrap.rotary_factors import LengthwiseRotary
 from lengthwise.runtime.wrap.router_losses import BalancingLosses
 from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
 from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
+from lengthwise.runtime.wrap.stage_pass import StageEndError
 from lengthwise.runtime.wrap.structure import find_structure
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
@@ -326,7 +327,12 @@ class WrappedModel:
         try:
             if not shard.has_failed:
                 self._learn_masks(shard)
+            if shard.stage_pass is not None:
+                shard.stage_pass.begin()
             output = None if shard.has_failed else self._compute(shard, args, kwargs)
+        except StageEndError:
+            forward.ended = shard.num_exchanges
+            return self._outputs.not_computed()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,0 +1,174 @@
+"""A pipeline of several stages on one rank: its messages, and when under 1F1B the backwards of a loop's losses run.
+
+A loop computes forward and backward of one micro-batch after another. The forwards run when it calls the model; what it
+gives to ``step.backward`` waits until the schedule has that backward.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.pipeline_config import issue_order
+from lengthwise.core.step_plan import Pipeline
+from lengthwise.runtime.comm.group import AsyncResult, Group
+from lengthwise.runtime.comm.groups import Key
+from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
+from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS
+from lengthwise.runtime.wrap.context import ForwardPass, PackShard, active
+from lengthwise.runtime.wrap.exchange_script import ExchangeScript
+from lengthwise.runtime.wrap.stage_pass import StagePass
+from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_forward
+
+
+class StagedPipeline:
+    """The stage that this rank computes of one pipeline of a plan."""
+
+    def __init__(self, run: MicroBatchMaker, pipeline: Pipeline) -> None:
+        scheme, rank = pipeline.scheme, run.world.rank
+        self._run, self._num_stages = run, scheme.num_stages
+        self._stage = stage_of(pipeline, rank)
+        self._layers, self._num_layers = scheme.layers_of_stage(self._stage), scheme.num_layers
+        ranks = tuple(sorted(pipeline.ranks))
+        place = pipeline.ranks_of(self._stage).index(rank)
+        neighbours = {self._stage - 1, self._stage + 1} & set(range(self._num_stages))
+        self._places = {stage: ranks.index(pipeline.ranks_of(stage)[place]) for stage in neighbours}
+        outputs, gradients = (run.world.groups.of(ranks, purpose) for purpose in (OUTPUTS, GRADIENTS))
+        assert outputs is not None and gradients is not None, "a rank computes in pipelines that it is in"
+        self._outputs, self._gradients = outputs, gradients
+        self._order = issue_order(
+            self._stage, num_stages=self._num_stages, num_micro_batches=len(pipeline.micro_batches)
+        )
+        self._sends: list[AsyncResult] = []
+
+    def attach(self, shard: PackShard, index: int) -> None:
+        """Let micro-batch ``index``, of this shard, be computed by this stage alone."""
+        script = self._run.wrapped_model.script
+        calls = {number: call for number, call in script.calls.items() if call.layer in self._layers}
+        shard.script = replace(
+            script,
+            calls=calls,
+            without_recompute=tuple(event for event in script.without_recompute if event[1] in calls),
+            with_recompute=tuple(event for event in script.with_recompute if event[1] in calls),
+        )
+        shard.stage_pass = StagePass(
+            layers=self._layers,
+            num_layers=self._num_layers,
+            receive=lambda like: self._receive_output(shard, index).view(like.shape).to(like.dtype),
+        )
+
+    def end_forward(self, shard: PackShard, index: int) -> None:
+        """Send the output of a forward to the next stage; zeros if this rank could not compute it."""
+        stage = shard.stage_pass
+        assert stage is not None
+        if not stage.is_first and not stage.is_received:
+            self._receive_output(shard, index)
+        if not stage.is_last:
+            output = None if stage.output is None or shard.has_failed else stage.output.detach()
+            self._send(self._outputs, self._flat(shard, self._layers.stop - 1, output), self._stage + 1, index)
+        stage.is_sent = True
+
+    def run_backwards(self, index: int, shards: Callable[[int], PackShard]) -> int | None:
+        """Run the backwards that 1F1B has between the forward of a micro-batch and the next.
+
+        Returns the first micro-batch for which memory was not enough; None: there is none.
+        """
+        start = self._order.index((False, index)) + 1
+        numbers = [number for _, number in takewhile(lambda each: each[0], self._order[start:])]
+        for number in numbers:
+            self.backward(shards(number), number)
+        if start + len(numbers) == len(self._order):
+            self.wait()
+        return next((number for number in numbers if shards(number).has_failed), None)
+
+    def backward(self, shard: PackShard, index: int) -> None:
+        """Run the backward of a micro-batch; its ``has_failed`` says whether memory was enough."""
+        stage, gradient = shard.stage_pass, None
+        assert stage is not None
+        if not stage.is_last:
+            gradient = self._receive(self._gradients, shard, self._layers.stop - 1, self._stage + 1, index)
+        if not shard.has_failed:
+            shard.backward_begun = shard.num_exchanges
+            try:
+                with active(shard):
+                    _differentiate(stage, gradient)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                shard.has_failed = True
+        if shard.has_failed:  # and not before: the error holds on to what was computed
+            finish_backward(shard)
+        if not stage.is_first:
+            gradient = None if stage.input is None or shard.has_failed else stage.input.grad
+            self._send(self._gradients, self._flat(shard, self._layers.start - 1, gradient), self._stage - 1, index)
+        stage.input = stage.output = stage.differentiate = None
+        shard.passes.clear()
+        shard.is_finished = True
+
+    def finish(self, shards: Callable[[int], PackShard]) -> None:
+        """Send zeros for all that is left of the pipeline in a step that this rank leaves."""
+        for is_backward, index in self._order:
+            shard = shards(index)
+            stage = shard.stage_pass
+            assert stage is not None
+            shard.has_failed = shard.has_failed or not shard.is_finished
+            if is_backward and not shard.is_finished:
+                self.backward(shard, index)
+            elif not is_backward and not stage.is_sent:
+                if not shard.passes:
+                    script = shard.script or ExchangeScript(calls={})
+                    shard.passes.append(ForwardPass(script=script, begun=shard.num_exchanges))
+                for forward in shard.passes:
+                    finish_forward(shard, forward)
+                self.end_forward(shard, index)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self._sends:
+            self._sends.pop().wait()
+
+    def _receive_output(self, shard: PackShard, index: int) -> Tensor:
+        assert shard.stage_pass is not None
+        shard.stage_pass.is_received = True
+        return self._receive(self._outputs, shard, self._layers.start - 1, self._stage - 1, index)
+
+    def _receive(self, group: Group, shard: PackShard, layer: int, stage: int, index: int) -> Tensor:
+        message = self._flat(shard, layer, None)
+        group.receive(message, self._places[stage], tag=index).wait()
+        return message
+
+    def _send(self, group: Group, message: Tensor, stage: int, index: int) -> None:
+        self._sends = [sent for sent in self._sends if not sent.is_done]
+        self._sends.append(group.send(message, self._places[stage], tag=index))
+
+    def _flat(self, shard: PackShard, layer: int, values: Tensor | None) -> Tensor:
+        """A message of the numbers that a layer returns: ``values``, or zeros."""
+        wrapped_model = self._run.wrapped_model
+        dtype = next(iter(wrapped_model.structure.parameters.values())).dtype
+        if values is not None:
+            return values.detach().flatten().to(dtype)
+        return torch.zeros(shard.num_slots * wrapped_model.layers.widths[layer], dtype=dtype, device=shard.device)
+
+
+def _differentiate(stage: StagePass, gradient: Tensor | None) -> None:
+    if stage.is_last:
+        assert stage.differentiate is not None, "the loop gave a loss"
+        stage.differentiate()
+    elif stage.output is not None and stage.output.requires_grad and gradient is not None:
+        torch.autograd.backward(stage.output, gradient.view(stage.output.shape).to(stage.output.dtype))
+
+
+def stage_of(pipeline: Pipeline, rank: int) -> int:
+    """The stage that a rank computes in a pipeline."""
+    return next(stage for stage in range(pipeline.scheme.num_stages) if rank in pipeline.ranks_of(stage))
+
+
+def group_keys(pipeline: Pipeline) -> list[Key]:
+    """The groups of a pipeline: of each stage, and of the messages between stages."""
+    ranks = tuple(sorted(pipeline.ranks))
+    stages: list[Key] = [(pipeline.ranks_of(stage), "") for stage in range(pipeline.scheme.num_stages)]
+    return [*stages, (ranks, OUTPUTS), (ranks, GRADIENTS)] if len(stages) > 1 else stages

@@ -1,0 +1,89 @@
+"""A micro-batch on one stage of a pipeline: the model's stock forward runs, but only the stage's layers compute.
+
+Layers before the stage pass their input on, and the last of them returns what the stage before sent instead, so that
+code between layers computes with it. After the stage's last layer the forward ends, except on the last stage.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.errors import InputError
+
+
+class StageEndError(Exception):
+    """Ends a forward after the last layer of its stage."""
+
+
+@dataclass(eq=False, kw_only=True)
+class StagePass:
+    """One micro-batch on this rank's stage, from its forward to its backward."""
+
+    layers: range
+    """The layers of the stage."""
+    num_layers: int
+    """Of the whole model."""
+    receive: Callable[[Tensor], Tensor]
+    """Gives what the stage before sent, in the shape of a tensor; called once."""
+    input: Tensor | None = None
+    """What the stage before sent, a leaf of autograd; None on the first stage, or before it was received."""
+    output: Tensor | None = None
+    """The hidden states after the stage; None on the last one, or before they were computed."""
+    differentiate: Callable[[], None] | None = None
+    """On the last stage, runs the backward of the loop's loss."""
+    is_begun: bool = False
+    is_received: bool = False
+    is_sent: bool = False
+    """Whether the forward is over and its output on the way."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether no stage is before this one."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no stage comes after this one."""
+        return self.layers.stop == self.num_layers
+
+    def begin(self) -> None:
+        """Begin the forward.
+
+        Raises:
+            InputError: there was one before in this micro-batch.
+        """
+        if self.is_begun:
+            raise InputError(
+                "the model was called twice in a micro-batch of a pipeline with several stages, which send each other "
+                "the hidden states of one call; plan with one stage"
+            )
+        self.is_begun = True
+
+    def received(self, like: Tensor) -> Tensor:
+        """Receive the stage's input, in the shape and dtype of ``like``, as a leaf that requires a gradient."""
+        self.input = self.receive(like.detach()).requires_grad_(torch.is_grad_enabled())
+        return self.input
+
+    def end(self, output: Any) -> None:
+        """Raise :class:`StageEndError` with the output of the stage's last layer, except on the last stage."""
+        if not self.is_last:
+            self.output = hidden_states_in(output)
+            raise StageEndError
+
+
+def hidden_states_in(output: Any) -> Tensor:
+    """The hidden states in the output of a layer.
+
+    Raises:
+        InputError: it has other tensors beside them, which later layers or the head may use.
+    """
+    tensors = [value for value in (output if isinstance(output, tuple) else (output,)) if value is not None]
+    if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+        return tensors[0]
+    raise InputError(
+        f"a layer returns {len(tensors)} values, and stages of a pipeline send each other hidden states alone; plan "
+        "with one stage"
+    )

@@ -1,0 +1,142 @@
+"""Pipelines of any model train as its own loop does, beside pipelines of other depths, and no rank hangs."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.wrap.stage_pass import StagePass
+from tests.runtime.loop import memory_runs
+from tests.runtime.loop.loops import make_run, model_of, plain_loop, train_through_trouble, weights_of
+from tests.runtime.loop.memory_runs import Model
+from tests.runtime.loop.runs import EXACT, Packs, assert_exact, step_on_ranks
+from tests.runtime.loop.test_families import CASES, FEW, gpt2
+
+RECOMPUTE = (True, False, True)
+TWO = (
+    Packs(
+        ranks=(0, 1), packs=((2, 3), (6,), (0, 8), (4, 1), (5,), (7,), (9,)), stage_layers=(1, 2), recompute=RECOMPUTE
+    ),
+)
+THREE = (
+    Packs(
+        ranks=(0, 1, 2),
+        packs=((2, 3), (6,), (0, 8, 4), (1,), (5, 7), (9,)),
+        stage_layers=(1, 1, 1),
+        recompute=RECOMPUTE,
+    ),
+)
+FOUR = (
+    # A pipeline of degree 2 and two stages; then three stages beside one rank; then degree 2 beside two stages.
+    Packs(ranks=(0, 1, 2, 3), packs=((2, 3), (6,), (0, 8)), stage_layers=(2, 1), recompute=RECOMPUTE),
+    Packs(ranks=(3, 1, 0), packs=((4,), (1,)), stage_layers=(1, 1, 1), phase=1),
+    Packs(ranks=(2,), packs=((5,),), recompute=RECOMPUTE, phase=1),
+    Packs(ranks=(0, 1), packs=((7,),), phase=2),
+    Packs(ranks=(3, 2), packs=((9,),), stage_layers=(1, 2), phase=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"), [("llama", THREE), ("gpt2", TWO), ("llama", FOUR), ("gpt2", FOUR), ("bert", FOUR)]
+)
+def test_a_family_in_stages_trains_as_its_own_loop_does(ranks, name, groups):
+    size = 1 + max(rank for group in groups for rank in group.ranks)
+    for found in ranks(size).run(step_on_ranks, CASES[name], groups):
+        assert_exact(CASES[name], found, name)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("groups", [TWO, THREE, FOUR])
+def test_every_family_in_stages_trains_as_its_own_loop_does(ranks, name, groups):
+    size = 1 + max(rank for group in groups for rank in group.ranks)
+    for found in ranks(size).run(step_on_ranks, CASES[name], groups):
+        assert_exact(CASES[name], found, name)
+
+
+def test_dropout_drops_the_same_in_stages_as_in_one(ranks):
+    case = replace(CASES["gpt2"], build=partial(gpt2, 0.2))
+    ((loss,), changes) = ranks(1).run(step_on_ranks, case, (FEW,))[0]
+    for (staged_loss,), staged in ranks(3).run(step_on_ranks, case, THREE):
+        assert staged_loss == pytest.approx(loss, abs=EXACT)
+        for name, change in changes.items():
+            torch.testing.assert_close(staged[name], change, rtol=0, atol=EXACT)
+
+
+def test_weights_that_are_gathered_by_layer_are_refused_in_stages(ranks):
+    with pytest.raises(AssertionError, match="2 stages, and weights are gathered layer by layer; plan with one stage"):
+        ranks(2).run(step_on_ranks, CASES["llama"], TWO, by_layer=True)
+
+
+@pytest.mark.parametrize("trained", memory_runs.TRAINED)
+def test_a_model_of_which_only_parts_are_trained_computes_in_stages(ranks, trained):
+    expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
+    for losses, _, weights in ranks(3).run(memory_runs.train, 1, 1, {}, trained, stages=3):
+        assert losses == pytest.approx(expected[0], abs=1e-10)
+        torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("num_ranks", "degree", "stages"), [(2, 1, 2), (3, 1, 3), (4, 2, 2)])
+def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, degree, stages):
+    expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]
+    for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]:
+        fails = dict.fromkeys(range(num_ranks), (place,))
+        for losses, told, weights in ranks(num_ranks).run(memory_runs.train, degree, 1, fails, stages=stages):
+            assert told, place
+            assert losses == pytest.approx(expected[0], abs=1e-10)
+            torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("place", ["before the forward", "before the backward", "the loss", "after the backward"])
+@pytest.mark.parametrize(("num_ranks", "degree", "stages"), [(2, 1, 2), (3, 1, 3), (4, 2, 2)])
+def test_a_stage_that_leaves_a_step_keeps_no_other_waiting(ranks, num_ranks, degree, stages, place):
+    losses, expected = plain_loop()
+    for troubled in (0, num_ranks - 1):
+        for found, weights, _ in ranks(num_ranks).run(
+            train_through_trouble, degree, 1, place, {troubled}, stages=stages
+        ):
+            assert found == pytest.approx(losses, abs=1e-10)
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
+class Skipping(Model):
+    """Adds the output of its first layer to that of its last."""
+
+    def forward(self, idx, targets):
+        x = first = self.layers[0](self.tokens(idx) + self.places(torch.arange(idx.shape[1])))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        logits = (x + first) @ self.tokens.weight.T
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def test_a_model_in_whose_stages_more_than_hidden_states_passes_is_refused():
+    run = make_run(Skipping().double(), degree=1)
+    with pytest.raises(CheckError, match=r"Skipping learns .* stages of \[2, 1\] layers .* plan with one stage"):
+        run.check_stages((2, 1))
+    run.close()
+
+
+def test_a_check_of_stages_leaves_no_gradient_behind():
+    run = make_run(model_of(), degree=1)
+    before = weights_of(run.model)
+    run.check_stages((1, 1, 1))
+    assert not run.state.gradients.any()
+    assert torch.equal(weights_of(run.model), before)
+    run.close()
+
+
+def test_a_model_called_twice_or_beside_frozen_ones_is_refused_in_stages():
+    stage = StagePass(layers=range(1), num_layers=2, receive=torch.zeros_like)
+    stage.begin()
+    with pytest.raises(InputError, match="called twice in a micro-batch of a pipeline with several stages"):
+        stage.begin()
+    run = make_run(model_of(), degree=1)
+    assert not run.stage_problem
+    run.frozen_models.append(run.wrapped_model)
+    assert run.stage_problem == "frozen models compute beside it"
+    run.frozen_models.clear()
+    run.close()
