@@ -191,7 +191,7 @@ def _sent_cells(forward: Mapping[str, float], backward: Mapping[str, float], exp
 
 
 def _kept_cells(kept: int, volume: LayerVolume, dense: float, length: int) -> list[str]:
-    alive = volume.live_bytes * length + volume.buffer_bytes
+    alive = volume.live_bytes * length + max(volume.buffer_bytes, volume.reduce_bytes)
     return [
         f"{kept / 1e3:,.0f}", f"{volume.kept_bytes * length / 1e3:,.0f}", f"{kept / dense:.1%}".replace("%", " %"),
         f"{alive / 1e3:,.0f}",

@@ -63,7 +63,9 @@ def reach(case: Case, method: Method, ranks: Ranks) -> Reach:
 
     def measured(num_tokens: int) -> tuple[int, int]:
         found = ranks.run(forward_bytes, spec, method, num_tokens)
-        return max(kept for kept, _ in found), max(state for _, state in found) + round(volume.buffer_bytes)
+        return max(kept for kept, _ in found), max(state for _, state in found) + round(
+            max(volume.buffer_bytes, volume.reduce_bytes)
+        )
 
     (few, fixed), (more, _) = measured(STEP * 16), measured(STEP * 32)
     slope = (more - few) / (STEP * 16)

@@ -40,6 +40,20 @@ def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
     return num_params
 
 
+def pushed_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int, num_devices: int) -> int:
+    """Gradients that come to a rank of ``stage`` in pushes that may be under way in its first layer's backward.
+
+    A rank gets as many as ranks hold on average, but where all hold all of a unit they come added up.
+    """
+    if num_devices == 1:
+        return 0
+    held = [held_params(model, scheme, stage=other) for other in range(scheme.num_stages)]
+    layers = scheme.stage_layers
+    later = sum(held[stage:]) - held[stage] // layers[stage]
+    is_whole = scheme.num_stages == 1 and (scheme.weights is WeightPlacement.WHOLE or scheme.degree == 1)
+    return later // (num_devices if is_whole else scheme.num_stages)
+
+
 def largest_held_params(model: ModelSpec, scheme: PipelineConfig) -> int:
     """Parameters on the rank of any stage that holds the most."""
     return max(held_params(model, scheme, stage=stage) for stage in range(scheme.num_stages))

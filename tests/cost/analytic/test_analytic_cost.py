@@ -17,6 +17,14 @@ from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.links import LINK_EFFICIENCY, collective_bytes_per_s, exchange_bytes_per_s, hop_bytes_per_s
 from tests.cost.profiles import PARALLEL, kept_bytes_per_token, scheme_of
 
+GIB = 2**30
+COUNTED = [
+    ("metp", 524288, True, 8.71), ("ulysses_z", 4096, False, 2.80), ("ulysses_z", 4096, True, 2.80),
+    ("ulysses_z", 65536, False, 5.63), ("ulysses_z", 65536, True, 3.87),
+    ("megatron_ts", 65536, False, 5.69), ("megatron_ts", 65536, True, 4.84), ("ulysses_ring", 65536, False, 8.56),
+    ("ulysses_ring", 65536, True, 7.19), ("ring", 65536, False, 8.57), ("ring", 65536, True, 7.78),
+]  # fmt: skip
+"""Method, tokens, recompute and GiB at the peak of a dry run: two layers of llama-7b on eight ranks."""
 MODEL = model_preset("llama-7b")
 CLUSTER = cluster_preset("2x8xA800-80GB")
 COST = AnalyticCost(model=MODEL, cluster=CLUSTER)
@@ -240,3 +248,10 @@ def test_a_transformer_2d_costs_less_than_its_attention_over_everything_would():
     assert (two_axes < whole).all()
     attention_s = (whole - two_axes) / (lengths - model.reach(lengths))
     np.testing.assert_allclose(attention_s[1], 100 * attention_s[0])  # per token of the sequence and of the reach
+
+
+@pytest.mark.parametrize(("method", "tokens", "recompute", "counted"), COUNTED)
+def test_peaks_are_those_that_dry_runs_counted(method, tokens, recompute, counted):
+    scheme = replace(scheme_of(replace(MODEL, num_layers=2), Method(method), degree=8), recompute=(recompute,) * 2)
+    cost = AnalyticCost(model=replace(MODEL, num_layers=2), cluster=cluster_preset("1x8xH100-80GB"))
+    assert cost.peak_bytes(tokens, scheme, num_devices=8) / GIB == pytest.approx(counted, rel=0.05)

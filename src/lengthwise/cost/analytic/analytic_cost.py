@@ -13,12 +13,13 @@ from lengthwise.cost.analytic.stage_memory import (
     StageMemory,
     backward_bytes,
     loss_moments,
+    reduce_moments,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, stage_time
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token, state_parts
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
-from lengthwise.cost.weight_shards import held_params
+from lengthwise.cost.weight_shards import held_params, pushed_params
 
 
 class AnalyticCost(SeparableCost):
@@ -97,9 +98,20 @@ class AnalyticCost(SeparableCost):
             for n in layers
         )
         buffers = max(volumes[methods[n]].buffer_bytes for n in layers)
-        moments: tuple[MemoryMoment, ...] = (
-            MemoryMoment(activations=Line(0.0, (scheme.num_stages - stage) * saved), temporary=Line(buffers, backward)),
-        )
+        first = volumes[methods[layers[0]]]
+        num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
+        moments: tuple[MemoryMoment, ...] = ()
+        for kept, pushed in (
+            ((scheme.num_stages - stage) * saved, 0),
+            (first.input_bytes if recompute[layers[0]] else first.kept_bytes, widths[1] * num_pushed),
+        ):
+            moments += (
+                MemoryMoment(activations=Line(0.0, kept), temporary=Line(buffers + pushed, backward)),
+                *reduce_moments(
+                    self.model, kept, [(volumes[methods[n]], recompute[n]) for n in layers],
+                    share=widths[0] / degree, pushed=pushed,
+                ),
+            )  # fmt: skip
         if stage == scheme.num_stages - 1:
             moments += loss_moments(
                 self.model,

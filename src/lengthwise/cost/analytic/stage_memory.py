@@ -8,10 +8,14 @@ w bytes of the compute dtype, m of the master dtype. The moments are those of a 
   attention runs, what the feed-forward had saved is free; it has buffers of communication and, for each number of the
   queries, two at master precision, six in the compute dtype (some are copied into the order of the ring), and one of
   float32 that the kernel sums in;
+* where weights are gathered by layer, the reduction of a feed-forward's gradients, whose tokens are freed by then;
+* the backward of the stage's first layer, when little is saved any more and the pushes of all other gradients, from
+  every pipeline, may still be under way;
 * the loss, chunk by chunk: logits in both dtypes, then the [C, D] sides of the two products;
 * the backward of the loss, which scales its gradients into the compute dtype.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lengthwise.core.pipeline_config import Method
@@ -95,8 +99,30 @@ def backward_bytes(
     queries = model.num_heads * model.head_size * (2 * master + 6 * width + 4) / degree
     freed = ((3 if model.gated_ffn else 2) * model.ffn_size + model.hidden_size) * width / degree
     if method is Method.METP:  # a shard of the weights at a time, of whose feed-forward nothing was saved
-        gradients, queries, freed = gradients / degree, queries / degree, 0.0
+        passed = (width + master) * model.hidden_size / degree  # the output's gradient, and the sum of the input's
+        inputs = (3 if model.gated_ffn else 1) * model.hidden_size * width / degree
+        attention = volume.live_bytes + (queries - 2 * model.hidden_size * width) / degree  # both of its norm are freed
+        return passed + max(inputs, (gradients + freed) / degree, attention)
     return max(gradients, volume.live_bytes + queries - freed if volume.live_bytes else 0.0)
+
+
+def reduce_moments(
+    model: ModelSpec, saved: float, layers: Sequence[tuple[LayerVolume, bool]], *, share: float, pushed: float
+) -> list[MemoryMoment]:
+    """The moment when a layer sends the gradients of its gathered feed-forward, whose own tokens are freed by then.
+
+    ``layers``: each with whether it is recomputed; ``share``: bytes of one rank for a number of every token;
+    ``pushed``: bytes of pushes under way. None where no weights are gathered.
+    """
+    freed = ((3 if model.gated_ffn else 2) * model.ffn_size + model.hidden_size) * share
+    return [
+        MemoryMoment(
+            activations=Line(0.0, max(0.0, saved + recompute * volume.kept_bytes - freed)),
+            temporary=Line(volume.reduce_bytes + pushed, 2 * model.hidden_size * share),
+        )
+        for volume, recompute in dict.fromkeys(layers)
+        if volume.reduce_bytes
+    ]
 
 
 def loss_moments(

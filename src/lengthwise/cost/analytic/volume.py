@@ -49,7 +49,9 @@ class LayerVolume:
     live_bytes: float = 0.0
     """Per token: communication buffers, alive for one layer at a time."""
     buffer_bytes: float = 0.0
-    """Gathered weights and their gradients, alive for one layer at a time."""
+    """Weights that visit or are gathered, and their gradients so far, beside one layer's tokens."""
+    reduce_bytes: float = 0.0
+    """The same while the gradients of a gathered feed-forward are sent, when its tokens are freed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +159,15 @@ def _ring(case: _Case) -> LayerVolume:
         case,
         forward=Sent(ring=hops * block * case.width, calls=hops),
         backward=Sent(ring=block * (hops * case.width + gradient_hops * case.master), calls=gradient_hops),
-        live=case.calls(1) * block * (3 * case.width + 4 * case.master),
+        live=block * _ring_widths(case),
     )
+
+
+def _ring_widths(case: _Case) -> int:
+    """Bytes alive for each number of a block in a ring's backward: between two ranks nothing comes after the hop."""
+    if case.degree <= 2:
+        return case.calls(1) * (2 * case.width + 3 * case.master)
+    return 3 * case.width + 4 * case.master
 
 
 def _ulysses(case: _Case) -> LayerVolume:
@@ -218,7 +227,7 @@ def _ulysses_ring(case: _Case) -> LayerVolume:
         ),
         kept_bytes=trades.kept_bytes * share,
         input_bytes=trades.input_bytes * share,
-        live_bytes=trades.live_bytes * share + across.calls(1) * block * (3 * width + 4 * case.master),
+        live_bytes=max(trades.live_bytes * share, block * _ring_widths(across)),
     )  # fmt: skip
 
 
@@ -281,8 +290,9 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
     """A method of whole weights on sharded ones: ZeRO-3 per layer (Rajbhandari et al. 2020).
 
     Per micro-batch, whatever its tokens: an all-gather of W forward and another backward, and a reduce-scatter of W's
-    gradient at master precision; one call each for attention and feed-forward. Alive at once: the weights of one and
-    their gradients, these at master precision also in the order they are sent in; and the weights of the other.
+    gradient at master precision; one call each for attention and feed-forward. Alive beside the tokens: the weights of
+    one and the gradient of its last product; while gradients are sent: those, also at master precision in the order
+    they are sent in. Both times the weights of the other too.
     """
 
     def gathered(case: _Case) -> LayerVolume:
@@ -294,7 +304,8 @@ def _with_gathered_weights(form: Callable[[_Case], LayerVolume]) -> Callable[[_C
             volume,
             forward=replace(volume.forward, weights=Sent(all_gather=once, calls=case.calls(2))),
             backward=replace(volume.backward, weights=Sent(all_gather=once, reduce_scatter=again, calls=case.calls(4))),
-            buffer_bytes=case.calls(1) * (larger * (2 * case.width + 2 * case.master) + smaller * case.width),
+            buffer_bytes=case.calls(1) * (larger * (1 + 1 / case.ffn_copies) + smaller) * case.width,
+            reduce_bytes=case.calls(1) * (larger * (case.width + case.master) + smaller * case.width),
         )
 
     return gathered
@@ -334,7 +345,7 @@ def _metp(case: _Case) -> LayerVolume:
     forward, backward = ring.forward.tokens, ring.backward.tokens
     remade_ffn = case.ffn_params * (case.ffn_copies - 1) / case.ffn_copies
     remade = model.hidden_size * (case.query_size + case.kv_size) + remade_ffn
-    made = (case.query_size + case.kv_size) / shards + case.ffn_copies * model.ffn_size / p
+    made = (case.query_size + case.kv_size) / shards
     return LayerVolume(
         forward=replace(
             local.forward,
@@ -355,7 +366,7 @@ def _metp(case: _Case) -> LayerVolume:
         kept_bytes=((4 * model.hidden_size + case.query_size) * width + 4 * model.num_heads + norm_bytes(model)) / p,
         input_bytes=local.input_bytes,
         live_bytes=(made * width) / p + ring.live_bytes / shards,
-        buffer_bytes=2 * max(case.attention_numbers / shards, ffn / p) * (width + master) * case.calls(1),
+        buffer_bytes=3 * max(case.attention_numbers / shards, ffn / p) * (width + master) * case.calls(1),
     )
 
 

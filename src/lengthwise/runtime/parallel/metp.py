@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
@@ -67,24 +68,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy_tD):  # type: ignore[no-untyped-def]
-        stage, ring = ctx.stage, ctx.stage.view.ring
+        stage = ctx.stage
         x_tD, *saved = ctx.saved_tensors
         flat, master = _flat(ctx.weights, stage), torch.promote_types(x_tD.dtype, torch.float32)
         dx_tD = torch.zeros_like(x_tD, dtype=master)
         mine = x_tD.new_zeros(flat.sizes[stage.group.rank], dtype=master)  # a rank may own no head
         reducing: tuple[int, AsyncResult] | None = None
         for (owner, shard), out, lse in zip(_broadcasts(ctx.weights, stage), saved[::2], saved[1::2]):
-            with torch.enable_grad():
-                local = x_tD.detach().requires_grad_()
-                inputs = [local, *(w.requires_grad_() for w in (shard.qkv, shard.qkv_bias) if w is not None)]
-                qkv = ring.ordered(*shard.heads(F.linear(*inputs), stage.view.tables))
-            dproj = ring.restored(out)[0].flatten(1).T @ dy_tD
-            dout = ring.ordered((dy_tD @ shard.proj.T).unflatten(1, out.shape[1:]))[0]
-            q, k, v = (x.detach() for x in qkv)
-            dqkv = ring_backward(dout, q, k, v, out, lse, ring)
-            dlocal, *dweights = torch.autograd.grad(qkv, inputs, dqkv)
-            dx_tD += dlocal
-            dshard = dict(zip(("qkv", "qkv_bias"), dweights)) | {"proj": dproj}
+            dshard = _attention_gradients((x_tD, dy_tD, dx_tD), shard, (out, lse), stage)
             mine = _finished(reducing, mine, stage.group.rank)
             reducing = owner, stage.group.reduce(flat.join(dshard, master), owner)
         mine = _finished(reducing, mine, stage.group.rank)
@@ -119,19 +110,44 @@ class _Ffn(torch.autograd.Function):
         dx_tD = torch.zeros_like(x_tD, dtype=master)
         travelling: AsyncResult | None = None
         for step, shard in enumerate(_rotation(ctx.weights, stage)):
-            with torch.enable_grad():
-                tensors = {name: w.requires_grad_() for name, w in shard.tensors.items()}
-                local = x_tD.detach().requires_grad_()
-                y_tD = feed_forward(local, shard)
-            dlocal, *dweights = torch.autograd.grad(y_tD, [local, *tensors.values()], dy_tD)
-            dx_tD += dlocal
-            dflat = flat.join(dict(zip(tensors, dweights)), master)
+            dflat = flat.join(_ffn_gradients(x_tD, dy_tD, shard, dx_tD), master)
             if travelling is not None:
                 dflat += travelling.wait()
             arriving = flat.sizes[(group.rank - step - 1) % group.size]
             travelling = group.ring_shift(dflat, (arriving,), tag=_GRADIENTS)
         assert travelling is not None
         return dx_tD.to(x_tD.dtype), None, None, *_gradients(travelling.wait(), ctx.weights, flat, group)
+
+
+def _attention_gradients(
+    rows: tuple[Tensor, Tensor, Tensor], shard: AttentionWeights, attended: tuple[Tensor, Tensor], stage: LayerStage
+) -> dict[str, Tensor]:
+    """Gradients of one shard of an attention, from ``rows``: input, gradient of the output, and that of the input, to
+    which this shard's is added.
+    """
+    (x_tD, dy_tD, dx_tD), (out, lse), ring = rows, attended, stage.view.ring
+    with torch.enable_grad():
+        local = x_tD.detach().requires_grad_()
+        inputs = [local, *(w.requires_grad_() for w in (shard.qkv, shard.qkv_bias) if w is not None)]
+        qkv = ring.ordered(*shard.heads(F.linear(*inputs), stage.view.tables))
+    dproj = ring.restored(out)[0].flatten(1).T @ dy_tD
+    dout = ring.ordered((dy_tD @ shard.proj.T).unflatten(1, out.shape[1:]))[0]
+    q, k, v = (x.detach() for x in qkv)
+    dqkv = ring_backward(dout, q, k, v, out, lse, ring)
+    dlocal, *dweights = torch.autograd.grad(qkv, inputs, dqkv)
+    dx_tD += dlocal
+    return dict(zip(("qkv", "qkv_bias"), dweights)) | {"proj": dproj}
+
+
+def _ffn_gradients(x_tD: Tensor, dy_tD: Tensor, shard: FfnWeights, dx_tD: Tensor) -> dict[str, Tensor]:
+    """Gradients of one shard of a feed-forward; that of the tokens is added to ``dx_tD``, and nothing else is left."""
+    with torch.enable_grad():
+        tensors = {name: w.requires_grad_() for name, w in shard.tensors.items()}
+        local = x_tD.detach().requires_grad_()
+        output = get_gradient_edge(feed_forward(local, shard))  # the output itself is freed
+    dlocal, *dweights = torch.autograd.grad(output, [local, *tensors.values()], dy_tD)
+    dx_tD += dlocal
+    return dict(zip(tensors, dweights))
 
 
 def _flat(weights: AttentionWeights | FfnWeights, stage: LayerStage) -> FlatShards:

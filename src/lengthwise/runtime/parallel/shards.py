@@ -33,7 +33,11 @@ class FlatShards:
 
     def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """Flatten one rank's tensors into one."""
-        return torch.cat([tensors[name].detach().flatten().to(dtype or tensors[name].dtype) for name in self.bounds])
+        first = next(iter(tensors.values()))
+        flat = first.new_empty(sum(tensors[name].numel() for name in self.bounds), dtype=dtype or first.dtype)
+        for name, piece in zip(self.bounds, flat.split([tensors[name].numel() for name in self.bounds])):
+            piece.view(tensors[name].shape).copy_(tensors[name].detach())  # casts without a copy of its own
+        return flat
 
     def split(self, flat: Tensor, rank: int) -> dict[str, Tensor]:
         """Split a flat tensor of :meth:`join` into the tensors of ``rank``, views of ``flat``."""
@@ -51,14 +55,11 @@ class FlatShards:
 
     def apart(self, wholes: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Flatten whole weights shard by shard, in rank order: undoes :meth:`whole`."""
-        ranks = range(len(self.sizes))
-        return torch.cat(
-            [
-                wholes[name][bounds[rank] : bounds[rank + 1]].flatten().to(dtype)
-                for rank in ranks
-                for name, bounds in self.bounds.items()
-            ]
-        )
+        flat = next(iter(wholes.values())).new_empty(sum(self.sizes), dtype=dtype)
+        for rank, share in enumerate(flat.split(self.sizes)):
+            for name, piece in self.split(share, rank).items():
+                piece.copy_(wholes[name][self.bounds[name][rank] : self.bounds[name][rank + 1]])
+        return flat
 
     def _num_rows(self, name: str, rank: int) -> int:
         return self.bounds[name][rank + 1] - self.bounds[name][rank]
