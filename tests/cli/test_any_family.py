@@ -168,7 +168,7 @@ def test_the_plans_of_a_file_are_computed_with_weights_where_costs_place_them(tr
         return cost, lambda plan: 0
 
     monkeypatch.setattr(stock_run, "place_weights", place)
-    monkeypatch.setattr(stock_run, "check_executable", lambda *_: None)  # two ranks planned the first steps
+    monkeypatch.setattr(stock_run, "check_executable", lambda *_, **__: None)  # two ranks planned the first steps
     monkeypatch.setattr(Run, "gather_by_layer", lambda run: placed.append("by layer"))
     corpus, stock = open_corpus(config.data), read_stock_model(gemma2)
     world = DistContext(rank=0, size=1, device=torch.device("cpu"))
