@@ -3,15 +3,15 @@
     python benchmarks/gathered_layers.py [--rounds 2] [--ranks 4] [--steps 3]
 
 Beside both, weights whole with the model's own logits of all tokens. Sides take turns, each on new ranks, processes of
-one thread joined by Gloo; figures are medians of ratios within a round. Bytes are the most that a rank's process has
-beside what it had before its model was made, looked at every millisecond of all steps but the first.
+one thread joined by Gloo; figures are medians of ratios within a round. Bytes are the most resident ones of a rank's
+process, as the kernel counts them, in all steps but the first, beside what it had before its model was made.
 """
 
 import argparse
 import os
 import tempfile
-import threading
 import time
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,54 +39,41 @@ def train(weights: str, defers: bool, steps: int) -> dict[str, float]:
     if not defers:
         DeferredHead.__init__ = _defer_nothing  # type: ignore[method-assign]
     torch.manual_seed(0)
-    before = _resident_bytes()
+    _forget_peak()
+    before = _peak_bytes()
     model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
     rng, ranks = np.random.default_rng(0), torch.distributed.get_world_size()
     rows = [rng.integers(0, SIZES["vocab_size"], TOKENS) for _ in range(ranks * (steps + 1))]
+    profile = Path(tempfile.gettempdir(), f"gathered-{os.getppid()}-{weights}-{defers}.json")
     run = lengthwise.prepare(
         model, rows, sequences_per_step=ranks, steps=steps + 1, policy="static", max_degree=1, recompute="all",
-        weights=weights, device="cpu", check=False, verbose=False,
-        profile=f"{tempfile.gettempdir()}/gathered-{ranks}-{defers}.json",
+        weights=weights, device="cpu", check=False, verbose=False, profile=profile,
     )  # fmt: skip
-    seconds, peak = [], _Peak()
+    seconds = []
     for step in run.steps():
         began = time.perf_counter()
         if step.number == 1:
-            peak.start()
+            _forget_peak()
         for micro_batch in step:
             step.backward(run.model(**micro_batch.inputs).loss)
         result = step.update()
         seconds.append(time.perf_counter() - began)
-    most = peak.stop()
-    return {"seconds": median(seconds[1:]), "bytes": float(most - before), "loss": result.loss}
+    profile.unlink(missing_ok=True)
+    return {"seconds": median(seconds[1:]), "bytes": float(_peak_bytes() - before), "loss": result.loss}
 
 
 def _defer_nothing(self: Any, model: Any, **options: Any) -> None:
     self._forward, self.parameters = None, []
 
 
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
-class _Peak:
-    """The most resident bytes between :meth:`start` and :meth:`stop`."""
-
-    def __init__(self) -> None:
-        self._most, self._is_over = 0, threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self.start = self._thread.start
-
-    def _look(self) -> None:
-        while not self._is_over.wait(0.001):
-            self._most = max(self._most, _resident_bytes())
-
-    def stop(self) -> int:
-        """The most that was seen."""
-        self._is_over.set()
-        self._thread.join()
-        return self._most
+def _peak_bytes() -> int:
+    """The most resident bytes since :func:`_forget_peak`."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def main() -> None:
