@@ -27,7 +27,9 @@ def alone():
     return loop_on_one_device()
 
 
-@pytest.mark.parametrize(("num_ranks", "recompute"), [(2, "all"), (3, "none"), (4, "auto")])
+@pytest.mark.parametrize(
+    ("num_ranks", "recompute"), [(2, "all"), (3, "none"), pytest.param(4, "auto", marks=pytest.mark.deep)]
+)
 def test_weights_gathered_by_layer_train_what_one_device_trains(ranks, alone, num_ranks, recompute):
     for found in ranks(num_ranks).run(train_gpt, ("auto", "dcp-intra"), BY_LAYER | {"recompute": recompute}):
         for losses, _, _, weights in found.values():

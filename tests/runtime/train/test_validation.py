@@ -102,7 +102,7 @@ def test_it_comes_every_so_many_steps_or_after_each_epoch_and_at_the_end(ranks, 
     assert list(validations(tmp_path)) == steps
 
 
-@pytest.mark.parametrize("stop_after", [3, 4])
+@pytest.mark.parametrize("stop_after", [3, pytest.param(4, marks=pytest.mark.deep)])
 def test_a_run_that_is_stopped_and_resumed_validates_as_one_that_is_not(ranks, tmp_path, stop_after):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = ranks(2).run(run_validated, str(whole))[0]

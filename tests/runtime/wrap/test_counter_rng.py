@@ -53,9 +53,7 @@ DROPPING = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.deep] * (name not in ("gpt2", "bert"))) for name in DROPPING]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.deep] * (name != "gpt2")) for name in DROPPING])
 def test_a_run_that_drops_is_the_same_at_degrees_1_2_and_4_in_any_packs_with_and_without_recompute(ranks, name):
     first = ranks(4).run(step_on_ranks, DROPPING[name], ALONE)[0]
     for groups in (PACKED, TWO, FOUR):
