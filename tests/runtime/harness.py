@@ -79,7 +79,7 @@ def _serve(rank: int, num_ranks: int, port: int, pipe: Connection, environment: 
     gc.freeze()  # what was imported before stays: nothing of it is looked at again
     torch.set_num_threads(1)
     _share_one_device()
-    _check_each_model_once()
+    _compare_where_asked()
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     while True:
         try:
@@ -110,29 +110,23 @@ def _share_one_device() -> None:
     distributed_c10d.ProcessGroupGloo = Sharing  # type: ignore[misc]
 
 
-def _check_each_model_once() -> None:
-    """Let ``prepare`` compare a model with the stock one only the first time that these ranks see such a model.
+def with_check(function: Any, *arguments: Any, **options: Any) -> Any:
+    """Call ``function`` on a rank of a pool with the comparison of ``prepare``, which is left out there else."""
+    COMPARES.append(True)
+    try:
+        return function(*arguments, **options)
+    finally:
+        COMPARES.pop()
 
-    The comparison is most of ``prepare``; tests of the comparison itself call it directly or expect what it refuses,
-    and what was refused is compared again.
+
+COMPARES: list[bool] = []
+
+
+def _compare_where_asked() -> None:
+    """Let ``prepare`` compare models with stock ones under :func:`with_check` alone: it is most of its time.
+
+    What tests train on ranks they compare with a loop of their own.
     """
-    import torch.distributed as dist
-
     prepare = import_module("lengthwise.session.prepare")
-    compare, checked = prepare.check_exact, set[str]()
-
-    def check_new(run: Any, **options: Any) -> None:
-        wrapped, collator = run.wrapped_model, run.collator
-        parameters = [(name, p.shape, p.dtype, p.requires_grad) for name, p in run.model.named_parameters()]
-        functions = [getattr(function, "__qualname__", repr(function)) for function in (wrapped._loss, wrapped._inputs)]
-        inputs = (wrapped.objective, wrapped.by_sequence is None, sorted(collator.kinds), sorted(collator.passed))
-        told = {**options, "on_progress": None}
-        mine = repr((run.model, getattr(run.model, "config", None), parameters, functions, inputs, told))
-        everyones: list[Any] = [None] * run.world.size
-        if run.world.size > 1:
-            dist.all_gather_object(everyones, mine in checked)
-        if not all(everyones if run.world.size > 1 else [mine in checked]):
-            compare(run, **options)
-            checked.add(mine)
-
-    prepare.check_exact = check_new  # type: ignore[attr-defined]
+    compare = prepare.check_exact
+    prepare.check_exact = lambda run, **options: compare(run, **options) if COMPARES else None  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ def train_by(methods, **options):
     ("num_ranks", "methods"),
     [
         (3, ("ring",)),
-        (4, ("ulysses_ring",)),
+        pytest.param(4, ("ulysses_ring",), marks=pytest.mark.deep),
         *(pytest.param(n, (name,), marks=pytest.mark.deep) for n in (2, 3, 4) for name in ("ulysses", "all_gather")),
     ],
 )

@@ -30,7 +30,7 @@ def assert_alike(found, tolerance):
         np.testing.assert_allclose(found[1][name], value, rtol=0, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("dora", marks=pytest.mark.deep)])
 def test_adapters_are_trained_saved_and_resumed_as_in_transformers(kind, tmp_path):
     import peft
 

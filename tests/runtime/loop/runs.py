@@ -1,7 +1,6 @@
 """A step of a prepared model on the ranks of a pool, and the same step by the loop its user had before."""
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.harness import COMPARES
 from tests.runtime.loop.memory_runs import run_of
 from tests.runtime.train.runs import local_world
 
@@ -185,10 +185,6 @@ def source_of(case: Case) -> Source:
     return case.sequences or Source()
 
 
-CHECKED: set[bytes] = set()
-"""Cases with methods and number of ranks that this process has checked."""
-
-
 def prepared(
     case: Case,
     groups: tuple[Packs, ...],
@@ -199,7 +195,7 @@ def prepared(
     by_layer: bool = False,
     num_kept: int = 0,
 ) -> Run:
-    """The run of a case, its model learned and checked as ``prepare`` does it."""
+    """The run of a case, its model learned, and compared with the stock one under ``with_check`` as by ``prepare``."""
     model = case.build()
     wrapped_model = WrappedModel(model, objective=case.objective, loss=case.loss, inputs=case.inputs, **case.options)
     run = run_of(
@@ -210,11 +206,9 @@ def prepared(
     )  # fmt: skip
     trace_model(run)
     run.check_stages = partial(check_stages, run)
-    methods = tuple(dict.fromkeys([Method.ULYSSES, *(group.method for group in groups if group.method)]))
-    checked = pickle.dumps((case, methods, world.size))
-    if checked not in CHECKED:  # most tests prepare one case several times
+    if COMPARES:
+        methods = tuple(dict.fromkeys([Method.ULYSSES, *(group.method for group in groups if group.method)]))
         check_exact(run, methods=methods, longest=max(source_of(case).lengths) // run.collator.slot_tokens)
-        CHECKED.add(checked)
     if by_layer:
         run.keep_layers = lambda plan: num_kept
         run.gather_by_layer()

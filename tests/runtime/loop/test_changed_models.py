@@ -13,7 +13,7 @@ def expected():
     return {name: plain_loop(change=change) for name, change in CHANGES.items()}
 
 
-@pytest.mark.parametrize(("num_ranks", "degree"), [(1, 1), (2, 1), (3, 3)])
+@pytest.mark.parametrize(("num_ranks", "degree"), [(1, 1), (2, 1), pytest.param(3, 3, marks=pytest.mark.deep)])
 def test_weights_that_a_loop_changes_on_every_rank_stay_changed(ranks, expected, num_ranks, degree, tmp_path):
     for found in ranks(num_ranks).run(train_with_changes, degree, tuple(CHANGES), torch.float64, tmp_path):
         for name, (losses, weights) in found.items():

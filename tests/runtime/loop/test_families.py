@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from lengthwise.core.batch import MASKED
 from lengthwise.runtime.models.targets import TokenMasking
+from tests.runtime.harness import with_check
 from tests.runtime.loop.runs import LENGTHS, VOCAB, Case, Packs, assert_exact, cross_entropy, randomised, step_on_ranks
 
 DEGREES = (
@@ -112,8 +113,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_family_trains_as_its_own_loop_does_at_degrees_1_to_4(ranks, name):
-    for found in ranks(4).run(step_on_ranks, CASES[name], DEGREES):
+def test_a_family_passes_the_check_and_trains_as_its_own_loop_does_at_degrees_1_to_4(ranks, name):
+    for found in ranks(4).run(with_check, step_on_ranks, CASES[name], DEGREES):
         assert_exact(CASES[name], found, name)
 
 

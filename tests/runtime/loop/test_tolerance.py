@@ -13,6 +13,7 @@ from lengthwise.runtime.verify import gradient_check as exact
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE, settings_of
 from lengthwise.runtime.verify.gradient_check import TOLERANCES, check_exact
 from lengthwise.runtime.verify.stock_call import GradientResult
+from tests.runtime.harness import with_check
 from tests.runtime.loop.odd_modules import Odd
 from tests.runtime.loop.runs import Case, prepared
 from tests.runtime.loop.test_plain_modules import LOGITS, built
@@ -29,7 +30,7 @@ def worst(loss=0.0, **added):
     run = SimpleNamespace(state=None, wrapped_model=SimpleNamespace(structure=SimpleNamespace(parameters=NAMES)))
     gradients = [value + added.get(name, 0.0) for name, value in zip(NAMES, ALONE.gradients)]
     packed = GradientResult(loss=ALONE.loss + loss, gradients=gradients)
-    return exact._worst(run, packed, ALONE, TOLERANCES[torch.float64])
+    return exact.worst_difference(run, packed, ALONE, TOLERANCES[torch.float64])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ class Drawing(Odd):
 )
 def test_a_small_difference_and_a_draw_without_effect_are_refused(kind, error, named):
     with pytest.raises(error, match=named):
-        prepared(Case(build=partial(built, kind, "none"), **LOGITS), (), start_world("cpu"))
+        with_check(prepared, Case(build=partial(built, kind, "none"), **LOGITS), (), start_world("cpu"))
 
 
 class Asked(Exception):  # noqa: N818 - carries an answer

@@ -34,7 +34,14 @@ def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weigh
     ("num_ranks", "degree", "recomputed"),
     [(2, 2, 2), *(pytest.param(*sizes, marks=pytest.mark.deep) for sizes in ((2, 2, 0), (3, 3, 0), (3, 3, 3)))],
 )
-@pytest.mark.parametrize("trained", [name for name in TRAINED if name != "all"])
+@pytest.mark.parametrize(
+    "trained",
+    [
+        pytest.param(name, marks=[pytest.mark.deep] * (name not in ("no layer", "behind the attention")))
+        for name in TRAINED
+        if name != "all"
+    ],
+)
 def test_a_rank_of_a_model_with_frozen_parts_stands_in_for_what_its_backward_really_sends(
     ranks, trained, num_ranks, degree, recomputed
 ):
