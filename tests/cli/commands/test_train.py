@@ -78,6 +78,7 @@ def dense_losses(corpus, tmp_path_factory) -> list[float]:
     return losses(corpus, tmp_path_factory.mktemp("dense") / "run", "plan.policy=static", "--degree", "1")
 
 
+@pytest.mark.deep
 def test_methods_drawn_at_random_train_as_one_device_does(corpus, tmp_path, dense_losses):
     found = losses(corpus, tmp_path / "random", "plan.policy=static", "--methods", "random", "--degree", "2")
     assert found == pytest.approx(dense_losses, rel=1e-10)

@@ -11,6 +11,7 @@ from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from tests.runtime.harness import with_check
 from tests.runtime.loop.memory_runs import run_of
 from tests.runtime.loop.odd_modules import Odd
 from tests.runtime.loop.runs import DENSE, Case, Packs, Source, Stream, assert_exact, step_on_ranks
@@ -27,7 +28,7 @@ PACKS = {
 def outcome(case, packs):
     """The steps of a case, or the sentence that refuses it."""
     try:
-        return step_on_ranks(case, packs)
+        return with_check(step_on_ranks, case, packs)
     except LengthwiseError as error:
         return f"{type(error).__name__}: {error}"
 
