@@ -47,9 +47,9 @@ def pushed_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int, num_d
     """
     if num_devices == 1:
         return 0
-    held = [held_params(model, scheme, stage=other) for other in range(scheme.num_stages)]
+    of_stages = [held_params(model, scheme, stage=other) for other in range(scheme.num_stages)]
     layers = scheme.stage_layers
-    later = sum(held[stage:]) - held[stage] // layers[stage]
+    later = sum(of_stages[stage:]) - of_stages[stage] // layers[stage]
     is_whole = scheme.num_stages == 1 and (scheme.weights is WeightPlacement.WHOLE or scheme.degree == 1)
     return later // (num_devices if is_whole else scheme.num_stages)
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from lengthwise.core.errors import CheckError, InputError
-from lengthwise.runtime.wrap.stage_pass import StagePass
+from lengthwise.runtime.wrap.stage_pass import StagedForward
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.loops import make_run, model_of, plain_loop, train_through_trouble, weights_of
 from tests.runtime.loop.memory_runs import Model
@@ -133,7 +133,7 @@ def test_a_check_of_stages_leaves_no_gradient_behind():
 
 
 def test_a_model_called_twice_or_beside_frozen_ones_is_refused_in_stages():
-    stage = StagePass(layers=range(1), num_layers=2, receive=torch.zeros_like)
+    stage = StagedForward(layers=range(1), num_layers=2, receive=torch.zeros_like)
     stage.begin()
     with pytest.raises(InputError, match="called twice in a micro-batch of a pipeline with several stages"):
         stage.begin()

@@ -101,14 +101,14 @@ class AnalyticCost(SeparableCost):
         first = volumes[methods[layers[0]]]
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         moments: tuple[MemoryMoment, ...] = ()
-        for kept, pushed in (
+        for activations, pushed in (
             ((scheme.num_stages - stage) * saved, 0),
             (first.input_bytes if recompute[layers[0]] else first.kept_bytes, widths[1] * num_pushed),
         ):
             moments += (
-                MemoryMoment(activations=Line(0.0, kept), temporary=Line(buffers + pushed, backward)),
+                MemoryMoment(activations=Line(0.0, activations), temporary=Line(buffers + pushed, backward)),
                 *reduce_moments(
-                    self.model, kept, [(volumes[methods[n]], recompute[n]) for n in layers],
+                    self.model, activations, [(volumes[methods[n]], recompute[n]) for n in layers],
                     share=widths[0] / degree, pushed=pushed,
                 ),
             )  # fmt: skip

@@ -48,7 +48,7 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
 
 
 def on_every_degree(problem: PlanningProblem) -> list["ParaDysePolicy"]:
-    """The same planning on copies of every family that tiles the cluster, whatever length it holds."""
+    """Make a policy for copies of every family that tiles the cluster, whatever length it holds."""
     tiling = [
         candidates
         for (degree, layers, _), candidates in problem.families.items()

@@ -67,16 +67,14 @@ class Run(PreparedModel):
             lr: the learning rate of each step.
             clip_norm: the limit of the gradient norm; 0: none.
             num_steps: how many steps there are.
-            counts_targets: whether the targets of a step are counted before its first backward, where labels leave
-                out some.
+            counts_targets: whether a step's targets are counted before its first backward; labels may leave out some.
             workers: processes that read the sequences of each step ahead, from its beginning.
-            on_oom: called on every rank with the micro-batches that ran out of memory, before the step is planned
-                again.
+            on_oom: called on every rank with the micro-batches that ran out of memory, before a new plan.
             on_finish: called on every rank with every step that is done.
             keep_layers: how many of the last layers every rank holds whole during a step, where weights are gathered
                 layer by layer.
-            check_stages: raises an error unless the model can be cut into stages of these numbers of layers; called on
-                every rank when a plan first has them. None: it cannot.
+            check_stages: raises an error unless stages of these numbers of layers can be computed; called on every rank
+                when a plan first has them. None: there are none.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed

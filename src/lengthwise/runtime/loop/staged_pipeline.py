@@ -20,7 +20,7 @@ from lengthwise.runtime.loop.run_state import MicroBatchMaker
 from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard, active
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
-from lengthwise.runtime.wrap.stage_pass import StagePass
+from lengthwise.runtime.wrap.stage_pass import StagedForward
 from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_forward
 
 
@@ -54,7 +54,7 @@ class StagedPipeline:
             without_recompute=tuple(event for event in script.without_recompute if event[1] in calls),
             with_recompute=tuple(event for event in script.with_recompute if event[1] in calls),
         )
-        shard.stage_pass = StagePass(
+        shard.stage_pass = StagedForward(
             layers=self._layers,
             num_layers=self._num_layers,
             receive=lambda like: self._receive_output(shard, index).view(like.shape).to(like.dtype),
@@ -154,7 +154,7 @@ class StagedPipeline:
         return torch.zeros(shard.num_slots * wrapped_model.layers.widths[layer], dtype=dtype, device=shard.device)
 
 
-def _differentiate(stage: StagePass, gradient: Tensor | None) -> None:
+def _differentiate(stage: StagedForward, gradient: Tensor | None) -> None:
     if stage.is_last:
         assert stage.differentiate is not None, "the loop gave a loss"
         stage.differentiate()

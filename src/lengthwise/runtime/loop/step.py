@@ -27,7 +27,6 @@ from lengthwise.runtime.wrap.loss_backward import backward
 from lengthwise.runtime.wrap.loss_check import MeanOver, check_form
 from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
-from lengthwise.runtime.wrap.stage_pass import StagePass
 from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_micro_batch
 
 NUM_DIGESTS = 4
@@ -155,7 +154,7 @@ class Step:
         micro_batch, run = self._current, self.run
         shard = micro_batch.shard
         if shard.stage_pass is not None:
-            self._end_stage(micro_batch, shard.stage_pass, loss, side, mean_over)
+            self._end_stage(micro_batch, loss, side, mean_over)
             return
         if not shard.has_failed:
             run.check_gradients(self._gradient_version)
@@ -196,14 +195,14 @@ class Step:
         return partial(backward, terms, None if has_all else shard)
 
     def _end_stage(
-        self, micro_batch: MicroBatch, stage: StagePass, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
+        self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
     ) -> None:
         """End the forward of a micro-batch on one of several stages; its backward comes when 1F1B has it."""
         shard, (number, index, *_) = micro_batch.shard, self._own[self._position]
         if not shard.has_failed:
             self.run.check_gradients(self._gradient_version)
-            if stage.is_last:
-                stage.differentiate = self._differentiation(micro_batch, loss, side, mean_over)
+            if shard.stage_pass is not None and shard.stage_pass.is_last:
+                shard.stage_pass.differentiate = self._differentiation(micro_batch, loss, side, mean_over)
         else:
             self.failure = self.failure or (number, index)
         self._staged[number].end_forward(shard, index)

@@ -20,7 +20,7 @@ from lengthwise.runtime.verify.gradient_check import dtypes_of, tolerance_of, wo
 from lengthwise.runtime.verify.stock_call import GradientResult, gradients_in_pack, pack_of
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import active
-from lengthwise.runtime.wrap.stage_pass import StagePass
+from lengthwise.runtime.wrap.stage_pass import StagedForward
 
 
 def check_stages(run: PreparedModel, stage_layers: Sequence[int]) -> None:
@@ -44,10 +44,10 @@ def check_stages(run: PreparedModel, stage_layers: Sequence[int]) -> None:
 
 
 def _compare(run: PreparedModel, stage_layers: Sequence[int], dtype: torch.dtype | None) -> None:
-    whole, _ = gradients_in_pack(run, LENGTHS, run.alone)
-    assert whole is not None, "this rank is in its own group"
+    expected, _ = gradients_in_pack(run, LENGTHS, run.alone)
+    assert expected is not None, "this rank is in its own group"
     tolerance = tolerance_of(dtype, run.state.compute_dtype)
-    worst = worst_difference(run, _gradients_in_stages(run, stage_layers), whole, tolerance)
+    worst = worst_difference(run, _gradients_in_stages(run, stage_layers), expected, tolerance)
     if worst.ratio > 1.0:
         raise CheckError(
             f"{type(run.model).__name__} learns something else in stages of {list(stage_layers)} layers than in one: "
@@ -59,10 +59,10 @@ def _compare(run: PreparedModel, stage_layers: Sequence[int], dtype: torch.dtype
 def _gradients_in_stages(run: PreparedModel, stage_layers: Sequence[int]) -> GradientResult:
     """Loss and gradients of a pack that goes through the stages one after another on this rank."""
     pack, parameters = pack_of(run, LENGTHS), list(run.wrapped_model.structure.parameters.values())
-    passes, sent, loss = list[tuple[StagePass, Tensor]](), torch.empty(0), torch.empty(0)
+    passes, sent, loss = list[tuple[StagedForward, Tensor]](), torch.empty(0), torch.empty(0)
     for first, end in pairwise((0, *accumulate(stage_layers))):
         shard, received = whole_shard(run, pack), sent
-        stage = shard.stage_pass = StagePass(
+        stage = shard.stage_pass = StagedForward(
             layers=range(first, end), num_layers=sum(stage_layers),
             receive=lambda like, received=received: received.clone(),  # type: ignore[misc]
         )  # fmt: skip

@@ -26,7 +26,7 @@ from lengthwise.runtime.parallel.stage_shard import StageView
 from lengthwise.runtime.parallel.tokens import shard_tokens
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.loss_check import NotedLoss
-from lengthwise.runtime.wrap.stage_pass import StagePass
+from lengthwise.runtime.wrap.stage_pass import StagedForward
 
 ALMOST_ONE = 1.0 - 2.0**-24
 """The largest uniform number in float32: a draw of it leaves out no layer."""
@@ -102,7 +102,7 @@ class PackShard:
     """Each half of an attention as it comes, where that is to be known."""
     script: ExchangeScript | None = None
     """The script that forwards follow, where it is not the one of the whole model."""
-    stage_pass: StagePass | None = None
+    stage_pass: StagedForward | None = None
     """The stage of a pipeline that this rank computes; None: all layers."""
     passes: list[ForwardPass] = field(default_factory=list)
     """Forwards of prepared models so far."""

@@ -14,7 +14,7 @@ from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.wrap import context as shards
 from lengthwise.runtime.wrap.forward_patch import PreparedForward
 from lengthwise.runtime.wrap.recompute_layers import checkpoint_layer
-from lengthwise.runtime.wrap.stage_pass import StagePass, hidden_states_in
+from lengthwise.runtime.wrap.stage_pass import StagedForward, hidden_states_in
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 
 Forward = Callable[..., Any]
@@ -118,7 +118,7 @@ class HookedLayers:
         if isinstance(first, Tensor) and num_slots:
             self.widths[number] = first.numel() // num_slots
 
-    def _skipped(self, number: int, stage: StagePass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _skipped(self, number: int, stage: StagedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a layer before the stage: its input, or of the last of them what the stage before sent."""
         shard, self.position, self.is_between = shards.current(), number + 1, True
         if self.intercept is not None:

@@ -19,7 +19,7 @@ class StageEndError(Exception):
 
 
 @dataclass(eq=False, kw_only=True)
-class StagePass:
+class StagedForward:
     """One micro-batch on this rank's stage, from its forward to its backward."""
 
     layers: range
