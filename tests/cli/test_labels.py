@@ -70,7 +70,10 @@ def reference(folder, rows):
 RING = ("plan.policy=static", "--method", "ring", "--degree", "2")
 
 
-@pytest.mark.parametrize("how", [("plan.policy=auto", "data.prefetch=0"), ("plan.policy=padded",), RING])
+@pytest.mark.parametrize(
+    "how",
+    [("plan.policy=auto", "data.prefetch=0"), RING, pytest.param(("plan.policy=padded",), marks=pytest.mark.deep)],
+)
 def test_steps_are_those_of_one_device_with_ignored_labels(index, rows, tmp_path, how):
     cut = (f"data.max_length={MAX_LENGTH}", "data.tokens_per_step=300")
     arguments = settings(index, tmp_path / "run", *cut, *PLAIN_SGD, "train.checkpoint_every=0", *how)

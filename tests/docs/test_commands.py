@@ -165,6 +165,8 @@ def test_quick_commands_run(block, files, tmp_path, monkeypatch, capsys):
             added = [word for word in added if not word.startswith("plan.policy")]
         if any(word.startswith("plan.profile") for word in words):
             added = [word for word in added if not word.startswith("plan.profile")]
+        if "--network" in words:  # a sweep
+            added += ["--gpus", "8"]
         words = [path for word in words for path in (sorted(glob(word)) if "*/" in word else [word])]
         lengthwise([*words, *added])
         assert capsys.readouterr().out or words[0] == "index", words

@@ -36,9 +36,16 @@ def test_no_policy_is_faster_than_auto_and_the_time_shown_is_the_one_planned_and
         assert all(bound_s <= time_s for bound_s, time_s in zip(one.bounds_s, one.times_s)), one.policy
 
 
-@pytest.mark.parametrize("error", [AssertionError("too long"), ZeroDivisionError(), KeyError(3), InputError("no such")])
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_a_policy_that_fails_is_a_row_with_its_reason(monkeypatch, error, is_prepared):
+@pytest.mark.parametrize(
+    ("is_prepared", "error"),
+    [
+        (True, AssertionError("too long")),
+        (True, InputError("no such")),
+        (False, ZeroDivisionError()),
+        (False, KeyError(3)),
+    ],
+)
+def test_a_policy_that_fails_is_a_row_with_its_reason(monkeypatch, is_prepared, error):
     def fail(*_):
         raise error
 

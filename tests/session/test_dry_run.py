@@ -57,11 +57,11 @@ HETEROGENEOUS = plan_of(
 
 @pytest.fixture(scope="module")
 def document():
-    return dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[0, 1, 4, 7])
+    return dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[1, 4, 7])
 
 
 def test_collectives_of_every_rank_are_those_of_the_proven_plan(document):
-    assert document["differences"] == [] and len(document["ranks"]) == 4
+    assert document["differences"] == [] and len(document["ranks"]) == 3
 
 
 def test_flops_and_sent_bytes_are_those_of_the_closed_forms(document):

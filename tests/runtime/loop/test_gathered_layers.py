@@ -37,7 +37,8 @@ def test_every_family_is_exact_however_many_layers_stay_whole(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "degree", "recomputed"), [(2, 1, 0), (4, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.deep)]
+    ("num_ranks", "degree", "recomputed"),
+    [(2, 1, 0), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((4, 2, 1), (2, 2, 2)))],
 )
 def test_a_rank_that_runs_out_of_memory_goes_on_gathering_for_the_others(ranks, num_ranks, degree, recomputed):
     expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]

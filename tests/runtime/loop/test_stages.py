@@ -78,7 +78,8 @@ def test_a_model_of_which_only_parts_are_trained_computes_in_stages(ranks, train
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "degree", "stages"), [(2, 1, 2), (4, 2, 2), pytest.param(3, 1, 3, marks=pytest.mark.deep)]
+    ("num_ranks", "degree", "stages"),
+    [(2, 1, 2), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((4, 2, 2), (3, 1, 3)))],
 )
 def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, degree, stages):
     expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]

@@ -68,7 +68,7 @@ def closed(sent: Sent, weights: Sent, num_tokens):
     return {kind: value for kind, value in both.items() if value}
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.deep), 3, 4])
 @pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
 def test_a_layer_sends_what_its_closed_form_says(ranks, method, num_ranks):
     for spec in SPECS:
@@ -78,7 +78,7 @@ def test_a_layer_sends_what_its_closed_form_says(ranks, method, num_ranks):
             assert backward == pytest.approx(closed(volume.backward.tokens, volume.backward.weights, 48))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
 @pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
 def test_a_layer_keeps_what_its_closed_form_says(ranks, method, num_ranks):
     for spec in SPECS:

@@ -111,10 +111,10 @@ OWNERS = {"checkpoint_files": checkpoint_files, "saver": saver, "FileSystemWrite
 @pytest.mark.parametrize(
     ("rank", "where"),
     [
-        (0, "checkpoint_files.begin"),
         (1, "FileSystemWriter.write_data"),
-        (1, "saver._digests"),
         (0, "checkpoint_files.publish"),
+        pytest.param(0, "checkpoint_files.begin", marks=pytest.mark.deep),
+        pytest.param(1, "saver._digests", marks=pytest.mark.deep),
     ],
 )
 def test_a_checkpoint_that_one_rank_cannot_write_fails_on_all_and_harms_none_before(ranks, tmp_path, rank, where):

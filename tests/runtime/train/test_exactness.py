@@ -31,12 +31,12 @@ while either is up to 4e-2 and 0.2 from the exact trajectory: AdamW turns the si
 flips, into a whole step."""
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.deep)])
 def test_any_plan_gives_the_gradient_of_one_device(ranks, num_ranks):
     ranks(num_ranks).run(_check_gradients, seeds=range(6 if num_ranks < 8 else 3))
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
+@pytest.mark.parametrize("num_ranks", [4, pytest.param(8, marks=pytest.mark.deep)])
 def test_any_plan_over_two_nodes_gives_the_gradient_of_one_device(ranks, num_ranks):
     ranks(num_ranks).run(_check_gradients, seeds=range(4), ranks_per_node=num_ranks // 2)
 

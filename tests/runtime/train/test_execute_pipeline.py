@@ -84,7 +84,9 @@ def weights_that_come_when_waited_for():
         yield
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.deep] * (name not in ("tied llama", "bert"))) for name in FAMILIES]
+)
 def test_weights_are_never_used_before_they_have_come(ranks, name):
     ranks(4).run(_check_poisoned, FAMILIES[name], range(4))
 
