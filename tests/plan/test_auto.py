@@ -62,7 +62,7 @@ def test_a_policy_that_fails_is_left_out_with_a_warning_and_one_that_refuses_wit
     assert str(warning.message) == "policy auto goes on without policy hotspa, which fails: RuntimeError: broken"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(problems())
 def test_auto_is_never_slower_than_any_policy(case):
     problem, lengths = case
