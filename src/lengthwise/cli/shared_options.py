@@ -78,7 +78,8 @@ MaxStages = Annotated[
     int | None, typer.Option(min=1, max=MAX_DEVICES, metavar="N", help="Most pipeline stages; default: 8.")
 ]
 Methods = Annotated[
-    str | None, typer.Option(metavar="A,B", help="How devices share a layer; default: ulysses,ring,megatron_ts.")
+    str | None,
+    typer.Option(metavar="A,B", help="How devices share a layer; default: ulysses,ring,megatron_ts, or all."),
 ]
 DtypeOption = Annotated[Dtype, typer.Option(help="What forward and backward compute in.")]
 TraceSteps = Annotated[

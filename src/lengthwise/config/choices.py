@@ -32,6 +32,9 @@ MethodName = Literal[
     "random", "dense", "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring",
     "ulysses_ring", "all_gather",
 ]  # fmt: skip
+SharingMethod = Literal[
+    "megatron_ts", "megatron_cz", "ulysses_z", "colossal_z", "metp", "ulysses", "ring", "ulysses_ring", "all_gather"
+]
 SequenceMethod = Literal["ulysses", "ring", "ulysses_ring", "all_gather"]
 Recompute = Literal["auto", "none", "all"]
 PipelineTime = Literal["flow-shop", "max-times-count"]

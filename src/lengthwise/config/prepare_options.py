@@ -78,7 +78,7 @@ class PrepareOptions(
 
     methods: tuple[SequenceMethod, ...] | None = Field(default=None, min_length=1)
     """By which methods ranks may share sequences, where there are several; None: ulysses and ring, whichever is faster
-    as measured. (A configuration names one as plan.method; `compare` and `lengthwise.plan` take methods too.)"""
+    as measured. (Configurations, `compare` and `lengthwise.plan` also take methods that shard weights.)"""
     packing: Packing = "auto"
     """Whether several sequences share a forward, and ranks a sequence. auto: if that is exact; else the stock forward
     is called once for each sequence, by one rank, and a warning says why. always: else the model is refused. never: the

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from lengthwise.config.choices import (
     CostFit,
@@ -16,6 +16,7 @@ from lengthwise.config.choices import (
     PipelineSchedule,
     PipelineTime,
     Recompute,
+    SharingMethod,
 )
 from lengthwise.config.foreign_names import setting_of
 from lengthwise.config.limits import (
@@ -125,8 +126,13 @@ class PlanConfig(PolicySettings):
     max_tokens: NumTokens | None = None
     """The most tokens of a micro-batch, padding included; none: what memory holds."""
     method: Literal["", MethodName] = ""
-    """The parallel method by which devices share every layer; empty: whatever is fastest (train: of ulysses and ring);
-    random: drawn anew for every layer and micro-batch."""
+    """The parallel method by which devices share every layer; empty: whatever is fastest of methods; random: drawn anew
+    for every layer and micro-batch."""
+    methods: tuple[SharingMethod, ...] | None = None
+    """Instead of method: the parallel methods that plans choose from, such as [ulysses, metp]; those on sharded weights
+    (metp, megatron_ts, megatron_cz, ulysses_z, colossal_z) also from layer to layer. none: with the policy paradyse
+    those five; else ulysses, ring and megatron_ts, and where these do not hold the longest sequence, those five too.
+    (prepare has only methods that share sequences.)"""
     degree: NumDevices | None = None
     """The sequence, context or tensor parallel size, exactly; none: any up to max_degree."""
     max_stages: NumDevices | None = None
@@ -145,6 +151,16 @@ class PlanConfig(PolicySettings):
     that read items, as those of a DataLoader.)"""
     look_ahead: int = Field(default=4, ge=1, le=1024)
     """The number of steps that workers plan ahead of training."""
+
+    @field_validator("methods", mode="before")
+    @classmethod
+    def _split_names(cls, methods: Any, info: ValidationInfo) -> Any:
+        """Take ``ulysses,metp`` as well as a list."""
+        if methods is not None and (method := info.data.get("method")):
+            raise ValueError(f"nothing may be set beside plan.method={method}")
+        if methods in ([], (), ""):
+            raise ValueError("at least one method is needed")
+        return [name.strip() for name in methods.split(",")] if isinstance(methods, str) else methods
 
 
 class OptimConfig(UpdateSettings):

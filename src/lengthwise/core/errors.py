@@ -34,6 +34,7 @@ class Setting(StrEnum):
     MAX_DEGREE = "plan.max_degree"
     MAX_STAGES = "plan.max_stages"
     METHOD = "plan.method"
+    METHODS = "plan.methods"
     RECOMPUTE = "plan.recompute"
     MAX_TOKENS = "plan.max_tokens"
     BATCH_SIZE = "plan.batch_size"

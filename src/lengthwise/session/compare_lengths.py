@@ -12,6 +12,7 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.data.length_stats import histogram
 from lengthwise.data.max_length import LengthLedger
 from lengthwise.plan.policies import POLICIES
+from lengthwise.plan.space.search_space import DEFAULT_METHODS
 from lengthwise.report.charts.histogram import LengthBin
 from lengthwise.report.pages.compare_results import ClusterResult, Comparison
 from lengthwise.report.units import compact
@@ -171,7 +172,7 @@ def comparison_page(
             "search_space": {
                 "max_degree": contest.search_space.max_degree,
                 "max_stages": contest.search_space.max_stages,
-                "methods": list(map(str, contest.search_space.methods)),
+                "methods": [str(method) for method in contest.search_space.methods or DEFAULT_METHODS],
                 "recompute": str(contest.search_space.recompute),
             },
             "ledger": ledger.to_json(),
@@ -212,7 +213,8 @@ def _facts(
     yield "Costs", device.error_in_words
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
-    yield "Schemes", ", ".join([*map(str, search_space.methods), f"recompute {search_space.recompute}", *limits])
+    methods = [*map(str, search_space.methods or DEFAULT_METHODS)]
+    yield "Schemes", ", ".join([*methods, f"recompute {search_space.recompute}", *limits])
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
     for name in contest.policies:
         yield name, POLICIES.get(name, "a policy of your own")

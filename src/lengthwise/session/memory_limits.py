@@ -84,6 +84,8 @@ def memory_limits(
     cost, num_layers = AnalyticCost(model=model, cluster=cluster, dtype=dtype), model.num_layers
     levels = tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
     candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))
+    if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < (length or 1):
+        return memory_limits(model, cluster, search_space.widest, dtype=dtype, length=length)
     _check_any_fits(candidates, model, cluster)
     if not length:
         return MemoryLimits(model=model, cluster=cluster, candidates=candidates)

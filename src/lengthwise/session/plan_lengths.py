@@ -67,7 +67,8 @@ def plan(
         over_length: what becomes of sequences over `max_length`: "split" (the default), "truncate", "drop", "error".
         max_degree: most devices that share a layer; by default any number.
         max_stages: most pipeline stages; by default 8.
-        methods: how devices share a layer; by default "ulysses", "ring" and "megatron_ts".
+        methods: how devices share a layer; by default "ulysses", "ring" and "megatron_ts", and where these do not hold
+            the longest sequence, also the other methods on sharded weights.
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
         memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
@@ -115,7 +116,7 @@ def comparison_of(
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
     from lengthwise.plan.policies import POLICIES, check_policies
-    from lengthwise.plan.space.search_space import DEFAULT_METHODS, RecomputeMode, SearchSpace
+    from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
     from lengthwise.session.compare_policies import PolicyComparison
     from lengthwise.session.planning_args import METHODS, check_names, find_lengths, find_model
 
@@ -125,9 +126,7 @@ def comparison_of(
     space = SearchSpace(
         max_degree=options.get("max_degree"),
         max_stages=options.get("max_stages"),
-        methods=DEFAULT_METHODS
-        if methods is None
-        else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
+        methods=None if methods is None else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
         recompute=RecomputeMode(options.get("recompute", "auto")),
         head_layers=spec.head_layers,
     )

@@ -14,19 +14,14 @@ from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
-from lengthwise.core.pipeline_config import (
-    WEIGHTS_OF,
-    Method,
-    WeightPlacement,
-)
+from lengthwise.core.pipeline_config import Method
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.links import with_measured_links
 from lengthwise.cost.profiled.fitted import FittedCost
-from lengthwise.cost.profiled.measured_schemes import ProfiledCost, tables_by_scheme
+from lengthwise.cost.profiled.measured_schemes import tables_by_scheme
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.corpus import Corpus
@@ -38,7 +33,6 @@ from lengthwise.plan.plan_file import PlanFile
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.search_space import (
-    DEFAULT_METHODS,
     SAMPLES_SEED,
     RecomputeMode,
     SearchSpace,
@@ -47,6 +41,7 @@ from lengthwise.plan.space.search_space import (
 )
 from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
+from lengthwise.session.method_choice import RANDOM, check_methods, compiled_methods, methods_of
 from lengthwise.session.trained_model import objective_of
 
 
@@ -172,10 +167,6 @@ def _check_device(config: Config, table: ProfileTable, cluster: ClusterSpec) -> 
         )
 
 
-RANDOM = "random"
-"""Instead of a method: one drawn for every layer of every micro-batch."""
-
-
 class LayerStack(Protocol):
     """A model, as far as its planner knows it; :class:`ModelSpec` is one."""
 
@@ -202,9 +193,9 @@ def make_planner(
     spec: LayerStack,
     cluster: ClusterSpec,
     corpus: Corpus,
-    methods: tuple[Method, ...] = DEFAULT_METHODS,
+    methods: tuple[Method, ...] | None = None,
 ) -> Planner:
-    """The planner of the configured policy for a corpus; ``methods``: those to choose from where none is configured.
+    """The planner of the configured policy for a corpus; ``methods``: those to choose from instead of configured ones.
 
     Raises:
         InputError: plan.method needs a plan.degree, or that does not divide the devices.
@@ -213,11 +204,11 @@ def make_planner(
     plan, lengths = config.plan, corpus.lengths
     if plan.method == RANDOM:
         methods = (Method.ULYSSES_Z,)  # its layout of weights is that of all that are drawn
-    else:
-        methods = (Method(plan.method),) if plan.method else methods
+    elif methods is None:
+        methods = methods_of(plan)
     if config.train.compile:
-        methods = _compiled_methods(config, methods)
-    _check_degree(config, cost, cluster)
+        methods = compiled_methods(config, methods)
+    check_methods(config, cost, cluster)
     search_space = SearchSpace(
         max_degree=plan.degree or plan.max_degree,
         max_stages=plan.max_stages,
@@ -271,7 +262,7 @@ def open_plans(config: Config, *, show_progress: bool = False) -> PlanFile:
         InputError: there are none, or settings contradict them.
     """
     plan = config.plan
-    if asked := [f"plan.{name}={value}" for name in ("method", "degree") if (value := getattr(plan, name))]:
+    if asked := [f"plan.{name}={value}" for name in ("method", "methods", "degree") if (value := getattr(plan, name))]:
         raise InputError(
             f"plan.file={plan.file} holds plans that are executed as they are; {' and '.join(asked)} would not apply. "
             "Leave it out, or plan again with it"
@@ -292,56 +283,6 @@ def with_draws(config: Config, planner: Planner) -> Callable[[GlobalBatch], Step
     if config.plan.degree:
         return RandomMethods(planner=planner, seed=config.seed)
     return random_strategies(planner, seed=config.seed)
-
-
-def _compiled_methods(config: Config, methods: tuple[Method, ...]) -> tuple[Method, ...]:
-    """The parallel methods among ``methods`` that layers are compiled for.
-
-    Raises:
-        InputError: there is none, or micro-batches have any size.
-    """
-    if not config.plan.shapes:
-        raise InputError(
-            "train.compile=true compiles layers for fixed sizes, and micro-batches have any size; set plan.shapes, "
-            "such as plan.shapes=8"
-        )
-    compilable = tuple(
-        method for method in methods if WEIGHTS_OF.get(method, WeightPlacement.WHOLE) is WeightPlacement.WHOLE
-    )
-    if not compilable:
-        raise InputError(
-            f"train.compile=true with plan.method={config.plan.method}: layers whose weights are sharded are not "
-            "compiled, they are gathered while they compute; set plan.method to ulysses, ring or dense, or "
-            "train.compile=false"
-        )
-    return compilable
-
-
-def _check_degree(config: Config, cost: CostModel, cluster: ClusterSpec) -> None:
-    plan, num_devices = config.plan, cluster.num_devices
-    if plan.degree and num_devices % plan.degree:
-        fitting = ", ".join(str(degree) for degree in range(1, num_devices + 1) if num_devices % degree == 0)
-        raise InputError(
-            f"plan.degree={plan.degree} does not divide the {num_devices} devices of the run; choose one of {fitting}"
-        )
-    if plan.profile:
-        cost = cost.base if isinstance(cost, CorrectedCost) else cost
-        measured = max(scheme.degree for scheme in cost.tables) if isinstance(cost, ProfiledCost) else 1
-        limits = {"plan.degree": (plan.degree, measured), "plan.max_degree": (plan.max_degree, measured)}
-        limits["plan.max_stages"] = (plan.max_stages, 1)
-        if asked := [f"{name}={count}" for name, (count, limit) in limits.items() if (count or 1) > limit]:
-            devices = "one device" if measured == 1 else f"up to {measured} devices that share a layer"
-            raise InputError(
-                f"{plan.profile} was measured on {devices} and knows no cost of {' and '.join(asked)}; profile with "
-                "a larger --nproc, or set plan.profile= (empty) for analytic costs"
-            )
-    if plan.method and plan.degree is None and not (plan.method == RANDOM and plan.max_degree != 1):
-        drawn = "; or leave plan.max_degree out to have it drawn for every step" if plan.method == RANDOM else ""
-        raise InputError(
-            f"plan.method={plan.method} needs plan.degree, the number of devices that share a layer{drawn}"
-        )
-    if plan.method == Method.DENSE and plan.degree != 1:
-        raise InputError(f"plan.method=dense shares nothing: plan.degree must be 1, not {plan.degree}")
 
 
 def _samples(config: Config, corpus: Corpus) -> list[np.ndarray]:

@@ -20,7 +20,6 @@ from lengthwise.index.source_file import SourceFile
 from lengthwise.index.store import open_index
 from lengthwise.index.work_units import open_lengths
 from lengthwise.plan.space.problem import PlanningProblem
-from lengthwise.plan.space.search_space import DEFAULT_METHODS
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -58,6 +57,7 @@ _ARGUMENTS = {
     Setting.MAX_DEGREE: "max_degree",
     Setting.MAX_STAGES: "max_stages",
     Setting.METHOD: "methods",
+    Setting.METHODS: "methods",
     Setting.RECOMPUTE: "recompute",
 }
 """The settings that `lengthwise.compare` and the command of that name have too."""
@@ -245,6 +245,6 @@ def check_names(names: Sequence[str], known: Sequence[str], setting: str) -> lis
     return list(dict.fromkeys(names))
 
 
-def parse_methods(words: str | None) -> tuple[Method, ...]:
-    """Methods from ``ulysses,ring``; ``DEFAULT_METHODS`` where none is given. Dense is always there, at degree 1."""
-    return DEFAULT_METHODS if words is None else tuple(map(Method, parse_names(words, METHODS, "--methods")))
+def parse_methods(words: str | None) -> tuple[Method, ...] | None:
+    """Methods from ``ulysses,ring``; None where none is given. Dense is always there, at degree 1."""
+    return None if words is None else tuple(map(Method, parse_names(words, METHODS, "--methods")))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from lengthwise.config.run_config import Config
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement, uniform_scheme
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec, cluster_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
@@ -15,7 +15,8 @@ from lengthwise.models.hf_config import UnsupportedModelError
 from lengthwise.plan.space.candidate import degrees_of
 from lengthwise.plan.space.search_space import DEFAULT_METHODS
 from lengthwise.session.console import progress
-from lengthwise.session.planning import RANDOM, resolve_cluster
+from lengthwise.session.method_choice import methods_of
+from lengthwise.session.planning import resolve_cluster
 from lengthwise.session.trained_model import resolve_model
 
 if TYPE_CHECKING:
@@ -100,10 +101,6 @@ def shared_schemes(
     """Degrees above 1 that divide the ranks and suit nodes, and methods that plans of the run may use at each."""
     plan, limit = config.plan, min(config.plan.degree or config.plan.max_degree or num_ranks, max_degree or num_ranks)
     degrees = [degree for degree in degrees_of(num_ranks, min(per_node, num_ranks)) if num_ranks % degree == 0]
-    if plan.method == RANDOM:
-        methods = tuple(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED)
-    else:
-        methods = (Method(plan.method),) if plan.method else DEFAULT_METHODS
     cost = AnalyticCost(model=spec, cluster=cluster_preset(f"{num_ranks}xcpu"))
 
     def can_run(degree: int, method: Method) -> bool:
@@ -116,6 +113,6 @@ def shared_schemes(
     return [
         (degree, method)
         for degree in degrees
-        for method in methods
+        for method in methods_of(plan) or DEFAULT_METHODS
         if 1 < degree <= limit and method is not Method.DENSE and can_run(degree, method)
     ]

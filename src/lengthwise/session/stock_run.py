@@ -126,7 +126,13 @@ class _Planning:
         return plans
 
     def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:
-        changes = {"profile": "", "method": "", "max_stages": 1, "max_degree": self._options.max_degree}
+        changes = {
+            "profile": "",
+            "method": "",
+            "methods": None,
+            "max_stages": 1,
+            "max_degree": self._options.max_degree,
+        }
         plan, wrapped_model = config.plan.model_copy(update=changes), self._prepared.wrapped_model
         return make_planner(
             config.model_copy(update={"plan": plan}),
@@ -151,7 +157,7 @@ def _options(inputs: RunInputs, stock: StockModel) -> PrepareOptions:
             "memory_gib": config.cluster.memory_gib,
             "policy": plan.policy,
             "max_degree": max_degree,
-            "methods": None if plan.method in ("", Method.DENSE) else (plan.method,),
+            "methods": plan.methods or (None if plan.method in ("", Method.DENSE) else (plan.method,)),
             "recompute": plan.recompute,
             "profile": plan.profile or None,
             "objective": NEXT_TOKEN if is_causal else None,

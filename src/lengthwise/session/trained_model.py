@@ -15,6 +15,7 @@ from lengthwise.models.hf_config import UnsupportedModelError, read_config, read
 from lengthwise.models.hf_sizes import read_priced_spec
 from lengthwise.models.stock_model import StockModel, objective_of_class, read_stock_model
 from lengthwise.models.weight_files import weight_files
+from lengthwise.session.method_choice import asked_methods
 from lengthwise.session.model_files import mask_token_id
 
 
@@ -150,8 +151,8 @@ def _check_settings(config: Config, model: StockModel) -> None:
         "train.compile=true": (train.compile, "their layers are run as transformers has them"),
         f"train.schedule={train.schedule}": (train.schedule != "1f1b", "they have one pipeline stage"),
         f"plan.max_stages={plan.max_stages}": ((plan.max_stages or 1) > 1, "they have one pipeline stage"),
-        f"plan.method={plan.method}": (
-            plan.method not in ("", "dense", *shared_by),
+        asked_methods(plan): (
+            {*(plan.methods or ()), plan.method} - {"", "dense", *shared_by},
             f"ranks share them by methods on whole weights ({', '.join(shared_by)})",
         ),
         f"plan.shapes={plan.shapes}": (plan.shapes, "they are not compiled"),

@@ -13,7 +13,10 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     nproc: Annotated[int, typer.Option(min=1, max=1024, help="ranks on this machine")] = 1,
     method: Annotated[
-        str | None, typer.Option("--method", "--methods", help="how ranks share a layer, or random; plan.method")
+        str | None,
+        typer.Option(
+            "--method", "--methods", help="how ranks share a layer, or random; plan.method; A,B: plan.methods"
+        ),
     ] = None,
     degree: Annotated[int | None, typer.Option(min=1, help="ranks that share a layer; plan.degree")] = None,
     plan: Annotated[
@@ -35,8 +38,8 @@ def run(
     from lengthwise.session.console import emit_json
 
     path, changes = split_arguments(config, overrides)
-    options = (("method", method), ("degree", degree), ("file", plan))
-    changes += [f"plan.{name}={value}" for name, value in options if value is not None]
+    options = {"degree": degree, "file": plan, "methods" if method and "," in method else "method": method}
+    changes += [f"plan.{name}={value}" for name, value in options.items() if value is not None]
     folder = train(
         path, changes, nproc=nproc, resume=resume, fall_back=fall_back, max_restarts=max_restarts, quiet=quiet
     )

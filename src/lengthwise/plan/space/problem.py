@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -10,7 +11,8 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InfeasibleError, Setting
+from lengthwise.core.errors import InfeasibleError, InputError, Setting
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.core.wording import bytes_in_words, needed_and_available
 from lengthwise.data.size_buckets import SizeBuckets
 from lengthwise.plan.solve.shop import Certificate, Objective
@@ -106,11 +108,23 @@ class PlanningProblem:
         needed, available = needed_and_available(int(candidate.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
         return f"needs {needed} per device under the leanest scheme, {candidate.scheme.name}; a device has {available}."
 
+    def _metp_holds_more(self) -> bool:
+        """Whether all devices together hold a longer sequence by METP."""
+        scheme = self.leanest.scheme
+        metp = uniform_scheme(
+            scheme.num_layers, degree=self.num_devices, method=Method.METP, recomputed=scheme.num_recomputed
+        )
+        with suppress(InputError):  # no costs for it
+            return self.num_devices > 1 and replace(self.leanest, scheme=metp).max_tokens > self.leanest.max_tokens
+        return False
+
     def _leaner(self) -> str:
         scheme = self.leanest.scheme
         ways = [] if all(scheme.recompute) else [f"{Setting.RECOMPUTE}=all"]
         if scheme.degree < self.num_devices:
             ways.append(f"a higher {Setting.MAX_DEGREE} (the pool reaches {scheme.degree})")
+        if self._metp_holds_more():
+            ways.append(f"{Setting.METHODS} with metp")
         return "".join(f", or {way}" for way in ways)
 
 

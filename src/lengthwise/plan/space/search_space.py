@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 from typing import NoReturn
@@ -13,7 +13,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
-from lengthwise.core.pipeline_config import Method, PipelineConfig
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
@@ -21,6 +21,8 @@ from lengthwise.plan.space.candidate import degrees_of, make_candidates, schemes
 from lengthwise.plan.space.problem import PlanningProblem
 
 DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
+SHARDED_METHODS = tuple(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.SHARDED)
+"""The five methods of ParaDySe, which layers of one pack can mix."""
 NUM_SAMPLES = 32
 """Batches that proposals and tuning look at: fewer overfit heavy tails."""
 FEWEST_SAMPLES, SAMPLED_SEQUENCES = 8, 1 << 20
@@ -51,7 +53,9 @@ class SearchSpace:
 
     max_degree: int | None = None
     max_stages: int | None = None
-    methods: tuple[Method, ...] = DEFAULT_METHODS
+    methods: tuple[Method, ...] | None = None
+    """How devices share a layer; None: by ``DEFAULT_METHODS``, or by ``SHARDED_METHODS`` too, where the former do not
+    hold the longest sequence."""
     recompute: RecomputeMode = RecomputeMode.AUTO
     degree: int | None = None
     """Exactly so many devices per stage."""
@@ -63,6 +67,13 @@ class SearchSpace:
             if limit is not None and limit < 1:
                 raise InputError(f"{name} must be at least 1, not {limit}")
 
+    @property
+    def widest(self) -> "SearchSpace":
+        """The space with the methods that hold longer sequences too, unless methods are given."""
+        return (
+            self if self.methods else replace(self, methods=tuple(dict.fromkeys((*DEFAULT_METHODS, *SHARDED_METHODS))))
+        )
+
     def schemes(
         self, num_layers: int, cluster: ClusterSpec, *, recomputed: Sequence[int] | None = None
     ) -> list[PipelineConfig]:
@@ -73,7 +84,7 @@ class SearchSpace:
             num_layers,
             degrees=[degree for degree in degrees if degree <= (self.max_degree or degree)],
             stages=[count for count in stages if count <= (self.max_stages or count)],
-            methods=self.methods,
+            methods=self.methods or DEFAULT_METHODS,
             recomputed=self.recompute.levels(num_layers) if recomputed is None else recomputed,
             head_layers=self.head_layers,
         )
@@ -105,6 +116,9 @@ def make_problem(
     """
     schemes = search_space.schemes(num_layers, cluster)
     candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < max_length:
+        schemes = search_space.widest.schemes(num_layers, cluster)
+        candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
     if not candidates:
         _refuse(schemes, cost, cluster, search_space)
     return PlanningProblem(
