@@ -52,10 +52,15 @@ def train_gpt(policies, options):
     return found
 
 
-def train_in_parts(folder, *, first, last, options):
+def train_in_parts(folder, *, first, last, options, make=models.gpt):
     """Steps from the checkpoint that there is to ``last``, with another one at the end; losses and weights."""
     as_started_by_torchrun()
-    model = models.gpt(seed=0 if first else 7)  # weights come from the checkpoint
+    model = make(seed=0 if first else 7)  # weights come from the checkpoint
+    if not first:
+        frozen = dict(make().named_parameters())
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # as their user has them; checkpoints keep what is trained
+                parameter.data.copy_(frozen[name])
     run = lw.prepare(model, models.rows(), cost=models.mixed_cost(), memory_gib=40, steps=last, **options)
     if not first:
         number = run.resume(folder)

@@ -83,6 +83,29 @@ def gpt(seed: int = 0) -> GPT:
     return GPT().double()
 
 
+class Adapter(nn.Module):
+    """A frozen linear layer with a trained matrix of low rank beside it, as LoRA adds, and frozen scales in float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down, self.up = nn.Linear(linear.in_features, 2, bias=False), nn.Linear(2, linear.out_features, bias=False)
+        self.scales = nn.Parameter(torch.rand(linear.out_features), requires_grad=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(self.down(x)) * self.scales
+
+
+def adapted_gpt(seed: int = 0, **sizes: int) -> GPT:
+    """A frozen GPT whose attention has adapters, which are trained."""
+    torch.manual_seed(seed)
+    model = GPT(**sizes).double().requires_grad_(False)
+    for block in model.blocks:
+        adapter = block.attention.qkv = Adapter(block.attention.qkv)
+        adapter.down.double(), adapter.up.double()
+    return model
+
+
 def video(seed: int = 0) -> Video:
     torch.manual_seed(seed)
     return Video().double()
@@ -117,9 +140,10 @@ def sum_of_losses(model: nn.Module, row: np.ndarray, labels: np.ndarray | None =
 
 def train_alone(model, batches, loss_of, *, num_targets, lr, weight_decay=0.1, clip=1.0, betas=(0.9, 0.95), eps=1e-8):
     """Losses of an ordinary loop on one device; ``model`` is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps)
     losses = []
@@ -131,8 +155,8 @@ def train_alone(model, batches, loss_of, *, num_targets, lr, weight_decay=0.1, c
             loss.backward()
             total += loss.item()
         if clip:
-            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
-            for parameter in model.parameters():
+            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in trained))
+            for parameter in trained:
                 parameter.grad.mul_(min(1.0, clip / (norm + 1e-6)))
         for group in optimizer.param_groups:
             group["lr"] = lr(step)

@@ -1,5 +1,6 @@
 """`prepare(weights="by-layer")` trains what one device trains, of weights of which each rank holds a share."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import lengthwise as lw
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError
+from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.session.weight_placement import place_weights
 from tests.cost.profiled.test_dual_layer import CLUSTER, LAYERS
@@ -105,13 +107,14 @@ def test_uses_that_need_all_weights_say_so_and_changes_within_plain_are_kept(ran
     assert ranks(2).run(check_uses) == [pytest.approx(0.1, abs=1e-7)] * 2
 
 
-def placed(weights, memory_bytes, *, problem=""):
-    table = profiled(num_params=1000 * (LAYERS + 2))
+def placed(weights, memory_bytes, *, problem="", frozen_bytes=0):
+    table = replace(profiled(num_params=1000 * (LAYERS + 2)), other_bytes=frozen_bytes * (LAYERS + 2))
     cost = DualLayerCost(table, cluster=replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=memory_bytes)))
-    sizes = SimpleNamespace(unit_sizes=(1000,) * (LAYERS + 2))
+    sizes, frozen = SimpleNamespace(unit_sizes=(1000,) * (LAYERS + 2)), (frozen_bytes,) * (LAYERS + 2)
+    structure = SimpleNamespace(table=lambda: sizes, unit_frozen_bytes=lambda: frozen)
     prepared = SimpleNamespace(
         world=SimpleNamespace(size=4, is_first=False), gather_problem=problem, check_gathers=lambda: None,
-        wrapped_model=SimpleNamespace(structure=SimpleNamespace(table=lambda: sizes)),
+        wrapped_model=SimpleNamespace(structure=structure),
     )  # fmt: skip
     return place_weights(prepared, PrepareOptions(weights=weights), cost, 64)
 
@@ -132,6 +135,64 @@ def test_a_step_keeps_as_many_of_the_last_layers_whole_as_its_plan_leaves_memory
     plans = [SimpleNamespace(pipelines=[SimpleNamespace(micro_batches=[SimpleNamespace(peak_bytes=peak)])])
              for peak in (600_000, 600_000 - 16_000, 600_000 - 15_999, 0)]  # fmt: skip
     assert [keep_layers(plan) for plan in plans] == [0, 1, 0, LAYERS], "8 bytes of each of 1,000 weights, and the head"
+
+
+def test_frozen_weights_are_counted_at_their_own_bytes_and_without_gradient_or_state():
+    """Of 8 units of 4,000 bytes a share of a quarter, and two gathered ones; other bytes would count them whole."""
+    cost, keep_layers = placed("by-layer", 600_000, frozen_bytes=4000)
+    assert cost.gather.state_bytes(4) == 32_000 + 8 * 4000 // 4 + 16_000 + 2 * 4000
+    scheme = uniform_scheme(LAYERS, degree=1, method=Method.DENSE)
+    assert cost._state_bytes(scheme, 4) == (cost.gather.state_bytes(4),)
+    plan = SimpleNamespace(pipelines=[SimpleNamespace(micro_batches=[SimpleNamespace(peak_bytes=600_000 - 24_000)])])
+    assert keep_layers(plan) == 1, "8 bytes of each of 1,000 trained weights and 4,000 frozen ones, and the head"
+
+
+@pytest.mark.parametrize("recompute", ["all", pytest.param("none", marks=pytest.mark.deep)])
+def test_a_frozen_model_with_adapters_trains_as_on_one_device_and_goes_on_with_other_ranks(ranks, tmp_path, recompute):
+    losses, weights = loop_on_one_device(make=models.adapted_gpt)
+    options = {name: value for name, value in OPTIONS.items() if name != "steps"} | {"recompute": recompute}
+    found = []
+    for num_ranks, placement, last in ((3, "by-layer", 2), (2, "whole", 3), (4, "by-layer", STEPS)):
+        part = ranks(num_ranks).run(
+            train_in_parts, tmp_path, first=not found, last=last, options=options | {"weights": placement},
+            make=models.adapted_gpt,
+        )[0]  # fmt: skip
+        found += part[0]
+    np.testing.assert_allclose(found, losses, rtol=EXACT)
+    assert_equal_weights(part[1], weights)
+
+
+def live_bytes():
+    """Bytes of all tensors that this process can reach."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def count_frozen(weights):
+    as_started_by_torchrun()
+    before = live_bytes()
+    model = models.adapted_gpt(width=64, num_layers=6)
+    whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    run = lw.prepare(
+        model, models.rows(), cost=models.mixed_cost(), memory_gib=40, weights=weights, check=False,
+        **OPTIONS | {"steps": 2, "recompute": "none"},
+    )  # fmt: skip
+    step_through(run)
+    between = live_bytes() - before
+    with run.plain(), torch.no_grad():
+        model.blocks[0].mlp[0].bias.fill_(0.5)
+    assert live_bytes() - before <= 1.1 * between
+    run.close()
+    return between / whole, float(model.blocks[0].mlp[0].bias[3])
+
+
+def test_between_steps_a_rank_holds_its_share_of_frozen_weights_too(ranks):
+    for share, changed in ranks(4).run(count_frozen, "by-layer"):
+        assert share <= 0.4, "a quarter of the weights, and of the adapters' states"
+        assert changed == 0.5, "what was changed within plain() is kept"
+    assert min(share for share, _ in ranks(4).run(count_frozen, "whole")) >= 1
 
 
 def train_in(dtype, autocast):

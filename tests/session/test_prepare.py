@@ -33,8 +33,8 @@ def batches_of(rows, *, num_steps, seed=3, tokens_per_step=200):
     return [next(sampler).ids for _ in range(num_steps)]
 
 
-def loop_on_one_device(num_steps=STEPS, labels=None):
-    model, rows = models.gpt(), models.rows()
+def loop_on_one_device(num_steps=STEPS, labels=None, make=models.gpt):
+    model, rows = make(), models.rows()
 
     def count(i):
         return len(rows[i]) - 1 if labels is None else int((labels[i][1:] != -100).sum())

@@ -36,8 +36,11 @@ def place_weights(
         return cost, None
     if not isinstance(cost, DualLayerCost):
         return cost, lambda plan: 0
+    structure = prepared.wrapped_model.structure
     gather = LayerGatherCost(
-        unit_params=prepared.wrapped_model.structure.table().unit_sizes, dtype=cost.table.identity.dtype
+        unit_params=structure.table().unit_sizes,
+        unit_frozen_bytes=structure.unit_frozen_bytes(),
+        dtype=cost.table.identity.dtype,
     )
     if options.weights == "auto" and prepared.world.is_first:
         _log.info(

@@ -12,7 +12,7 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.layout import sharded_by_unit
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.state.sharded import MAX_ROUTES
+from lengthwise.runtime.state.sharded_weights import MAX_ROUTES
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step
 from tests.runtime.parallel.cases import live_bytes

@@ -231,7 +231,8 @@ class DualLayerCost(SeparableCost):
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Weights and gradients, whole or gathered; the optimizer in equal parts; and what is not trained."""
         if self.gather is not None:
-            return (self.gather.state_bytes(num_devices) + self.table.other_bytes,)
+            not_gathered = self.table.other_bytes - sum(self.gather.unit_frozen_bytes)
+            return (self.gather.state_bytes(num_devices) + max(0, not_gathered),)
         state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
         return (state + self.table.other_bytes,)
 

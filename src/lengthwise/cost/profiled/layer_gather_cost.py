@@ -18,7 +18,9 @@ class LayerGatherCost:
     """
 
     unit_params: tuple[int, ...]
-    """The parameters before the layers, of each layer, and after them."""
+    """The trained parameters before the layers, of each layer, and after them."""
+    unit_frozen_bytes: tuple[int, ...]
+    """The bytes of the frozen parameters of each of these, which have no gradient and no state."""
     dtype: str
 
     @property
@@ -26,27 +28,38 @@ class LayerGatherCost:
         """The bytes of a weight as it is computed with, and of a gradient or a master weight."""
         return DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
 
+    @property
+    def _unit_bytes(self) -> list[int]:
+        """The bytes of each unit while it is gathered in a backward: weights and gradients."""
+        return [
+            sum(self._bytes_per_param) * params + frozen
+            for params, frozen in zip(self.unit_params, self.unit_frozen_bytes, strict=True)
+        ]
+
     def state_bytes(self, num_devices: int) -> int:
         """Bytes per device: a share of master weights, summed gradients and two moments, and two gathered units."""
-        compute, master = self._bytes_per_param
-        gathered = max(first + second for first, second in pairwise(self.unit_params))
-        return 4 * master * shard_size(sum(self.unit_params), num_devices) + (compute + master) * gathered
+        _, master = self._bytes_per_param
+        gathered = max(first + second for first, second in pairwise(self._unit_bytes))
+        shares = 4 * master * shard_size(sum(self.unit_params), num_devices)
+        return shares + shard_size(sum(self.unit_frozen_bytes), num_devices) + gathered
 
     def micro_batch_s(self, cluster: ClusterSpec) -> float:
         """Seconds of a round: all weights are gathered for the forward and the backward, all gradients reduced."""
         ranks, (compute, master) = cluster.num_devices, self._bytes_per_param
-        sent_params = sum(self.unit_params) * (ranks - 1) / ranks
-        sent = Sent(all_gather=2 * compute * sent_params, reduce_scatter=master * sent_params)
-        calls_s = 3 * len(self.unit_params) * call_s(ranks, cluster)
-        return collectives_s(sent, degree=ranks, cluster=cluster) + calls_s
+        params, others = sum(self.unit_params), (ranks - 1) / ranks
+        gathered = compute * params + sum(self.unit_frozen_bytes)
+        sent = Sent(all_gather=2 * gathered * others, reduce_scatter=master * params * others)
+        num_calls = 3 * len(self.unit_params) + 2 * sum(map(bool, self.unit_frozen_bytes))
+        return collectives_s(sent, degree=ranks, cluster=cluster) + num_calls * call_s(ranks, cluster)
 
     def num_kept(self, free_bytes: float) -> int:
         """How many of the last layers fit whole, with their gradients, in what a step leaves free."""
-        return _num_fitting(self.unit_params[1:-1], self.unit_params[-1], free_bytes / sum(self._bytes_per_param))
+        _, *layers, after = self._unit_bytes
+        return _num_fitting(layers, after, free_bytes)
 
 
 def _num_fitting(layers: Sequence[int], after: int, free: float) -> int:
-    """How many of the last ``layers`` fit beside what comes after them."""
+    """How many of the last ``layers`` fit beside what comes after them, all in bytes."""
     number, free = 0, free - after
     for size in reversed(layers):
         if (free := free - size) < 0:

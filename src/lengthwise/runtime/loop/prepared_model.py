@@ -20,6 +20,7 @@ from lengthwise.runtime.loop.synthetic_batches import zero_loss
 from lengthwise.runtime.models.checksum import weight_checksums
 from lengthwise.runtime.state.layer_gather import LayerGather
 from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
@@ -118,7 +119,11 @@ class PreparedModel:
         if self.world.size == 1:
             return  # its share is all of them
         assert isinstance(self.state, ShardedState)
-        self.gather = self.wrapped_model.layers.gather = LayerGather(self.state, self.wrapped_model.used_units)
+        frozen = [
+            ShardedWeights(self.model, self.world, table) for table in self.wrapped_model.structure.frozen_tables()
+        ]
+        gather = LayerGather(self.state, self.wrapped_model.used_units, frozen=frozen)
+        self.gather = self.wrapped_model.layers.gather = gather
         self._guard = self.model.register_state_dict_pre_hook(self._refuse_shares)
         self.update_weights()
 
@@ -145,25 +150,15 @@ class PreparedModel:
         """
         with ExitStack() as stack:
             if self.gather is not None and not self.wrapped_model.is_plain:
-                stack.enter_context(self._whole_weights(self.gather))
+                if self.gather.is_in_round:
+                    raise InputError(
+                        "run.plain() within a micro-batch: weights are gathered layer by layer; call it between two "
+                        "steps, or use weights='whole' in prepare(...)"
+                    )
+                stack.enter_context(self.gather.whole())
             for wrapped_model in self.frozen_models:
                 stack.enter_context(wrapped_model.plain())
             yield stack.enter_context(self.wrapped_model.plain())
-
-    @contextmanager
-    def _whole_weights(self, gather: LayerGather) -> Iterator[None]:
-        assert isinstance(self.state, ShardedState)
-        if gather.is_in_round:
-            raise InputError(
-                "run.plain() within a micro-batch: weights are gathered layer by layer; call it between two steps, or "
-                "use weights='whole' in prepare(...)"
-            )
-        self.state.materialize_all()
-        try:
-            yield
-        finally:
-            self.state.local_weights().adopt()
-            gather.start(())
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Prepare a teacher or reference model to compute micro-batches beside the trained one; every rank calls this.
@@ -202,6 +197,7 @@ class PreparedModel:
             self._guard.remove()
             if sys.exc_info()[0] is not None:
                 return
+            self.gather.restore()
             self.gather = self.wrapped_model.layers.gather = None
-            self.state.materialize_all()
+            return
         self.state.release_params()

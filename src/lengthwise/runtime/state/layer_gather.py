@@ -5,10 +5,12 @@ has one: all ranks go through the same *moments*, the positions of the forward (
 them) and then those of the backward, in reverse. When a rank reaches a moment, it leaves the units that are not used
 any more, gathers those of the next moment, and waits for those of this one; a unit that is left in the backward sends
 its gradients to their owners. Ranks without a micro-batch in a round send their shares and receive gradients, so ranks
-may have different numbers of micro-batches. As in ZeRO stage 3 (arXiv 1910.02054), but for uneven accumulation.
+may have different numbers of micro-batches. As in ZeRO stage 3 (arXiv 1910.02054), but for uneven accumulation. Frozen
+weights come and go in the same way, each dtype by itself, and have no gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -21,6 +23,7 @@ from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.state.propagation import UnitRoute
 from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterSlot
 
 Rounds = Sequence[tuple[bool, ...]]
@@ -28,36 +31,70 @@ Rounds = Sequence[tuple[bool, ...]]
 
 
 @dataclass(eq=False, kw_only=True)
-class _Unit:
-    """The buffers of a unit on this rank."""
+class _Part:
+    """The parameters of a unit that are gathered by one collective, and their buffers on this rank."""
 
-    weights: Tensor
+    shares: ShardedWeights
+    unit: int
+    slots: tuple[ParameterSlot, ...]
+    route: UnitRoute | None = None
+    """In this round."""
+    weights: Tensor | None = None
     """Flat; without storage while the unit is not gathered, so that what autograd saved of it is freed as well."""
-    num_bytes: int
+    num_bytes: int = 0
+    """The size of the storage of ``weights`` while they are there."""
     pull: AsyncResult | None = None
     """The gather under way."""
     gradients: Tensor | None = None
     """What the backward of this round added; None before."""
 
+    @property
+    def share(self) -> Tensor:
+        """What this rank has of the part, in the dtype of the parameters."""
+        assert self.route is not None
+        return self.shares.master[self.route.own_share].to(self.shares.compute_dtype)
+
+    @property
+    def padded_size(self) -> int:
+        """The number of elements of which each rank has an equally large share."""
+        bounds, num_ranks = self.shares.table.bounds, self.shares.world.size
+        return shard_size(bounds[self.unit + 1] - bounds[self.unit], num_ranks) * num_ranks
+
+    def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
+        """The place of a parameter in what is laid out as the part."""
+        start = slot.start - self.shares.table.bounds[self.unit]
+        return flat[start : start + prod(slot.shape)].view(slot.shape)
+
 
 class LayerGather:
     """Gathers, releases and reduces the units of a model as its forward and backward reach them."""
 
-    def __init__(self, state: ShardedState, used: Sequence[frozenset[int]]) -> None:
-        """``used``: the units whose parameters each position of the forward uses; position 0 is before the layers."""
-        self._state, self._table = state, state.table
-        bounds = self._table.bounds
-        self._used = [frozenset(unit for unit in units if bounds[unit] < bounds[unit + 1]) for units in used]
-        self._slots: dict[int, list[ParameterSlot]] = {unit: [] for unit in range(self._table.num_units)}
-        for slot in self._table.slots.values():
-            self._slots[slot.unit].append(slot)
-        self._units: dict[int, _Unit] = {}
+    def __init__(
+        self, state: ShardedState, used: Sequence[frozenset[int]], *, frozen: Sequence[ShardedWeights] = ()
+    ) -> None:
+        """``used``: the units whose parameters each position of the forward uses; position 0 is before the layers.
+
+        ``frozen``: weights without gradients, in the same units.
+        """
+        self._state, self._num_units, self._used = state, state.table.num_units, used
+        self._parts: dict[ShardedWeights, list[_Part]] = {}
+        self._parts_of: dict[int, list[_Part]] = {unit: [] for unit in range(self._num_units)}
+        for shares in (state, *frozen):
+            slots: dict[int, list[ParameterSlot]] = {}
+            for slot in shares.table.slots.values():
+                slots.setdefault(slot.unit, []).append(slot)
+            self._parts[shares] = [
+                _Part(shares=shares, unit=unit, slots=tuple(own))
+                for unit, own in slots.items()
+                if any(slot.interval[0] < slot.interval[1] for slot in own)
+            ]
+            for part in self._parts[shares]:
+                self._parts_of[part.unit].append(part)
         self._resident: set[int] = set()
         self._moments: list[frozenset[int]] = [frozenset()]
         self._moment = 0
         self._rounds: Rounds = ()
         self._next_round = 0
-        self._routes: tuple[UnitRoute, ...] = ()
         self._is_active = self._is_abandoned = False
         self._under_way: list[tuple[AsyncResult, Tensor]] = []
 
@@ -67,18 +104,57 @@ class LayerGather:
         ``num_kept``: how many of the last layers, and the parameters after them, are gathered once for the whole step.
         """
         self.wait()
-        state, num_layers = self._state, self._table.num_units - 2
+        state, num_layers = self._state, self._num_units - 2
         shard = WeightShard(first=num_layers - num_kept, end=num_layers, num_layers=num_layers) if num_kept else None
         kept_units = frozenset(range(num_layers - num_kept + 1, num_layers + 2)) if num_kept else frozenset()
         state.hold([shard] * state.world.size)
-        for unit in set(self._slots) - kept_units:
-            self._detach(unit)
+        for unit in set(self._parts_of) - kept_units:
+            self._release(unit)
         state.pull()
+        self._gather_frozen(kept_units)
         state.finish_pull()
         forward = [units - kept_units for units in self._used]
         self._moments = [*forward, *reversed(forward), frozenset()]
         self._moment = len(self._moments) - 1
         self._rounds, self._next_round = rounds, 0
+
+    def _gather_frozen(self, units: Collection[int]) -> None:
+        """Gather the frozen parameters of some units, until the next step starts."""
+        self._find_routes([True] * self._state.world.size)
+        parts = [part for shares in self._parts if shares is not self._state for part in self._parts[shares]]
+        coming = [part for part in parts if part.unit in units]
+        for part in coming:
+            self._pull_part(part)
+        for part in coming:
+            self._attach(part)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, between two steps, every rank has all weights; what was changed of them, equally on all, is kept."""
+        self._state.materialize_all()
+        self._gather_frozen(self._parts_of)
+        try:
+            yield
+        finally:
+            self._state.local_weights().adopt()
+            for shares, parts in self._parts.items():
+                if shares is not self._state:
+                    shares.adopt()
+                    for part in parts:
+                        part.weights = None  # freed when nobody refers to it any more
+            self.start(())
+
+    def restore(self) -> None:
+        """Leave every rank all weights, in storage of their own."""
+        for unit, parts in self._parts_of.items():
+            self._gather_frozen([unit])
+            for part in parts:
+                for slot in part.slots if part.shares is not self._state else ():
+                    parameter = part.shares.named[slot.name]
+                    parameter.data = parameter.data.clone()
+                part.weights = None
+        self._state.materialize_all()
+        self._state.release_params()
 
     @property
     def is_in_round(self) -> bool:
@@ -141,15 +217,22 @@ class LayerGather:
             self._under_way.pop(0)[0].wait()
 
     def _begin(self) -> None:
-        num_layers, is_active = self._table.num_units - 2, self._rounds[self._next_round]
-        all_layers = WeightShard(first=0, end=num_layers, num_layers=num_layers)
-        routes = self._state.routes_to([all_layers if active else None for active in is_active], is_direct=True).units
-        self._routes = tuple(
-            replace(route, region=slice(0, route.region.stop - route.region.start)) for route in routes
-        )
+        is_active = self._rounds[self._next_round]
+        self._find_routes(is_active)
         self._is_active = is_active[self._state.world.rank]
         self._next_round += 1
         self._moment = -1
+
+    def _find_routes(self, is_active: Sequence[bool]) -> None:
+        """Let parts go to those ranks that compute."""
+        num_layers = self._num_units - 2
+        all_layers = WeightShard(first=0, end=num_layers, num_layers=num_layers)
+        holdings = [all_layers if active else None for active in is_active]
+        for shares, parts in self._parts.items():
+            routes = shares.routes_to(holdings, is_direct=True).units
+            for part in parts:
+                route = routes[part.unit]
+                part.route = replace(route, region=slice(0, route.region.stop - route.region.start))
 
     def _reach(self, moment: int) -> None:
         last = len(self._moments) - 1
@@ -166,58 +249,68 @@ class LayerGather:
 
     def _pull(self, unit: int) -> None:
         """Start to gather a unit."""
-        state, route = self._state, self._routes[unit]
         self._resident.add(unit)
-        share = state.master[route.own_share].to(state.compute_dtype)
-        if not self._is_active or self._is_abandoned:
-            scratch = share.new_empty(route.region.stop)  # nothing, or what nobody reads
-            self._under_way.append((route.pull(share, scratch), scratch))
-            return
-        buffers = self._units.get(unit)
-        if buffers is None:
-            weights = share.new_empty(self._padded_size(unit))
-            buffers = self._units[unit] = _Unit(weights=weights, num_bytes=weights.untyped_storage().nbytes())
-        buffers.weights.untyped_storage().resize_(buffers.num_bytes)
-        buffers.pull = route.pull(share, buffers.weights)
+        for part in self._parts_of[unit]:
+            if self._is_active and not self._is_abandoned:
+                self._pull_part(part)
+                continue
+            assert part.route is not None
+            share = part.share
+            scratch = share.new_empty(part.route.region.stop)  # nothing, or what nobody reads
+            self._under_way.append((part.route.pull(share, scratch), scratch))
+
+    def _pull_part(self, part: _Part) -> None:
+        assert part.route is not None
+        share = part.share
+        if part.weights is None:
+            part.weights = share.new_empty(part.padded_size)
+            part.num_bytes = part.weights.untyped_storage().nbytes()
+        part.weights.untyped_storage().resize_(part.num_bytes)
+        part.pull = part.route.pull(share, part.weights)
 
     def _use(self, unit: int) -> None:
         """Wait for a unit, and let its parameters be views of what was gathered."""
         if not self._is_active or self._is_abandoned:
             self._wait_for_all_but(1)
             return
-        buffers = self._units[unit]
-        if buffers.pull is not None:
-            buffers.pull.wait()
-            buffers.pull = None
-            for slot in self._slots[unit]:
-                self._state.named[slot.name].data = self._view(buffers.weights, slot)
-        if self._is_backward and buffers.gradients is None:
-            buffers.gradients = self._zeros(self._routes[unit])
-            for slot in self._slots[unit]:
-                self._state.collect_gradient(slot.name, self._view(buffers.gradients, slot))
+        for part in self._parts_of[unit]:
+            self._attach(part)
+            if self._is_backward and part.gradients is None and part.shares is self._state:
+                part.gradients = self._zeros(part)
+                for slot in part.slots:
+                    self._state.collect_gradient(slot.name, part.view(part.gradients, slot))
+
+    def _attach(self, part: _Part) -> None:
+        if part.pull is not None:
+            part.pull.wait()
+            part.pull = None
+            assert part.weights is not None
+            for slot in part.slots:
+                part.shares.named[slot.name].data = part.view(part.weights, slot)
 
     def _leave(self, unit: int) -> None:
         """Release a unit; in the backward, start to send its gradients."""
         self._resident.remove(unit)
-        route, buffers = self._routes[unit], self._units.get(unit) if self._is_active else None
-        if self._moment > len(self._moments) // 2:
-            gradients = None if buffers is None else buffers.gradients
-            if gradients is None:
-                gradients = self._zeros(route)
-            self._under_way.append((route.push(gradients, self._state.pushed), gradients))
-        if buffers is not None:
-            self._release(unit, buffers)
+        for part in self._parts_of[unit]:
+            if self._moment > len(self._moments) // 2 and part.shares is self._state:
+                gradients = self._zeros(part) if part.gradients is None else part.gradients
+                assert part.route is not None
+                self._under_way.append((part.route.push(gradients, self._state.pushed), gradients))
+        self._release(unit)
         self._wait_for_all_but(1)
 
-    def _release(self, unit: int, buffers: _Unit) -> None:
-        buffers.gradients = None
+    def _release(self, unit: int) -> None:
+        """Free the buffers of a unit, and leave its parameters their shapes alone."""
         torch.clear_autocast_cache()  # which would hold casts of the weights
-        if buffers.pull is None:
-            buffers.weights.untyped_storage().resize_(0)
-        else:  # of a round that was abandoned: what comes needs its memory until it is there
-            self._under_way.append((buffers.pull, buffers.weights))
-            del self._units[unit]
-        self._detach(unit)
+        for part in self._parts_of[unit]:
+            part.gradients = None
+            if part.pull is not None:  # of a round that was abandoned: what comes needs its memory until it is there
+                assert part.weights is not None
+                self._under_way.append((part.pull, part.weights))
+                part.weights = part.pull = None
+            elif part.weights is not None:
+                part.weights.untyped_storage().resize_(0)
+            self._detach(part)
 
     def _wait_for_all_but(self, number: int) -> None:
         while len(self._under_way) > number and not self._is_abandoned:
@@ -227,20 +320,14 @@ class LayerGather:
     def _is_backward(self) -> bool:
         return self._moment >= len(self._moments) // 2
 
-    def _detach(self, unit: int) -> None:
+    def _detach(self, part: _Part) -> None:
         """Leave parameters their shapes alone: they read as NaN, and writing to them is an error."""
-        for slot in self._slots[unit]:
-            self._state.collect_gradient(slot.name, None)
-            parameter = self._state.named[slot.name]
-            parameter.data = self._state.master.new_full((), torch.nan, dtype=parameter.dtype).expand(slot.shape)
+        for slot in part.slots:
+            parameter = part.shares.named[slot.name]
+            if part.shares is self._state:
+                self._state.collect_gradient(slot.name, None)
+            parameter.data = part.shares.master.new_full((), torch.nan, dtype=parameter.dtype).expand(slot.shape)
 
-    def _view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
-        start = slot.start - self._table.bounds[slot.unit]
-        return flat[start : start + prod(slot.shape)].view(slot.shape)
-
-    def _zeros(self, route: UnitRoute) -> Tensor:
-        return self._state.master.new_zeros(route.region.stop)
-
-    def _padded_size(self, unit: int) -> int:
-        size, num_ranks = self._table.bounds[unit + 1] - self._table.bounds[unit], self._state.world.size
-        return shard_size(size, num_ranks) * num_ranks
+    def _zeros(self, part: _Part) -> Tensor:
+        assert part.route is not None
+        return self._state.master.new_zeros(part.route.region.stop)

@@ -25,16 +25,13 @@ from torch.utils.hooks import RemovableHandle
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.collectives import sum_over_ranks
-from lengthwise.runtime.comm.group import AsyncResult, Traffic
+from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.local_weights import LocalWeights
 from lengthwise.runtime.state.optimizer import make_optimizer
-from lengthwise.runtime.state.propagation import Routes, routes
+from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterTable
-
-MAX_ROUTES = 64
-"""Layouts whose routes are remembered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,32 +45,25 @@ class Segment:
     decays: bool
 
 
-class ShardedState:
+class ShardedState(ShardedWeights):
     """Weights, gradients and optimizer of one model over all ranks. Turns the model's parameters into views."""
 
     def __init__(
         self, model: nn.Module, world: DistContext, settings: OptimizerSettings, *, table: ParameterTable | None = None
     ) -> None:
         """``table``: which parameters, in which order; of a :class:`Transformer` it is known."""
-        self.world, self.settings = world, settings
         if table is None:
             assert isinstance(model, Transformer), "what the units of another model are has to be said"
             table = ParameterTable.of(model)
-        self.table = table
-        self.named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
-        self.compute_dtype = next(iter(self.named.values())).dtype
-        self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         is_whole = settings.needs_whole_parameters
-        self.owned_layout = self.table.whole_parameters(world.size) if is_whole else self.table.sharded(world.size)
-        self.sent = Traffic()
-        """Bytes that pulls and pushes sent."""
+        layout = table.whole_parameters(world.size) if is_whole else table.sharded(world.size)
+        super().__init__(model, world, table, layout=layout, at_least=torch.float32)
+        self.settings = settings
         self._is_alone = world.size == 1
         self._held: set[int] = set()
         """Units that some rank computes with as laid out by :meth:`hold`."""
         self._grad_views: dict[str, Tensor] = {}
         self._weight_views: dict[str, Tensor] = {}
-        self._routes: dict[tuple[bool, tuple[WeightShard | None, ...]], Routes] = {}
-        self.master = self._owned_values()
         self.pushed = torch.zeros_like(self.master)
         self.segments = self._make_segments()
         self.optimizer = make_optimizer(
@@ -255,17 +245,6 @@ class ShardedState:
         """Mark the pulled weights as out of date, after the master weights were changed."""
         self._is_pulled = False
 
-    def _owned_values(self) -> Tensor:
-        """Values of this rank's share of the model's current weights."""
-        pieces = [torch.empty(0, dtype=self.master_dtype, device=self.world.device)]
-        for start, end in self.owned_layout.intervals[self.world.rank]:
-            for name, (first, last) in self.table.intervals.items():
-                if first < end and start < last:
-                    flat = self.named[name].detach().flatten()
-                    inside = flat[max(start, first) - first : min(end, last) - first]
-                    pieces.append(inside.to(self.world.device, self.master_dtype))
-        return torch.cat(pieces)
-
     def _make_segments(self) -> list[Segment]:
         """Whole parameters, or runs within each unit that decay alike. Matrices decay, vectors do not."""
         runs: list[tuple[str, int, int, bool, tuple[int, ...]]] = []
@@ -306,28 +285,6 @@ class ShardedState:
         if not self._is_alone:
             self.gradients = self.master[:0]
             self.gradients = torch.zeros(size, dtype=self.master_dtype, device=self.world.device)
-
-    def routes_to(self, holdings: Sequence[WeightShard | None], *, is_direct: bool = False) -> Routes:
-        """The routes from owners to ranks that compute with these shards; those of recent calls are remembered.
-
-        ``is_direct``: in one exchange each, which no rank need wait for before it issues the next, also across nodes.
-        """
-        key = (is_direct, tuple(holdings))
-        cached_routes = self._routes.pop(key, None)
-        if cached_routes is None:
-            computed = self.table.propagation(holdings)
-            cached_routes = routes(
-                self.table.bounds,
-                self.owned_layout,
-                computed,
-                rank=self.world.rank,
-                sent=self.sent,
-                nodes=None if is_direct else self.world.nodes,
-            )
-        self._routes[key] = cached_routes  # the newest last
-        while len(self._routes) > MAX_ROUTES:
-            del self._routes[next(iter(self._routes))]
-        return cached_routes
 
     def _release(self) -> None:
         """Detach all parameters from the flat buffers."""

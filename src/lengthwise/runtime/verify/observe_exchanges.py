@@ -14,7 +14,7 @@ def observe_script(run: PreparedModel, num_slots: int) -> ExchangeScript:
     On the way it is noted which parameters each position of the forward uses.
     """
     wrapped_model, structure = run.wrapped_model, run.wrapped_model.structure
-    use = ParameterUse(structure.parameters, structure.table(), wrapped_model.layers)
+    use = ParameterUse(structure, wrapped_model.layers)
     num_layers = structure.num_layers
     with use:
         calls, without_recompute = _watched(run, num_slots, ())

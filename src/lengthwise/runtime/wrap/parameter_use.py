@@ -1,23 +1,25 @@
 """Which units of parameters a forward uses at which position, as the forward of a model was observed to do."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lengthwise.runtime.state.table import ParameterTable
 from lengthwise.runtime.wrap.layer_hooks import HookedLayers
+from lengthwise.runtime.wrap.structure import ModelStructure
 
 
 class ParameterUse(TorchFunctionMode):
     """Notes, while it is active, every call of torch that computes with a parameter."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], table: ParameterTable, layers: HookedLayers) -> None:
+    def __init__(self, structure: ModelStructure, layers: HookedLayers) -> None:
         super().__init__()
-        self._unit_of = {id(parameters[name]): slot.unit for name, slot in table.slots.items()}
-        self._layers, self._num_units = layers, table.num_units
-        self._used: list[set[int]] = [set() for _ in range(table.num_units)]
+        parameters = dict(structure.model.named_parameters())
+        tables = (structure.table(), *structure.frozen_tables())
+        self._unit_of = {id(parameters[name]): slot.unit for table in tables for name, slot in table.slots.items()}
+        self._layers, self._num_units = layers, structure.num_layers + 2
+        self._used: list[set[int]] = [set() for _ in range(self._num_units)]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))

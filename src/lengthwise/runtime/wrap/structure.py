@@ -1,14 +1,18 @@
 """Locate the layer stack of an ``nn.Module`` and group its parameters by layer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.state.table import ParameterTable
+
+_SHARDED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of frozen parameters that can be gathered by layer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,14 +66,34 @@ class ModelStructure:
 
     def table(self) -> ParameterTable:
         """Group trained parameters into units: before the layers, each layer, after them."""
+        return self._table_of(self.parameters)
+
+    def frozen_tables(self) -> list[ParameterTable]:
+        """Group frozen parameters into the same units, one table for each dtype; quantized ones are in none."""
+        names_of_dtype: dict[torch.dtype, list[str]] = {}
+        for name, parameter in self.model.named_parameters():
+            is_plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+            if not parameter.requires_grad and is_plain and parameter.dtype in _SHARDED_DTYPES:
+                names_of_dtype.setdefault(parameter.dtype, []).append(name)
+        return [self._table_of(names) for names in names_of_dtype.values()]
+
+    def unit_frozen_bytes(self) -> tuple[int, ...]:
+        """The bytes of each unit of the :meth:`frozen_tables`."""
+        parameters, sizes = dict(self.model.named_parameters()), [0] * (self.num_layers + 2)
+        for table in self.frozen_tables():
+            for name, slot in table.slots.items():
+                sizes[slot.unit] += prod(slot.shape) * parameters[name].element_size()
+        return tuple(sizes)
+
+    def _table_of(self, names: Iterable[str]) -> ParameterTable:
         prefix = f"{self.layers_name}."
         units, seen = {}, False
-        for name in self.parameters:
+        for name, _ in self.model.named_parameters():
             if name.startswith(prefix):
                 units[name], seen = int(name.removeprefix(prefix).split(".")[0]) + 1, True
             else:
                 units[name] = self.num_layers + 1 if seen else 0
-        return ParameterTable.of_units(self.model, units, self.num_layers + 2)
+        return ParameterTable.of_units(self.model, {name: units[name] for name in names}, self.num_layers + 2)
 
     def constants(self) -> Iterator[Tensor]:
         """Parameters, buffers and other tensors that modules keep, such as tables of positions."""

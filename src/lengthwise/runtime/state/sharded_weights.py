@@ -1,0 +1,81 @@
+"""Weights of which every rank owns a share, and the routes by which they come to the ranks that compute with them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lengthwise.core.layout import Layout
+from lengthwise.core.pipeline_config import WeightShard
+from lengthwise.runtime.comm.group import Traffic
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.state.propagation import Routes, routes
+from lengthwise.runtime.state.table import ParameterTable
+
+MAX_ROUTES = 64
+"""Layouts whose routes are remembered."""
+
+
+class ShardedWeights:
+    """Parameters of one dtype, which every rank has a share of; by themselves they are frozen, without any gradient."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: DistContext,
+        table: ParameterTable,
+        *,
+        layout: Layout | None = None,
+        at_least: torch.dtype | None = None,
+    ) -> None:
+        """``layout``: what each rank owns of ``table``; None: a share of every unit. ``at_least``: the dtype of shares,
+        if the parameters' own is less precise; None: their own.
+        """
+        self.world, self.table = world, table
+        self.named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
+        self.compute_dtype = next(iter(self.named.values())).dtype
+        self.master_dtype = torch.promote_types(self.compute_dtype, at_least or self.compute_dtype)
+        self.owned_layout = table.sharded(world.size) if layout is None else layout
+        self.sent = Traffic()
+        """Bytes that pulls and pushes sent."""
+        self._routes: dict[tuple[bool, tuple[WeightShard | None, ...]], Routes] = {}
+        self.master = self._owned_values()
+
+    def adopt(self) -> None:
+        """Take this rank's share from the parameters, which are whole."""
+        self.master = self._owned_values()
+
+    def routes_to(self, holdings: Sequence[WeightShard | None], *, is_direct: bool = False) -> Routes:
+        """The routes from owners to ranks that compute with these shards; those of recent calls are remembered.
+
+        ``is_direct``: in one exchange each, which no rank need wait for before it issues the next, also across nodes.
+        """
+        key = (is_direct, tuple(holdings))
+        cached_routes = self._routes.pop(key, None)
+        if cached_routes is None:
+            computed = self.table.propagation(holdings)
+            cached_routes = routes(
+                self.table.bounds,
+                self.owned_layout,
+                computed,
+                rank=self.world.rank,
+                sent=self.sent,
+                nodes=None if is_direct else self.world.nodes,
+            )
+        self._routes[key] = cached_routes  # the newest last
+        while len(self._routes) > MAX_ROUTES:
+            del self._routes[next(iter(self._routes))]
+        return cached_routes
+
+    def _owned_values(self) -> Tensor:
+        """Values of this rank's share of the model's current weights."""
+        rank, at = self.world.rank, 0
+        values = torch.empty(self.owned_layout.num_held(rank), dtype=self.master_dtype, device=self.world.device)
+        for start, end in self.owned_layout.intervals[rank]:
+            for name, (first, last) in self.table.intervals.items():
+                size = min(end, last) - max(start, first)
+                if size > 0:
+                    begin = max(start, first) - first
+                    values[at : at + size] = self.named[name].detach().flatten()[begin : begin + size]
+                    at += size
+        return values
