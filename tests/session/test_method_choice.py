@@ -18,7 +18,7 @@ from lengthwise.cost.profiled.measured_schemes import tables_by_scheme
 from lengthwise.data.corpus import Corpus, CorpusPart
 from lengthwise.data.max_length import apply_max_length
 from lengthwise.plan.space.search_space import SHARDED_METHODS
-from lengthwise.session.planning import make_planner
+from lengthwise.session.planning import make_cost, make_planner
 from lengthwise.session.profile_model import shared_schemes
 
 SPEC = model_preset("llama-tiny")
@@ -124,3 +124,10 @@ def test_a_profile_measures_the_methods_that_plans_choose_from():
     for settings, expected in ((["plan.policy=paradyse"], SHARDED_METHODS), (["plan.methods=metp"], ("metp",))):
         shared = shared_schemes(load(None, settings), SPEC, num_ranks=2, per_node=2)
         assert shared == [(2, method) for method in expected]
+
+
+def test_learned_costs_know_what_ranks_shared(tmp_path):
+    TABLE.save(tmp_path / "p.json")
+    settings = [f"plan.profile={tmp_path}/p.json", "plan.cost=hybrid", "plan.recompute=none", "train.dtype=float32"]
+    cost = make_cost(load(None, settings), SPEC, cluster_preset("4xcpu"))
+    assert methods_in(planner_of("plan.policy=paradyse", *settings, cost=cost)) == {"metp", "ulysses_z"}

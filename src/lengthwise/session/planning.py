@@ -129,12 +129,12 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> Separabl
         return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
     table = open_profile(config)
     _check_device(config, table, cluster)
-    cluster = with_measured_links(cluster, table.links)
+    cluster, tables = with_measured_links(cluster, table.links), tables_by_scheme(table, num_layers=spec.num_layers)
     if config.plan.cost == "hybrid":
         from lengthwise.cost.profiled.hybrid import HybridCost
 
-        return HybridCost(table, model=spec, cluster=cluster)
-    return FittedCost(tables_by_scheme(table, num_layers=spec.num_layers), model=spec, cluster=cluster)
+        return HybridCost(tables, model=spec, cluster=cluster)
+    return FittedCost(tables, model=spec, cluster=cluster)
 
 
 def open_profile(config: Config) -> ProfileTable:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.polynomial.polynomial import polyval
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import dense_scheme
@@ -45,18 +46,34 @@ def test_a_pack_costs_its_sequences_and_one_overhead(cost):
     assert cost.time_s(lengths, SCHEME) == pytest.approx(parts + cost.overhead_s(SCHEME))
 
 
-def test_the_curve_is_the_forest_inside_the_profile_but_for_never_falling():
+def test_the_curve_is_what_the_forest_makes_of_the_fit_inside_the_profile_but_for_never_falling():
     tokens = np.array([sum(r.lengths) for r in NOISY], dtype=float)
     squares = np.array([sum(n * n for n in r.lengths) for r in NOISY], dtype=float)
-    rates = np.array([r.time_s for r in NOISY]) / tokens
-    forest = grow_forest(np.stack([tokens, squares], axis=1), rates)
-    curve = make_curve(forest, num_powers=2, last=LONGEST, polynomial=np.zeros(2))
+    base = np.array([1e-3, 1e-5, 1e-8])
+    ratios = np.array([r.time_s for r in NOISY]) / (base[0] + base[1] * tokens + base[2] * squares)
+    forest = grow_forest(np.stack([tokens, squares], axis=1), ratios)
+    curve = make_curve(forest, num_powers=2, last=LONGEST, base=base, polynomial=np.zeros(2))
     lengths = np.arange(1.0, LONGEST + 1)
-    forest_s = forest.predict(np.stack([lengths, lengths**2], axis=1)) * lengths
+    forest_s = forest.predict(np.stack([lengths, lengths**2], axis=1)) * polyval(lengths, base)
     assert np.isclose(curve(lengths), np.maximum.accumulate(forest_s), rtol=BETWEEN_LENGTHS).all()
     rising = forest_s >= np.maximum.accumulate(forest_s)
     assert rising.mean() > 0.3
     assert np.isclose(curve(lengths), forest_s, rtol=1e-9)[rising].mean() > 0.9
+
+
+def test_between_the_doublings_of_a_profile_costs_are_near_what_was_not_measured():
+    """Equal where times are as the fit assumes, within 5 % where attention grows faster than l^2."""
+    between = np.array([45, 90, 180, 700, 1100, 1500, 2900, 3700], dtype=float)
+    for worst, seconds in (
+        (1e-6, lambda n: 1e-3 + 1e-5 * n + 1e-8 * n**2),
+        (0.05, lambda n: 2e-3 + 1e-5 * n + 3e-9 * n**2.15),
+    ):
+        packs = [(32 * 2**k,) for k in range(8)] + [(32 * 2**k,) * (4096 // (32 * 2**k)) for k in range(0, 7, 2)]
+        times_s = [sum(seconds(n) - seconds(0) for n in lengths) + seconds(0) for lengths in packs]
+        measured = [replace(row(lengths), time_s=time_s) for lengths, time_s in zip(packs, times_s)]
+        learned = learn(table(measured))
+        errors = (learned.sequence_times_s(between) + learned.overhead_s) / seconds(between) - 1
+        assert np.abs(errors).max() <= worst, errors
 
 
 def test_beyond_the_profile_the_polynomial_decides():
@@ -74,11 +91,12 @@ def test_akaike_finds_the_order_of_an_exact_polynomial(coefficients):
     assert found == pytest.approx(coefficients, rel=1e-5, abs=1e-6)
 
 
-def test_akaike_is_the_textbook_criterion():
+def test_akaike_is_the_textbook_criterion_for_few_points():
     x, y = np.array([1.0, 2.0, 3.0, 5.0]), np.array([1.0, 2.3, 2.9, 5.2])
     weights, criterion = fit_polynomial(x, y, order=1)
     errors = (weights[0] + weights[1] * x) / y - 1
-    assert criterion == pytest.approx(4 * np.log(np.mean(errors**2)) + 2 * 2)
+    assert criterion == pytest.approx(4 * np.log(np.mean(errors**2)) + 2 * 2 + 2 * 2 * 3 / (4 - 2 - 1))
+    assert fit_polynomial(x, y, order=2)[1] == np.inf
 
 
 def test_polynomials_never_bend_down():

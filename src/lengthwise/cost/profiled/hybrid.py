@@ -1,8 +1,8 @@
 """Cost as in ParaDySe: a random forest within what was profiled, a polynomial beyond, and a margin before memory ends.
 
-The forest learns seconds per token of a micro-batch from (sum of l, sum of l^2). It is not additive, and planners need
-times that are: a sequence costs what the forest says of a micro-batch of it alone, less the overhead c of the fit of
-:mod:`lengthwise.cost.profiled.fitted`, never less than a shorter one. A pack costs its sequences and c.
+The forest learns, from (sum of l, sum of l^2), how a micro-batch's seconds differ from those of the fit
+T = a l^2 + b l + c of :mod:`lengthwise.cost.profiled.fitted`. It is not additive, and planners need
+times that are: a sequence costs what the forest says of a micro-batch of it alone, less the overhead c of the fit, never less than a shorter one. A pack costs its sequences and c.
 
 What is put right against the published code: there is one forest per model and scheme, so the number of layers cannot
 be mixed up (theirs is fed hidden size, heads and length, not layers); whether a length fits is decided for that length
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import fsum
 
 import numpy as np
+from numpy.polynomial.polynomial import polyval
 
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.pipeline_config import PipelineConfig
@@ -53,23 +54,28 @@ def learn(table: ProfileTable) -> LearnedForests:
     Raises:
         InputError: too few rows, too few of them with one sequence alone, or scikit-learn is missing.
     """
-    squares, tokens, _ = np.stack([features(row.lengths) for row in table.rows], axis=1)
+    columns = np.stack([features(row.lengths) for row in table.rows])
+    squares, tokens, _ = columns.T
     times_s = np.array([row.time_s for row in table.rows])
     sizes = np.array([row.kept_bytes for row in table.rows], dtype=np.float64)
     is_lone = np.array([len(row.lengths) == 1 for row in table.rows])
+    fitted, size_polynomial = fit(table), choose_polynomial(tokens, sizes)
+    coefficients = np.array([fitted.a_s, fitted.b_s, fitted.c_s])
     return LearnedForests(
         time_s=make_curve(
-            grow_forest(np.stack([tokens, squares], axis=1), times_s / tokens),
+            grow_forest(np.stack([tokens, squares], axis=1), times_s / (columns @ coefficients)),
             num_powers=2,
             last=float(tokens[is_lone].max(initial=0.0)),
+            base=coefficients[::-1],
             polynomial=choose_polynomial(tokens[is_lone], times_s[is_lone]),
         ),
-        overhead_s=fit(table).c_s,
+        overhead_s=fitted.c_s,
         kept_bytes=make_curve(
-            grow_forest(tokens[:, None], sizes / tokens),
+            grow_forest(tokens[:, None], sizes / polyval(tokens, size_polynomial)),
             num_powers=1,
             last=float(tokens.max()),
-            polynomial=choose_polynomial(tokens, sizes),
+            base=size_polynomial,
+            polynomial=size_polynomial,
         ),
     )
 

@@ -1,13 +1,16 @@
 """Monotone functions of one variable from measured points: a random forest between them, a polynomial beyond.
 
-ParaDySe, equation 9. Two of its properties are changed on purpose, for plans need costs that grow: polynomials have no
-negative coefficient, and what the forest predicts is never less than for a smaller argument.
+ParaDySe, equation 9. Three of its properties are changed on purpose. Plans need costs that grow: polynomials have no
+negative coefficient, and what is predicted is never less than for a smaller argument. And a forest is constant between
+the points it has seen, which profiles measure at doublings: it learns the measured values over those of a polynomial,
+which is nearly constant there, instead of the values themselves.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.polynomial.polynomial import polyval
 
 from lengthwise.core.errors import InputError, Setting, missing_package
 
@@ -23,7 +26,8 @@ ROUNDING = 1e-9
 def fit_polynomial(x: np.ndarray, y: np.ndarray, *, order: int) -> tuple[np.ndarray, float]:
     """Non-negative coefficients, lowest power first, of least relative squared error, and Akaike's criterion.
 
-    AIC = n ln(mean squared relative error) + 2 (order + 1), for n points.
+    AICc = n ln(mean squared relative error) + 2 k + 2 k (k + 1) / (n - k - 1) for n points and k = order + 1, the
+    criterion for few points (Hurvich and Tsai 1989); infinite where they are too few for it.
     """
     from scipy.optimize import nnls  # slow to import, and needed where there is a profile alone
 
@@ -31,12 +35,14 @@ def fit_polynomial(x: np.ndarray, y: np.ndarray, *, order: int) -> tuple[np.ndar
     columns = np.vander(x / scale, order + 1, increasing=True) / y[:, None]
     weights, _ = nnls(columns, np.ones(len(y)))
     mean_square = float(np.square(columns @ weights - 1.0).mean())
-    criterion = len(y) * np.log(max(mean_square, ROUNDING**2)) + 2 * (order + 1)
+    num_weights, spare = order + 1, len(y) - order - 2
+    few = 2 * num_weights * (num_weights + 1) / spare if spare > 0 else np.inf
+    criterion = len(y) * np.log(max(mean_square, ROUNDING**2)) + 2 * num_weights + few
     return weights / scale ** np.arange(order + 1), criterion
 
 
 def choose_polynomial(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The polynomial of order 1, 2 or 3 with the least AIC; the lower order where two are equal.
+    """The polynomial of order 1, 2 or 3 with the least AICc; the lower order where two are equal.
 
     Raises:
         InputError: fewer than ``MIN_POINTS`` points.
@@ -49,10 +55,12 @@ def choose_polynomial(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """``max(floors[k], rates[k] x)`` where ``starts[k] < x <= starts[k + 1]``, the polynomial beyond ``last``."""
+    """``max(floors[k], ratios[k] base(x))`` where ``starts[k] < x <= starts[k + 1]``, the polynomial beyond ``last``."""
 
     starts: np.ndarray
-    rates: np.ndarray
+    ratios: np.ndarray
+    base: np.ndarray
+    """Coefficients of the polynomial that the forest corrects, lowest power first, none negative."""
     floors: np.ndarray
     """The largest value before each start, so that the curve never falls."""
     last: float
@@ -64,13 +72,13 @@ class Curve:
         """Values at ``x``, which is not negative."""
         inside = np.minimum(x, self.last)
         place = np.maximum(np.searchsorted(self.starts, inside, side="left") - 1, 0)
-        values = np.maximum(self.floors[place], self.rates[place] * inside)
-        beyond = np.polynomial.polynomial.polyval(x, self.polynomial)
+        values = np.maximum(self.floors[place], self.ratios[place] * polyval(inside, self.base))
+        beyond = polyval(x, self.polynomial)
         return np.where(x > self.last, np.maximum(values, beyond), values)
 
 
-def make_curve(forest: Any, *, num_powers: int, last: float, polynomial: np.ndarray) -> Curve:
-    """The curve of a forest that predicts y / x from x, x^2, ... up to ``num_powers``.
+def make_curve(forest: Any, *, num_powers: int, last: float, base: np.ndarray, polynomial: np.ndarray) -> Curve:
+    """The curve of a forest that predicts y / base(x) from x, x^2, ... up to ``num_powers``.
 
     A forest is constant between the thresholds of its trees, so it is asked once in each gap and never again.
     """
@@ -79,11 +87,12 @@ def make_curve(forest: Any, *, num_powers: int, last: float, polynomial: np.ndar
     inner = np.unique(np.concatenate(cuts))
     bounds = np.concatenate([[0.0], inner[(inner > 0) & (inner < last)], [last]])
     middles = (bounds[:-1] + bounds[1:]) / 2
-    rates = forest.predict(np.stack([middles**power for power in range(1, num_powers + 1)], axis=1))
-    peaks = np.maximum.accumulate(rates * bounds[1:])
+    ratios = forest.predict(np.stack([middles**power for power in range(1, num_powers + 1)], axis=1))
+    peaks = np.maximum.accumulate(ratios * polyval(bounds[1:], base))
     return Curve(
         starts=bounds[:-1],
-        rates=rates,
+        ratios=ratios,
+        base=base,
         floors=np.concatenate([[0.0], peaks[:-1]]),
         last=last,
         polynomial=polynomial,
