@@ -1,8 +1,9 @@
 """Cost as in ParaDySe: a random forest within what was profiled, a polynomial beyond, and a margin before memory ends.
 
 The forest learns, from (sum of l, sum of l^2), how a micro-batch's seconds differ from those of the fit
-T = a l^2 + b l + c of :mod:`lengthwise.cost.profiled.fitted`. It is not additive, and planners need
-times that are: a sequence costs what the forest says of a micro-batch of it alone, less the overhead c of the fit, never less than a shorter one. A pack costs its sequences and c.
+T = a l^2 + b l + c of :mod:`lengthwise.cost.profiled.fitted`. It is not additive, and planners need times that are: a
+sequence costs what the forest says of a micro-batch of it alone, less the overhead c of the fit, never less than a
+shorter one. A pack costs its sequences and c.
 
 What is put right against the published code: there is one forest per model and scheme, so the number of layers cannot
 be mixed up (theirs is fed hidden size, heads and length, not layers); whether a length fits is decided for that length

@@ -55,7 +55,7 @@ def choose_polynomial(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Curve:
-    """``max(floors[k], ratios[k] base(x))`` where ``starts[k] < x <= starts[k + 1]``, the polynomial beyond ``last``."""
+    """``max(floors[k], ratios[k] base(x))`` for ``starts[k] < x <= starts[k + 1]``; beyond ``last``, the polynomial."""
 
     starts: np.ndarray
     ratios: np.ndarray
