@@ -203,7 +203,7 @@ def text_cases() -> Iterator[Case]:
     """Folders and files of text."""
     yield Case("text: binary", file("a.txt", b"a\0b"), r"a\.txt is a binary file .*--on-binary skip")
     yield Case("text: not UTF-8", file("a.txt", b"\xff\xfe"), r"a\.txt is not text in UTF-8")
-    yield Case("text: gzip", file("a.jsonl.gz", gzip.compress(b"{}" * 99)), r"a\.jsonl\.gz is compressed: unpack it")
+    yield Case("text: gzip", file("a.txt.gz", gzip.compress(b"{}" * 99)), r"a\.txt\.gz is compressed: unpack it")
     yield Case("text: zip", file("a.zip", b"PK\x03\x04" + bytes(50)), r"a\.zip is compressed: unpack it")
     yield Case("text: empty", file("a.txt", b"", "--on-empty", "error"), r"a\.txt is empty")
     large = file("a.txt", b"x" * 101, "--max-document", 100)

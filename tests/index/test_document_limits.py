@@ -13,6 +13,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.index.readers import document as documents
 from lengthwise.index.readers import documents_reader as read
 from lengthwise.index.readers.documents_reader import read_documents
+from lengthwise.index.readers.compressed import open_unpacked
 from lengthwise.index.source_file import SourceFile, check_unchanged, open_source
 from lengthwise.index.sources import find_sources
 from lengthwise.index.work_units import split_units
@@ -58,8 +59,8 @@ def test_a_line_across_many_units_is_read_once_not_once_for_every_unit(tmp_path,
     """What is read is counted for one long line of n units and of 4 n: four times as much, not sixteen."""
     counts = []
 
-    def counting(file):
-        opened = open_source(file)
+    def counting(file, limits):
+        opened = open_unpacked(file, limits)
 
         class Counting:
             def __getattr__(self, attribute):
@@ -78,7 +79,7 @@ def test_a_line_across_many_units_is_read_once_not_once_for_every_unit(tmp_path,
 
         return Counting()
 
-    monkeypatch.setattr(read, "open_source", counting)
+    monkeypatch.setattr(read, "open_unpacked", counting)
     for length in (20_000, 80_000):
         line = json.dumps({"text": "x" * length}) if name == "a.jsonl" else ">record\n" + "A" * length
         (tmp_path / name).write_text(line + "\n")

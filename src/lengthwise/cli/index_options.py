@@ -35,8 +35,8 @@ Source = Annotated[
     Path | None,
     typer.Argument(
         metavar="SRC",
-        help="A folder or file: text, .jsonl, .parquet, .arrow, .feather, .tar, .tar.gz, FASTA, .npy; a data set saved "
-        "by Hugging Face's save_to_disk; a Megatron .bin/.idx pair or their common prefix.",
+        help="A folder or file: text, .jsonl, FASTA (these two also .gz or .zst), .parquet, .arrow, .feather, .tar, "
+        ".tar.gz, .npy; a data set saved by Hugging Face's save_to_disk; a Megatron .bin/.idx pair or their prefix.",
     ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the index.")]
@@ -92,7 +92,7 @@ MaxDocument = Annotated[
 OnLarge = Annotated[OnBinary | None, typer.Option("--on-large", help="Documents over --max-document; default: error.")]
 MaxRatio = Annotated[
     int,
-    typer.Option(metavar="N", help="A .tar.gz may unpack to N times its size, or 1 GiB if that is more."),
+    typer.Option(metavar="N", help="A .gz or .zst may unpack to N times its size, or 1 GiB if that is more."),
 ]
 Workers = Annotated[
     int | None, typer.Option(help="Processes; default: one per core. The result does not depend on it.")

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lengthwise.core.errors import InputError
+from lengthwise.index.readers.compressed import SUFFIXES
 from lengthwise.index.readers.hf_saved import choose_split, data_files, is_saved
 from lengthwise.index.source_file import Format, SourceFile, source_file
 
@@ -25,6 +26,8 @@ _FORMAT_OF_SUFFIX = {
     ".tgz": Format.TAR,
     ".tar.gz": Format.TAR,
 }
+_UNPACKED = (".jsonl", ".fa", ".fasta", ".fna")
+"""Suffixes of files that are also read where .gz or .zst follows."""
 _MEGATRON = (".idx", ".bin")
 _NOT_STANDARD_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -125,8 +128,10 @@ def _format_of(path: Path) -> Format:
     if suffix in _MEGATRON:
         other = _MEGATRON[1 - _MEGATRON.index(suffix)]
         return Format.MEGATRON if _has_twin(path.with_suffix(""), other) else Format.TEXT
-    full_suffix = ".tar.gz" if path.name.lower().endswith(".tar.gz") else suffix
-    return _FORMAT_OF_SUFFIX.get(full_suffix, Format.TEXT)
+    if suffix in SUFFIXES:
+        inner = Path(path.stem).suffix.lower()
+        return _FORMAT_OF_SUFFIX.get(inner if inner in _UNPACKED else inner + suffix, Format.TEXT)
+    return _FORMAT_OF_SUFFIX.get(suffix, Format.TEXT)
 
 
 def _common_format(source: Path, files: tuple[SourceFile, ...]) -> Format:

@@ -8,6 +8,7 @@ from numpy.lib.format import MAGIC_PREFIX
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.readers.arrow import arrow_slices
+from lengthwise.index.readers.compressed import is_compressed
 from lengthwise.index.readers.megatron import megatron_slices
 from lengthwise.index.readers.webdataset import tar_slices
 from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, explaining, open_parquet
@@ -45,6 +46,8 @@ def _text_groups(files: tuple[SourceFile, ...], unit_bytes: int) -> Iterator[tup
 
 def _slices(files: tuple[SourceFile, ...], format: Format, unit_bytes: int) -> Iterable[tuple[int, int]]:
     check_unchanged(files[0])
+    if format in (Format.JSONL, Format.FASTA) and is_compressed(files[0]):
+        return [(0, files[0].size)]
     if format is Format.MEGATRON:
         return megatron_slices(files[0], files[1], unit_bytes)
     by_format: dict[Format, Callable[[SourceFile, int], Iterable[tuple[int, int]]]] = {

@@ -9,6 +9,7 @@ import numpy as np
 from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
 from lengthwise.index.readers.columns import column_kind, read_rows, read_text_column, read_token_column
+from lengthwise.index.readers.compressed import end_of, is_compressed, open_unpacked
 from lengthwise.index.readers.document import (
     BLANK,
     Document,
@@ -23,7 +24,7 @@ from lengthwise.index.readers.document import (
 from lengthwise.index.readers.megatron import megatron_tokens, open_megatron
 from lengthwise.index.readers.outside_reader import read_outside
 from lengthwise.index.readers.webdataset import tar_samples
-from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, open_regular, open_source
+from lengthwise.index.source_file import Format, SourceFile, WorkUnit, check_unchanged, open_regular
 
 _COLUMNS = (Format.PARQUET, Format.ARROW)
 _PIECE_BYTES = 1 << 20
@@ -42,7 +43,7 @@ def read_documents(unit: WorkUnit, *, field: str, limits: Limits = DEFAULT_LIMIT
         for row, value in _read_jsonl(unit, field=field, limits=limits):
             yield from_text(row, value, unit)
     elif unit.format is Format.FASTA:
-        yield from _read_fasta(unit, limits.document)
+        yield from _read_fasta(unit, limits)
     elif unit.format in (Format.TAR, Format.READER):
         for row, value in _rows(unit, field=field, limits=limits):
             yield from_file(0, row, value) if isinstance(value, bytes) else from_text(row, value, unit)
@@ -145,19 +146,23 @@ def _read_text(number: int, file: SourceFile, most_bytes: int) -> Document:
 
 def _skip_to_line(lines: BinaryIO, unit: WorkUnit) -> None:
     """Go to where the first line of the unit begins, or to its end if none does: a line may span many units."""
-    lines.seek(max(unit.start - 1, 0))
+    if unit.start:
+        lines.seek(unit.start - 1)
     while unit.start and lines.tell() < unit.stop:
         if lines.readline(min(_PIECE_BYTES, unit.stop - lines.tell())).endswith(b"\n"):
             return
 
 
-def _read_lines(unit: WorkUnit, most_bytes: int) -> Iterator[bytes | OversizedValue]:
+def _read_lines(unit: WorkUnit, limits: Limits) -> Iterator[bytes | OversizedValue]:
     """Lines that start in the unit's bytes; a line is not cut where the unit ends."""
-    with open_source(unit.files[0]) as lines:
+    most_bytes, stop = limits.document, end_of(unit)
+    with open_unpacked(unit.files[0], limits) as lines:
         _skip_to_line(lines, unit)
-        position = lines.tell()
-        while position < unit.stop:
+        position = unit.start and lines.tell()
+        while position < stop:
             line = lines.readline(most_bytes + 1)
+            if not line and is_compressed(unit.files[0]):
+                return
             if not line:
                 raise InputError(
                     f"{unit.files[0].name} became shorter while it was indexed; index again with --restart"
@@ -181,7 +186,7 @@ def _read_jsonl(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple
 
 def _read_json_lines(unit: WorkUnit, limits: Limits) -> Iterator[tuple[int, Any]]:
     """Lines as bytes, ``BLANK`` or an ``OversizedValue``."""
-    for row, line in enumerate(_read_lines(unit, limits.document)):
+    for row, line in enumerate(_read_lines(unit, limits)):
         if isinstance(line, OversizedValue):
             yield row, line
             continue
@@ -248,18 +253,19 @@ def _read_tar(unit: WorkUnit, *, field: str, limits: Limits) -> Iterator[tuple[i
     check_unchanged(file)
 
 
-def _read_fasta(unit: WorkUnit, most_bytes: int) -> Iterator[Document]:
+def _read_fasta(unit: WorkUnit, limits: Limits) -> Iterator[Document]:
     """Records whose header line starts in the unit's bytes, each read to its end, wherever that is."""
-    with open_source(unit.files[0]) as lines:
+    most_bytes, stop = limits.document, end_of(unit)
+    with open_unpacked(unit.files[0], limits) as lines:
         _skip_to_line(lines, unit)
-        position, row, record = lines.tell(), -1, _Record(most_bytes)
+        position, row, record = unit.start and lines.tell(), -1, _Record(most_bytes)
         begins, in_header = True, False  # whether what is read next begins a line, or goes on with a header
-        while (row >= 0 or position < unit.stop) and (piece := lines.readline(_PIECE_BYTES)):
+        while (row >= 0 or position < stop) and (piece := lines.readline(_PIECE_BYTES)):
             if begins and piece.startswith(b">"):
                 if row >= 0:
                     yield record.document(row)
                     record = _Record(most_bytes)
-                if position >= unit.stop:
+                if position >= stop:
                     return
                 row, in_header = row + 1, True
             elif row >= 0:

@@ -4,13 +4,13 @@ first dot of the file name and follow one another; what comes after that dot nam
 
 import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO, NamedTuple
 
 from lengthwise.core.errors import InputError
 from lengthwise.index.document_limits import DEFAULT_LIMITS, Limits
+from lengthwise.index.readers.compressed import CUT_OFF, check_unpacked, damaged, is_compressed
 from lengthwise.index.source_file import SourceFile, check_unchanged, open_source
 
 _BLOCK = 512
@@ -22,7 +22,6 @@ _HEADER_BYTES = 1 << 20
 """Most bytes of a name or an extended header."""
 _MOST_DIGITS = 20
 _OCTAL = re.compile(rb"[ \0]*([0-7]*)[ \0]*")
-_CUT_OFF = (EOFError, zlib.error, gzip.BadGzipFile)
 
 
 class _Member(NamedTuple):
@@ -45,11 +44,6 @@ class TarSample:
     """What the member asked for holds; None if there is none."""
     large: int = 0
     """Bytes of the member asked for if it is larger than a document may be, and not read."""
-
-
-def is_compressed(file: SourceFile) -> bool:
-    """Whether the archive can only be read from its start."""
-    return file.name.lower().endswith(("gz", "tgz"))
 
 
 def tar_slices(file: SourceFile, unit_bytes: int) -> list[tuple[int, int]]:
@@ -141,8 +135,8 @@ def _members(file: SourceFile, start: int, limits: Limits) -> Iterator[tuple[_Me
                 position += _BLOCK - (-size // _BLOCK) * _BLOCK
                 if kind in _REGULAR + _EMPTY:
                     begun, extended = position, {}
-        except _CUT_OFF as error:
-            raise _damaged(file, error) from None
+        except CUT_OFF as error:
+            raise damaged(file, error) from None
 
 
 def _check_size(file: SourceFile, position: int, kind: bytes, size: int, limits: Limits) -> None:
@@ -161,15 +155,7 @@ def _check_size(file: SourceFile, position: int, kind: bytes, size: int, limits:
             f"{file.name} is cut off: its member at byte {position:,} needs {size:,} bytes and has {has:,}; "
             "write it again"
         )
-    _check_unpacked(file, end, limits)
-
-
-def _check_unpacked(file: SourceFile, num_bytes: int, limits: Limits) -> None:
-    if is_compressed(file) and num_bytes > (max_bytes := limits.unpacked(file.size)):
-        raise InputError(
-            f"{file.name} ({file.size:,} bytes) unpacks to {num_bytes:,} bytes or more; {max_bytes:,} are allowed, "
-            f"{limits.ratio:,} times its size: if it is sound, raise --max-ratio or unpack it first"
-        )
+    check_unpacked(file, end, limits)
 
 
 def _pax_size(told: dict[bytes, bytes], size: int) -> int:
@@ -182,10 +168,6 @@ def _pax_size(told: dict[bytes, bytes], size: int) -> int:
     return int(digits)
 
 
-def _damaged(file: SourceFile, error: Exception) -> InputError:
-    return InputError(f"{file.name} is cut off or damaged: {error}; write it again")
-
-
 def _header(file: SourceFile, stream: BinaryIO, position: int, limits: Limits) -> bytes:
     """The header block at ``position``; empty at the archive's end mark."""
     stream.seek(position)
@@ -196,7 +178,7 @@ def _header(file: SourceFile, stream: BinaryIO, position: int, limits: Limits) -
         )
     if not block.strip(b"\0"):
         while rest := stream.read(1 << 20):
-            _check_unpacked(file, stream.tell(), limits)
+            check_unpacked(file, stream.tell(), limits)
             if rest.strip(b"\0"):
                 raise InputError(
                     f"{file.name} goes on after its end mark at byte {position:,}, where readers stop; "
@@ -213,8 +195,8 @@ def _header(file: SourceFile, stream: BinaryIO, position: int, limits: Limits) -
 def _read(file: SourceFile, stream: BinaryIO, size: int) -> bytes:
     try:
         data = stream.read(size)
-    except _CUT_OFF as error:
-        raise _damaged(file, error) from None
+    except CUT_OFF as error:
+        raise damaged(file, error) from None
     if len(data) < size:
         raise InputError(
             f"{file.name} is cut off: its last member needs {size:,} bytes and has {len(data):,}; write it again"
