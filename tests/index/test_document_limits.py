@@ -12,8 +12,8 @@ import pytest
 from lengthwise.core.errors import InputError
 from lengthwise.index.readers import document as documents
 from lengthwise.index.readers import documents_reader as read
-from lengthwise.index.readers.documents_reader import read_documents
 from lengthwise.index.readers.compressed import open_unpacked
+from lengthwise.index.readers.documents_reader import read_documents
 from lengthwise.index.source_file import SourceFile, check_unchanged, open_source
 from lengthwise.index.sources import find_sources
 from lengthwise.index.work_units import split_units
