@@ -74,6 +74,17 @@ def test_padding_is_filled_and_has_no_label():
     assert set(pad([[5]], mask=None)) == {"input_ids", "labels"}
 
 
+@pytest.mark.parametrize("name", ["inputs_embeds", "input_features"])
+def test_features_are_padded_with_zeros_under_their_name(name):
+    rows = [np.ones((3, 2), dtype=np.float32), torch.full((1, 2), 2.0)]
+    batch = pad(rows if name == "inputs_embeds" else [{name: row} for row in rows], length=4, rows_to=3, pad_token=7)
+    assert set(batch) == {name, "attention_mask"} and batch[name].dtype == torch.float32
+    assert batch[name].tolist() == [[[1, 1]] * 3 + [[0, 0]], [[2, 2]] + [[0, 0]] * 3, [[0, 0]] * 4]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 0, 0, 0], [0] * 4]
+    labelled = pad([{name: rows[0], "labels": [4, -100, 5]}, {name: rows[1], "labels": np.array([6])}])
+    assert labelled["labels"].tolist() == [[4, -100, 5], [6, -100, -100]]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_tokens_attend_to_those_of_their_row_and_padding_to_itself(causal):
     lengths, size = [3, 1], 5
@@ -99,6 +110,12 @@ def test_tokens_attend_to_those_of_their_row_and_padding_to_itself(causal):
         ([[0.5]], {}, "row 0 is float64"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, "2 tokens and 1 labels"),
         ([[1]], {"mask": "round"}, "no mask 'round'"),
+        ([torch.ones(2, 3), torch.ones(2, 4)], {}, "row 1 has 4 features a token in torch.float32, the first has 3"),
+        ([torch.ones(2, 3), torch.ones(2, 3).half()], {}, "row 1 has 3 features a token in torch.float16"),
+        ([torch.ones(2, 3), [1, 2]], {}, r"row 1 has features of shape \[2\] in torch.int64; give numbers \[T, E\]"),
+        ([torch.ones(2, 3), torch.ones(0, 3)], {}, r"row 1 has features of shape \[0, 3\]"),
+        ([{"x": torch.ones(2, 3), "labels": [1]}], {}, r"2 tokens and labels of shape \[1\]; give one for each"),
+        ([{"x": torch.ones(1, 3), "labels": [1]}, {"x": torch.ones(1, 3)}], {}, "row 1 and the first differ"),
     ],
 )
 def test_what_cannot_be_padded_is_refused(rows, options, said):

@@ -4,7 +4,8 @@ batch = lw.pad([row0, row1], mask="square")
 loss = model(**batch).loss
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,10 +29,11 @@ def pad(
     pad_token: int = 0,
     mask_dtype: torch.dtype = torch.bool,
 ) -> dict[str, torch.Tensor]:
-    """Rows of token ids, padded at their ends: B rows of T tokens.
+    """Rows of token ids or of feature vectors, padded at their ends: B rows of T tokens.
 
     Args:
-        rows: ids each, or items with ``input_ids`` and perhaps ``labels``.
+        rows: ids each, or items with ``input_ids`` and perhaps ``labels``; or floating-point features [T_i, E] each (of
+            audio, video, embeddings), or items with one such column and perhaps ``labels`` of tokens, [T_i].
         length: T; None: that of the longest.
         rows_to: B, the last ones of padding alone; None: as many as there are.
         mask: ``keys``, [B, T] integers, 1 where there is a token; ``square``, [B, 1, T, T], for every token the tokens
@@ -43,24 +45,29 @@ def pad(
             padding attends to itself, so that nothing becomes NaN; no other token does.
 
     Returns:
-        ``input_ids`` [B, T], ``labels`` [B, T] with -100 on padding, and ``attention_mask`` if there is one.
+        ``input_ids`` [B, T], ``labels`` [B, T] with -100 on padding, and ``attention_mask`` if there is one. Instead of
+        ``input_ids``, features [B, T, E] with zeros on padding, by the name of their column (``inputs_embeds`` where
+        they have none), with ``labels`` where items have them.
 
     Raises:
-        InputError: there is no row, one is empty or longer than ``length``, or there are more than ``rows_to``.
+        InputError: there is no row, one is empty or longer than ``length``, there are more than ``rows_to``, or
+            features differ in E or dtype.
     """
-    tokens, labels = zip(*(_of(number, row) for number, row in enumerate(rows))) if len(rows) else ((), ())
-    lengths = [len(row) for row in tokens]
-    if not lengths:
+    if not len(rows):
         raise InputError("there is no row to pad")
+    name = _name_of_features(rows[0])
+    read = _tokens_of if name is None else partial(_features_of, name)
+    columns, labels = zip(*(read(number, row) for number, row in enumerate(rows)))
+    lengths = [len(column) for column in columns]
+    _check_alike(columns, labels)
     if length is not None and max(lengths) > length:
         raise InputError(f"row {int(np.argmax(lengths))} has {max(lengths):,} tokens, over length={length:,}; raise it")
     if rows_to is not None and len(lengths) > rows_to:
         raise InputError(f"{len(lengths)} rows are more than rows_to={rows_to}; raise it, or give fewer")
     size = (rows_to or len(lengths), length or max(lengths))
-    ids, targets = np.full(size, pad_token, dtype=np.int64), np.full(size, IGNORED, dtype=np.int64)
-    for number, (row, label) in enumerate(zip(tokens, labels)):
-        ids[number, : len(row)], targets[number, : len(row)] = row, label
-    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(targets)}
+    batch = {name or "input_ids": _stack(columns, size, pad_token if name is None else 0)}
+    if labels[0] is not None:
+        batch["labels"] = _stack(labels, size, IGNORED)
     is_token = torch.arange(size[1]) < torch.tensor(lengths + [0] * (size[0] - len(lengths)))[:, None]
     if mask == "keys":
         batch["attention_mask"] = is_token.long()
@@ -81,10 +88,61 @@ def _square(is_token: torch.Tensor, *, causal: bool, dtype: torch.dtype) -> torc
     return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
-def _of(number: int, row: Any) -> tuple[np.ndarray, np.ndarray]:
+def _check_alike(columns: Sequence[torch.Tensor], labels: Sequence[torch.Tensor | None]) -> None:
+    """Raise ``InputError`` unless all rows have as many features of one dtype, and all or none have labels."""
+    for number, (column, label) in enumerate(zip(columns, labels)):
+        if column.shape[1:] != columns[0].shape[1:] or column.dtype != columns[0].dtype:
+            raise InputError(
+                f"row {number} has {column.shape[1]} features a token in {column.dtype}, the first has "
+                f"{columns[0].shape[1]} in {columns[0].dtype}; give all rows the same"
+            )
+        if (label is None) != (labels[0] is None):
+            raise InputError(
+                f"row {number} and the first differ in whether they have labels; give all rows labels, or none"
+            )
+
+
+def _stack(columns: Sequence[torch.Tensor], size: tuple[int, int], fill: int) -> torch.Tensor:
+    """[B, T, ...] of columns [T_i, ...]."""
+    stacked = columns[0].new_full((*size, *columns[0].shape[1:]), fill)
+    for number, column in enumerate(columns):
+        stacked[number, : len(column)] = column
+    return stacked
+
+
+def _tokens_of(number: int, row: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels of a row."""
     try:
         values = ItemColumns(ExpectedColumns(ignore_index=IGNORED, splits_rows=False)).read(number, row)
     except InputError as error:
         raise InputError(str(error).replace(f"item {number}", f"row {number}")) from error
-    return values.tokens, values.tokens if values.labels is None else values.labels
+    labels = values.tokens if values.labels is None else values.labels
+    return torch.from_numpy(values.tokens.astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
+
+
+def _name_of_features(row: Any) -> str | None:
+    """The name of the column of feature vectors; None where rows are tokens."""
+    for name, value in row.items() if isinstance(row, Mapping) else [("inputs_embeds", row)]:
+        if getattr(value, "ndim", 0) == 2 and torch.as_tensor(value).is_floating_point():
+            return str(name)
+    return None
+
+
+def _features_of(name: str, number: int, row: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Features and labels of a row."""
+    value, labels = (row.get(name), row.get("labels")) if isinstance(row, Mapping) else (row, None)
+    features = torch.as_tensor(value) if value is not None else torch.empty(0)
+    if features.ndim != 2 or not features.is_floating_point() or not features.numel():
+        raise InputError(
+            f"row {number} has features of shape {list(features.shape)} in {features.dtype}; give numbers [T, E] of at "
+            "least one token, as the first row's"
+        )
+    if labels is None:
+        return features, None
+    targets = torch.as_tensor(labels)
+    if targets.shape != features.shape[:1]:
+        raise InputError(
+            f"row {number} has {len(features):,} tokens and labels of shape {list(targets.shape)}; give one for each "
+            f"token, {IGNORED} where it has no loss"
+        )
+    return features, targets.long()

@@ -49,6 +49,9 @@ def test_batches_of_the_lattice_run_compiled_others_are_refused_and_the_model_is
         loss = recompiled(tokens=tokens, targets=tokens + 0)  # one tensor as both would be another graph
         torch.testing.assert_close(loss, model(tokens, tokens))
         loss.backward()
+    with torch.no_grad():  # validation
+        tokens = torch.arange(3 * 12).view(3, 12) % 11
+        torch.testing.assert_close(recompiled(tokens=tokens, targets=tokens), model(tokens, tokens))
     assert recompiled.recompiles == 0
     with pytest.raises(InputError, match=r"shape 3 x 12 is none .*: 6 x 4, 2 x 12; pad it to one of them"):
         compiled(**made_up(3, 12))

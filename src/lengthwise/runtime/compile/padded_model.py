@@ -100,11 +100,13 @@ class CompiledModel(nn.Module):
         return self._recompiles
 
     def forward(self, **batch: Any) -> Any:
-        """Run the compiled model on a batch of one of the shapes.
+        """Run the compiled model on a batch of one of the shapes; without gradients, the model as it is, on any batch.
 
         Raises:
             InputError: it is of another shape, there is no tensor in it, or its gradients would not be summed.
         """
+        if not torch.is_grad_enabled():  # another graph, which nothing compiled beforehand
+            return self.model(**batch)
         self._check_sums_gradients()
         shape = next((tuple(value.shape[:2]) for value in batch.values() if isinstance(value, Tensor)), None)
         if shape not in self.shapes:
@@ -121,7 +123,7 @@ class CompiledModel(nn.Module):
 
         It sums the gradients of what is called through it; other calls leave every rank its own, without a word.
         """
-        if self._is_alone or not torch.is_grad_enabled() or DistributedDataParallel._active_ddp_module is not None:
+        if self._is_alone or DistributedDataParallel._active_ddp_module is not None:
             return
         if self._is_wrapped is None:
             wrappers = (wrapper for wrapper in gc.get_objects() if type(wrapper) is DistributedDataParallel)
