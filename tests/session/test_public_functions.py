@@ -132,6 +132,13 @@ def test_errors_name_arguments_and_not_options(lengths, options, message):
         lengthwise.plan(lengths, **{**CLUSTER, **options})
 
 
+def test_sequences_beyond_learned_positions_are_refused(lengths):
+    given = {**CLUSTER, "model": "bert-1024", "policy": "packed", "steps": 1}
+    with pytest.raises(InputError, match=r"has learned positions for 512; set max_length=512 and over_length to"):
+        lengthwise.plan(lengths, **given)
+    assert lengthwise.plan(lengths, **given, max_length=512)
+
+
 def test_a_sequence_that_fits_nowhere_is_refused_in_words_of_python():
     with pytest.raises(InfeasibleError, match=r"Give max_length=[0-9]+ or less") as error:
         lengthwise.plan([1 << 36], **CLUSTER)

@@ -81,6 +81,11 @@ def memory_limits(
         InputError: no scheme within the limits has a cost.
         InfeasibleError: no scheme fits a token, or none fits ``length``.
     """
+    if 0 < model.max_positions < (length or 0):
+        raise InputError(
+            f"a sequence of {length:,} tokens is longer than the {model.max_positions:,} positions that {model.name} "
+            f"has learned; give --length {model.max_positions} or less, or a model with rotary positions"
+        )
     cost, num_layers = AnalyticCost(model=model, cluster=cluster, dtype=dtype), model.num_layers
     levels = tuple(dict.fromkeys((0, num_layers // 2, num_layers)))
     candidates = tuple(_priced(search_space.schemes(num_layers, cluster, recomputed=levels), cost, cluster))

@@ -118,7 +118,7 @@ def comparison_of(
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
     from lengthwise.session.compare_policies import PolicyComparison
-    from lengthwise.session.planning_args import METHODS, check_names, find_lengths, find_model
+    from lengthwise.session.planning_args import METHODS, check_names, check_positions, find_lengths, find_model
 
     _check(options, steps)
     names = check_policies(list(POLICIES) if policies is None else policies, spelling("policies"))
@@ -136,6 +136,7 @@ def comparison_of(
             max_length=options.get("max_length"),
             rule=options.get("over_length", "split"),
         )
+        check_positions(spec.name, spec.max_positions, longest=view.lengths.max_length)
     comparison = PolicyComparison(
         model=spec,
         dtype=options.get("dtype", "bfloat16"),

@@ -76,6 +76,16 @@ def check_longest(problem: PlanningProblem, lengths: LengthIndex) -> None:
     )
 
 
+def check_positions(model: str, max_positions: int, *, longest: int) -> None:
+    """Raise ``InputError`` if a sequence has more tokens than a model has learned positions, if it has any."""
+    if 0 < max_positions < longest:
+        raise InputError(
+            f"the longest sequence has {longest:,} tokens, model {model} has learned positions for {max_positions:,}; "
+            f"set {Setting.MAX_LENGTH}={max_positions} and {Setting.OVER_LENGTH} to what shall happen to longer ones "
+            "(split, truncate, drop), or train a model with rotary positions"
+        )
+
+
 def open_source(source: str, *, seed: int, spelling: Spelling = COMMAND_LINE) -> LengthIndex:
     """The lengths in a .npy file (memory-mapped), of an index, or drawn from a distribution with a name.
 

@@ -17,6 +17,7 @@ from lengthwise.models.stock_model import StockModel, objective_of_class, read_s
 from lengthwise.models.weight_files import weight_files
 from lengthwise.session.method_choice import asked_methods
 from lengthwise.session.model_files import mask_token_id
+from lengthwise.session.planning_args import check_positions
 
 
 def objective_of(config: Config) -> str:
@@ -77,13 +78,7 @@ def check_model_holds(spec: ModelSpec | StockModel, corpus: Corpus, *, has_own_m
             f"the index has {needed:,} token ids{mask_note}, model {spec.name} embeds {spec.vocab_size:,}; "
             "index with the model's own tokenizer.json or raise model.vocab_size"
         )
-    longest = corpus.lengths.max_length
-    if 0 < spec.max_positions < longest:
-        raise InputError(
-            f"the longest sequence has {longest:,} tokens, model {spec.name} has learned positions for "
-            f"{spec.max_positions:,}; set data.max_length={spec.max_positions} and data.over_length to what shall "
-            "happen to longer ones (split, truncate, drop), or train a model with rotary positions"
-        )
+    check_positions(spec.name, spec.max_positions, longest=corpus.lengths.max_length)
     if corpus.has_loss_mask and spec.objective != NEXT_TOKEN:
         raise InputError(
             f"the index says which tokens have a loss, and model {spec.name} learns from masked tokens instead of next "

@@ -93,6 +93,7 @@ def test_what_has_no_price_is_said(cli, tmp_path):
         (["--gpus", "12"], 2, "do not fill nodes"),
         (["--hbm", "0.001"], 3, "no scheme fits a token"),
         (["--length", "1000000000000"], 3, "The longest that fits has"),
+        (["--model", "bert-1024", "--length", "513"], 2, "longer than the 512 positions that bert-1024 has learned"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_the_right_exit_code(cli, changes, code, message):

@@ -37,8 +37,14 @@ def _answer(limits: MemoryLimits) -> str:
     return (
         f"a sequence of {limits.length:,} tokens fits: the least work is under {best.candidate.scheme.name}, with "
         f"{peak} of {available} on each device at its peak; it fits under {len(limits.fits):,} schemes in all, and the "
-        f"longest sequence that any scheme fits is {longest.max_tokens:,} tokens, under {longest.scheme.name}"
+        f"{_longest_what(limits)} that any scheme fits is {longest.max_tokens:,} tokens, under {longest.scheme.name}"
     )
+
+
+def _longest_what(limits: MemoryLimits) -> str:
+    """What a scheme's most tokens are; a sequence has no more of them than learned positions."""
+    positions = limits.model.max_positions
+    return f"largest pack (of sequences up to {positions:,} tokens)" if positions else "longest sequence, or pack,"
 
 
 def _print_schemes(limits: MemoryLimits) -> None:
@@ -49,7 +55,7 @@ def _print_schemes(limits: MemoryLimits) -> None:
 
     console, candidates, num_layers = stdout(), limits.candidates, limits.model.num_layers
     levels = sorted({candidate.scheme.num_recomputed for candidate in candidates})
-    console.print("longest sequence, or pack, in tokens:")
+    console.print(f"{_longest_what(limits)} in tokens:")
     shown = Table(box=None, pad_edge=False)
     for heading in ("degree", "stages"):
         shown.add_column(heading, justify="right")
