@@ -216,7 +216,6 @@ def test_what_computes_own_models_alone_says_so(trained, options, corpus, cli, t
             "plan.method=metp is not for models that transformers computes, such as this Gemma2ForCausalLM",
         ),
         ("plan.methods=ulysses,metp", "plan.methods=ulysses,metp is not for models that transformers computes"),
-        ("plan.max_stages=2", "they have one pipeline stage; leave it out"),
         ("plan.shapes=2", "they are not compiled; leave it out"),
         ("plan.workers=1", "their costs are corrected from step to step"),
         ("model.implementation=lengthwise", "architectures = ['Gemma2ForCausalLM'] is not supported"),

@@ -78,7 +78,8 @@ def test_enumerations_are_those_of_the_code():
 def test_a_policy_is_checked_by_name():
     assert DataConfig(order="sorted").order == "sorted"
     assert Config().plan.policy == PrepareOptions().policy == "auto"
-    assert Config().plan.max_degree is PrepareOptions().max_degree is Config().plan.max_stages is None
+    assert Config().plan.max_degree is PrepareOptions().max_degree is None
+    assert Config().plan.max_stages is PrepareOptions().max_stages is None
 
 
 def test_the_keywords_of_prepare_are_its_options_and_its_signature():

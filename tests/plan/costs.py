@@ -61,6 +61,13 @@ class SimpleCost:
         return 1
 
 
+class StagesFitMore(SimpleCost):
+    """A device of a pipeline holds more tokens in proportion to its stages, of which each computes fewer layers."""
+
+    def max_tokens(self, scheme, *, num_devices):
+        return scheme.num_stages * super().max_tokens(scheme, num_devices=num_devices)
+
+
 def make_problem(
     cost=None,
     *,

@@ -30,6 +30,7 @@ class PrepareKeywords(TypedDict, total=False):
 
     policy: PolicyName | str
     max_degree: int | None
+    max_stages: int | None
     memory_margin: float | None
     max_length: int | None
     over_length: OverLength

@@ -135,9 +135,6 @@ class PlanConfig(PolicySettings):
     (prepare has only methods that share sequences.)"""
     degree: NumDevices | None = None
     """The sequence, context or tensor parallel size, exactly; none: any up to max_degree."""
-    max_stages: NumDevices | None = None
-    """The most pipeline stages: the largest pipeline parallel size; none: as many as the run has devices and the model
-    layers, up to 8, and as its costs are known for. (Runs of prepare have one stage.)"""
     recompute: Recompute = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as a micro-batch needs
     to fit. (prepare also knows selective, which keeps what attention computed.)"""

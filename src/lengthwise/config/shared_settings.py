@@ -87,6 +87,9 @@ class PolicySettings(Settings):
     max_degree: NumDevices | None = None
     """The most devices that share a layer: the largest sequence, context or tensor parallel size; none: as many as the
     run has, and as its costs are known for."""
+    max_stages: NumDevices | None = None
+    """The most pipeline stages: the largest pipeline parallel size; none: as many as the run has devices and the model
+    layers, up to 8, and as its costs are known for; one where a model cannot be cut."""
     memory_margin: float | None = Field(default=None, ge=0, lt=1)
     """The share of each device's memory that plans leave free for fragmentation and workspaces, beside what the
     context and libraries take of a GPU; none: 0.06 of a GPU, 0 of a CPU. memory_gib is used to the full."""

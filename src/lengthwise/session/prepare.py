@@ -50,6 +50,7 @@ from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.prepare_planning import form, make_planner, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
+from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.weight_placement import KeepLayers, place_weights
 
 _log = logging.getLogger("lengthwise")
@@ -96,7 +97,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     prepared, chosen = learn_model(model, chosen, world, sequences, objective)
     try:
         with units_named(sequences.num_members):
-            planner, keep_layers = _planner(prepared, chosen, sequences)
+            planner, keep_layers, replan = _planner(prepared, chosen, sequences)
             if chosen.form_batches:
                 stream, num_steps = form(chosen, planner.problem, sequences.lengths, objective)
         for frozen in chosen.frozen:
@@ -115,6 +116,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             on_finish=calibration.on_finish if calibration else None,
             keep_layers=keep_layers,
             check_stages=partial(check_stages, prepared),
+            replan=replan,
         )
         if keep_layers is not None:
             run.gather_by_layer()
@@ -306,11 +308,14 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
 
 def _planner(
     prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences
-) -> tuple[Planner | OnlineCalibration, KeepLayers | None]:
-    """Find out what things cost; return the planner, and what a step keeps where weights are gathered by layer."""
+) -> tuple[Planner | OnlineCalibration, KeepLayers | None, Callable[[], Planner | OnlineCalibration]]:
+    """Find out what things cost; return the planner, what a step keeps where weights are gathered by layer, and what
+    makes the planner again when the model cannot be cut into stages any more.
+    """
     cluster = _cluster(options, prepared.world)
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
+    max_stages = most_stages(prepared, options.max_stages, num_frozen=len(options.frozen))
     plan_with = partial(
         make_planner,
         options,
@@ -318,8 +323,15 @@ def _planner(
         num_layers=prepared.wrapped_model.structure.num_layers,
         lengths=sequences.lengths,
         objective=prepared.wrapped_model.objective,
+        head_layers=head_layers(cost),
     )
-    return calibrated(prepared, cost, plan_with), keep_layers
+
+    def plan_as_cut(cost: CostModel) -> Planner:
+        return plan_with(cost, max_stages=1 if prepared.stage_problem else max_stages)
+
+    planner = calibrated(prepared, cost, plan_as_cut)
+    replan = planner.replan if isinstance(planner, OnlineCalibration) else partial(plan_as_cut, cost)
+    return planner, keep_layers, replan
 
 
 def calibrated(

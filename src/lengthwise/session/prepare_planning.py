@@ -102,8 +102,12 @@ def make_planner(
     num_layers: int,
     lengths: LengthIndex,
     objective: str,
+    max_stages: int | None = 1,
+    head_layers: float = 0.0,
 ) -> Planner:
-    """The planner of the policy: pipelines of one stage, sequences shared by up to ``max_degree`` ranks.
+    """The planner of the policy: up to ``max_stages``, sequences shared by up to ``max_degree`` ranks.
+
+    ``head_layers``: layers that cost as much as the head.
 
     Raises:
         InfeasibleError: the model's state or the longest sequence fits under no scheme.
@@ -113,7 +117,8 @@ def make_planner(
         raise InputError(f"max_degree={options.max_degree}, and there are {num_ranks} ranks")
     search_space = SearchSpace(
         max_degree=options.max_degree or num_ranks,
-        max_stages=1,
+        max_stages=max_stages,
+        head_layers=head_layers,
         methods=options.sharing_methods,
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
     )

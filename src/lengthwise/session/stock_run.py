@@ -29,6 +29,7 @@ from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.planning import make_planner, make_sampler, open_plans
 from lengthwise.session.prepare import calibrated, check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
+from lengthwise.session.stage_limit import head_layers, most_stages
 from lengthwise.session.weight_placement import place_weights
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "LMHead")
@@ -41,7 +42,7 @@ class _Layers:
 
     num_layers: int
     objective: str
-    head_layers: float = 0.0
+    head_layers: float
 
 
 def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunParts:
@@ -104,6 +105,7 @@ class _Planning:
         lengths = sequences.computed_lengths
         measured = find_cost(prepared, chosen, cluster=inputs.cluster, lengths=lengths)
         self._cost, self.keep_layers = place_weights(prepared, chosen, measured, lengths.max_length)
+        self._max_stages = most_stages(prepared, chosen.max_stages)
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
@@ -130,14 +132,18 @@ class _Planning:
             "profile": "",
             "method": "",
             "methods": None,
-            "max_stages": 1,
+            "max_stages": self._max_stages,
             "max_degree": self._options.max_degree,
         }
         plan, wrapped_model = config.plan.model_copy(update=changes), self._prepared.wrapped_model
         return make_planner(
             config.model_copy(update={"plan": plan}),
             cost,
-            spec=_Layers(num_layers=wrapped_model.structure.num_layers, objective=wrapped_model.objective),
+            spec=_Layers(
+                num_layers=wrapped_model.structure.num_layers,
+                objective=wrapped_model.objective,
+                head_layers=head_layers(self._cost),
+            ),
             cluster=self._inputs.cluster,
             corpus=corpus,
             methods=self._options.sharing_methods,
@@ -157,6 +163,7 @@ def _options(inputs: RunInputs, stock: StockModel) -> PrepareOptions:
             "memory_gib": config.cluster.memory_gib,
             "policy": plan.policy,
             "max_degree": max_degree,
+            "max_stages": plan.max_stages,
             "methods": plan.methods or (None if plan.method in ("", Method.DENSE) else (plan.method,)),
             "recompute": plan.recompute,
             "profile": plan.profile or None,

@@ -144,8 +144,7 @@ def _check_settings(config: Config, model: StockModel) -> None:
     shared_by = [str(method) for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE]
     refused = {
         "train.compile=true": (train.compile, "their layers are run as transformers has them"),
-        f"train.schedule={train.schedule}": (train.schedule != "1f1b", "they have one pipeline stage"),
-        f"plan.max_stages={plan.max_stages}": ((plan.max_stages or 1) > 1, "they have one pipeline stage"),
+        f"train.schedule={train.schedule}": (train.schedule != "1f1b", "their pipeline stages run under 1F1B"),
         asked_methods(plan): (
             {*(plan.methods or ()), plan.method} - {"", "dense", *shared_by},
             f"ranks share them by methods on whole weights ({', '.join(shared_by)})",

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable
-from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous, uniform_scheme
+from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable, LinkRow
+from lengthwise.core.pipeline_config import Method, PipelineConfig, dense_scheme, homogeneous, uniform_scheme
 from lengthwise.core.specs import cluster_preset
 from lengthwise.core.wording import GIB
 from lengthwise.cost.profiled.dual_layer import DualLayerCost, QuadraticSeconds, fit_degree
@@ -164,6 +164,49 @@ def test_layers_that_share_by_other_methods_cost_what_was_measured_of_each():
     assert cost.time_s((256,), mixed) == pytest.approx((cost.time_s((256,), ring) + cost.time_s((256,), ulysses)) / 2)
     bytes_of = [cost.micro_batch_bytes(256, scheme) for scheme in (ulysses, mixed, ring)]
     assert bytes_of[0] < bytes_of[1] < bytes_of[2]
+
+
+def staged(*stage_layers, recomputed=()):
+    flags = tuple(layer in recomputed for layer in range(LAYERS))
+    return PipelineConfig(degree=1, stage_layers=stage_layers, methods=(Method.DENSE,) * LAYERS, recompute=flags)
+
+
+SPEED = LinkRow(degree=4, latency_s=1e-3, bytes_per_s=1e6)
+
+
+@pytest.mark.parametrize("links", [(), (SPEED,)])
+def test_a_pipeline_takes_the_seconds_of_its_slowest_stage_and_of_its_messages(links):
+    cost, measured = DualLayerCost(table(links=links), cluster=CLUSTER), row((256,))
+    both_s, head_s = measured.forward_s + measured.backward_s, measured.constant_s
+    device = CLUSTER.device
+    per_s, call_s = (0.8 * device.link_bytes_per_s, device.link_call_s) if not links else (1e6, 1e-3)
+    sent_s = 2 * 64 * 256 / per_s + 2 * call_s
+    for scheme, stage_s in (
+        (staged(2, 2, 2), 2 * both_s + head_s),
+        (staged(3, 2, 1), max(3 * both_s, both_s + head_s)),
+        (staged(3, 2, 1, recomputed=(0, 5)), 3 * both_s + measured.forward_s),
+    ):
+        assert cost.time_s((256,), scheme) == pytest.approx(stage_s + sent_s, rel=1e-6)
+    assert cost.head_layers == pytest.approx(
+        np.median([row(n).constant_s / (row(n).forward_s + row(n).backward_s) for n in PACKS])
+    )
+
+
+def test_each_stage_keeps_the_micro_batches_that_1f1b_has_begun_on_it():
+    """Of 800 bytes a token a layer keeps, 64 that it is given, 500 beside the layers and 900 of a layer in full."""
+    tokens = 1000
+    whole = COST.micro_batch_bytes(tokens, scheme_of(1)) / tokens
+    assert whole == pytest.approx(6 * 864 + 500, rel=1e-3)
+    first = 3 * (2 * 864 + 64) + 900
+    assert COST.micro_batch_bytes(tokens, staged(2, 2, 2)) / tokens == pytest.approx(first, rel=1e-3)
+    last = 5 * 864 + 500
+    assert COST.micro_batch_bytes(tokens, staged(1, 5)) / tokens == pytest.approx(last, rel=1e-3)
+    recomputed = 2 * (3 * 64 + 64) + 900
+    assert COST.micro_batch_bytes(tokens, staged(3, 3, recomputed=range(6))) / tokens == pytest.approx(
+        max(recomputed, 3 * 64 + 900 + 500), rel=1e-3
+    )
+    state = COST.peak_bytes(0, staged(2, 2, 2), num_devices=4)
+    assert state == COST.peak_bytes(0, scheme_of(1), num_devices=4), "every stage holds all weights"
 
 
 def test_what_was_not_measured_is_refused():

@@ -3,12 +3,18 @@
 A micro-batch takes L (t_f + t_b) + r t_f + T_C seconds, where t_f and t_b are a l^2 + b l for each sequence and c once;
 T_C has no square. It keeps (L - r) m + L m_inp + M_C bytes, and where layers are recomputed the one that is there in
 full; all are lines over its tokens. Nothing need be known of the model but how many layers and parameters it has.
+
+A stage of a pipeline has these of its own layers, and the last one T_C and M_C, which are those of the head but for an
+embedding. Stages send each other m_inp at most. Under 1F1B stage s of S keeps S - s micro-batches; each stage but the
+last keeps their outputs as well, and has one more layer in full while a backward runs.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +23,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import LayerRow, LayerTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.links import call_s, hop_bytes_per_s
 from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
 from lengthwise.cost.profiled.fitted import features
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
@@ -92,6 +99,16 @@ class DegreeFit:
         return tuple(map(sum, parts))
 
 
+class _StageLayers(NamedTuple):
+    """The layers of one stage that share their sequences by one method."""
+
+    fit: DegreeFit
+    num_layers: int
+    recomputed: int
+    rest: float
+    """The share of T_C and M_C that is counted with them."""
+
+
 def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
     """Curves with the least errors relative to the seconds of each row, and lines over its bytes.
 
@@ -142,7 +159,7 @@ def _line(tokens: np.ndarray, measured: Sequence[int]) -> LinearBytes:
 
 
 class DualLayerCost(SeparableCost):
-    """Costs of single-stage schemes of the profiled degrees and methods, with any number of recomputed layers."""
+    """Costs of schemes of the profiled degrees and methods, with any stages and any number of recomputed layers."""
 
     def __init__(
         self,
@@ -169,26 +186,47 @@ class DualLayerCost(SeparableCost):
             (degree, Method(method)): fit_degree(table.of_degree(degree, method)) for degree, method in table.shared
         }
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
-        self._found = SchemeCache(self._find)
+        self._stages = SchemeCache(self._find)
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
-        """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C; c left out. Methods may differ by layer."""
+        """L (t_f + t_b) + r t_f of each sequence, and what it adds to T_C, on the stage it costs most; c left out.
+
+        Methods may differ by layer.
+        """
         length = np.asarray(lengths, dtype=np.float64)
-        times_s = LEAST_S * length
-        for fit, num_layers, recomputed in self._found(scheme):
-            times_s = times_s + (num_layers + recomputed) * fit.forward.of_sequences(length)
-            times_s += num_layers * fit.backward.of_sequences(length)
-            times_s += num_layers / scheme.num_layers * fit.constant.of_sequences(length)
-        return times_s
+        per_token_s = LEAST_S + self._sent_s(scheme)[0]
+        return np.maximum.reduce([_times_s(length, layers) for layers in self._stages(scheme)]) + per_token_s * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
-        """c of every layer, forward and backward, and of the rest; and the gathering of weights."""
+        """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
         total_s = 0.0 if self.gather is None else self.gather.micro_batch_s(self.cluster)
-        for fit, num_layers, recomputed in self._found(scheme):
-            total_s += (num_layers + recomputed) * fit.forward.c_s + num_layers * fit.backward.c_s
-            total_s += num_layers / scheme.num_layers * fit.constant.c_s
-        return total_s
+        of_stages = [
+            sum(
+                (part.num_layers + part.recomputed) * part.fit.forward.c_s
+                + part.num_layers * part.fit.backward.c_s
+                + part.rest * part.fit.constant.c_s
+                for part in layers
+            )
+            for layers in self._stages(scheme)
+        ]
+        return total_s + max(of_stages) + self._sent_s(scheme)[1]
+
+    def _sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
+        """Seconds per token, and per micro-batch, of the outputs and gradients that a stage sends and waits for."""
+        if scheme.num_stages == 1:
+            return 0.0, 0.0
+        ranks, num_bytes = scheme.num_devices, 2 * self._stages(scheme)[0][0].fit.inputs.per_token
+        measured = [link for link in self.table.links if link.degree >= ranks] or self.table.links[-1:]
+        if measured:
+            return num_bytes / measured[0].bytes_per_s, 2 * measured[0].latency_s
+        return num_bytes / hop_bytes_per_s(ranks, self.cluster), 2 * call_s(ranks, self.cluster)
+
+    @cached_property
+    def head_layers(self) -> float:
+        """Layers that take as long as T_C, the median over measured packs of the lowest degree."""
+        rows = self.table.of_degree(*self.table.shared[0])
+        return float(np.median([row.constant_s / (row.forward_s + row.backward_s) for row in rows]))
 
     def update_s(self, strategy: Strategy) -> float:
         """Measured seconds of a step outside its micro-batches."""
@@ -199,9 +237,8 @@ class DualLayerCost(SeparableCost):
         return 0.0
 
     def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig) -> float:
-        """Bytes of a micro-batch above those of the model state."""
-        line = self._line_of(scheme)
-        return line.fixed + line.per_token * num_tokens
+        """Bytes above those of the model state; with stages, of the stage that needs most."""
+        return max(line.fixed + line.per_token * num_tokens for line in self._lines_of(scheme))
 
     def predict(
         self, lengths: Sequence[int], degree: int, recomputed: int, method: Method = Method.ULYSSES
@@ -216,38 +253,64 @@ class DualLayerCost(SeparableCost):
         return np.where(tokens > 0, np.ceil(self._memory(tokens, scheme, num_devices=num_devices)), state)
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
-        line = self._line_of(scheme)
         (state,) = self._state_bytes(scheme, num_devices)
-        return (Line(state + line.fixed, max(line.per_token, 1.0)),)
+        return tuple(Line(state + line.fixed, max(line.per_token, 1.0)) for line in self._lines_of(scheme))
 
-    def _line_of(self, scheme: PipelineConfig) -> Line:
-        """Equation 6 and the layer it leaves out."""
-        terms: list[tuple[float, LinearBytes]] = []
-        for fit, num_layers, recomputed in self._found(scheme):
-            terms += [(num_layers - recomputed, fit.kept_layer), (num_layers, fit.inputs)]
-            terms += [(num_layers / scheme.num_layers, fit.rest), (int(recomputed > 0), fit.alive)]
-        return Line(sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms))
+    def _lines_of(self, scheme: PipelineConfig) -> list[Line]:
+        """Equation 6 of each stage, and the layer it leaves out."""
+        lines = []
+        for stage, layers in enumerate(self._stages(scheme)):
+            num_in_flight = scheme.num_stages - stage
+            terms: list[tuple[float, LinearBytes]] = [(num_in_flight * (num_in_flight > 1), layers[0].fit.inputs)]
+            for part in layers:
+                terms += [(num_in_flight * (part.num_layers - part.recomputed), part.fit.kept_layer)]
+                terms += [(num_in_flight * part.num_layers, part.fit.inputs), (part.rest, part.fit.rest)]
+                terms += [(int(part.recomputed > 0 or num_in_flight > 1), part.fit.alive)]
+            lines.append(Line(sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)))
+        return lines
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
-        """Weights and gradients, whole or gathered; the optimizer in equal parts; and what is not trained."""
+        """Weights and gradients, gathered or all on every stage; the optimizer in equal parts; what is not trained."""
         if self.gather is not None:
             not_gathered = self.table.other_bytes - sum(self.gather.unit_frozen_bytes)
             return (self.gather.state_bytes(num_devices) + max(0, not_gathered),)
         state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
         return (state + self.table.other_bytes,)
 
-    def _find(self, scheme: PipelineConfig) -> list[tuple[DegreeFit, int, int]]:
-        """Curves of each method of ``scheme``, its layers, and how many of them are recomputed.
+    def _find(self, scheme: PipelineConfig) -> tuple[tuple[_StageLayers, ...], ...]:
+        """The layers of each stage of ``scheme`` by method.
 
         Raises:
-            InputError: ``scheme`` is not one stage of the profile's layers, or was not measured.
+            InputError: ``scheme`` has other layers than the profile, or was not measured; or has stages, and weights
+                are gathered by layer.
         """
-        layers, recomputed = Counter(scheme.methods), Counter(compress(scheme.methods, scheme.recompute))
-        is_measured = scheme.num_stages == 1 and all((scheme.degree, method) in self.fits for method in layers)
-        if not is_measured or scheme.num_layers != self.table.num_layers:
+        is_measured = all((scheme.degree, method) in self.fits for method in set(scheme.methods))
+        is_gathered = self.gather is not None and scheme.num_stages > 1
+        if not is_measured or is_gathered or scheme.num_layers != self.table.num_layers:
             measured = ", ".join(f"{method} of degree {degree}" for degree, method in self.fits)
+            stages = "single-stage " if is_gathered else ""
             raise InputError(
-                f"no layer profile for scheme {scheme.name}; there are single-stage {measured} with "
+                f"no layer profile for scheme {scheme.name}; there are {stages}{measured} with "
                 f"{self.table.num_layers} layers"
             )
-        return [(self.fits[scheme.degree, method], count, recomputed[method]) for method, count in layers.items()]
+        return tuple(self._layers_of(scheme, stage) for stage in range(scheme.num_stages))
+
+    def _layers_of(self, scheme: PipelineConfig, stage: int) -> tuple[_StageLayers, ...]:
+        layers = scheme.layers_of_stage(stage)
+        methods = scheme.methods[layers.start : layers.stop]
+        recomputed = Counter(compress(methods, scheme.recompute[layers.start : layers.stop]))
+        rest = float(stage == scheme.num_stages - 1)
+        return tuple(
+            _StageLayers(self.fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers))
+            for method, count in Counter(methods).items()
+        )
+
+
+def _times_s(length: np.ndarray, layers: Sequence[_StageLayers]) -> np.ndarray:
+    """Seconds that each sequence adds to a stage."""
+    times_s = np.zeros_like(length)
+    for fit, num_layers, recomputed, rest in layers:
+        times_s += (num_layers + recomputed) * fit.forward.of_sequences(length)
+        times_s += num_layers * fit.backward.of_sequences(length)
+        times_s += rest * fit.constant.of_sequences(length)
+    return times_s

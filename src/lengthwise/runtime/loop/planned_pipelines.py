@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from lengthwise.core.batch import NEXT_TOKEN
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import CheckError, InputError, Setting
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
@@ -73,7 +73,8 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int, *, stage_p
             )
         if scheme.num_stages > 1 and stage_problem:
             raise InputError(
-                f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one stage"
+                f"{where}: pipelines[{number}] has {scheme.num_stages} stages, and {stage_problem}; plan with one "
+                f"stage ({Setting.MAX_STAGES}=1)"
             )
         used = {str(method) for m in pipeline.micro_batches for method in pipeline.methods_of(m)}
         if not used <= set(ANY_MODEL_METHODS):

@@ -15,6 +15,7 @@ from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
+from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import DivergedError, StepResult, advice_at, sync_step
@@ -75,32 +76,40 @@ class PreparedEngine:
         with self._evaluating():
             for plan in plans:
                 sync_step(plan, run.world, StepClock(run.world), stop=False)
-                assert all(pipeline.scheme.num_stages == 1 for pipeline in plan.pipelines), "planned for validation"
-                for pipeline, planned in self._micro_batches(plan, collator):
+                for index, pipeline, planned in self._micro_batches(plan, collator):
                     shard = make_shard(shown, plan.step, pipeline, planned)
                     shard.has_noise = False
+                    stage = StagedPipeline(shown, pipeline) if pipeline.scheme.num_stages > 1 else None
+                    if stage is not None:
+                        stage.attach(shard, index)
                     with active(shard):
                         micro_batch = shown.make(shard, pad_to_degree(planned.pack, shard.group.size, collator))
                         loss = wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
+                    if stage is not None:
+                        stage.end_forward(shard, index)
+                        stage.wait()
                     if shard.has_failed:
                         raise InfeasibleError(
                             f"validation ran out of memory with {planned.pack.num_tokens:,} tokens; lower "
                             f"{Setting.MAX_TOKENS}"
                         )
-                    if count := micro_batch.num_targets:  # else the mean is 0 / 0
+                    is_last = shard.stage_pass is None or shard.stage_pass.is_last
+                    if is_last and (count := micro_batch.num_targets):  # else the mean is 0 / 0
                         sums += torch.tensor([float(loss) * count, count], dtype=sums.dtype, device=sums.device)
         total, num_targets = sum_over_ranks(sums).tolist()
         return float(total / num_targets)
 
-    def _micro_batches(self, plan: StepPlan, collator: PackCollator) -> Iterator[tuple[Pipeline, PlannedMicroBatch]]:
-        """This rank's micro-batches of a plan, each with its weights gathered where ranks hold shares of them."""
+    def _micro_batches(
+        self, plan: StepPlan, collator: PackCollator
+    ) -> Iterator[tuple[int, Pipeline, PlannedMicroBatch]]:
+        """This rank's micro-batches of a plan by number, with weights gathered where ranks hold shares of them."""
         run, gather = self.run, self.run.gather
         run.begin_plan(plan)
         rounds = own_rounds(plan, run.world.rank)
-        for position, (_, _, pipeline, planned) in enumerate(micro_batches_of(plan, run.world.rank, collator)):
+        for position, (_, index, pipeline, planned) in enumerate(micro_batches_of(plan, run.world.rank, collator)):
             if gather is not None:
                 gather.begin_round(rounds[position])
-            yield pipeline, planned
+            yield index, pipeline, planned
         if gather is not None:
             gather.finish_rounds()  # as a step does: gradients, which are zero, are sent as well
             run.update_weights()

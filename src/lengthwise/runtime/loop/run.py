@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.errors import CheckError, InfeasibleError, InputError, errors_spelt
@@ -57,6 +59,7 @@ class Run(PreparedModel):
         on_finish: Callable[[Step], None] | None = None,
         keep_layers: Callable[[StepPlan], int] | None = None,
         check_stages: Callable[[tuple[int, ...]], None] | None = None,
+        replan: Callable[[], Planner] | None = None,
     ) -> None:
         """Start before the first step.
 
@@ -75,16 +78,18 @@ class Run(PreparedModel):
                 layer by layer.
             check_stages: raises an error unless stages of these numbers of layers can be computed; called on every rank
                 when a plan first has them. None: there are none.
+            replan: makes the planner again when the model cannot be cut into stages any more; None: it needs no other.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
-        self.frozen_models = list(prepared.frozen_models)
+        self.frozen_models = prepared.frozen_models
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish = on_oom, on_finish
         self.keep_layers = keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
+        self._replan = (planner, replan)
         self.meter = DeviceMeter(self.world.device)
         self.readers: ItemReaders | None = None
         if workers:
@@ -129,6 +134,15 @@ class Run(PreparedModel):
                 return
             self._step = self._begin()
             yield self._step
+
+    def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
+        """Prepare a frozen model as :meth:`PreparedModel.frozen` does; from then on steps are planned in one stage."""
+        model = super().frozen(model, layers=layers, check=check)
+        planner, replan = self._replan
+        if replan is not None and self.planner is planner:
+            self.planner = replan()
+            self._replan = (self.planner, None)
+        return model
 
     def _leave_unfinished(self) -> None:
         """Discard, on all ranks, a step that this rank's loop left unfinished."""

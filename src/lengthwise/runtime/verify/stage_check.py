@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from lengthwise.core.errors import CheckError
+from lengthwise.core.errors import CheckError, Setting
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic, whole_shard
 from lengthwise.runtime.verify.float64_mode import noise_free
@@ -52,7 +52,7 @@ def _compare(run: PreparedModel, stage_layers: Sequence[int], dtype: torch.dtype
         raise CheckError(
             f"{type(run.model).__name__} learns something else in stages of {list(stage_layers)} layers than in one: "
             f"{worst.name} differs by {worst.relative:.1e} (limit {tolerance.relative:.0e}), so more than hidden "
-            "states passes between its layers; plan with one stage"
+            f"states passes between its layers; plan with one stage ({Setting.MAX_STAGES}=1)"
         )
 
 

@@ -58,7 +58,7 @@ class StagedForward:
         if self.is_begun:
             raise InputError(
                 "the model was called twice in a micro-batch of a pipeline with several stages, which send each other "
-                "the hidden states of one call; plan with one stage"
+                "the hidden states of one call; plan with one stage (max_stages=1)"
             )
         self.is_begun = True
 
@@ -85,5 +85,5 @@ def hidden_states_in(output: Any) -> Tensor:
         return tensors[0]
     raise InputError(
         f"a layer returns {len(tensors)} values, and stages of a pipeline send each other hidden states alone; plan "
-        "with one stage"
+        "with one stage (max_stages=1)"
     )

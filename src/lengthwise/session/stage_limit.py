@@ -1,0 +1,39 @@
+"""How many pipeline stages the plans of a prepared model may have."""
+
+import logging
+
+from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.verify.stage_check import check_stages
+
+_log = logging.getLogger("lengthwise")
+
+
+def most_stages(prepared: PreparedModel, asked: int | None, *, num_frozen: int = 0) -> int | None:
+    """The most stages of a plan: as many as were ``asked`` for, or 1, with the reason logged, if there can be none.
+
+    Stages of one layer each are compared with the whole model, which says the same of all others. Every rank calls
+    this. None: as many as the cluster has room for; ``num_frozen``: models that will compute beside this one.
+    """
+    num_layers = prepared.wrapped_model.structure.num_layers
+    if asked == 1 or prepared.world.size == 1 or num_layers == 1:
+        return 1
+    problem = prepared.stage_problem or ("frozen models compute beside it" if num_frozen else "")
+    if not problem and prepared.collator.units is not None:
+        problem = "its loss is of several sequences"
+    if not problem:
+        try:
+            check_stages(prepared, (1,) * num_layers)
+        except LengthwiseError as error:
+            problem = str(error)
+    if problem and prepared.world.is_first:
+        level = logging.DEBUG if asked is None else logging.WARNING
+        _log.log(level, "%s is computed in one pipeline stage: %s", type(prepared.model).__name__, problem)
+    return 1 if problem else asked
+
+
+def head_layers(cost: CostModel) -> float:
+    """Layers that cost as much as the head and the loss, where that was measured."""
+    return cost.head_layers if isinstance(cost, DualLayerCost) else 0.0
