@@ -172,6 +172,16 @@ class Skipping(models.GPT):
         return logits, loss
 
 
+class PrefersStages(Lying):
+    """Takes pipelines to be faster than they are."""
+
+    def sequence_times_s(self, lengths, scheme):
+        return super().sequence_times_s(lengths, scheme) / 100**scheme.num_stages
+
+    def overhead_s(self, scheme):
+        return 1e-6
+
+
 def train_uncut(kind):
     """Stages that were planned, and what was said, of a model that cannot be cut, or gets a frozen one beside it."""
     as_started_by_torchrun()
@@ -179,7 +189,8 @@ def train_uncut(kind):
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("lengthwise").addHandler(handler)
-    options = STAGED | {"cost": StagesFitMore(capacity=40, loss=4.0), "max_degree": None, "max_stages": 2}
+    cost = PrefersStages(cluster_preset("2xcpu", memory_gib=1 / 1024))
+    options = STAGED | {"cost": cost, "max_stages": 2}
     model = Skipping().double() if kind == "skipping" else models.gpt()
     if kind == "frozen":
         options["frozen"] = [models.gpt(1)]
@@ -205,16 +216,6 @@ def test_a_model_that_cannot_be_cut_is_planned_in_one_stage_and_the_first_rank_s
     (first, said), (second, silent) = ranks(2).run(train_uncut, kind)
     assert first == second == {1} and not silent
     assert [reason in words for words in said] == ([True] if reason else [])
-
-
-class PrefersStages(Lying):
-    """Takes pipelines to be faster than they are."""
-
-    def sequence_times_s(self, lengths, scheme):
-        return super().sequence_times_s(lengths, scheme) / 100**scheme.num_stages
-
-    def overhead_s(self, scheme):
-        return 1e-6
 
 
 def train_out_of_memory(place):

@@ -63,10 +63,9 @@ class OnlineCalibration:
         """The plan of a batch under the costs as they are known now."""
         return self.planner(batch)
 
-    def replan(self) -> "OnlineCalibration":
-        """Make the planner again, under the same costs."""
+    def replan(self) -> None:
+        """Make the planner again under the same costs, as when the model cannot be cut into stages any more."""
         self._change(self.cost)
-        return self
 
     def on_finish(self, step: Step) -> None:
         """Every rank calls this after every step; every ``EVERY`` of them they share what they measured."""

@@ -97,7 +97,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     prepared, chosen = learn_model(model, chosen, world, sequences, objective)
     try:
         with units_named(sequences.num_members):
-            planner, keep_layers, replan = _planner(prepared, chosen, sequences)
+            planner, keep_layers = _planner(prepared, chosen, sequences)
             if chosen.form_batches:
                 stream, num_steps = form(chosen, planner.problem, sequences.lengths, objective)
         for frozen in chosen.frozen:
@@ -116,7 +116,6 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             on_finish=calibration.on_finish if calibration else None,
             keep_layers=keep_layers,
             check_stages=partial(check_stages, prepared),
-            replan=replan,
         )
         if keep_layers is not None:
             run.gather_by_layer()
@@ -308,10 +307,8 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
 
 def _planner(
     prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences
-) -> tuple[Planner | OnlineCalibration, KeepLayers | None, Callable[[], Planner | OnlineCalibration]]:
-    """Find out what things cost; return the planner, what a step keeps where weights are gathered by layer, and what
-    makes the planner again when the model cannot be cut into stages any more.
-    """
+) -> tuple[Planner | OnlineCalibration, KeepLayers | None]:
+    """Find out what things cost; return the planner, and what a step keeps where weights are gathered by layer."""
     cluster = _cluster(options, prepared.world)
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
@@ -329,9 +326,7 @@ def _planner(
     def plan_as_cut(cost: CostModel) -> Planner:
         return plan_with(cost, max_stages=1 if prepared.stage_problem else max_stages)
 
-    planner = calibrated(prepared, cost, plan_as_cut)
-    replan = planner.replan if isinstance(planner, OnlineCalibration) else partial(plan_as_cut, cost)
-    return planner, keep_layers, replan
+    return calibrated(prepared, cost, plan_as_cut), keep_layers
 
 
 def calibrated(

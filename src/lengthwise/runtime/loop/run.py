@@ -59,7 +59,6 @@ class Run(PreparedModel):
         on_finish: Callable[[Step], None] | None = None,
         keep_layers: Callable[[StepPlan], int] | None = None,
         check_stages: Callable[[tuple[int, ...]], None] | None = None,
-        replan: Callable[[], Planner] | None = None,
     ) -> None:
         """Start before the first step.
 
@@ -78,7 +77,6 @@ class Run(PreparedModel):
                 layer by layer.
             check_stages: raises an error unless stages of these numbers of layers can be computed; called on every rank
                 when a plan first has them. None: there are none.
-            replan: makes the planner again when the model cannot be cut into stages any more; None: it needs no other.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
@@ -89,7 +87,6 @@ class Run(PreparedModel):
         self.on_oom, self.on_finish = on_oom, on_finish
         self.keep_layers = keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
-        self._replan = (planner, replan)
         self.meter = DeviceMeter(self.world.device)
         self.readers: ItemReaders | None = None
         if workers:
@@ -138,10 +135,8 @@ class Run(PreparedModel):
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Prepare a frozen model as :meth:`PreparedModel.frozen` does; from then on steps are planned in one stage."""
         model = super().frozen(model, layers=layers, check=check)
-        planner, replan = self._replan
-        if replan is not None and self.planner is planner:
-            self.planner = replan()
-            self._replan = (self.planner, None)
+        if (replan := getattr(self.planner, "replan", None)) is not None:
+            replan()
         return model
 
     def _leave_unfinished(self) -> None:
