@@ -105,7 +105,7 @@ class _Planning:
         lengths = sequences.computed_lengths
         measured = find_cost(prepared, chosen, cluster=inputs.cluster, lengths=lengths)
         self._cost, self.keep_layers = place_weights(prepared, chosen, measured, lengths.max_length)
-        self._max_stages = most_stages(prepared, chosen.max_stages)
+        self._max_stages = most_stages(prepared, chosen.max_stages, is_gathered=self.keep_layers is not None)
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
