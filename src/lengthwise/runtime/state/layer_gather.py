@@ -84,9 +84,9 @@ class LayerGather:
             for slot in shares.table.slots.values():
                 slots.setdefault(slot.unit, []).append(slot)
             self._parts[shares] = [
-                _Part(shares=shares, unit=unit, slots=tuple(own))
-                for unit, own in slots.items()
-                if any(slot.interval[0] < slot.interval[1] for slot in own)
+                _Part(shares=shares, unit=unit, slots=tuple(of_unit))
+                for unit, of_unit in slots.items()
+                if any(slot.interval[0] < slot.interval[1] for slot in of_unit)
             ]
             for part in self._parts[shares]:
                 self._parts_of[part.unit].append(part)

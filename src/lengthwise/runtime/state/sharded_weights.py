@@ -69,13 +69,13 @@ class ShardedWeights:
 
     def _owned_values(self) -> Tensor:
         """Values of this rank's share of the model's current weights."""
-        rank, at = self.world.rank, 0
+        rank, filled = self.world.rank, 0
         values = torch.empty(self.owned_layout.num_held(rank), dtype=self.master_dtype, device=self.world.device)
         for start, end in self.owned_layout.intervals[rank]:
             for name, (first, last) in self.table.intervals.items():
                 size = min(end, last) - max(start, first)
                 if size > 0:
                     begin = max(start, first) - first
-                    values[at : at + size] = self.named[name].detach().flatten()[begin : begin + size]
-                    at += size
+                    values[filled : filled + size] = self.named[name].detach().flatten()[begin : begin + size]
+                    filled += size
         return values
