@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from lengthwise.config.run_config import check
+from lengthwise.config.run_config import check, load
 from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
-from lengthwise.core.specs import ModelSpec
+from lengthwise.core.specs import ModelSpec, model_preset
 from lengthwise.data.corpus import open_corpus
 from lengthwise.models.stock_model import StockModel
 from lengthwise.session.planning import make_sampler
-from lengthwise.session.trained_model import trained_model
+from lengthwise.session.trained_model import resolve_model, trained_model
 from tests.index.build import build, write_jsonl
 
 LLAMA = {
@@ -102,3 +102,27 @@ def test_what_transformers_cannot_train_is_refused_by_one_sentence(choose, docum
 def test_settings_of_own_models_are_refused(choose, settings, words):
     with pytest.raises(InputError, match=words):
         choose(MAMBA, **settings)
+
+
+def test_sizes_of_a_preset_are_replaced():
+    spec = resolve_model(load(None, ["model.num_layers=3", "model.hidden_size=96", "model.num_heads=6"]), None)
+    assert (spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_size) == (3, 96, 6, 6, 16)
+    assert spec.name == "llama-tiny num_layers=3 hidden_size=96 num_heads=6"
+    spec = resolve_model(load(None, ["model.preset=bert-1024", "model.max_positions=2048", "model.ffn_size=64"]), None)
+    assert (spec.max_positions, spec.ffn_size) == (2048, 64)
+    assert resolve_model(load(None, []), None) == model_preset("llama-tiny")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["model.num_heads=7"], "model.hidden_size=[0-9]+ is no multiple of model.num_heads=7; set both"),
+        (["model.num_heads=4", "model.num_kv_heads=3"], "4 heads cannot share 3 key/value heads evenly"),
+        (["model.max_positions=64"], "model.max_positions=64: the positions of llama-tiny are rotary"),
+        (["model.num_layers=99999"], "num_layers must be from 1 to 16,384"),
+        (["model.hf=.", "model.num_layers=3"], "model.num_layers=3 is for presets; a model of model.hf is as its"),
+    ],
+)
+def test_sizes_that_a_model_cannot_have_are_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        resolve_model(load(None, settings), None)

@@ -25,6 +25,7 @@ from lengthwise.config.limits import (
     MAX_SEQUENCES,
     Beta,
     LearningRate,
+    ModelSize,
     NumDevices,
     NumEpochs,
     NumSteps,
@@ -99,6 +100,24 @@ class ModelConfig(Settings):
     takes, shared by Ulysses. auto: lengthwise where it has the model, else transformers."""
     vocab_size: int | None = Field(default=None, ge=1, le=1 << 24)
     """The number of token ids that the preset embeds; none: as many as the index needs."""
+    num_layers: ModelSize | None = None
+    """The preset's number of layers instead of its own; none: its own. The same for the sizes that follow."""
+    hidden_size: ModelSize | None = None
+    """The width of the preset's hidden states."""
+    ffn_size: ModelSize | None = None
+    """The width of the preset's feed-forward."""
+    num_heads: ModelSize | None = None
+    """The preset's number of attention heads, each as wide as divides hidden_size evenly."""
+    num_kv_heads: ModelSize | None = None
+    """The preset's number of key and value heads; none: its own, or num_heads where that is set."""
+    max_positions: ModelSize | None = None
+    """The preset's number of learned positions, if it has any (gpt, bert)."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that replace those of the preset, by their names in ModelSpec."""
+        names = ("num_layers", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "max_positions")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class ClusterConfig(MemorySetting):

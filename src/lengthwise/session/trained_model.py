@@ -3,6 +3,7 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import NEXT_TOKEN
@@ -32,8 +33,10 @@ def hf_folder(config: Config) -> Path:
     """The folder that ``model.hf`` names.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or sizes of presets are set.
     """
+    if sizes := [f"model.{name}={value}" for name, value in config.model.sizes.items()]:
+        raise InputError(f"{' and '.join(sizes)} is for presets; a model of model.hf is as its config.json says")
     folder = Path(config.model.hf)
     if not folder.is_dir():
         raise InputError(
@@ -59,7 +62,7 @@ def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = 
     if model.hf:
         spec = read_priced_spec(hf_folder(config)) if only_priced else read_spec(hf_folder(config))
     else:
-        spec = model_preset(model.preset)
+        spec = with_sizes(model_preset(model.preset), model.sizes)
         needed = needed and needed + (not spec.causal)
         wanted = model.vocab_size or (needed and -(-needed // 64) * 64)
         spec = replace(spec, vocab_size=wanted) if wanted else spec
@@ -67,6 +70,30 @@ def resolve_model(config: Config, corpus: Corpus | None, *, only_priced: bool = 
     if corpus is not None:
         check_model_holds(spec, corpus, has_own_mask=not (spec.causal or model.hf))
     return spec
+
+
+def with_sizes(spec: ModelSpec, sizes: dict[str, int]) -> ModelSpec:
+    """The model with other sizes, and a name that says so; heads are as wide as divides the hidden size.
+
+    Raises:
+        InputError: heads do not divide the hidden size, or the model has no such size.
+    """
+    if not sizes:
+        return spec
+    if "max_positions" in sizes and not spec.max_positions:
+        raise InputError(f"model.max_positions={sizes['max_positions']}: the positions of {spec.name} are rotary")
+    changes: dict[str, Any] = {**sizes, "name": " ".join([spec.name, *(f"{key}={sizes[key]}" for key in sizes)])}
+    if "num_heads" in sizes:
+        changes.setdefault("num_kv_heads", sizes["num_heads"])
+    if {"num_heads", "hidden_size"} & sizes.keys():
+        hidden_size, num_heads = sizes.get("hidden_size", spec.hidden_size), sizes.get("num_heads", spec.num_heads)
+        if hidden_size % num_heads:
+            raise InputError(
+                f"model.hidden_size={hidden_size} is no multiple of model.num_heads={num_heads}; set both, such as "
+                f"model.hidden_size={-(-hidden_size // num_heads) * num_heads}"
+            )
+        changes["head_size"] = hidden_size // num_heads
+    return replace(spec, **changes)
 
 
 def check_model_holds(spec: ModelSpec | StockModel, corpus: Corpus, *, has_own_mask: bool = False) -> None:
