@@ -114,7 +114,7 @@ def placed(weights, memory_bytes, *, problem="", frozen_bytes=0):
     structure = SimpleNamespace(table=lambda: sizes, unit_frozen_bytes=lambda: frozen)
     prepared = SimpleNamespace(
         world=SimpleNamespace(size=4, is_first=False), gather_problem=problem, check_gathers=lambda: None,
-        wrapped_model=SimpleNamespace(structure=structure),
+        wrapped_model=SimpleNamespace(structure=structure, used_units=()),
     )  # fmt: skip
     return place_weights(prepared, PrepareOptions(weights=weights), cost, 64)
 

@@ -1,6 +1,7 @@
 """Pipelines that the planner of a prepared model chose train what one device trains."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,9 +9,12 @@ import torch
 from torch.nn import functional as F
 
 import lengthwise as lw
+from lengthwise.core.errors import InputError
 from lengthwise.core.specs import cluster_preset
+from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
+from tests.cost.profiled.test_dual_layer import row, table
 from tests.plan.costs import StagesFitMore
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.runs import in_double
@@ -158,6 +162,56 @@ def test_runs_with_stages_are_validated_and_resumed_on_other_numbers_of_ranks(ra
                 parameter.copy_(torch.as_tensor(expected[name]))
             total = sum(float(models.sum_of_losses(model, rows[id])) for id in ids)
         assert loss == pytest.approx(total / sum(len(rows[id]) - 1 for id in ids), abs=1e-9)
+
+
+def measured_cost(num_ranks):
+    """As if measured of the model of three layers, on links so slow that gathering layers is dearer than sending."""
+    cluster = cluster_preset(f"{num_ranks}xcpu", memory_gib=1.0)
+    slow = replace(cluster, device=replace(cluster.device, link_bytes_per_s=1e6, link_call_s=1e-5))
+    rows = [row(lengths) for lengths in ((8,), (16,), (32,), (64,), (7, 8) * 4)]
+    return DualLayerCost(table(rows, num_layers=3, num_params=12_000, longest=64, links=()), cluster=slow)
+
+
+def train_gathered(family, num_ranks):
+    """Two runs, of which the second goes on, and what ranks hold during a step of the first, in weights."""
+    options = STAGED | {"cost": measured_cost(num_ranks), "memory_gib": None, "weights": "by-layer"}
+    as_started_by_torchrun()
+    model, held = build(family), []
+    run = lw.prepare(model, models.rows(), **options)
+    for step in run.steps():
+        held.append((stages_in(step.plan), len(run.state.weights)))
+        for micro_batch in step:
+            with pytest.raises(InputError, match="within a step in pipeline stages"), run.plain():
+                pass
+            step.backward(run.wrapped_model.loss_of(model(**micro_batch.inputs), micro_batch))
+        step.update()
+        with run.plain() as plain:
+            assert not any(parameter.isnan().any() for parameter in plain.parameters())
+    plans = [run.planner(next(run.stream))]
+    loss = PreparedEngine(run, validation=run.collator).mean_loss(plans, run.collator.source)
+    ids = [id for pipeline in plans[0].pipelines for m in pipeline.micro_batches for id in m.pack.ids]
+    run.close()
+    return held, weights_of(model), loss, ids
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_stages_hold_the_weights_of_their_layers_alone_where_these_are_gathered(ranks, num_ranks):
+    _, expected = loop_alone("plain")
+    found = ranks(num_ranks).run(train_gathered, "plain", num_ranks)
+    sizes = {name: value.size for name, value in expected.items()}
+    for held, weights, loss, ids in found:
+        assert_equal_weights(weights, expected)
+        for stages, num_weights in held:
+            assert stages == {num_ranks} and num_weights < sum(sizes.values())
+        model, rows = models.gpt(), models.rows()
+        model.load_state_dict({name: torch.as_tensor(value) for name, value in weights.items()})
+        with torch.no_grad():
+            total = sum(float(models.sum_of_losses(model, rows[id])) for id in ids)
+        assert loss == pytest.approx(total / sum(len(rows[id]) - 1 for id in ids), abs=1e-9)
+    if num_ranks == 3:
+        outside = sum(size for name, size in sizes.items() if name.startswith(("tokens", "places")))
+        layer = sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+        assert [held[0][1] for held, *_ in found[:2]] == [outside + layer] * 2
 
 
 class Skipping(models.GPT):

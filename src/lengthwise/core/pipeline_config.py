@@ -77,16 +77,20 @@ class WeightShard:
     """Layers of the whole model."""
     shard: int = 0
     num_shards: int = 1
+    with_input: bool = False
+    """Whether it has what comes before the first layer wherever it begins."""
+    with_output: bool = False
+    """Whether it has what comes after the last layer wherever it ends."""
 
     @property
     def has_input(self) -> bool:
         """Whether the shard has what comes before the first layer: embeddings."""
-        return self.first == 0
+        return self.first == 0 or self.with_input
 
     @property
     def has_output(self) -> bool:
         """Whether the shard has what comes after the last layer: norm and head."""
-        return self.end == self.num_layers
+        return self.end == self.num_layers or self.with_output
 
 
 class PipelineSchedule(StrEnum):

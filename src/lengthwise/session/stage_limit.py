@@ -11,21 +11,17 @@ from lengthwise.runtime.verify.stage_check import check_stages
 _log = logging.getLogger("lengthwise")
 
 
-def most_stages(
-    prepared: PreparedModel, asked: int | None, *, is_gathered: bool = False, num_frozen: int = 0
-) -> int | None:
+def most_stages(prepared: PreparedModel, asked: int | None, *, num_frozen: int = 0) -> int | None:
     """The most stages of a plan: as many as were ``asked`` for, or 1, with the reason logged, if there can be none.
 
     Stages of one layer each are compared with the whole model, which says the same of all others. Every rank calls
-    this. None: as many as the cluster has room for. ``is_gathered``: whether weights will be gathered by layer;
-    ``num_frozen``: models that will compute beside this one.
+    this. None: as many as the cluster has room for. ``num_frozen``: models that will compute beside this one.
     """
     num_layers = prepared.wrapped_model.structure.num_layers
     if asked == 1 or prepared.world.size == 1 or num_layers == 1:
         return 1
     problems = {
         prepared.stage_problem: bool(prepared.stage_problem),
-        "its weights are gathered layer by layer": is_gathered,
         "frozen models compute beside it": num_frozen > 0,
         "its loss is of several sequences": prepared.collator.units is not None,
     }
@@ -33,6 +29,7 @@ def most_stages(
     if not problem:
         try:
             check_stages(prepared, (1,) * num_layers)
+            prepared.is_cuttable = True
         except LengthwiseError as error:
             problem = str(error)
     if problem and prepared.world.is_first:

@@ -41,6 +41,7 @@ def place_weights(
         unit_params=structure.table().unit_sizes,
         unit_frozen_bytes=structure.unit_frozen_bytes(),
         dtype=cost.table.identity.dtype,
+        has_early_output=any(structure.num_layers + 1 in units for units in prepared.wrapped_model.used_units[:-1]),
     )
     if options.weights == "auto" and prepared.world.is_first:
         _log.info(

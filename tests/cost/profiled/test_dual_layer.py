@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import Identity, LayerRow, LayerTable, LinkRow
-from lengthwise.core.pipeline_config import Method, PipelineConfig, dense_scheme, homogeneous, uniform_scheme
+from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, dense_scheme, homogeneous, uniform_scheme
 from lengthwise.core.specs import cluster_preset
 from lengthwise.core.wording import GIB
-from lengthwise.cost.profiled.dual_layer import DualLayerCost, QuadraticSeconds, fit_degree
+from lengthwise.cost.profiled.dual_layer import MIXED_S, DualLayerCost, QuadraticSeconds, fit_degree
+from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from tests.cost.profiled.equations import LayerProfile
 
 CLUSTER = cluster_preset("4xcpu")
@@ -207,6 +208,28 @@ def test_each_stage_keeps_the_micro_batches_that_1f1b_has_begun_on_it():
     )
     state = COST.peak_bytes(0, staged(2, 2, 2), num_devices=4)
     assert state == COST.peak_bytes(0, scheme_of(1), num_devices=4), "every stage holds all weights"
+
+
+def test_a_stage_whose_weights_are_gathered_for_a_step_is_priced_with_its_own_alone():
+    """8 bytes of each weight and its gradient, those of frozen ones, and a quarter of 16 and of these on each rank."""
+    gather = LayerGatherCost(unit_params=(50, *(100,) * 6, 70), unit_frozen_bytes=(8, *(4,) * 6, 0), dtype="float32")
+    cost, shares = DualLayerCost(table(other_bytes=32), cluster=CLUSTER, gather=gather), 16 * 720 // 4 + 32 // 4
+    bytes_of = {scheme: int(cost.peak_bytes(0, scheme, num_devices=4)) for scheme in (staged(4, 2), staged(2, 4))}
+    assert list(bytes_of.values()) == [shares + 8 * 450 + 24, shares + 8 * (50 + 400 + 70) + 24]
+    early = DualLayerCost(table(other_bytes=32), cluster=CLUSTER, gather=replace(gather, has_early_output=True))
+    assert early.peak_bytes(0, staged(4, 2), num_devices=4) == shares + 8 * 520 + 24
+    assert cost.overhead_s(staged(6)) - COST.overhead_s(staged(6)) == pytest.approx(gather.micro_batch_s(CLUSTER))
+    assert cost.overhead_s(staged(3, 3)) == COST.overhead_s(staged(3, 3)), "nothing is gathered for a micro-batch"
+
+
+def test_steps_in_which_ranks_would_hold_more_than_a_stage_cost_more_than_any_other():
+    gather = LayerGatherCost(unit_params=(9,) * 8, unit_frozen_bytes=(0,) * 8, dtype="float32")
+    cost = DualLayerCost(TABLE, cluster=CLUSTER, gather=gather)
+    stages = Strategy(schemes=(staged(3, 3),) * 2, ranks=((0, 1), (2, 3)))
+    mixed = Strategy(schemes=(staged(3, 3), staged(6), staged(6)), ranks=((0, 1), (2,), (3,)))
+    turned = Strategy(schemes=(staged(3, 3),) * 2, ranks=((1, 0), (2, 3)))
+    assert cost.update_s(stages) == COST.update_s(mixed) == 0.02 < MIXED_S == cost.update_s(mixed)
+    assert cost.switch_s(stages, stages) == COST.switch_s(stages, turned) == 0.0 < cost.switch_s(stages, turned)
 
 
 def test_what_was_not_measured_is_refused():

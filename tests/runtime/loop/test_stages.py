@@ -64,28 +64,37 @@ def test_dropout_drops_the_same_in_stages_as_in_one(ranks):
             torch.testing.assert_close(staged[name], change, rtol=0, atol=EXACT)
 
 
-def test_weights_that_are_gathered_by_layer_are_refused_in_stages(ranks):
-    with pytest.raises(AssertionError, match="2 stages, and weights are gathered layer by layer; plan with one stage"):
-        ranks(2).run(step_on_ranks, CASES["llama"], TWO, by_layer=True)
+@pytest.mark.parametrize(("name", "groups"), [("gpt2", TWO), ("llama", THREE), ("llama", FOUR)])
+def test_stages_whose_weights_are_gathered_for_a_step_train_as_with_whole_ones(ranks, name, groups):
+    size = 1 + max(rank for group in groups for rank in group.ranks)
+    for found in ranks(size).run(step_on_ranks, CASES[name], groups, by_layer=True):
+        assert_exact(CASES[name], found, name)
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
 @pytest.mark.parametrize("trained", memory_runs.TRAINED)
-def test_a_model_of_which_only_parts_are_trained_computes_in_stages(ranks, trained):
+def test_a_model_of_which_only_parts_are_trained_computes_in_stages(ranks, trained, by_layer):
     expected = ranks(1).run(memory_runs.train, 1, 0, {}, trained)[0]
-    for losses, _, weights in ranks(3).run(memory_runs.train, 1, 1, {}, trained, stages=3):
+    for losses, _, weights in ranks(3).run(memory_runs.train, 1, 1, {}, trained, stages=3, by_layer=by_layer):
         assert losses == pytest.approx(expected[0], abs=1e-10)
         torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "degree", "stages"),
-    [(2, 1, 2), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((4, 2, 2), (3, 1, 3)))],
+    ("num_ranks", "degree", "stages", "by_layer"),
+    [
+        (2, 1, 2, False),
+        (2, 1, 2, True),
+        *(pytest.param(*p, marks=pytest.mark.deep) for p in ((4, 2, 2, False), (3, 1, 3, False), (4, 2, 2, True))),
+    ],
 )
-def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, degree, stages):
+def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks, degree, stages, by_layer):
     expected = ranks(1).run(memory_runs.train, 1, 0, {})[0]
     for place in [f"{way} of layer {layer}" for way in ("forward", "backward") for layer in range(memory_runs.LAYERS)]:
         fails = dict.fromkeys(range(num_ranks), (place,))
-        for losses, told, weights in ranks(num_ranks).run(memory_runs.train, degree, 1, fails, stages=stages):
+        for losses, told, weights in ranks(num_ranks).run(
+            memory_runs.train, degree, 1, fails, stages=stages, by_layer=by_layer
+        ):
             assert told, place
             assert losses == pytest.approx(expected[0], abs=1e-10)
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
@@ -93,14 +102,18 @@ def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks
 
 @pytest.mark.parametrize("place", ["before the forward", "before the backward", "the loss", "after the backward"])
 @pytest.mark.parametrize(
-    ("num_ranks", "degree", "stages"),
-    [(3, 1, 3), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((2, 1, 2), (4, 2, 2)))],
+    ("num_ranks", "degree", "stages", "by_layer"),
+    [
+        (3, 1, 3, False),
+        (2, 1, 2, True),
+        *(pytest.param(*p, marks=pytest.mark.deep) for p in ((2, 1, 2, False), (4, 2, 2, False), (4, 2, 2, True))),
+    ],
 )
-def test_a_stage_that_leaves_a_step_keeps_no_other_waiting(ranks, num_ranks, degree, stages, place):
+def test_a_stage_that_leaves_a_step_keeps_no_other_waiting(ranks, num_ranks, degree, stages, place, by_layer):
     losses, expected = plain_loop()
     for troubled in (0, num_ranks - 1):
         for found, weights, _ in ranks(num_ranks).run(
-            train_through_trouble, degree, 1, place, {troubled}, stages=stages
+            train_through_trouble, degree, 1, place, {troubled}, stages=stages, by_layer=by_layer
         ):
             assert found == pytest.approx(losses, abs=1e-10)
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)

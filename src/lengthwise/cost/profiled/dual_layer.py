@@ -25,10 +25,13 @@ from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, un
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import call_s, hop_bytes_per_s
 from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
+from lengthwise.cost.port_traffic import holdings
 from lengthwise.cost.profiled.fitted import features
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 
+MIXED_S = 1e6
+"""Seconds, more than any plan takes, of a step in which ranks would hold more weights than they are priced with."""
 LEAST_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
 
@@ -170,7 +173,8 @@ class DualLayerCost(SeparableCost):
     ) -> None:
         """Fit curves to every degree and method of ``table``; model state is that of ``cluster``'s devices.
 
-        ``gather``: what weights cost that are gathered one layer at a time; None: every rank holds them all.
+        ``gather``: what weights cost that are gathered one layer at a time, or of several stages those of a stage for a
+        whole step; None: every rank holds them all.
 
         Raises:
             InputError: the profile was taken in a dtype whose size is not known.
@@ -200,7 +204,8 @@ class DualLayerCost(SeparableCost):
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
-        total_s = 0.0 if self.gather is None else self.gather.micro_batch_s(self.cluster)
+        is_gathered = self.gather is not None and scheme.num_stages == 1
+        gather_s = self.gather.micro_batch_s(self.cluster) if self.gather is not None and is_gathered else 0.0
         of_stages = [
             sum(
                 (part.num_layers + part.recomputed) * part.fit.forward.c_s
@@ -210,7 +215,7 @@ class DualLayerCost(SeparableCost):
             )
             for layers in self._stages(scheme)
         ]
-        return total_s + max(of_stages) + self._sent_s(scheme)[1]
+        return gather_s + max(of_stages) + self._sent_s(scheme)[1]
 
     def _sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
         """Seconds per token, and per micro-batch, of the outputs and gradients that a stage sends and waits for."""
@@ -229,12 +234,18 @@ class DualLayerCost(SeparableCost):
         return float(np.median([row.constant_s / (row.forward_s + row.backward_s) for row in rows]))
 
     def update_s(self, strategy: Strategy) -> float:
-        """Measured seconds of a step outside its micro-batches."""
-        return self.table.update_s
+        """Measured seconds of a step outside its micro-batches.
+
+        Where weights are gathered by layer, too many for pipelines of one stage beside others: they would hold all.
+        """
+        is_mixed = len({scheme.num_stages == 1 for scheme in strategy.schemes}) > 1
+        return MIXED_S if self.gather is not None and is_mixed else self.table.update_s
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
-        """Nothing moves between strategies: every rank holds all weights."""
-        return 0.0
+        """Nothing moves between strategies: a rank holds all weights in both, or too many where these are of stages."""
+        is_staged = any(scheme.num_stages > 1 for scheme in (*before.schemes, *after.schemes))
+        holds_more = self.gather is not None and is_staged and holdings(before) != holdings(after)
+        return MIXED_S if holds_more else 0.0
 
     def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig) -> float:
         """Bytes above those of the model state; with stages, of the stage that needs most."""
@@ -249,12 +260,12 @@ class DualLayerCost(SeparableCost):
         return self.time_s(lengths, scheme), self.micro_batch_bytes(sum(lengths), scheme)
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
-        (state,) = self._state_bytes(scheme, num_devices)
+        state = max(self._state_bytes(scheme, num_devices))
         return np.where(tokens > 0, np.ceil(self._memory(tokens, scheme, num_devices=num_devices)), state)
 
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
-        (state,) = self._state_bytes(scheme, num_devices)
-        return tuple(Line(state + line.fixed, max(line.per_token, 1.0)) for line in self._lines_of(scheme))
+        of_stages = zip(self._state_bytes(scheme, num_devices), self._lines_of(scheme), strict=True)
+        return tuple(Line(state + line.fixed, max(line.per_token, 1.0)) for state, line in of_stages)
 
     def _lines_of(self, scheme: PipelineConfig) -> list[Line]:
         """Equation 6 of each stage, and the layer it leaves out."""
@@ -271,27 +282,26 @@ class DualLayerCost(SeparableCost):
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Weights and gradients, gathered or all on every stage; the optimizer in equal parts; what is not trained."""
-        if self.gather is not None:
-            not_gathered = self.table.other_bytes - sum(self.gather.unit_frozen_bytes)
-            return (self.gather.state_bytes(num_devices) + max(0, not_gathered),)
-        state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
-        return (state + self.table.other_bytes,)
+        if self.gather is None:
+            state = state_bytes(self.model, num_devices=num_devices, dtype=self.dtype)
+            return (state + self.table.other_bytes,) * scheme.num_stages
+        not_gathered = max(0, self.table.other_bytes - sum(self.gather.unit_frozen_bytes))
+        if scheme.num_stages == 1:
+            return (self.gather.state_bytes(num_devices) + not_gathered,)
+        stages = map(scheme.layers_of_stage, range(scheme.num_stages))
+        return tuple(self.gather.stage_bytes(num_devices, layers) + not_gathered for layers in stages)
 
     def _find(self, scheme: PipelineConfig) -> tuple[tuple[_StageLayers, ...], ...]:
         """The layers of each stage of ``scheme`` by method.
 
         Raises:
-            InputError: ``scheme`` has other layers than the profile, or was not measured; or has stages, and weights
-                are gathered by layer.
+            InputError: ``scheme`` has other layers than the profile, or was not measured.
         """
         is_measured = all((scheme.degree, method) in self.fits for method in set(scheme.methods))
-        is_gathered = self.gather is not None and scheme.num_stages > 1
-        if not is_measured or is_gathered or scheme.num_layers != self.table.num_layers:
+        if not is_measured or scheme.num_layers != self.table.num_layers:
             measured = ", ".join(f"{method} of degree {degree}" for degree, method in self.fits)
-            stages = "single-stage " if is_gathered else ""
             raise InputError(
-                f"no layer profile for scheme {scheme.name}; there are {stages}{measured} with "
-                f"{self.table.num_layers} layers"
+                f"no layer profile for scheme {scheme.name}; there are {measured} with {self.table.num_layers} layers"
             )
         return tuple(self._layers_of(scheme, stage) for stage in range(scheme.num_stages))
 

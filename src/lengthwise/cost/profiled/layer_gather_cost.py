@@ -22,6 +22,8 @@ class LayerGatherCost:
     unit_frozen_bytes: tuple[int, ...]
     """The bytes of the frozen parameters of each of these, which have no gradient and no state."""
     dtype: str
+    has_early_output: bool = False
+    """Whether parameters after the layers are used before the last of them too, so that every stage needs them."""
 
     @property
     def _bytes_per_param(self) -> tuple[int, int]:
@@ -38,10 +40,21 @@ class LayerGatherCost:
 
     def state_bytes(self, num_devices: int) -> int:
         """Bytes per device: a share of master weights, summed gradients and two moments, and two gathered units."""
+        return self._share_bytes(num_devices) + max(first + second for first, second in pairwise(self._unit_bytes))
+
+    def stage_bytes(self, num_devices: int, layers: range) -> int:
+        """Bytes per device of a stage: the shares, and what it gathers for a whole step: its layers and what is outside
+        of layers and used by it.
+        """
+        before, *units, after = self._unit_bytes
+        is_last = layers.stop == len(units)
+        stage = before + sum(units[layers.start : layers.stop]) + (after if is_last or self.has_early_output else 0)
+        return self._share_bytes(num_devices) + stage
+
+    def _share_bytes(self, num_devices: int) -> int:
         _, master = self._bytes_per_param
-        gathered = max(first + second for first, second in pairwise(self._unit_bytes))
         shares = 4 * master * shard_size(sum(self.unit_params), num_devices)
-        return shares + shard_size(sum(self.unit_frozen_bytes), num_devices) + gathered
+        return shares + shard_size(sum(self.unit_frozen_bytes), num_devices)
 
     def micro_batch_s(self, cluster: ClusterSpec) -> float:
         """Seconds of a round: all weights are gathered for the forward and the backward, all gradients reduced."""

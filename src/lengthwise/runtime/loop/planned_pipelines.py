@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.errors import CheckError, InputError, Setting
-from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement, WeightShard
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
@@ -103,6 +103,28 @@ def rounds_of(plan: StepPlan) -> list[tuple[bool, ...]]:
                 counts[rank] += len(pipeline.micro_batches)
         rounds += [tuple(count > number for count in counts) for number in range(max(counts))]
     return rounds
+
+
+def weights_of_stages(plan: StepPlan, used_units: Sequence[frozenset[int]]) -> list[WeightShard | None] | None:
+    """The weights that each rank needs during a step with pipelines of several stages; None: the step has none.
+
+    All stages compute what comes before the layers; ``used_units``: the units of parameters that each position uses.
+    """
+    busy = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches]
+    if all(pipeline.scheme.num_stages == 1 for pipeline in busy):
+        return None
+    layers_of: list[list[range]] = [[] for _ in range(plan.num_devices)]
+    for pipeline in busy:
+        for rank in pipeline.ranks:
+            layers_of[rank].append(pipeline.scheme.layers_of_stage(stage_of(pipeline, rank)))
+    num_layers = len(used_units) - 2
+    shards: list[WeightShard | None] = []
+    for layers in layers_of:
+        first, end = min((part.start for part in layers), default=0), max((part.stop for part in layers), default=0)
+        with_output = any(num_layers + 1 in units for units in used_units[: end + 1])
+        shard = WeightShard(first=first, end=end, num_layers=num_layers, with_input=True, with_output=with_output)
+        shards.append(shard if layers else None)
+    return shards
 
 
 def own_rounds(plan: StepPlan, rank: int) -> list[int]:

@@ -43,6 +43,8 @@ class PreparedModel:
         self.wrapped_model, self.world, self.collator, self.state = wrapped_model, world, collator, state
         self.seed, self.alone = seed, Group(rank=0)
         self.frozen_models: list[WrappedModel] = []
+        self.is_cuttable = False
+        """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
         self.gather: LayerGather | None = None
         """Gathers the weights of one layer at a time; None: every rank holds all of them."""
 
@@ -90,9 +92,14 @@ class PreparedModel:
     def stage_problem(self) -> str:
         """Why the model cannot be cut into the stages of a pipeline; an empty string if it can."""
         outside = any(call.layer is None for call in self.wrapped_model.script.calls.values())
+        elsewhere = any(
+            0 < unit <= self.wrapped_model.structure.num_layers and unit != position
+            for position, units in enumerate(self.wrapped_model.used_units)
+            for unit in units
+        )
         problems = {
             "FSDP2 shards the model": isinstance(self.state, Fsdp2State),
-            "weights are gathered layer by layer": self.gather is not None,
+            "code outside of a layer computes with its weights": elsewhere,
             "frozen models compute beside it": bool(self.frozen_models),
             "its ranks exchange tokens outside of its layers": outside and self.world.size > 1,
             self.wrapped_model.gather_problem: bool(self.wrapped_model.gather_problem),
@@ -150,10 +157,10 @@ class PreparedModel:
         """
         with ExitStack() as stack:
             if self.gather is not None and not self.wrapped_model.is_plain:
-                if self.gather.is_in_round:
+                if self.gather.is_in_round or self.gather.holds_shards:
                     raise InputError(
-                        "run.plain() within a micro-batch: weights are gathered layer by layer; call it between two "
-                        "steps, or use weights='whole' in prepare(...)"
+                        "run.plain() within a micro-batch, or within a step in pipeline stages: weights are gathered "
+                        "layer by layer; call it between two steps, or use weights='whole' in prepare(...)"
                     )
                 stack.enter_context(self.gather.whole())
             for wrapped_model in self.frozen_models:
@@ -182,8 +189,10 @@ class PreparedModel:
         return MicroBatch(shard, pack, collator, make_inputs=self.wrapped_model.inputs_of)
 
     def discard(self) -> None:
-        """Discard gradients that belong to no step."""
+        """Discard gradients that belong to no step, and what was gathered for it."""
         self.state.discard_gradient()
+        if self.gather is not None and self.gather.holds_shards:
+            self.update_weights()
 
     def close(self) -> None:
         """Restore the model as it was before ``prepare``, with current weights.

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lengthwise.runtime.comm.out_of_memory import MOST_ATTEMPTS, MicroBatchFailu
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
-from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step
+from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.loop.staged_pipeline import group_keys
@@ -81,7 +82,7 @@ class Run(PreparedModel):
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
-        self.frozen_models = prepared.frozen_models
+        self.frozen_models, self.is_cuttable = prepared.frozen_models, prepared.is_cuttable
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish = on_oom, on_finish
@@ -350,8 +351,10 @@ class Run(PreparedModel):
         check_executable(plan, num_layers, self.world.size, stage_problem=self.stage_problem or unchecked)
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):
-            if len(cut) > 1 and self.check_stages is not None:
-                self.check_stages(cut)
+            if len(cut) > 1 and self.check_stages is not None and not self.is_cuttable:
+                with nullcontext() if self.gather is None else self.gather.whole():
+                    self.check_stages(cut)
             self._checked_cuts.add(cut)
         if self.gather is not None:
-            self.gather.start(rounds_of(plan), num_kept=self.keep_layers(plan))
+            shards = weights_of_stages(plan, self.wrapped_model.used_units)
+            self.gather.start(rounds_of(plan), num_kept=self.keep_layers(plan), shards=shards)

@@ -96,36 +96,55 @@ class LayerGather:
         self._rounds: Rounds = ()
         self._next_round = 0
         self._is_active = self._is_abandoned = False
+        self.holds_shards = False
+        """Whether ranks have what :meth:`start` was given to gather for a whole step, different on each."""
         self._under_way: list[tuple[AsyncResult, Tensor]] = []
 
-    def start(self, rounds: Rounds, *, num_kept: int = 0) -> None:
+    def start(self, rounds: Rounds, *, num_kept: int = 0, shards: Sequence[WeightShard | None] | None = None) -> None:
         """Begin a step of these rounds; every rank calls this.
 
-        ``num_kept``: how many of the last layers, and the parameters after them, are gathered once for the whole step.
+        ``num_kept``: how many of the last layers, and the parameters after them, are gathered once for the whole step;
+        ``shards``: what each rank gathers for the whole step, in which there are no rounds then.
         """
         self.wait()
-        state, num_layers = self._state, self._num_units - 2
-        shard = WeightShard(first=num_layers - num_kept, end=num_layers, num_layers=num_layers) if num_kept else None
-        kept_units = frozenset(range(num_layers - num_kept + 1, num_layers + 2)) if num_kept else frozenset()
-        state.hold([shard] * state.world.size)
+        state, num_layers, self.holds_shards = self._state, self._num_units - 2, shards is not None
+        if shards is None:
+            last = WeightShard(first=num_layers - num_kept, end=num_layers, num_layers=num_layers)
+            shards, self._rounds = [last if num_kept else None] * state.world.size, rounds
+        else:
+            self._rounds, self._is_active = (), False
+        kept_units = self._units_in(shards[state.world.rank])
+        state.hold(shards)
         for unit in set(self._parts_of) - kept_units:
             self._release(unit)
         state.pull()
-        self._gather_frozen(kept_units)
+        self._gather_frozen(kept_units, shards)
         state.finish_pull()
         forward = [units - kept_units for units in self._used]
         self._moments = [*forward, *reversed(forward), frozenset()]
         self._moment = len(self._moments) - 1
-        self._rounds, self._next_round = rounds, 0
+        self._next_round = 0
 
-    def _gather_frozen(self, units: Collection[int]) -> None:
-        """Gather the frozen parameters of some units, until the next step starts."""
-        self._find_routes([True] * self._state.world.size)
+    def _units_in(self, shard: WeightShard | None) -> frozenset[int]:
+        if shard is None:
+            return frozenset()
+        ends = ({0} if shard.has_input else set()) | ({self._num_units - 1} if shard.has_output else set())
+        return frozenset({*range(shard.first + 1, shard.end + 1), *ends})
+
+    def _gather_frozen(self, units: Collection[int], shards: Sequence[WeightShard | None] = ()) -> None:
+        """Gather the frozen parameters of some units, until the next step starts.
+
+        ``shards``: what each rank gathers; none: all ranks the same.
+        """
+        self._find_routes(shards or [self._all_layers] * self._state.world.size)
+        coming = frozenset(units).union(*map(self._units_in, shards))
         parts = [part for shares in self._parts if shares is not self._state for part in self._parts[shares]]
-        coming = [part for part in parts if part.unit in units]
-        for part in coming:
-            self._pull_part(part)
-        for part in coming:
+        for part in parts:
+            if part.unit in units:
+                self._pull_part(part)
+            elif part.unit in coming:
+                self._send_share(part)
+        for part in parts:
             self._attach(part)
 
     @contextmanager
@@ -163,7 +182,7 @@ class LayerGather:
 
     def begin_round(self, number: int) -> None:
         """Begin this rank's micro-batch of a round, after the rounds before it, in which it has none."""
-        while self._next_round <= number:
+        while self._next_round <= min(number, len(self._rounds) - 1):
             self.finish_round()
             self._begin()
 
@@ -218,18 +237,19 @@ class LayerGather:
 
     def _begin(self) -> None:
         is_active = self._rounds[self._next_round]
-        self._find_routes(is_active)
+        self._find_routes([self._all_layers if active else None for active in is_active])
         self._is_active = is_active[self._state.world.rank]
         self._next_round += 1
         self._moment = -1
 
-    def _find_routes(self, is_active: Sequence[bool]) -> None:
-        """Let parts go to those ranks that compute."""
-        num_layers = self._num_units - 2
-        all_layers = WeightShard(first=0, end=num_layers, num_layers=num_layers)
-        holdings = [all_layers if active else None for active in is_active]
+    @property
+    def _all_layers(self) -> WeightShard:
+        return WeightShard(first=0, end=self._num_units - 2, num_layers=self._num_units - 2)
+
+    def _find_routes(self, shards: Sequence[WeightShard | None]) -> None:
+        """Let parts go to those ranks that compute with them."""
         for shares, parts in self._parts.items():
-            routes = shares.routes_to(holdings, is_direct=True).units
+            routes = shares.routes_to(shards, is_direct=True).units
             for part in parts:
                 route = routes[part.unit]
                 part.route = replace(route, region=slice(0, route.region.stop - route.region.start))
@@ -253,11 +273,15 @@ class LayerGather:
         for part in self._parts_of[unit]:
             if self._is_active and not self._is_abandoned:
                 self._pull_part(part)
-                continue
-            assert part.route is not None
-            share = part.share
-            scratch = share.new_empty(part.route.region.stop)  # nothing, or what nobody reads
-            self._under_way.append((part.route.pull(share, scratch), scratch))
+            else:
+                self._send_share(part)
+
+    def _send_share(self, part: _Part) -> None:
+        """Take part in the gather of what this rank does not compute with."""
+        assert part.route is not None
+        share = part.share
+        scratch = share.new_empty(part.route.region.stop)  # nothing, or what nobody reads
+        self._under_way.append((part.route.pull(share, scratch), scratch))
 
     def _pull_part(self, part: _Part) -> None:
         assert part.route is not None
