@@ -128,6 +128,21 @@ def test_its_validation_loss_is_that_of_stock_calls(trained, alone):
     assert (trained.checkpoints / "best").read_text() == f"step_{NUM_STEPS:08d}\n"
 
 
+@pytest.mark.deep
+def test_two_stages_and_then_one_rank_train_and_validate_as_an_ordinary_loop_does(options, alone, tmp_path):
+    folder, staged = tmp_path / "run", "plan.policy=tests.cli.staged_policy:in_stages"
+    lengthwise("train", *options, staged, f"run_folder={folder}", f"train.steps={STOPPED}", "--nproc", 2)
+    lengthwise("train", "--resume", folder, f"train.steps={NUM_STEPS}", "plan.policy=static")
+    run, (losses, validated, _) = RunFolder(folder), alone
+    assert [row["loss/avg"] for row in run.read_metrics()] == pytest.approx(losses, rel=EXACT)
+    found = [row["val/loss"] for row in run.read_metrics() if "val/loss" in row]
+    assert found == pytest.approx(validated, rel=EXACT)
+    plans = run.read_plans()
+    assert [plans[step].strategy_words for step in range(NUM_STEPS)] == ["1 x <1,2> dense"] * 2 + [
+        "1 x <1,1> dense"
+    ] * 2
+
+
 @torch.no_grad()
 def test_its_samples_are_the_likeliest_tokens(trained, alone):
     """Prompts are bytes, as the index has them."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import InputError
+from tests.plan.costs import StagesFitMore
 from tests.session import trainers
 from tests.session.test_prepare import EXACT, assert_equal_weights
 from tests.session.trainers import Callbacks, log_and_weights, stop_on_the_last, train, watched_by_the_callback
@@ -37,11 +38,16 @@ def test_one_process_trains_what_transformers_trains(stock, tmp_path):
     assert "forward" not in vars(found.model), "the model is given back"
 
 
-def test_two_ranks_train_what_transformers_trains_on_one(ranks, stock, tmp_path):
+IN_STAGES = {"max_degree": 1, "cost": StagesFitMore(capacity=32)}
+"""The longest rows, of 40 tokens, fit stages alone."""
+
+
+@pytest.mark.parametrize("planned", [{}, IN_STAGES])
+def test_two_ranks_train_what_transformers_trains_on_one(ranks, stock, tmp_path, planned):
     options, log, weights = stock
     options = options | {"gradient_accumulation_steps": 2}
     for found_log, found in ranks(2).run(
-        log_and_weights, tmp_path, options, lengthwise=trainers.planned(recompute="none")
+        log_and_weights, tmp_path, options, lengthwise=trainers.planned(recompute="none", **planned)
     ):
         assert_equal_weights(found, weights)
         assert_equal_logs(found_log, log, 1e-6)

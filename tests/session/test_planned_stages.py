@@ -127,7 +127,7 @@ def test_planned_stages_train_what_one_device_trains(ranks, family, num_ranks):
 @pytest.mark.parametrize("family", ["plain", "gpt2", "llama", "bert"])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_planned_stages_of_every_family_train_what_one_device_trains(ranks, family, num_ranks):
-    for policy in ("auto", "dcp-intra", "static"):
+    for policy in ("auto", "static", "bucket"):
         assert_as_alone(ranks(num_ranks).run(train, family, policy), family)
 
 
