@@ -84,9 +84,10 @@ class PrepareOptions(
     is called once for each sequence, by one rank, and a warning says why. always: else the model is refused. never: the
     stock forward, once for each sequence."""
     weights: HeldWeights = "auto"
-    """What each rank holds of the weights between micro-batches. whole: all of them. by-layer: its share; a layer is
-    gathered when it computes and released after, and its gradients are summed on their owners at once (as ZeRO stage 3
-    does), in each step for as many layers as do not fit whole. auto: whole, if the longest sequence fits."""
+    """What each rank holds of the weights between micro-batches. whole: all of them. by-layer: its share; a layer
+    is gathered when it computes and released after, and its gradients are summed on their owners at once (as ZeRO
+    stage 3 does), in each step for as many layers as do not fit whole; a pipeline stage gathers its layers once for
+    a step. auto: whole, if the longest sequence fits."""
     recompute: Literal[Recompute, "selective"] = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as fit; selective: the
     same, but what attention computed is kept. (Configurations have no selective.)"""

@@ -312,7 +312,7 @@ def _planner(
     cluster = _cluster(options, prepared.world)
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
-    max_stages = most_stages(prepared, options.max_stages, num_frozen=len(options.frozen))
+    max_stages = most_stages(prepared, options)
     plan_with = partial(
         make_planner,
         options,

@@ -2,6 +2,7 @@
 
 import logging
 
+from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
@@ -11,18 +12,18 @@ from lengthwise.runtime.verify.stage_check import check_stages
 _log = logging.getLogger("lengthwise")
 
 
-def most_stages(prepared: PreparedModel, asked: int | None, *, num_frozen: int = 0) -> int | None:
-    """The most stages of a plan: as many as were ``asked`` for, or 1, with the reason logged, if there can be none.
+def most_stages(prepared: PreparedModel, options: PrepareOptions) -> int | None:
+    """The most stages of a plan: as many as are asked for, or 1, with the reason logged, if there can be none.
 
     Stages of one layer each are compared with the whole model, which says the same of all others. Every rank calls
-    this. None: as many as the cluster has room for. ``num_frozen``: models that will compute beside this one.
+    this. None: as many as the cluster has room for.
     """
-    num_layers = prepared.wrapped_model.structure.num_layers
-    if asked == 1 or prepared.world.size == 1 or num_layers == 1:
+    num_layers, asked = prepared.wrapped_model.structure.num_layers, options.max_stages
+    if asked == 1 or (asked is None and not options.check) or prepared.world.size == 1 or num_layers == 1:
         return 1
     problems = {
         prepared.stage_problem: bool(prepared.stage_problem),
-        "frozen models compute beside it": num_frozen > 0,
+        "frozen models compute beside it": bool(options.frozen),
         "its loss is of several sequences": prepared.collator.units is not None,
     }
     problem = next((problem for problem, applies in problems.items() if applies), "")

@@ -106,7 +106,7 @@ class _Planning:
         measured = find_cost(prepared, chosen, cluster=inputs.cluster, lengths=lengths)
         self._cost, self.keep_layers = place_weights(prepared, chosen, measured, lengths.max_length)
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
-        self._max_stages = most_stages(prepared, chosen.max_stages)
+        self._max_stages = most_stages(prepared, chosen)
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
         """The planner of a corpus under costs as they were measured."""
