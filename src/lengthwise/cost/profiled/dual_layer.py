@@ -204,8 +204,7 @@ class DualLayerCost(SeparableCost):
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """c of every layer, forward and backward, and of the rest; the gathering of weights, and messages of stages."""
-        is_gathered = self.gather is not None and scheme.num_stages == 1
-        gather_s = self.gather.micro_batch_s(self.cluster) if self.gather is not None and is_gathered else 0.0
+        gather_s = 0.0 if self.gather is None or scheme.num_stages > 1 else self.gather.micro_batch_s(self.cluster)
         of_stages = [
             sum(
                 (part.num_layers + part.recomputed) * part.fit.forward.c_s
