@@ -57,7 +57,7 @@ def find_cost(
         say(f"  {run.num_params:,} parameters in {table.identity.dtype}, {run.world.size} ranks")
         say(f"  costs {origin} {path}")
         say(f"  {cost.error}")
-    if not was_kept and options.check:
+    if not was_kept and options.check and run.gather is None:
         _check(run, cost, longest=lengths.max_length, shown=shown)
     return cost
 

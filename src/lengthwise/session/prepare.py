@@ -15,7 +15,7 @@ from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import MASKED, NEXT_TOKEN, BatchStream
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import CheckError, InputError, errors_spelt
+from lengthwise.core.errors import CheckError, InputError, LengthwiseError, errors_spelt
 from lengthwise.core.processes import check_processes
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
@@ -51,7 +51,7 @@ from lengthwise.session.prepare_planning import form, make_planner, stream_of, w
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
 from lengthwise.session.stage_limit import head_layers, most_stages
-from lengthwise.session.weight_placement import KeepLayers, place_weights
+from lengthwise.session.weight_placement import KeepLayers, place_weights, with_weight_placement
 
 _log = logging.getLogger("lengthwise")
 
@@ -64,7 +64,8 @@ def prepare(model: nn.Module, corpus: Any, **options: Unpack[PrepareKeywords]) -
     """Prepare ``model`` to train on ``corpus``: every rank calls this, under torchrun or alone.
 
     The model's code is not changed and its weights stay its own; its layers, its attention and its forward go through
-    the run until :meth:`~lengthwise.runtime.loop.run.Run.close`. Moves the model to the rank's device.
+    the run until :meth:`~lengthwise.runtime.loop.run.Run.close`. Moves the model to the rank's device, or only the
+    rank's share of it where weights are gathered by layer.
 
     Args:
         model: of transformers, or any ``nn.Module`` whose attention is ``scaled_dot_product_attention``.
@@ -94,7 +95,8 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     FAREWELL.begin()  # last, so that it is said first
     stream: BatchStream
     stream, num_steps = stream_of(chosen, sequences.lengths, objective)
-    prepared, chosen = learn_model(model, chosen, world, sequences, objective)
+    memory_bytes = _cluster(chosen, world).device.memory_bytes
+    prepared, chosen = learn_model(model, chosen, world, sequences, objective, memory_bytes=memory_bytes)
     try:
         with units_named(sequences.num_members):
             planner, keep_layers = _planner(prepared, chosen, sequences)
@@ -136,10 +138,21 @@ def read_corpus(
 
 
 def learn_model(
-    model: nn.Module, chosen: PrepareOptions, world: DistContext, sequences: RunSequences, objective: str
+    model: nn.Module,
+    chosen: PrepareOptions,
+    world: DistContext,
+    sequences: RunSequences,
+    objective: str,
+    *,
+    memory_bytes: float,
 ) -> tuple[PreparedModel, PrepareOptions]:
-    """Move the model to this rank's device, trace it and compare it with itself; with the options that are left it."""
-    model.to(world.device)
+    """Move the model, or this rank's share of it, to its device, trace it and compare it with itself.
+
+    ``memory_bytes``: what a device has. Also returns the options that are left it.
+    """
+    chosen = with_weight_placement(model, chosen, world, memory_bytes)
+    if chosen.weights != "by-layer":
+        model.to(world.device)
     prepared = _packed_or_by_sequence(model, chosen, partial(_learn, model, world, sequences, objective))
     if prepared.wrapped_model.by_sequence is not None:
         chosen = chosen.model_copy(update={"max_degree": 1})
@@ -188,7 +201,7 @@ def _packed_or_by_sequence(
     try:
         return learned(chosen, False)
     except (InputError, CheckError) as error:
-        if chosen.packing == "always":
+        if chosen.packing == "always" or chosen.weights == "by-layer":
             raise
         refusal = str(error)
     prepared = learned(chosen, True)
@@ -228,6 +241,7 @@ def _learn(
             collator=make_collator(wrapped_model, chosen, sequences),
             optimizer=with_tensor_names(chosen.optimizer_settings),
             seed=chosen.seed,
+            by_layer=chosen.weights == "by-layer",
         )
         with IdRanges(prepared) as lookups:
             all_succeed(world, partial(_learn_named, prepared))
@@ -236,10 +250,10 @@ def _learn(
         lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
         if chosen.check:
             _check(prepared, chosen, sequences.computed_lengths.max_length)
-    except BaseException:
+    except BaseException as error:
         wrapped_model.release()
-        if prepared is not None:
-            prepared.state.release_params()
+        if prepared is not None and (prepared.gather is None or isinstance(error, LengthwiseError)):
+            prepared.restore_weights()  # of shares by all ranks, which all have a known error
         raise
     return prepared
 
@@ -312,7 +326,7 @@ def _planner(
     cluster = _cluster(options, prepared.world)
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
-    max_stages = most_stages(prepared, options)
+    max_stages = most_stages(prepared, options, cluster.device.memory_bytes)
     plan_with = partial(
         make_planner,
         options,

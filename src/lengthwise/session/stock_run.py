@@ -58,7 +58,8 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
     with preserve_state(model):
         chosen, objective, sequences = read_corpus(model, corpus, chosen, world)
         validated = None if inputs.validation is None else _read_more(model, inputs.validation, chosen)
-        prepared, chosen = learn_model(model, chosen, world, sequences, objective)
+        memory_bytes = inputs.cluster.device.memory_bytes
+        prepared, chosen = learn_model(model, chosen, world, sequences, objective, memory_bytes=memory_bytes)
         if prepared.wrapped_model.by_sequence is not None and (config.plan.degree or 1) > 1:
             raise InputError(
                 f"plan.degree={config.plan.degree}: {stock.architecture} is computed sequence by sequence, each on one "
@@ -106,7 +107,7 @@ class _Planning:
         measured = find_cost(prepared, chosen, cluster=inputs.cluster, lengths=lengths)
         self._cost, self.keep_layers = place_weights(prepared, chosen, measured, lengths.max_length)
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
-        self._max_stages = most_stages(prepared, chosen)
+        self._max_stages = most_stages(prepared, chosen, inputs.cluster.device.memory_bytes)
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
         """The planner of a corpus under costs as they were measured."""

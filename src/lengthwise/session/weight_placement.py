@@ -4,13 +4,18 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from torch import nn
+
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
 from lengthwise.core.pipeline_config import uniform_scheme
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.session.objectives import labels_sequences
 
 _log = logging.getLogger("lengthwise")
 
@@ -50,6 +55,33 @@ def place_weights(
         )  # fmt: skip
     gathered = DualLayerCost(cost.table, cluster=cost.cluster, gather=gather)
     return gathered, partial(_num_kept, gather, cost.memory_limit_bytes)
+
+
+def with_weight_placement(
+    model: nn.Module, options: PrepareOptions, world: DistContext, memory_bytes: float
+) -> PrepareOptions:
+    """The options with weights ``by-layer`` if all weights do not fit a device, and ``whole`` if there is one rank."""
+    if world.size == 1:
+        return options.model_copy(update={"weights": "whole"})
+    needed = whole_bytes(model, world.size)
+    is_by_sequence = options.packing == "never" or labels_sequences(model, options)
+    if options.weights != "auto" or needed <= memory_bytes or is_by_sequence or fsdp_modules(model):
+        return options
+    if world.is_first:
+        _log.info(
+            "all weights and gradients of %s take %.1f GiB, a device has %.1f; each rank holds a share of them and "
+            "gathers a layer when it computes", type(model).__name__, needed / 2**30, memory_bytes / 2**30,
+        )  # fmt: skip
+    return options.model_copy(update={"weights": "by-layer"})
+
+
+def whole_bytes(model: nn.Module, num_ranks: int) -> float:
+    """Bytes on each rank of all weights and gradients, and of its share of master weights, sums and two moments."""
+    total = 0.0
+    for parameter in model.parameters():
+        master = max(4, parameter.element_size()) if parameter.requires_grad else 0
+        total += parameter.numel() * (parameter.element_size() + master + 4 * master / num_ranks)
+    return total
 
 
 def _fits(cost: DualLayerCost, longest: int) -> bool:

@@ -151,11 +151,12 @@ TRAINED = {
 """Parameters that are trained, others frozen, as with adapters or frozen low layers."""
 
 
-def run_of(wrapped_model, world, *, collator, optimizer, seed=0, **options) -> Run:
-    """A run over a model that is prepared for it, as ``prepare`` makes both."""
-    return Run(
-        PreparedModel.with_optimizer(wrapped_model, world, collator=collator, optimizer=optimizer, seed=seed), **options
+def run_of(wrapped_model, world, *, collator, optimizer, seed=0, by_layer=False, **options) -> Run:
+    """A run over a model that is prepared for it, as ``prepare`` makes both; ``by_layer``: by shares from the start."""
+    prepared = PreparedModel.with_optimizer(
+        wrapped_model, world, collator=collator, optimizer=optimizer, seed=seed, by_layer=by_layer
     )
+    return Run(prepared, **options)
 
 
 def train(

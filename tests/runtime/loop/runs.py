@@ -203,6 +203,7 @@ def prepared(
         planner=lambda batch: plan_of(batch, groups, wrapped_model.structure.num_layers),
         collator=PackCollator(source=source_of(case), objective=case.objective, masking=case.masking, **case.collator),
         optimizer=DENSE, lr=lambda step: 1.0, clip_norm=0.0, num_steps=num_steps, seed=seed,
+        by_layer=by_layer,
     )  # fmt: skip
     trace_model(run)
     run.check_stages = partial(check_stages, run)
@@ -211,7 +212,6 @@ def prepared(
         check_exact(run, methods=methods, longest=max(source_of(case).lengths) // run.collator.slot_tokens)
     if by_layer:
         run.keep_layers = lambda plan: num_kept
-        run.gather_by_layer()
     return run
 
 

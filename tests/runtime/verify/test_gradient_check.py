@@ -25,10 +25,10 @@ PACKS = {
 }
 
 
-def outcome(case, packs):
+def outcome(case, packs, **options):
     """The steps of a case, or the sentence that refuses it."""
     try:
-        return with_check(step_on_ranks, case, packs)
+        return with_check(step_on_ranks, case, packs, **options)
     except LengthwiseError as error:
         return f"{type(error).__name__}: {error}"
 
@@ -54,6 +54,16 @@ def test_a_model_that_packs_would_train_otherwise_is_refused_alike_on_every_rank
         assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
 
 
+@pytest.mark.parametrize(
+    "oddity", [pytest.param(name, marks=[pytest.mark.deep] * (name != "short convolution")) for name in ODDITIES]
+)
+def test_shares_of_weights_are_enough_to_refuse_a_model_with_the_same_words(ranks, oddity):
+    case = Case(build=partial(built, Odd, oddity), **LOGITS)
+    refusals = ranks(3).run(outcome, case, PACKS[3], by_layer=True)
+    assert len(set(refusals)) == 1
+    assert re.search(ODDITIES[oddity], refusals[0]), refusals[0]
+
+
 EXACT = [("shared keys", 1), ("shared keys", 3), ("shift from positions", 1)]
 EXACT += [("sinks and window", 3), ("sinks and wide window", 2), ("strides", 2)]
 
@@ -61,7 +71,8 @@ EXACT += [("sinks and window", 3), ("sinks and wide window", 2), ("strides", 2)]
 @pytest.mark.parametrize(("oddity", "num_ranks"), EXACT)
 def test_an_odd_model_that_passes_the_check_is_exact(ranks, oddity, num_ranks):
     case = Case(build=partial(built, Odd, oddity), **LOGITS)
-    for result in ranks(num_ranks).run(outcome, case, PACKS[num_ranks]):
+    by_layer = (oddity, num_ranks) == ("shared keys", 3)
+    for result in ranks(num_ranks).run(outcome, case, PACKS[num_ranks], by_layer=by_layer):
         assert not isinstance(result, str), result
         assert_exact(case, result)
 

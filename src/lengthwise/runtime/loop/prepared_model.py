@@ -4,12 +4,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
-from lengthwise.core.errors import InputError
+from lengthwise.core.errors import CheckError, CommunicationError, InputError
+from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.consensus import require_equal
+from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import all_succeed
@@ -24,6 +28,7 @@ from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
+from lengthwise.runtime.wrap.parameter_use import units_of_modules
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
@@ -45,8 +50,7 @@ class PreparedModel:
         self.frozen_models: list[WrappedModel] = []
         self.is_cuttable = False
         """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
-        self.gather: LayerGather | None = None
-        """Gathers the weights of one layer at a time; None: every rank holds all of them."""
+        self._guard: RemovableHandle | None = None
 
     @classmethod
     def with_optimizer(
@@ -57,16 +61,30 @@ class PreparedModel:
         collator: PackCollator,
         optimizer: OptimizerSettings,
         seed: int = 0,
+        by_layer: bool = False,
     ) -> "PreparedModel":
-        """Prepare a model with a new state of the optimizer; every rank calls this."""
+        """Prepare a model with a new state of the optimizer; every rank calls this.
+
+        ``by_layer``: ranks get shares of its weights alone, and it need not be on their devices.
+        """
         state: ShardedState | Fsdp2State
         if fsdp_modules(wrapped_model.model):
             state = Fsdp2State(wrapped_model.model, world, optimizer, close=lambda: zero_loss(prepared))
         else:
+            if by_layer:
+                wrapped_model.check_gathers()
+                wrapped_model.structure.move_rest(world.device)
             state = ShardedState(wrapped_model.model, world, optimizer, table=wrapped_model.structure.table())
-        state.materialize_all()
         prepared = cls(wrapped_model, world, collator=collator, state=state, seed=seed)
+        if by_layer:
+            prepared.gather_by_layer()
+        prepared.update_weights()
         return prepared
+
+    @property
+    def gather(self) -> LayerGather | None:
+        """Gathers the weights of one layer at a time; None: every rank holds all of them."""
+        return self.wrapped_model.layers.gather
 
     @property
     def model(self) -> nn.Module:
@@ -108,11 +126,7 @@ class PreparedModel:
 
     def check_gathers(self) -> None:
         """Raise ``InputError`` if the weights cannot be gathered layer by layer."""
-        if self.gather_problem:
-            raise InputError(
-                f"the weights of {type(self.model).__name__} cannot be gathered layer by layer: {self.gather_problem}; "
-                "use weights='whole' in prepare(...)"
-            )
+        self.wrapped_model.check_gathers(self.gather_problem)
 
     def gather_by_layer(self) -> None:
         """Leave every rank its share of the weights, from which layers are gathered when they are computed.
@@ -123,16 +137,58 @@ class PreparedModel:
             InputError: this model's weights cannot be gathered layer by layer.
         """
         self.check_gathers()
-        if self.world.size == 1:
-            return  # its share is all of them
+        if self.world.size == 1 or self.gather is not None:
+            return  # its share is all of them, or is all that it has
         assert isinstance(self.state, ShardedState)
         frozen = [
             ShardedWeights(self.model, self.world, table) for table in self.wrapped_model.structure.frozen_tables()
         ]
-        gather = LayerGather(self.state, self.wrapped_model.used_units, frozen=frozen)
-        self.gather = self.wrapped_model.layers.gather = gather
+        used = self.wrapped_model.used_units or units_of_modules(self.wrapped_model.structure)
+        gather = LayerGather(self.state, used, frozen=frozen)
+        self.wrapped_model.layers.gather = gather
         self._guard = self.model.register_state_dict_pre_hook(self._refuse_shares)
         self.update_weights()
+
+    @contextmanager
+    def gathered(self, *, is_active: bool = True) -> Iterator[None]:
+        """Within, one forward and backward may be computed outside of steps; each layer's weights come when it is.
+
+        Every rank enters it where weights are gathered by layer; ``is_active``: whether this rank computes.
+
+        Raises:
+            CheckError: another rank could not compute.
+        """
+        if self.gather is None:
+            yield
+            return
+        error: Exception | None = None
+        is_active_by_rank = self._bools_of_ranks(is_active)
+        self.gather.start((is_active_by_rank,))
+        self.gather.begin_round(0)
+        try:
+            yield
+            self.gather.finish_rounds()
+        except CommunicationError:
+            raise
+        except Exception as raised:
+            error = raised
+            self.gather.abandon_rounds()
+        self.gather.wait()
+        has_failed = self._bools_of_ranks(error is not None)
+        if error is not None:
+            raise error
+        if any(has_failed):
+            failed = ranks_text([rank for rank, failed in enumerate(has_failed) if failed])
+            raise CheckError(f"{failed} could not compute {type(self.model).__name__}")
+
+    def _bools_of_ranks(self, value: bool) -> tuple[bool, ...]:
+        rows = gather_rows(torch.tensor([value], dtype=torch.int64, device=self.world.device)).tolist()
+        return tuple(bool(row[0]) for row in rows)
+
+    def begin_backward(self) -> None:
+        """Gather what a backward begins with, where weights are gathered by layer."""
+        if self.gather is not None:
+            self.gather.reach_backward(self.wrapped_model.structure.num_layers + 1)
 
     def update_weights(self) -> None:
         """Bring every rank the weights that it holds between micro-batches, after they were updated or loaded."""
@@ -166,6 +222,20 @@ class PreparedModel:
             for wrapped_model in self.frozen_models:
                 stack.enter_context(wrapped_model.plain())
             yield stack.enter_context(self.wrapped_model.plain())
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        """Within, between two steps, every rank has all weights, and the model computes as if it always had."""
+        gather, layers = self.gather, self.wrapped_model.layers
+        if gather is None:
+            yield
+            return
+        with gather.whole():
+            layers.gather = None
+            try:
+                yield
+            finally:
+                layers.gather = gather
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Prepare a teacher or reference model to compute micro-batches beside the trained one; every rank calls this.
@@ -202,11 +272,18 @@ class PreparedModel:
         """
         for wrapped_model in (*self.frozen_models, self.wrapped_model):
             wrapped_model.release()
-        if self.gather is not None:
+        if self.gather is None or sys.exc_info()[0] is None:
+            self.restore_weights()
+        elif self._guard is not None:
             self._guard.remove()
-            if sys.exc_info()[0] is not None:
-                return
-            self.gather.restore()
-            self.gather = self.wrapped_model.layers.gather = None
+
+    def restore_weights(self) -> None:
+        """Give the model all weights back, where they were before they were gathered by layer; every rank calls it."""
+        if self.gather is None:
+            self.state.release_params()
             return
-        self.state.release_params()
+        assert self._guard is not None
+        self._guard.remove()
+        self.gather.restore()
+        self.model.to(self.gather.home)
+        self.wrapped_model.layers.gather = None

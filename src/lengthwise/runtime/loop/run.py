@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +82,7 @@ class Run(PreparedModel):
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
         self.frozen_models, self.is_cuttable = prepared.frozen_models, prepared.is_cuttable
+        self._guard = prepared._guard
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish = on_oom, on_finish
@@ -352,7 +352,7 @@ class Run(PreparedModel):
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):
             if len(cut) > 1 and self.check_stages is not None and not self.is_cuttable:
-                with nullcontext() if self.gather is None else self.gather.whole():
+                with self.whole_weights():
                     self.check_stages(cut)
             self._checked_cuts.add(cut)
         if self.gather is not None:

@@ -65,7 +65,6 @@ class RunState(MicroBatchMaker, Protocol):
     """A run, as far as a step uses it."""
 
     state: ShardedState | Fsdp2State
-    gather: LayerGather | None
     meter: DeviceMeter
     loss_check: LossCheck
     unprepared: UnpreparedModels
@@ -99,6 +98,15 @@ class RunState(MicroBatchMaker, Protocol):
 
     def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
         """Keep what loops did to weights between updates, if every rank's did the same."""
+        ...
+
+    @property
+    def gather(self) -> LayerGather | None:
+        """Gathers the weights of one layer at a time; None: every rank holds all of them."""
+        ...
+
+    def begin_backward(self) -> None:
+        """Gather what a backward begins with, where weights are gathered by layer."""
         ...
 
     def update_weights(self) -> None:

@@ -160,8 +160,7 @@ class Step:
             run.check_gradients(self._gradient_version)
             differentiate = self._differentiation(micro_batch, loss, side, mean_over)
             shard.backward_begun = shard.num_exchanges
-            if run.gather is not None:
-                run.gather.reach_backward(run.wrapped_model.structure.num_layers + 1)
+            run.begin_backward()
             try:
                 differentiate()
             except Exception as error:

@@ -39,9 +39,12 @@ def identity_of(run: PreparedModel) -> Identity:
 
 def other_bytes(run: PreparedModel) -> int:
     """Bytes of the parameters that are not trained, and of buffers."""
-    model, trained = run.model, {id(tensor) for tensor in run.wrapped_model.structure.parameters.values()}
-    others = [tensor for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in trained]
-    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in others}.values())
+    model, structure = run.model, run.wrapped_model.structure
+    counted = {*structure.parameters, *(name for table in structure.frozen_tables() for name in table.slots)}
+    others = [*(tensor for name, tensor in model.named_parameters() if name not in counted), *model.buffers()]
+    storages = [tensor.untyped_storage() for tensor in others]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(structure.unit_frozen_bytes()) + sum(sizes.values())
 
 
 def find_table(

@@ -9,6 +9,7 @@ nobody waiting, and all give up longer packs of that degree together.
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -126,8 +127,9 @@ def measure(
     before, layers.num_kept = layers.num_kept, NUM_LAYERS
     try:
         shared = [(degree, method) for degree in degrees for method in shared_by(degree, methods)]
-        for number, (degree, method) in enumerate(shared):
-            rows += profiler.measure(degree, method, part=(number, len(shared)))
+        with nullcontext() if run.gather is None else run.gather.pinned(NUM_LAYERS):
+            for number, (degree, method) in enumerate(shared):
+                rows += profiler.measure(degree, method, part=(number, len(shared)))
     finally:
         layers.num_kept = before
         run.discard()
@@ -341,7 +343,7 @@ def _update_s(run: PreparedModel) -> float:
         state.finish_push()
         state.global_norm(torch.zeros((), device=run.world.device))
         state.step(lr=0.0, clip=1.0)
-        state.materialize_all()
+        run.update_weights()
 
     run.discard()
     update()

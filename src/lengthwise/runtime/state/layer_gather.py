@@ -11,59 +11,20 @@ weights come and go in the same way, each dtype by itself, and have no gradients
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lengthwise.core.errors import InputError
-from lengthwise.core.layout import shard_size
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.group import AsyncResult
-from lengthwise.runtime.state.propagation import UnitRoute
+from lengthwise.runtime.state.gathered_part import GatheredPart, parts_of
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
-from lengthwise.runtime.state.table import ParameterSlot
 
 Rounds = Sequence[tuple[bool, ...]]
 """For every round, whether each rank has a micro-batch in it."""
-
-
-@dataclass(eq=False, kw_only=True)
-class _Part:
-    """The parameters of a unit that are gathered by one collective, and their buffers on this rank."""
-
-    shares: ShardedWeights
-    unit: int
-    slots: tuple[ParameterSlot, ...]
-    route: UnitRoute | None = None
-    """In this round."""
-    weights: Tensor | None = None
-    """Flat; without storage while the unit is not gathered, so that what autograd saved of it is freed as well."""
-    num_bytes: int = 0
-    """The size of the storage of ``weights`` while they are there."""
-    pull: AsyncResult | None = None
-    """The gather under way."""
-    gradients: Tensor | None = None
-    """What the backward of this round added; None before."""
-
-    @property
-    def share(self) -> Tensor:
-        """What this rank has of the part, in the dtype of the parameters."""
-        assert self.route is not None
-        return self.shares.master[self.route.own_share].to(self.shares.compute_dtype)
-
-    @property
-    def padded_size(self) -> int:
-        """The number of elements of which each rank has an equally large share."""
-        bounds, num_ranks = self.shares.table.bounds, self.shares.world.size
-        return shard_size(bounds[self.unit + 1] - bounds[self.unit], num_ranks) * num_ranks
-
-    def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
-        """The place of a parameter in what is laid out as the part."""
-        start = slot.start - self.shares.table.bounds[self.unit]
-        return flat[start : start + prod(slot.shape)].view(slot.shape)
 
 
 class LayerGather:
@@ -77,17 +38,14 @@ class LayerGather:
         ``frozen``: weights without gradients, in the same units.
         """
         self._state, self._num_units, self._used = state, state.table.num_units, used
-        self._parts: dict[ShardedWeights, list[_Part]] = {}
-        self._parts_of: dict[int, list[_Part]] = {unit: [] for unit in range(self._num_units)}
+        self.home = next(iter(state.named.values())).device
+        """Where the whole weights were."""
+        self._dtype: torch.dtype | None = None
+        self._pushed: Tensor | None = None
+        self._parts: dict[ShardedWeights, list[GatheredPart]] = {}
+        self._parts_of: dict[int, list[GatheredPart]] = {unit: [] for unit in range(self._num_units)}
         for shares in (state, *frozen):
-            slots: dict[int, list[ParameterSlot]] = {}
-            for slot in shares.table.slots.values():
-                slots.setdefault(slot.unit, []).append(slot)
-            self._parts[shares] = [
-                _Part(shares=shares, unit=unit, slots=tuple(of_unit))
-                for unit, of_unit in slots.items()
-                if any(slot.interval[0] < slot.interval[1] for slot in of_unit)
-            ]
+            self._parts[shares] = parts_of(shares)
             for part in self._parts[shares]:
                 self._parts_of[part.unit].append(part)
         self._resident: set[int] = set()
@@ -118,7 +76,7 @@ class LayerGather:
         for unit in set(self._parts_of) - kept_units:
             self._release(unit)
         state.pull()
-        self._gather_frozen(kept_units, shards)
+        self._gather(kept_units, shards, is_trained=False)
         state.finish_pull()
         forward = [units - kept_units for units in self._used]
         self._moments = [*forward, *reversed(forward), frozenset()]
@@ -131,27 +89,96 @@ class LayerGather:
         ends = ({0} if shard.has_input else set()) | ({self._num_units - 1} if shard.has_output else set())
         return frozenset({*range(shard.first + 1, shard.end + 1), *ends})
 
-    def _gather_frozen(self, units: Collection[int], shards: Sequence[WeightShard | None] = ()) -> None:
-        """Gather the frozen parameters of some units, until the next step starts.
+    def use(self, used: Sequence[frozenset[int]]) -> None:
+        """Gather, from the next step on, what each position of the forward was seen to use.
+
+        Raises:
+            InputError: a position used weights that were not gathered for it.
+        """
+        at = next((at for at, (seen, there) in enumerate(zip(used, self._used)) if not seen <= there), None)
+        if at is not None:
+            where = f"layer {at - 1}" if 0 < at < self._num_units - 1 else "code outside of all layers"
+            raise InputError(
+                f"{where} computes with weights of another layer, and weights are gathered layer by layer; use "
+                "weights='whole' in prepare(...)"
+            )
+        self._used = used
+
+    def _gather(
+        self, units: Collection[int], shards: Sequence[WeightShard | None] = (), *, is_trained: bool
+    ) -> list[GatheredPart]:
+        """Gather the trained or the frozen parameters of some units, until the next step starts.
 
         ``shards``: what each rank gathers; none: all ranks the same.
         """
         self._find_routes(shards or [self._all_layers] * self._state.world.size)
-        coming = frozenset(units).union(*map(self._units_in, shards))
-        parts = [part for shares in self._parts if shares is not self._state for part in self._parts[shares]]
+        coming = sorted(frozenset(units).union(*map(self._units_in, shards)))
+        parts = [part for unit in coming for part in self._parts_of[unit] if (part.shares is self._state) == is_trained]
         for part in parts:
             if part.unit in units:
-                self._pull_part(part)
-            elif part.unit in coming:
+                part.start_pull(self._dtype)
+            else:
                 self._send_share(part)
         for part in parts:
-            self._attach(part)
+            part.attach()
+        return parts
+
+    @contextmanager
+    def pinned(self, num_layers: int) -> Iterator[None]:
+        """Within, outside of steps, every rank has the weights of the first layers and what comes before and after all.
+
+        Their gradients are not sent.
+        """
+        units = frozenset[int]().union(*self._used[: num_layers + 1], self._used[-1])
+        self.start(())
+        self._gather(units, is_trained=False)
+        for part in self._gather(units, is_trained=True):
+            self._collect_gradients(part)
+        try:
+            yield
+        finally:
+            for unit in units:
+                self._release(unit)
+
+    @contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Within, between two steps, weights are gathered in another dtype, and gradients kept from the optimizer."""
+        self._set_dtype(dtype)
+        self._pushed = torch.zeros_like(self._state.pushed, dtype=torch.promote_types(dtype, self._state.master_dtype))
+        try:
+            yield
+        finally:
+            self._set_dtype(None)
+            self._pushed = None
+
+    def _set_dtype(self, dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        for unit, parts in self._parts_of.items():
+            self._release(unit)
+            for part in parts:
+                part.weights = None  # of another size
+
+    def take_gradient(self) -> list[Tensor]:
+        """This rank's share of the gradient of each trained parameter that rounds summed, flat; clears it."""
+        pieces = self._state.owned_pieces(self.pushed.clone())
+        self.pushed.zero_()
+        return list(pieces.values())
+
+    @property
+    def pushed(self) -> Tensor:
+        """Where this rank's share of gradients is summed."""
+        return self._state.pushed if self._pushed is None else self._pushed
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of which each rank has a share."""
+        return [parameter for shares in self._parts for parameter in shares.named.values()]
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Within, between two steps, every rank has all weights; what was changed of them, equally on all, is kept."""
         self._state.materialize_all()
-        self._gather_frozen(self._parts_of)
+        self._gather(self._parts_of, is_trained=False)
         try:
             yield
         finally:
@@ -164,15 +191,14 @@ class LayerGather:
             self.start(())
 
     def restore(self) -> None:
-        """Leave every rank all weights, in storage of their own."""
-        for unit, parts in self._parts_of.items():
-            self._gather_frozen([unit])
-            for part in parts:
-                for slot in part.slots if part.shares is not self._state else ():
+        """Leave every rank all weights, where they were, in their own storage; one unit is on the device at a time."""
+        self.start(())
+        for unit in self._parts_of:
+            for part in [*self._gather([unit], is_trained=True), *self._gather([unit], is_trained=False)]:
+                for slot in part.slots:
                     parameter = part.shares.named[slot.name]
-                    parameter.data = parameter.data.clone()
+                    parameter.data = parameter.data.to(self.home, copy=True)
                 part.weights = None
-        self._state.materialize_all()
         self._state.release_params()
 
     @property
@@ -272,45 +298,31 @@ class LayerGather:
         self._resident.add(unit)
         for part in self._parts_of[unit]:
             if self._is_active and not self._is_abandoned:
-                self._pull_part(part)
+                part.start_pull(self._dtype)
             else:
                 self._send_share(part)
 
-    def _send_share(self, part: _Part) -> None:
+    def _send_share(self, part: GatheredPart) -> None:
         """Take part in the gather of what this rank does not compute with."""
         assert part.route is not None
-        share = part.share
+        share = part.share_in(self._dtype)
         scratch = share.new_empty(part.route.region.stop)  # nothing, or what nobody reads
         self._under_way.append((part.route.pull(share, scratch), scratch))
 
-    def _pull_part(self, part: _Part) -> None:
-        assert part.route is not None
-        share = part.share
-        if part.weights is None:
-            part.weights = share.new_empty(part.padded_size)
-            part.num_bytes = part.weights.untyped_storage().nbytes()
-        part.weights.untyped_storage().resize_(part.num_bytes)
-        part.pull = part.route.pull(share, part.weights)
-
     def _use(self, unit: int) -> None:
-        """Wait for a unit, and let its parameters be views of what was gathered."""
+        """Wait for a unit, and in the backward let its gradients be summed."""
         if not self._is_active or self._is_abandoned:
             self._wait_for_all_but(1)
             return
         for part in self._parts_of[unit]:
-            self._attach(part)
+            part.attach()
             if self._is_backward and part.gradients is None and part.shares is self._state:
-                part.gradients = self._zeros(part)
-                for slot in part.slots:
-                    self._state.collect_gradient(slot.name, part.view(part.gradients, slot))
+                self._collect_gradients(part)
 
-    def _attach(self, part: _Part) -> None:
-        if part.pull is not None:
-            part.pull.wait()
-            part.pull = None
-            assert part.weights is not None
-            for slot in part.slots:
-                part.shares.named[slot.name].data = part.view(part.weights, slot)
+    def _collect_gradients(self, part: GatheredPart) -> None:
+        part.gradients = self._zeros(part)
+        for slot in part.slots:
+            self._state.collect_gradient(slot.name, part.view(part.gradients, slot))
 
     def _leave(self, unit: int) -> None:
         """Release a unit; in the backward, start to send its gradients."""
@@ -319,7 +331,7 @@ class LayerGather:
             if self._moment > len(self._moments) // 2 and part.shares is self._state:
                 gradients = self._zeros(part) if part.gradients is None else part.gradients
                 assert part.route is not None
-                self._under_way.append((part.route.push(gradients, self._state.pushed), gradients))
+                self._under_way.append((part.route.push(gradients, self.pushed), gradients))
         self._release(unit)
         self._wait_for_all_but(1)
 
@@ -344,14 +356,15 @@ class LayerGather:
     def _is_backward(self) -> bool:
         return self._moment >= len(self._moments) // 2
 
-    def _detach(self, part: _Part) -> None:
+    def _detach(self, part: GatheredPart) -> None:
         """Leave parameters their shapes alone: they read as NaN, and writing to them is an error."""
         for slot in part.slots:
             parameter = part.shares.named[slot.name]
             if part.shares is self._state:
                 self._state.collect_gradient(slot.name, None)
-            parameter.data = part.shares.master.new_full((), torch.nan, dtype=parameter.dtype).expand(slot.shape)
+            dtype = self._dtype or part.shares.compute_dtype
+            parameter.data = part.shares.master.new_full((), torch.nan, dtype=dtype).expand(slot.shape)
 
-    def _zeros(self, part: _Part) -> Tensor:
+    def _zeros(self, part: GatheredPart) -> Tensor:
         assert part.route is not None
-        return self._state.master.new_zeros(part.route.region.stop)
+        return self.pushed.new_zeros(part.route.region.stop)

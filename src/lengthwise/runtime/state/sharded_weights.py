@@ -67,6 +67,16 @@ class ShardedWeights:
             del self._routes[next(iter(self._routes))]
         return cached_routes
 
+    def owned_pieces(self, flat: Tensor) -> dict[str, Tensor]:
+        """What ``flat``, laid out as this rank's share, has of each parameter."""
+        at, pieces = 0, dict.fromkeys(self.named, flat[:0])
+        for start, end in self.owned_layout.intervals[self.world.rank]:
+            for name, (first, last) in self.table.intervals.items():
+                if (size := min(end, last) - max(start, first)) > 0:
+                    pieces[name] = flat[at : at + size]
+                    at += size
+        return pieces
+
     def _owned_values(self) -> Tensor:
         """Values of this rank's share of the model's current weights."""
         rank, filled = self.world.rank, 0

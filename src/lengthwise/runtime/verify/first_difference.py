@@ -108,7 +108,7 @@ def locate_difference(
     """Describe where outputs begin to differ, with the same text on every rank. Every rank calls this."""
     first, size, words = NOWHERE, 0.0, ""
     try:
-        if group is not None:
+        if group is not None or run.gather is not None:
             first, size, words = _compare(run, lengths, group, recompute=recompute, methods=methods)
     except (LengthwiseError, RuntimeError, IndexError, KeyError):  # what it explains is refused all the same
         words = ""
@@ -126,19 +126,24 @@ def locate_difference(
 _OUT = ". check=False trains it all the same"
 
 
-def _compare(run: PreparedModel, lengths: tuple[int, ...], group: Group, **options: Any) -> tuple[int, float, str]:
+def _compare(
+    run: PreparedModel, lengths: tuple[int, ...], group: Group | None, **options: Any
+) -> tuple[int, float, str]:
     """Return the number of the first module whose output differs, by how much, and a description of it."""
     alone = []
     with torch.no_grad():
         for sequence in range(len(lengths)):
-            with _recorded(run.model) as recording:
+            with run.gathered(), _recorded(run.model) as recording:
                 stock_output(run, lengths, sequence)
             alone.append(recording)
-        pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
-        with active(shard_for(run, pack, group, **options)) as shard:
-            inputs = run.make(shard, pack).inputs
-            with _recorded(run.model) as packed:
-                run.model(**inputs)
+        with run.gathered(is_active=group is not None):
+            if group is None:
+                return NOWHERE, 0.0, ""
+            pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
+            with active(shard_for(run, pack, group, **options)) as shard:
+                inputs = run.make(shard, pack).inputs
+                with _recorded(run.model) as packed:
+                    run.model(**inputs)
     places = torch.from_numpy(shard.places).to(shard.device)
 
     def difference(output: Tensor | None, outputs: list[Tensor | None]) -> float:

@@ -87,6 +87,11 @@ def noise_free(run: PreparedModel, dtype: torch.dtype | None = None) -> Iterator
     is_wrapped = isinstance(run.state, Fsdp2State)
     constants = [] if is_wrapped else list(run.wrapped_model.structure.constants())
     with ExitStack() as stack:
+        if run.gather is not None:
+            gathered = set(map(id, run.gather.parameters))
+            constants = [tensor for tensor in constants if id(tensor) not in gathered]
+            if dtype is not None:
+                stack.enter_context(run.gather.computing_in(dtype))
         stack.enter_context(scratch_state(model, constants, dtype=dtype, attributes=not is_wrapped))
         if not model.training:
             model.train()

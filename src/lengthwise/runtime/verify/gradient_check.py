@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.pipeline_config import Method
-from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.comm.collectives import gather_rows, sum_over_ranks
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.prepared_model import PreparedModel
@@ -119,6 +119,7 @@ def dtypes_of(run: PreparedModel) -> list[torch.dtype | None]:
     if isinstance(run.state, Fsdp2State):
         return [None]
     numbers = sum(tensor.numel() for tensor in run.wrapped_model.structure.constants())
+    numbers //= 1 if run.gather is None else run.world.size  # a rank has its share
     free = torch.cuda.mem_get_info(run.world.device)[0] if run.world.device.type == "cuda" else 0
     dtypes: list[torch.dtype | None] = [None]
     if own_dtype in (torch.float16, torch.bfloat16) and (numbers <= FEW_NUMBERS or numbers * 16 < free):
@@ -131,7 +132,7 @@ def dtypes_of(run: PreparedModel) -> list[torch.dtype | None]:
 def _compare(
     run: PreparedModel, settings: list[ComputeSetting], tolerance: Tolerance, on_progress: Callable[[float], None]
 ) -> None:
-    before, alone = saved_buffers(run.model), dict[tuple[tuple[int, ...], bool, bool], GradientResult]()
+    before, alone, alone_of = saved_buffers(run.model), GradientResult(loss=0.0, gradients=[]), None
     dry = set[tuple[tuple[int, ...], int, Method, bool]]()
     for number, setting in enumerate(settings):
         on_progress(number / len(settings))
@@ -139,16 +140,16 @@ def _compare(
         group = group_of_degree(run.world, setting.degree)
         made_up = synthetic_of_all_kinds if setting.kinds else synthetic
         with made_up(run, setting.lengths), torch.set_grad_enabled(setting.gradients):
-            if key not in alone:
+            if key != alone_of:  # settings of one key follow one another
                 stock = partial(gradients_alone, run, setting.lengths, gradients=setting.gradients)
-                alone[key] = on_every_rank(run, stock, what, is_stock=True)
+                alone, alone_of = on_every_rank(run, stock, what, is_stock=True), key
                 on_every_rank(run, partial(_check_buffers, run, before))
             shape = (setting.lengths, setting.degree, setting.method, setting.kinds)
             if setting.degree > 1 and shape not in dry:
                 dry.add(shape)
                 _check_same_exchanges(run, setting, group)
             packed = on_every_rank(run, partial(_packed_undrawn, run, setting, group), what)
-            _verdict(run, setting, packed, alone[key], tolerance)
+            _verdict(run, setting, packed, alone, tolerance)
             on_every_rank(run, partial(_check_buffers, run, before))
 
 
@@ -270,15 +271,19 @@ def _verdict(
 
 def worst_difference(run: PreparedModel, packed: GradientResult, alone: GradientResult, tolerance: Tolerance) -> _Worst:
     """Find where loss and gradients computed in two ways differ most, relative to the tolerance."""
-    off = abs(packed.loss - alone.loss)
-    relative = off / max(abs(alone.loss), 1e-6)
+    relative = 0.0
+    if packed.loss is not None and alone.loss is not None:
+        relative = abs(packed.loss - alone.loss) / max(abs(alone.loss), 1e-6)
     candidates = [_Worst(ratio=_ratio(relative, tolerance.relative), relative=relative, name="the loss")]
     if packed.gradients:
         rows = [
             torch.stack([(got.double() - expected.double()).norm(), expected.double().norm()])
             for got, expected in zip(packed.gradients, alone.gradients)
         ]
-        errors, norms = torch.stack(rows).T.cpu()
+        norms_of_parts = torch.stack(rows)
+        if run.gather is not None:
+            norms_of_parts = sum_over_ranks(norms_of_parts.square()).sqrt()
+        errors, norms = norms_of_parts.T.cpu()
         limits = tolerance.relative * norms.clamp(min=tolerance.floor * float(norms.norm()))
         ratios = (errors / limits.clamp(min=1e-300)).nan_to_num(torch.inf)
         worst = int(ratios.argmax())

@@ -26,7 +26,7 @@ def learn_labels(run: PreparedModel, tokens: Tensor) -> LabelConvention:
     first = torch.full_like(tokens, IGNORE)
     first[0] = tokens[0]
     shifted = torch.cat([tokens[1:], first.new_full((1,), IGNORE)])
-    with torch.no_grad(), run.plain():
+    with torch.no_grad(), wrapped_model.plain():
         try:
             alone = float(_call(run, tokens, first).loss)
             if alone == alone and alone != 0.0:  # the first label counts
@@ -46,7 +46,8 @@ def learn_labels(run: PreparedModel, tokens: Tensor) -> LabelConvention:
 
 
 def _call(run: PreparedModel, tokens: Tensor, labels: Tensor, **options: Any) -> Any:
-    return run.model(input_ids=tokens[None], labels=labels[None], **options)
+    with run.gathered():
+        return run.model(input_ids=tokens[None], labels=labels[None], **options)
 
 
 def _is_same(loss: Tensor, other: Tensor) -> bool:

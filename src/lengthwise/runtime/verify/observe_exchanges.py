@@ -19,6 +19,8 @@ def observe_script(run: PreparedModel, num_slots: int) -> ExchangeScript:
     with use:
         calls, without_recompute = _watched(run, num_slots, ())
     wrapped_model.used_units = use.by_position(wrapped_model.deferred_parameters)
+    if run.gather is not None:
+        run.gather.use(wrapped_model.used_units)
     _, with_recompute = _watched(run, num_slots, (True,) * num_layers)
     run.discard()
     return ExchangeScript(calls=calls, without_recompute=without_recompute, with_recompute=with_recompute)
@@ -32,10 +34,11 @@ def _watched(run: PreparedModel, num_slots: int, recompute: tuple[bool, ...]) ->
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=run.alone,
         device=run.world.device, recompute=recompute, events=events,
     )  # fmt: skip
-    with active(shard):
+    with run.gathered(), active(shard):
         micro_batch = run.make(shard, pack)
         loss = run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
         calls: Calls = {number: call for (_, number), call in zip(events, shard.attended, strict=True)}
         num_forward = len(events)
+        run.begin_backward()
         backward([LossTerm(value=loss, weight=0.0)])
     return calls, tuple(events[num_forward:])

@@ -30,9 +30,10 @@ from lengthwise.runtime.wrap.sequence_by_sequence import seed_for_sequence
 class GradientResult:
     """The losses of some sequences, each weighted by its targets, summed; and the gradient of that sum."""
 
-    loss: float
+    loss: float | None
+    """None on a rank that computed nothing."""
     gradients: list[Tensor]
-    """One for each trained parameter; with FSDP2 a single one for all of them."""
+    """One for each trained parameter, or this rank's share of each; with FSDP2 a single one for all of them."""
 
 
 def parameter_names(run: PreparedModel) -> list[str]:
@@ -62,7 +63,7 @@ def stock_output(run: PreparedModel, lengths: tuple[int, ...], sequence: int) ->
     with active(shard):
         inputs = run.wrapped_model.stock_inputs_of(micro_batch)
     by_sequence = run.wrapped_model.by_sequence is not None
-    with run.plain(), seed_for_sequence(shard, sequence) if by_sequence else nullcontext():
+    with run.wrapped_model.plain(), seed_for_sequence(shard, sequence) if by_sequence else nullcontext():
         return run.model(**inputs), micro_batch
 
 
@@ -80,19 +81,18 @@ def stock_loss(run: PreparedModel, lengths: tuple[int, ...], sequence: int) -> t
 
 def gradients_alone(run: PreparedModel, lengths: tuple[int, ...], *, gradients: bool = True) -> GradientResult:
     """Loss and gradients of the stock model, called on each sequence of ``lengths`` slots in turn."""
-    total, summed = 0.0, None
+    total, summed, is_summed = 0.0, None, is_summed_over_ranks(run)
     for sequence in range(len(lengths)):
-        loss, num_targets = stock_loss(run, lengths, sequence)
-        if loss is None:
-            continue
-        total += float(loss.detach().double()) * num_targets
-        if gradients:
-            added = _gradients(run, loss, num_targets)
-            summed = added if summed is None else [a + b for a, b in zip(summed, added)]
-    if not gradients:
-        return GradientResult(loss=total, gradients=[])
-    if isinstance(run.state, Fsdp2State):
-        return GradientResult(loss=total, gradients=[run.state.take_gradient() / run.world.size])
+        with run.gathered():
+            loss, num_targets = stock_loss(run, lengths, sequence)
+            if loss is None:
+                continue
+            total += float(loss.detach().double()) * num_targets
+            if gradients:
+                added = _gradients(run, loss, num_targets / (run.world.size if is_summed else 1))
+                summed = added if summed is None else [a + b for a, b in zip(summed, added)]
+    if gradients and is_summed:
+        summed = _take_gradients(run)
     return GradientResult(loss=total, gradients=summed or [])
 
 
@@ -108,43 +108,57 @@ def gradients_in_pack(
 ) -> tuple[GradientResult | None, int]:
     """Loss and gradients of one pack that the ranks of ``group`` share, and the number of exchanges of this rank.
 
-    (None, 0) on ranks outside of any group.
+    (None, 0) on ranks outside of any group, unless they have a share of the gradients.
     """
-    is_sharded, degree = isinstance(run.state, Fsdp2State), 1
+    is_summed = is_summed_over_ranks(run)
     result, num_made, total = [], 0, torch.zeros(1, dtype=torch.float64, device=run.world.device)
-    if group is not None:
-        pack, degree = pad_to_degree(pack_of(run, lengths), group.size, run.collator), group.size
-        methods = (method,) * run.wrapped_model.structure.num_layers
-        with active(shard_for(run, pack, group, recompute=recompute, methods=methods, scalar=scalar)) as shard:
-            made_before = shard.num_exchanges
-            micro_batch = run.make(shard, pack)
-            output = run.model(**micro_batch.inputs)
-            if shard.has_failed:
-                raise torch.OutOfMemoryError("the model's forward ran out of memory")
-            loss, num_targets = run.wrapped_model.loss_of(output, micro_batch), micro_batch.num_targets
-            if num_targets:
-                total += loss.detach().double() * num_targets
-            if gradients:
-                result = _gradients(run, loss, num_targets, shard)
-        num_made = shard.num_exchanges - made_before
-        group.all_reduce(total, torch.distributed.ReduceOp.SUM)
-    if is_sharded and gradients:
-        assert isinstance(run.state, Fsdp2State)
-        result = [run.state.take_gradient() / (run.world.size // degree)]
-    if group is None:
-        return None, 0
-    if not is_sharded:
+    with run.gathered(is_active=group is not None):
+        if group is not None:
+            pack = pad_to_degree(pack_of(run, lengths), group.size, run.collator)
+            methods = (method,) * run.wrapped_model.structure.num_layers
+            with active(shard_for(run, pack, group, recompute=recompute, methods=methods, scalar=scalar)) as shard:
+                made_before = shard.num_exchanges
+                micro_batch = run.make(shard, pack)
+                output = run.model(**micro_batch.inputs)
+                if shard.has_failed:
+                    raise torch.OutOfMemoryError("the model's forward ran out of memory")
+                loss, num_targets = run.wrapped_model.loss_of(output, micro_batch), micro_batch.num_targets
+                if num_targets:
+                    total += loss.detach().double() * num_targets
+                if gradients:
+                    num_groups = run.world.size // group.size if is_summed else 1
+                    result = _gradients(run, loss, num_targets / num_groups, shard)
+            num_made = shard.num_exchanges - made_before
+            group.all_reduce(total, torch.distributed.ReduceOp.SUM)
+    if is_summed and gradients:
+        result = _take_gradients(run)
+    elif group is not None:
         _sum_over(group, result)
-    return GradientResult(loss=float(total), gradients=result), num_made
+    if group is None and run.gather is None:
+        return None, 0
+    return GradientResult(loss=None if group is None else float(total), gradients=result), num_made
 
 
-def _gradients(run: PreparedModel, loss: Tensor, num_targets: int, shard: PackShard | None = None) -> list[Tensor]:
-    """Gradients of the mean loss times its number of targets, for every trained parameter.
+def is_summed_over_ranks(run: PreparedModel) -> bool:
+    """Whether backwards of all ranks are added up, and leave each its share of the gradient."""
+    return run.gather is not None or isinstance(run.state, Fsdp2State)
+
+
+def _take_gradients(run: PreparedModel) -> list[Tensor]:
+    if run.gather is not None:
+        return run.gather.take_gradient()
+    assert isinstance(run.state, Fsdp2State)
+    return [run.state.take_gradient()]
+
+
+def _gradients(run: PreparedModel, loss: Tensor, weight: float, shard: PackShard | None = None) -> list[Tensor]:
+    """Gradients of the mean loss times a weight, such as its number of targets, for every trained parameter.
 
     A rank without targets takes part in the backward of its ``shard`` with zeros.
     """
-    terms = [LossTerm(value=loss, weight=float(num_targets))] if num_targets else []
-    if isinstance(run.state, Fsdp2State):
+    terms = [LossTerm(value=loss, weight=weight)] if weight else []
+    if is_summed_over_ranks(run):
+        run.begin_backward()
         backward(terms, None if terms else shard)
         return []
     parameters = list(run.wrapped_model.structure.parameters.values())

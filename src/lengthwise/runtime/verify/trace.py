@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,9 +31,16 @@ def trace_model(run: PreparedModel) -> None:
             run.collator, shifts_labels=run.collator.shifts_labels and run.wrapped_model.labels.shifts
         )
     with synthetic(run, LENGTHS), noise_free(run), _rows_named(run):
-        run.wrapped_model.learn([lambda: summed_loss(run, (0,)), lambda: summed_loss(run, (1,))], LENGTHS)
+        run.wrapped_model.learn([partial(_forward, run, 0), partial(_forward, run, 1)], LENGTHS)
+        if run.gather is not None:
+            run.check_gathers()
         if run.wrapped_model.by_sequence is None:
             run.wrapped_model.script = observe_script(run, LENGTHS[0])
+
+
+def _forward(run: PreparedModel, sequence: int) -> None:
+    with run.gathered():
+        summed_loss(run, (sequence,))
 
 
 @contextmanager

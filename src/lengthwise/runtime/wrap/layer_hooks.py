@@ -84,7 +84,7 @@ class HookedLayers:
         if self._is_halted:
             raise LayerReachedError
         if not shards.is_active():
-            return self._forwards[number](*args, **kwargs)
+            return self._stock(number, args, kwargs)
         if self.num_kept is not None and number >= self.num_kept:
             if self.intercept is not None:
                 self.intercept.skip(number)
@@ -110,6 +110,15 @@ class HookedLayers:
         if stage is not None and number == stage.layers.stop - 1:
             stage.end(self._last)
         self._note_width(number, shard.num_slots)
+        self._leave(number + 1)
+        return self._last
+
+    def _stock(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a layer as before the model was prepared, maybe with gathered weights."""
+        if self.gather is None or not self.gather.is_in_round:
+            return self._forwards[number](*args, **kwargs)
+        self._reach(number + 1, args, kwargs)
+        self._last = self._forwards[number](*args, **kwargs)
         self._leave(number + 1)
         return self._last
 

@@ -15,9 +15,7 @@ class ParameterUse(TorchFunctionMode):
 
     def __init__(self, structure: ModelStructure, layers: HookedLayers) -> None:
         super().__init__()
-        parameters = dict(structure.model.named_parameters())
-        tables = (structure.table(), *structure.frozen_tables())
-        self._unit_of = {id(parameters[name]): slot.unit for table in tables for name, slot in table.slots.items()}
+        self._unit_of = _units_by_id(structure)
         self._layers, self._num_units = layers, structure.num_layers + 2
         self._used: list[set[int]] = [set() for _ in range(self._num_units)]
 
@@ -45,3 +43,21 @@ class ParameterUse(TorchFunctionMode):
             for position in (unit, last) if unit == 0 else (unit,):
                 used[position].add(unit)
         return tuple(frozenset(units) for units in used)
+
+
+def units_of_modules(structure: ModelStructure) -> tuple[frozenset[int], ...]:
+    """The units that each position may use if layers use their own parameters, and any those outside of all layers."""
+    unit_of = _units_by_id(structure)
+    outside = frozenset({0, structure.num_layers + 1})
+    units_of_layers = [
+        frozenset(unit_of[id(parameter)] for parameter in layer.parameters() if id(parameter) in unit_of)
+        for layer in structure.layers
+    ]
+    return (outside, *(outside | units for units in units_of_layers), outside)
+
+
+def _units_by_id(structure: ModelStructure) -> dict[int, int]:
+    """The unit of each parameter that can be gathered, by its identity."""
+    parameters = dict(structure.model.named_parameters())
+    tables = (structure.table(), *structure.frozen_tables())
+    return {id(parameters[name]): slot.unit for table in tables for name, slot in table.slots.items()}

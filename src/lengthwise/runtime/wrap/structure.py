@@ -85,6 +85,17 @@ class ModelStructure:
                 sizes[slot.unit] += prod(slot.shape) * parameters[name].element_size()
         return tuple(sizes)
 
+    def move_rest(self, device: torch.device) -> None:
+        """Move to a device what cannot be gathered by layer: buffers, and frozen parameters that are in no table."""
+        tables = (self.table(), *self.frozen_tables())
+        gathered = {name for table in tables for name in table.slots}
+        for name, parameter in self.model.named_parameters():
+            if name not in gathered:
+                parameter.data = parameter.data.to(device)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+
     def _table_of(self, names: Iterable[str]) -> ParameterTable:
         prefix = f"{self.layers_name}."
         units, seen = {}, False

@@ -130,6 +130,14 @@ class WrappedModel:
             return "its attention masks are made by further forwards of single sequences"
         return self.layers.order_problem
 
+    def check_gathers(self, problem: str = "") -> None:
+        """Raise ``InputError`` if its weights cannot be gathered layer by layer: of a ``problem`` given, or its own."""
+        if problem := problem or self.gather_problem:
+            raise InputError(
+                f"the weights of {type(self.model).__name__} cannot be gathered layer by layer: {problem}; use "
+                "weights='whole' in prepare(...)"
+            )
+
     @property
     def has_own_loss(self) -> bool:
         """Whether the user gave a function that makes the loss."""
@@ -309,6 +317,8 @@ class WrappedModel:
 
     def _forward_micro_batch(self, *args: Any, **kwargs: Any) -> Any:
         if self._plain:
+            if self.layers.gather is not None:
+                self.layers.begin()
             return self._forward(*args, **kwargs)
         shard = shards.current()
         _check_mask(kwargs.get("attention_mask"))

@@ -1,0 +1,74 @@
+"""The parameters of one unit that one collective gathers, and their buffers on this rank."""
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from lengthwise.core.layout import shard_size
+from lengthwise.runtime.comm.group import AsyncResult
+from lengthwise.runtime.state.propagation import UnitRoute
+from lengthwise.runtime.state.sharded_weights import ShardedWeights
+from lengthwise.runtime.state.table import ParameterSlot
+
+
+@dataclass(eq=False, kw_only=True)
+class GatheredPart:
+    """The trained parameters of a unit, or its frozen ones of one dtype."""
+
+    shares: ShardedWeights
+    unit: int
+    slots: tuple[ParameterSlot, ...]
+    route: UnitRoute | None = None
+    """In this round."""
+    weights: Tensor | None = None
+    """Flat; without storage while the unit is not gathered, so that what autograd saved of it is freed as well."""
+    num_bytes: int = 0
+    """The size of the storage of ``weights`` while they are there."""
+    pull: AsyncResult | None = None
+    """The gather under way."""
+    gradients: Tensor | None = None
+    """What the backward of this round added; None before."""
+
+    def share_in(self, dtype: torch.dtype | None) -> Tensor:
+        """What this rank has of the part, as values of the parameters' dtype, in ``dtype``; None: the same."""
+        assert self.route is not None
+        share = self.shares.master[self.route.own_share].to(self.shares.compute_dtype)
+        return share if dtype is None else share.to(dtype)
+
+    def start_pull(self, dtype: torch.dtype | None) -> None:
+        """Start to gather the part."""
+        assert self.route is not None
+        share = self.share_in(dtype)
+        if self.weights is None:
+            bounds, num_ranks = self.shares.table.bounds, self.shares.world.size
+            size = shard_size(bounds[self.unit + 1] - bounds[self.unit], num_ranks) * num_ranks
+            self.weights = share.new_empty(size)
+            self.num_bytes = self.weights.untyped_storage().nbytes()
+        self.weights.untyped_storage().resize_(self.num_bytes)
+        self.pull = self.route.pull(share, self.weights)
+
+    def attach(self) -> None:
+        """Wait for the part, and let its parameters be views of what was gathered."""
+        if self.pull is None:
+            return
+        self.pull.wait()
+        self.pull = None
+        assert self.weights is not None
+        for slot in self.slots:
+            self.shares.named[slot.name].data = self.view(self.weights, slot)
+
+    def view(self, flat: Tensor, slot: ParameterSlot) -> Tensor:
+        """The place of a parameter in what is laid out as the part."""
+        start = slot.start - self.shares.table.bounds[self.unit]
+        return flat[start : start + prod(slot.shape)].view(slot.shape)
+
+
+def parts_of(shares: ShardedWeights) -> list[GatheredPart]:
+    """The parts of all units that have any of these weights."""
+    slots: dict[int, list[ParameterSlot]] = {}
+    for slot in shares.table.slots.values():
+        if prod(slot.shape):
+            slots.setdefault(slot.unit, []).append(slot)
+    return [GatheredPart(shares=shares, unit=unit, slots=tuple(own)) for unit, own in slots.items()]
