@@ -29,8 +29,9 @@ def check_model(model: Any, *, makes_inputs: bool = False) -> None:
     meta = next((key for key, value in _tensors(model) if value.is_meta), None)
     if meta is not None:
         raise InputError(
-            f"{meta} of {name} is on the meta device, so it has no values; load its weights, or make it with "
-            "model.to_empty(device=...) and initialise it"
+            f"{meta} of {name} is on the meta device, so it has no values; load it into host memory with "
+            "from_pretrained(folder) (weights='by-layer' brings each rank's share alone to its device), or make it "
+            "with model.to_empty(device=...) and initialise it"
         )
     places = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(places) > 1:
