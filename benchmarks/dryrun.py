@@ -2,11 +2,15 @@
 
 python benchmarks/dryrun.py                                    # every row of dryrun.md, about twenty minutes
 python benchmarks/dryrun.py --methods dense,ring --layers 2    # some of them
+python benchmarks/dryrun.py --prepared 8b                      # a Llama of transformers, weights whole and by layer
 """
 
 import argparse
+import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
@@ -14,7 +18,8 @@ from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, 
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
-from lengthwise.session.dry_run import dry_run_plan
+from lengthwise.models.stock_model import read_stock_model
+from lengthwise.session.dry_run import dry_run_plan, dry_run_stock
 
 TOKENS = (4096, 65536, 524288)
 MICRO_BATCHES, SEQUENCES = 2, 4
@@ -48,12 +53,53 @@ def plan_of(method: Method, num_tokens: int, *, num_layers: int, num_ranks: int,
     )
 
 
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+PREPARED = {
+    "8b": (8, {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}),
+    "70b": (16, {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}),
+}
+"""Ranks and sizes of models that transformers computes."""
+
+
+def print_prepared(name: str) -> None:
+    """Rows of a prepared model: each rank a micro-batch of its own, or all ranks of a node share one by ulysses."""
+    num_ranks, sizes = PREPARED[name]
+    cluster, config = cluster_preset(f"{num_ranks // 8}x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
+    print(
+        "| weights | ranks a pack | tokens | recompute | state | peak | predicted | ratio | waits |\n"
+        + "| --- " * 9
+        + "|"
+    )
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**LLAMA, **sizes}))
+        stock = read_stock_model(Path(folder))
+        for weights, (method, num_tokens), recompute in product(
+            ("whole", "by-layer"), ((Method.DENSE, 8192), (Method.ULYSSES, 65536)), (False, True)
+        ):
+            num_layers = sizes["num_hidden_layers"]
+            plan = plan_of(method, num_tokens, num_layers=num_layers, num_ranks=num_ranks, recompute=recompute)
+            document = dry_run_stock(plan, stock, cluster, config=config, ranks=[0], weights=weights, num_kept=0)
+            (row,) = document["ranks"]
+            counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
+            state = sum(row["peak_bytes"][kind] for kind in ("weights", "gradients", "optimizer")) / GIB
+            waits = sum(wait["count"] for wait in row["synchronisations"])
+            degree = 1 if method is Method.DENSE else 8
+            print(
+                f"| {weights} | {degree} | {num_tokens:,} | {'all' if recompute else 'none'} | {state:.2f} | "
+                f"{counted:.2f} | {predicted:.2f} | {predicted / counted:.3f} | {waits} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--methods", default=",".join(map(str, Method)))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--prepared", choices=PREPARED)
     asked = parser.parse_args()
+    if asked.prepared:
+        return print_prepared(asked.prepared)
     spec = replace(model_preset("llama-7b"), num_layers=asked.layers)
     cluster, config = cluster_preset(f"{asked.nodes}x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
     print("| method | tokens | recompute | counted GiB | predicted GiB | predicted / counted |\n" + "| --- " * 6 + "|")

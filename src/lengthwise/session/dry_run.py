@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import Config
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.pipeline_config import PipelineSchedule
@@ -19,28 +19,48 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.analytic.rank_work import RankWork, rank_work
-from lengthwise.data.corpus import open_corpus
+from lengthwise.data.corpus import Corpus, open_corpus
+from lengthwise.models.stock_model import StockModel
 from lengthwise.session.plan_steps import plan_steps
-from lengthwise.session.planning import resolve_cluster
+from lengthwise.session.planning import make_sampler, resolve_cluster
+from lengthwise.session.prepared_dry_run import (
+    PreparedDryRun,
+    all_schemes,
+    differences_of,
+    num_kept_in,
+    schemes_of,
+    with_totals,
+)
 from lengthwise.session.simulate_plans import read_plans
-from lengthwise.session.trained_model import resolve_model
+from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
+from lengthwise.session.trained_model import trained_model
 from lengthwise.sim.issued_collectives import differences_from_plan
 
 
-def dry_run(config: Config, *, ranks: Sequence[int] = (), plan_file: Path | None = None) -> dict[str, Any]:
+def dry_run(
+    config: Config, *, ranks: Sequence[int] = (), plan_file: Path | None = None, weights: HeldWeights = "auto"
+) -> dict[str, Any]:
     """Run the first step of a configuration, or the first plan of a file, as ``ranks``; none: first, middle and last.
+
+    ``weights``: what ranks hold of a model that transformers computes.
 
     Raises:
         InputError: a rank is not in the cluster, the plan is for another, or the process cannot be set up.
     """
-    spec, cluster = resolve_model(config, open_corpus(config.data)), resolve_cluster(config)
-    plan = read_plans(plan_file, steps=1)[0] if plan_file else next(plan_steps(config, 1))
-    if plan.num_devices != cluster.num_devices:
+    corpus, cluster = open_corpus(config.data), resolve_cluster(config)
+    model = trained_model(config, corpus, needs_weights=False)
+    plan = read_plans(plan_file, steps=1)[0] if plan_file else None
+    if plan is None and isinstance(model, ModelSpec):
+        plan = next(plan_steps(config, 1))
+    if plan is not None and plan.num_devices != cluster.num_devices:
         raise InputError(
             f"the plan is for {plan.num_devices:,} devices, cluster.name={config.cluster.name} has "
             f"{cluster.num_devices:,}; name a cluster of as many, or plan again"
         )
-    return dry_run_plan(plan, spec, cluster, config=config, ranks=ranks)
+    if isinstance(model, ModelSpec):
+        assert plan is not None
+        return dry_run_plan(plan, model, cluster, config=config, ranks=ranks)
+    return dry_run_stock(plan, model, cluster, config=config, corpus=corpus, ranks=ranks, weights=weights)
 
 
 def dry_run_plan(
@@ -51,45 +71,98 @@ def dry_run_plan(
     Raises:
         InputError: a rank is not in the plan, or the process cannot be set up.
     """
-    last = plan.num_devices - 1
-    ranks = sorted(set(ranks or (0, last // 2, last)))
-    if outside := [rank for rank in ranks if rank > last]:
-        raise InputError(f"rank {outside[0]} is none of the plan's {plan.num_devices:,} ranks; name one up to {last}")
+    ranks = _ranks_of(plan, ranks)
     dtype, schedule = config.train.dtype, PipelineSchedule(config.train.schedule)
-    counted = run_process(
-        {
-            "plan": plan.to_json(),
-            "model": asdict(spec),
-            "optimizer": asdict(config.optim.optimizer_settings),
-            "dtype": dtype,
-            "schedule": schedule,
-            "ranks": ranks,
-            "ranks_per_node": cluster.devices_per_node,
-        }
-    )
+    request = {
+        "plan": plan.to_json(),
+        "model": asdict(spec),
+        "optimizer": asdict(config.optim.optimizer_settings),
+        "dtype": dtype,
+        "schedule": schedule,
+        "ranks": ranks,
+        "ranks_per_node": cluster.devices_per_node,
+    }
+    (counted,) = run_process([request])
     cost = AnalyticCost(model=spec, cluster=cluster, dtype=dtype)
+    issued = {row["rank"]: row["collectives"] for row in counted}
     return {
-        "model": spec.name,
-        "cluster": cluster.name,
-        "policy": plan.policy,
-        "num_devices": plan.num_devices,
-        "memory_bytes": cluster.device.memory_bytes,
-        "differences": differences_from_plan(
-            plan, {row["rank"]: row["collectives"] for row in counted}, schedule=schedule, model=spec, dtype=dtype
-        ),
+        **_heading(spec.name, cluster, plan),
+        "differences": differences_from_plan(plan, issued, schedule=schedule, model=spec, dtype=dtype),
         "ranks": [_beside_prediction(row, rank_work(plan, row["rank"], cost)) for row in counted],
     }
 
 
-def run_process(request: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a request of :mod:`lengthwise.runtime.dryrun.process`; what each rank did.
+def dry_run_stock(
+    plan: StepPlan | None,
+    stock: StockModel,
+    cluster: ClusterSpec,
+    *,
+    config: Config,
+    corpus: Corpus | None = None,
+    ranks: Sequence[int] = (),
+    weights: HeldWeights = "auto",
+    num_kept: int | None = None,
+) -> dict[str, Any]:
+    """What each rank did in the step of ``plan``, or of the first batch, for a model that transformers computes.
+
+    ``corpus``: whose batches are planned, without a plan. ``num_kept``: how many of the last layers stay whole in a
+    step where weights are gathered by layer; None: as many as memory is left for.
+
+    Raises:
+        InputError: transformers cannot build the model, its layers cannot be gathered, or a rank is not in the plan.
+    """
+    trial, options = PreparedDryRun(config, stock, cluster), stock_options(config, stock, quiet=True)
+    if plan is None:
+        assert corpus is not None, "there is a plan or a corpus"
+        longest = corpus.lengths.max_length
+        schemes = all_schemes(cluster.num_devices, options.max_degree, options.sharing_methods)
+    else:
+        longest = max(m.pack.num_tokens for pipeline in plan.pipelines for m in pipeline.micro_batches)
+        schemes = schemes_of(plan)
+    (profile,) = run_process([trial.profile_request(longest, schemes)])[0]
+    cost = trial.cost_of(profile, longest=longest, weights=weights)
+    if plan is None:
+        assert corpus is not None
+        layers = StockLayers(num_layers=cost.table.num_layers, objective=stock.objective)
+        planner = stock_planner(config, cost, layers, options=options, cluster=cluster, corpus=corpus)
+        plan = planner(next(make_sampler(config, corpus)))
+    num_kept = num_kept_in(cost, plan) if num_kept is None else num_kept
+    (counted,) = run_process([trial.step_request(plan, cost, _ranks_of(plan, ranks), num_kept=num_kept)])
+    return {
+        **_heading(stock.name, cluster, plan),
+        "weights": "whole" if cost.gather is None else "by-layer",
+        "differences": differences_of(plan, counted),
+        "ranks": [trial.beside_prediction(plan, cost, row, num_kept=num_kept) for row in counted],
+    }
+
+
+def _ranks_of(plan: StepPlan, ranks: Sequence[int]) -> list[int]:
+    last = plan.num_devices - 1
+    ranks = sorted(set(ranks or (0, last // 2, last)))
+    if outside := [rank for rank in ranks if rank > last]:
+        raise InputError(f"rank {outside[0]} is none of the plan's {plan.num_devices:,} ranks; name one up to {last}")
+    return ranks
+
+
+def _heading(model: str, cluster: ClusterSpec, plan: StepPlan) -> dict[str, Any]:
+    return {
+        "model": model,
+        "cluster": cluster.name,
+        "policy": plan.policy,
+        "num_devices": plan.num_devices,
+        "memory_bytes": cluster.device.memory_bytes,
+    }
+
+
+def run_process(requests: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Run requests of :mod:`lengthwise.runtime.dryrun.process` in one process; what each rank did in each.
 
     Raises:
         LengthwiseError: what the process says.
     """
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("request.json", "result.json")]
-        paths[0].write_text(json.dumps(request))
+        paths[0].write_text(json.dumps(requests))
         command = [sys.executable, "-m", "lengthwise.runtime.dryrun.process", *map(str, paths)]
         ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if not paths[1].is_file():
@@ -100,18 +173,13 @@ def run_process(request: dict[str, Any]) -> list[dict[str, Any]]:
     if "error" in document:
         error = InputError if document["exit_code"] == InputError.exit_code else LengthwiseError
         raise error(document["error"])
-    ranks: list[dict[str, Any]] = document["ranks"]
-    return ranks
+    answers: list[list[dict[str, Any]]] = document["answers"]
+    return answers
 
 
 def _beside_prediction(row: dict[str, Any], work: RankWork) -> dict[str, Any]:
-    sent: Counter[str] = Counter()
-    for collective in row["collectives"]:
-        sent[collective["kind"]] += collective["sent_bytes"]
     return {
-        **row,
-        "peak_total_bytes": sum(row["peak_bytes"].values()),
-        "sent_bytes": dict(sent),
+        **with_totals(row),
         "predicted": {
             "peak_bytes": asdict(work.peak) if work.peak else None,
             "peak_total_bytes": work.peak.total if work.peak else None,

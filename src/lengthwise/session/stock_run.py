@@ -1,17 +1,15 @@
 """The parts of a configured run whose model transformers computes: prepared as `lengthwise.prepare` does it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from lengthwise.config.prepare_options import PrepareOptions, read_options
+from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.run_config import Config
-from lengthwise.core.batch import NEXT_TOKEN, GlobalBatch
+from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import Method
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import Corpus
 from lengthwise.models.stock_model import StockModel
@@ -26,23 +24,12 @@ from lengthwise.session.calibration import find_cost
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.objectives import expected_columns
 from lengthwise.session.online_calibration import OnlineCalibration
-from lengthwise.session.planning import make_planner, make_sampler, open_plans
+from lengthwise.session.planning import make_sampler, open_plans
 from lengthwise.session.prepare import calibrated, check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
 from lengthwise.session.stage_limit import head_layers, most_stages
+from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.weight_placement import place_weights
-
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "LMHead")
-"""Ends of names of classes that learn the next token from rows without labels, whatever their loss does with labels."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layers:
-    """What a planner needs to know of a prepared model."""
-
-    num_layers: int
-    objective: str
-    head_layers: float
 
 
 def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunParts:
@@ -54,7 +41,7 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
         CheckError: packs change what the model learns.
     """
     config, corpus, world = inputs.config, inputs.corpus, inputs.world
-    chosen = _options(inputs, stock)
+    chosen = stock_options(config, stock, quiet=inputs.quiet)
     with preserve_state(model):
         chosen, objective, sequences = read_corpus(model, corpus, chosen, world)
         validated = None if inputs.validation is None else _read_more(model, inputs.validation, chosen)
@@ -129,52 +116,12 @@ class _Planning:
         return plans
 
     def _planner(self, config: Config, corpus: Corpus, cost: CostModel) -> Planner:
-        changes = {
-            "profile": "",
-            "method": "",
-            "methods": None,
-            "max_stages": self._max_stages,
-            "max_degree": self._options.max_degree,
-        }
-        plan, wrapped_model = config.plan.model_copy(update=changes), self._prepared.wrapped_model
-        return make_planner(
-            config.model_copy(update={"plan": plan}),
-            cost,
-            spec=_Layers(
-                num_layers=wrapped_model.structure.num_layers,
-                objective=wrapped_model.objective,
-                head_layers=head_layers(self._cost),
-            ),
-            cluster=self._inputs.cluster,
-            corpus=corpus,
-            methods=self._options.sharing_methods,
-        )
-
-
-def _options(inputs: RunInputs, stock: StockModel) -> PrepareOptions:
-    """The options of ``prepare`` that the configuration stands for, as far as they are not those of batches."""
-    config, plan = inputs.config, inputs.config.plan
-    is_causal = stock.architecture.endswith(_CAUSAL)
-    max_degree = 1 if plan.method == Method.DENSE else plan.degree or plan.max_degree
-    return read_options(
-        {
-            "seed": config.seed,
-            "device": config.train.device,
-            "timeout_s": config.train.timeout_s,
-            "memory_gib": config.cluster.memory_gib,
-            "policy": plan.policy,
-            "max_degree": max_degree,
-            "max_stages": plan.max_stages,
-            "methods": plan.methods or (None if plan.method in ("", Method.DENSE) else (plan.method,)),
-            "recompute": plan.recompute,
-            "profile": plan.profile or None,
-            "objective": NEXT_TOKEN if is_causal else None,
-            "mask_token_id": stock.mask_token_id,
-            "optimizer": config.optim.optimizer_settings,
-            "clip_norm": config.optim.clip_norm,
-            "verbose": not inputs.quiet,
-        }
-    )
+        structure, objective = self._prepared.wrapped_model.structure, self._prepared.wrapped_model.objective
+        layers = StockLayers(num_layers=structure.num_layers, objective=objective, head_layers=head_layers(self._cost))
+        return stock_planner(
+            config, cost, layers, options=self._options, cluster=self._inputs.cluster, corpus=corpus,
+            max_stages=self._max_stages,
+        )  # fmt: skip
 
 
 def _read_more(model: nn.Module, corpus: Corpus, chosen: PrepareOptions) -> RunSequences:

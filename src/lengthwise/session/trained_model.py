@@ -122,8 +122,10 @@ def check_model_holds(spec: ModelSpec | StockModel, corpus: Corpus, *, has_own_m
         )
 
 
-def trained_model(config: Config, corpus: Corpus) -> ModelSpec | StockModel:
+def trained_model(config: Config, corpus: Corpus, *, needs_weights: bool = True) -> ModelSpec | StockModel:
     """The model that a run trains: one of this library's own, or one that transformers computes.
+
+    ``needs_weights``: whether the folder of one that transformers computes has to have its weights.
 
     Raises:
         InputError: as :func:`resolve_model`; or transformers does not have the model, or computes it and settings ask
@@ -145,7 +147,8 @@ def trained_model(config: Config, corpus: Corpus) -> ModelSpec | StockModel:
     folder = hf_folder(config)
     model = read_stock_model(folder, mask_token_id=mask_token_id(folder))
     _check_known(model)
-    weight_files(folder)
+    if needs_weights:
+        weight_files(folder)
     _check_settings(config, model)
     check_model_holds(model, corpus)
     return model

@@ -8,7 +8,6 @@ from torch import nn
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.cost import CostModel
-from lengthwise.core.pipeline_config import uniform_scheme
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
@@ -37,7 +36,7 @@ def place_weights(
         return cost, None
     if options.weights == "by-layer":
         prepared.check_gathers()
-    elif not isinstance(cost, DualLayerCost) or prepared.gather_problem or _fits(cost, longest):
+    elif not isinstance(cost, DualLayerCost) or prepared.gather_problem or cost.holds(longest):
         return cost, None
     if not isinstance(cost, DualLayerCost):
         return cost, lambda plan: 0
@@ -54,7 +53,7 @@ def place_weights(
             "gathers a layer when it computes", f"{longest:,}",
         )  # fmt: skip
     gathered = DualLayerCost(cost.table, cluster=cost.cluster, gather=gather)
-    return gathered, partial(_num_kept, gather, cost.memory_limit_bytes)
+    return gathered, partial(gather.num_kept_in, cost.memory_limit_bytes)
 
 
 def with_weight_placement(
@@ -82,17 +81,3 @@ def whole_bytes(model: nn.Module, num_ranks: int) -> float:
         master = max(4, parameter.element_size()) if parameter.requires_grad else 0
         total += parameter.numel() * (parameter.element_size() + master + 4 * master / num_ranks)
     return total
-
-
-def _fits(cost: DualLayerCost, longest: int) -> bool:
-    """Whether a sequence fits on some number of ranks that hold all weights, with every layer recomputed."""
-    num_layers, num_devices = cost.table.num_layers, cost.cluster.num_devices
-    schemes = [
-        uniform_scheme(num_layers, degree=degree, method=method, recomputed=num_layers) for degree, method in cost.fits
-    ]
-    return any(cost.max_tokens(scheme, num_devices=num_devices) >= longest for scheme in schemes)
-
-
-def _num_kept(gather: LayerGatherCost, memory_bytes: float, plan: StepPlan) -> int:
-    peaks = (planned.peak_bytes for pipeline in plan.pipelines for planned in pipeline.micro_batches)
-    return gather.num_kept(memory_bytes - max(peaks, default=0))

@@ -37,9 +37,13 @@ def differences_from_plan(
                     differences.append(
                         f"rank {rank}, {collective['operation']}: {collective['kind']} among unplanned {ranks}"
                     )
-    for first, other in combinations(sorted(issued), 2):
-        differences += _between(first, issued[first], other, issued[other])
-    return differences
+    return differences + differences_between_ranks(issued)
+
+
+def differences_between_ranks(issued: Mapping[int, Sequence[Issued]]) -> list[str]:
+    """Sentences on collectives of which ranks of one group issue other kinds or sizes, or in another order."""
+    pairs = combinations(sorted(issued), 2)
+    return [difference for first, other in pairs for difference in _between(first, issued[first], other, issued[other])]
 
 
 def _messages(rank: int, steps: Sequence[Any], collectives: Sequence[Issued], row_bytes: int) -> list[str]:

@@ -47,3 +47,14 @@ def test_a_rank_is_run_and_shown(cli, index, tmp_path, capsys):
 def test_what_cannot_be_run_is_refused(cli, index, changes, message):
     code, _, err = cli("dryrun", index, *GIVEN, *changes)
     assert code == 2 and message in err
+
+
+@pytest.mark.deep
+def test_a_model_that_transformers_computes_is_planned_and_run(cli, index, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    document = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    model = (f"model.hf={tmp_path}", "model.implementation=transformers")
+    code, out, err = cli("dryrun", index, *GIVEN, *model, "--rank", 0, "--weights", "by-layer", "--json")
+    assert code == 0, err
+    assert json.loads(out)["weights"] == "by-layer" and json.loads(out)["differences"] == []

@@ -7,6 +7,7 @@ import typer
 
 from lengthwise.cli.launch import check_torch, split_arguments
 from lengthwise.cli.shared_options import MAX_DEVICES, Json
+from lengthwise.config.choices import HeldWeights
 from lengthwise.config.run_config import load
 from lengthwise.session.console import emit_json
 
@@ -19,6 +20,9 @@ def run(
         typer.Option(min=0, max=MAX_DEVICES, help="a rank to run; repeatable; default: first, middle and last"),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="plans.jsonl; its first plan is run instead of a new one")] = None,
+    weights: Annotated[
+        HeldWeights, typer.Option(help="what ranks hold of a model that transformers computes, as in prepare")
+    ] = "auto",
     html: Annotated[Path | None, typer.Option(help="write a page with memory over time here")] = None,
     as_json: Json = False,
 ) -> None:
@@ -30,7 +34,7 @@ def run(
 
     check_torch()
     check_place(html, "--html")
-    document = dry_run(load(*split_arguments(config, overrides)), ranks=rank or (), plan_file=plan)
+    document = dry_run(load(*split_arguments(config, overrides)), ranks=rank or (), plan_file=plan, weights=weights)
     if html is not None:
         write_whole({html: render_dry_run(document).encode()})
     if as_json:

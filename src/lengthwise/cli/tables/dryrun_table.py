@@ -6,14 +6,18 @@ from typing import Any
 from lengthwise.session.console import stdout
 
 SHOWN_KERNELS = 12
+AS_PLANNED = ("those of the proven plan", "among the ranks of the plan")
+"""What is known of collectives of this library's own models, and of those that transformers computes."""
 
 
 def print_dry_run(document: dict[str, Any]) -> None:
     """Print every rank that was run, and what differs from the plan."""
     console = stdout()
     model, cluster, policy = (document[name] for name in ("model", "cluster", "policy"))
+    weights = f", weights {document['weights']}" if "weights" in document else ""
     console.print(
-        f"{model} on {cluster}, policy {policy}: one step on fake tensors; nothing was measured", soft_wrap=True
+        f"{model} on {cluster}, policy {policy}{weights}: one step on fake tensors; nothing was measured",
+        soft_wrap=True,
     )
     for row in document["ranks"]:
         _print_rank(row)
@@ -21,7 +25,8 @@ def print_dry_run(document: dict[str, Any]) -> None:
         console.print(f"not as planned: {difference}", soft_wrap=True)
     if not document["differences"]:
         console.print(
-            "\ncollectives: those of the proven plan, in the same order on all of these ranks", soft_wrap=True
+            f"\ncollectives: {AS_PLANNED['weights' in document]}, in the same order on all of these ranks",
+            soft_wrap=True,
         )
 
 

@@ -246,6 +246,15 @@ class DualLayerCost(SeparableCost):
         holds_more = self.gather is not None and is_staged and holdings(before) != holdings(after)
         return MIXED_S if holds_more else 0.0
 
+    def holds(self, longest: int) -> bool:
+        """Whether a sequence of ``longest`` tokens fits on some number of ranks, with every layer recomputed."""
+        num_layers, num_devices = self.table.num_layers, self.cluster.num_devices
+        schemes = [
+            uniform_scheme(num_layers, degree=degree, method=method, recomputed=num_layers)
+            for degree, method in self.fits
+        ]
+        return any(self.max_tokens(scheme, num_devices=num_devices) >= longest for scheme in schemes)
+
     def micro_batch_bytes(self, num_tokens: int, scheme: PipelineConfig) -> float:
         """Bytes above those of the model state; with stages, of the stage that needs most."""
         return max(line.fixed + line.per_token * num_tokens for line in self._lines_of(scheme))

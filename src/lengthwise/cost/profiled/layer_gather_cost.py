@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from lengthwise.core.layout import shard_size
 from lengthwise.core.specs import ClusterSpec
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.links import Sent, call_s, collectives_s
 from lengthwise.cost.memory_model import DTYPE_BYTES
 
@@ -39,8 +40,26 @@ class LayerGatherCost:
         ]
 
     def state_bytes(self, num_devices: int) -> int:
-        """Bytes per device: a share of master weights, summed gradients and two moments, and two gathered units."""
-        return self._share_bytes(num_devices) + max(first + second for first, second in pairwise(self._unit_bytes))
+        """Bytes per device: the sum of :meth:`state_parts`."""
+        return sum(self.state_parts(num_devices))
+
+    def state_parts(self, num_devices: int, *, num_kept: int = 0) -> tuple[int, int, int]:
+        """Bytes per device of weights, gradients, and shares of master weights, summed gradients and two moments.
+
+        Weights and gradients are those of two gathered units, and of the last ``num_kept`` layers and what comes after
+        them; weights also a share of frozen ones.
+        """
+        compute, master = self._bytes_per_param
+        first_kept = len(self.unit_params) - num_kept - 1 if num_kept else len(self.unit_params)
+        pairs = list(pairwise(zip(self.unit_params, self.unit_frozen_bytes)))[: max(1, first_kept - 1)]
+        gathered, frozen = max(
+            ((first[0] + second[0], first[1] + second[1]) for first, second in pairs),
+            key=lambda sizes: (compute + master) * sizes[0] + sizes[1],
+        )
+        gathered += sum(self.unit_params[first_kept:])
+        frozen += sum(self.unit_frozen_bytes[first_kept:]) + shard_size(sum(self.unit_frozen_bytes), num_devices)
+        shares = 4 * master * shard_size(sum(self.unit_params), num_devices)
+        return compute * gathered + frozen, master * gathered, shares
 
     def stage_bytes(self, num_devices: int, layers: range) -> int:
         """Bytes per device of a stage: the shares, and what it gathers for a whole step: its layers and what is outside
@@ -64,6 +83,11 @@ class LayerGatherCost:
         sent = Sent(all_gather=2 * gathered * others, reduce_scatter=master * params * others)
         num_calls = 3 * len(self.unit_params) + 2 * sum(map(bool, self.unit_frozen_bytes))
         return collectives_s(sent, degree=ranks, cluster=cluster) + num_calls * call_s(ranks, cluster)
+
+    def num_kept_in(self, memory_bytes: float, plan: StepPlan) -> int:
+        """How many of the last layers fit whole beside the micro-batches of a plan."""
+        peaks = (planned.peak_bytes for pipeline in plan.pipelines for planned in pipeline.micro_batches)
+        return self.num_kept(memory_bytes - max(peaks, default=0))
 
     def num_kept(self, free_bytes: float) -> int:
         """How many of the last layers fit whole, with their gradients, in what a step leaves free."""

@@ -30,10 +30,16 @@ def remember(on_device: Tensor, values: np.ndarray) -> None:
     setattr(on_device, _VALUES, values)
 
 
-def carry(source: Tensor, target: Tensor) -> Tensor:
-    """``target``, with the values that ``source`` is known to have."""
-    if hasattr(source, _VALUES):
-        remember(target, getattr(source, _VALUES))
+def values_of(tensor: Tensor) -> np.ndarray | None:
+    """The values of a tensor of the device, if the host knows them."""
+    values: np.ndarray | None = getattr(tensor, _VALUES, None)
+    return values
+
+
+def carry(source: Tensor, target: Tensor, *, copies: int = 1) -> Tensor:
+    """``target``, with the values that ``source`` is known to have, so many times."""
+    if (values := values_of(source)) is not None:
+        remember(target, np.tile(values, copies) if copies > 1 else values)
     return target
 
 

@@ -37,9 +37,13 @@ class DeviceMemory:
     peak: Usage = field(default_factory=lambda: dict.fromkeys(MemoryKind, 0))
     peak_at: str = ""
     """The operation and the kernel at the peak."""
+    largest: tuple[int, str] = (0, "")
+    """The most numbers in a newly allocated tensor, and where."""
     samples: list[tuple[str, Usage]] = field(default_factory=list)
     """Operation and highest bytes of every so many allocations."""
     total: int = 0
+    highest_total: int = 0
+    """The most bytes since :meth:`restart_highest`."""
     _peak_total: int = 0
     _storages: dict[int, tuple[int, MemoryKind]] = field(default_factory=dict)
     _stride: int = 1
@@ -52,11 +56,21 @@ class DeviceMemory:
         key = storage._cdata
         if key in self._storages:
             return
-        num_bytes = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
+        num_bytes = _in_blocks(storage)
         self._storages[key] = (num_bytes, MemoryKind.TEMPORARY)
         weakref.finalize(storage, self._release, key)
         self._add(MemoryKind.TEMPORARY, num_bytes)
         self._note(place)
+        self.largest = max(self.largest, (storage.nbytes() // tensor.element_size(), place))
+
+    def resize(self, storage: torch.UntypedStorage, place: str) -> None:
+        """Count the bytes of a storage anew: of weights, which are freed while their tensor stays, and come again."""
+        if storage._cdata in self._storages:
+            before, kind = self._storages[storage._cdata]
+            self._add(kind, -before)
+            self._storages[storage._cdata] = (_in_blocks(storage), MemoryKind.WEIGHTS)
+            self._add(MemoryKind.WEIGHTS, _in_blocks(storage))
+            self._note(place)
 
     def label(self, tensors: Iterable[Tensor], kind: MemoryKind) -> None:
         """Say what the storages of ``tensors`` are for."""
@@ -81,8 +95,12 @@ class DeviceMemory:
 
     def restart(self) -> None:
         """Forget peak and samples; what is allocated stays."""
-        self.samples, self._stride, self._changes, self._highest = [], 1, 0, None
+        self.samples, self._stride, self._changes, self._highest, self.largest = [], 1, 0, None, (0, "")
         self.peak, self._peak_total, self.peak_at = dict(self.usage), self.total, ""
+
+    def restart_highest(self) -> None:
+        """Begin anew to look for the most bytes."""
+        self.highest_total = self.total
 
     def _release(self, key: int) -> None:
         num_bytes, kind = self._storages.pop(key)
@@ -91,6 +109,7 @@ class DeviceMemory:
     def _add(self, kind: MemoryKind, num_bytes: int) -> None:
         self.usage[kind] += num_bytes
         self.total += num_bytes
+        self.highest_total = max(self.highest_total, self.total)
 
     def _note(self, place: str) -> None:
         if self.total > self._peak_total:
@@ -105,6 +124,10 @@ class DeviceMemory:
                 pairs = zip(self.samples[::2], self.samples[1::2])
                 self.samples = [max(pair, key=lambda sample: sum(sample[1].values())) for pair in pairs]
                 self._stride *= 2
+
+
+def _in_blocks(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def bytes_of(tensor: Tensor) -> int:

@@ -33,17 +33,23 @@ MOST_FILES = 1 << 20
 """Files that a rank may open, which the ranks of a real world ask one another once."""
 
 
-class PlannedTokens:
-    """Random tokens of the sequences of a plan."""
+SHORT = 64
+"""Tokens of a sequence before there is a plan."""
 
-    def __init__(self, plan: StepPlan, vocab_size: int) -> None:
-        packs = [micro_batch.pack for pipeline in plan.pipelines for micro_batch in pipeline.micro_batches]
+
+class PlannedTokens:
+    """Random tokens of the sequences of a plan; sequences that it has not are short."""
+
+    def __init__(self, plan: StepPlan | None, vocab_size: int) -> None:
+        packs = [
+            micro_batch.pack for pipeline in (plan.pipelines if plan else ()) for micro_batch in pipeline.micro_batches
+        ]
         self._lengths = {sequence: length for pack in packs for sequence, length in zip(pack.ids, pack.lengths)}
         self._vocab_size = vocab_size
 
     def tokens(self, sequence: int) -> np.ndarray:
         """Token ids of one sequence."""
-        return np.random.default_rng(sequence).integers(0, self._vocab_size, self._lengths[sequence])
+        return np.random.default_rng(sequence).integers(0, self._vocab_size, self._lengths.get(sequence, SHORT))
 
 
 class LabelledState(ShardedState):
@@ -60,6 +66,12 @@ class LabelledState(ShardedState):
         memory.label([self.weights], MemoryKind.WEIGHTS)
         memory.label([x for state in moments for x in state.values() if x.is_cuda], MemoryKind.OPTIMIZER)
         memory.label([self.master, self.pushed], MemoryKind.OPTIMIZER)
+
+    def collect_gradient(self, name: str, view: Tensor | None) -> None:
+        """Let backwards add a gradient to ``view``, and label it."""
+        super().collect_gradient(name, view)
+        if self.recorder is not None and view is not None:
+            self.recorder.memory.label([view], MemoryKind.GRADIENTS)
 
     def hold(self, holdings: tuple[WeightShard | None, ...]) -> None:  # type: ignore[override]
         """Lay out what every rank computes with, and label it."""
@@ -94,31 +106,37 @@ def dry_step(
     ranks_per_node: int,
 ) -> dict[str, Any]:
     """Run the step of ``plan`` as ``rank``; what it asked of its device, as plain values."""
-    start_s = time.perf_counter()
-    dist.init_process_group("fake", rank=rank, world_size=plan.num_devices, store=FakeStore())
+    with fake_rank(rank, plan.num_devices, ranks_per_node=ranks_per_node) as (world, recorder):
+        model = empty_model(spec, dtype=getattr(torch, dtype), device=world.device)
+        state = LabelledState(model, world, optimizer)
+        state.recorder = recorder
+        state.step(lr=0.0, clip=1.0)  # the optimizer's state of the steps before
+        make_groups(plan, state)
+        state.label()
+        recorder.restart()
+        clock, source = RecordedClock(world, recorder), PlannedTokens(plan, spec.vocab_size)
+        run_step(
+            plan, model, state, source, lr=1e-4, clip_norm=1.0, clock=clock, masking=masking_of(spec, seed=0),
+            schedule=schedule,
+        )  # fmt: skip
+        return document_of(recorder, rank)
+
+
+@contextmanager
+def fake_rank(rank: int, num_ranks: int, *, ranks_per_node: int) -> Iterator[tuple[DistContext, Recorder]]:
+    """Within, this process is ``rank`` of a fake world, and everything that goes to its device is recorded."""
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     fakes = FakeTensorMode()
     recorder = Recorder(rank, fakes)
     fake_cuda.record_with(recorder)
-    world = DistContext(rank=rank, size=plan.num_devices, device=torch.device("cuda", 0), ranks_per_node=ranks_per_node)
+    world = DistContext(rank=rank, size=num_ranks, device=torch.device("cuda", 0), ranks_per_node=ranks_per_node)
     world.groups._limit = MOST_FILES
     try:
         with fakes, recorder, _kept_is_labelled(recorder):
-            model = empty_model(spec, dtype=getattr(torch, dtype), device=world.device)
-            state = LabelledState(model, world, optimizer)
-            state.recorder = recorder
-            state.step(lr=0.0, clip=1.0)  # the optimizer's state of the steps before
-            make_groups(plan, state)
-            state.label()
-            recorder.restart()
-            clock, source = RecordedClock(world, recorder), PlannedTokens(plan, spec.vocab_size)
-            run_step(
-                plan, model, state, source, lr=1e-4, clip_norm=1.0, clock=clock, masking=masking_of(spec, seed=0),
-                schedule=schedule,
-            )  # fmt: skip
+            yield world, recorder
     finally:
         world.groups.close()
         dist.destroy_process_group()
-    return _document(recorder, rank, time.perf_counter() - start_s)
 
 
 def _kept_is_labelled(recorder: Recorder) -> Any:
@@ -130,7 +148,8 @@ def _kept_is_labelled(recorder: Recorder) -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
-def _document(recorder: Recorder, rank: int, time_s: float) -> dict[str, Any]:
+def document_of(recorder: Recorder, rank: int) -> dict[str, Any]:
+    """What ``rank`` asked of its device since the recorder began, as plain values."""
     memory = recorder.memory
 
     def rows(counted: Mapping[tuple[str, str], int]) -> list[dict[str, Any]]:
@@ -138,9 +157,10 @@ def _document(recorder: Recorder, rank: int, time_s: float) -> dict[str, Any]:
 
     return {
         "rank": rank,
-        "time_s": time_s,
+        "time_s": time.perf_counter() - recorder.start_s,
         "peak_bytes": {str(kind): num_bytes for kind, num_bytes in memory.peak.items()},
         "peak_at": memory.peak_at,
+        "largest_allocation": memory.largest,
         "memory": [[place, *usage.values()] for place, usage in memory.samples],
         "flops": dict(recorder.flops),
         "kernels": dict(recorder.kernels.most_common()),

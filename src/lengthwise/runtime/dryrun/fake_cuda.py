@@ -23,6 +23,9 @@ def install() -> None:
     cuda.synchronize = lambda device=None: _synchronise("torch.cuda.synchronize")
     cuda.set_device, cuda.get_device_capability = lambda device: None, lambda device=None: (9, 0)
     cuda.memory_allocated = lambda device=None: _recorders[-1].memory.total if _recorders else 0
+    cuda.reset_peak_memory_stats = lambda device=None: _recorders[-1].memory.restart_highest()
+    cuda.max_memory_allocated = lambda device=None: _recorders[-1].memory.highest_total
+    cast(Any, torch.UntypedStorage).resize_ = _resize_storage
     tensor, fake_tensor, optimizer = cast(Any, Tensor), cast(Any, FakeTensor), import_module("torch.optim.optimizer")
     tensor.pin_memory, tensor.is_pinned, fake_tensor.tolist = _pin_memory, _is_pinned, _tolist
     optimizer._foreach_supported_types.append(FakeTensor)  # as AdamW treats parameters on a GPU
@@ -105,6 +108,16 @@ def _pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
     if _recorders:
         _recorders[-1].pinned.add(pinned.untyped_storage().data_ptr())
     return pinned
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def _resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+    _resize(storage, num_bytes)
+    if _recorders:
+        _recorders[-1].memory.resize(storage, _recorders[-1].operation)
+    return storage
 
 
 def _is_pinned(tensor: Tensor, device: Any = None) -> bool:

@@ -1,10 +1,11 @@
-"""The process of a dry run: reads a request from a file, writes what each rank did to another.
+"""The process of dry runs: reads requests from a file, writes what each rank did in each to another.
 
 python -m lengthwise.runtime.dryrun.process REQUEST RESULT
 """
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,38 +17,58 @@ from lengthwise.runtime.dryrun.shim import load_shim
 
 
 def main(request_path: Path, result_path: Path) -> None:
-    """Run every requested rank; an error becomes ``{"error": message, "exit_code": n}``."""
+    """Run every rank of every request; an error becomes ``{"error": message, "exit_code": n}``."""
     try:
         load_shim()
-        document: dict[str, Any] = {"ranks": _run(json.loads(request_path.read_text()))}
+        document: dict[str, Any] = {"answers": _run(json.loads(request_path.read_text()))}
     except LengthwiseError as error:
         document = {"error": error.marked, "exit_code": error.exit_code}
     result_path.write_text(json.dumps(document))
 
 
-def _run(request: dict[str, Any]) -> list[dict[str, Any]]:
+def _run(requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    from lengthwise.runtime.dryrun import fake_cuda
+
+    fake_cuda.install()
+    work = [_work_of(request) for request in requests]
+    jobs = [(number, rank) for number, request in enumerate(requests) for rank in request["ranks"]]
+    # A process a rank: what the runtime caches for a device is of one rank.
+    with get_context("fork").Pool(min(num_cores(), len(jobs)), maxtasksperchild=1) as pool:
+        pending = [(number, pool.apply_async(work[number], (rank,))) for number, rank in jobs]
+        rows: list[list[dict[str, Any]]] = [[] for _ in requests]
+        for number, row in pending:
+            rows[number].append(row.get())
+    return rows
+
+
+def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
+    """The function that runs one rank: a step of an own or of a prepared model, or a profile of a prepared one."""
     from lengthwise.config.optimizer_settings import OptimizerSettings
-    from lengthwise.core.pipeline_config import PipelineSchedule
+    from lengthwise.core.pipeline_config import Method, PipelineSchedule
     from lengthwise.core.specs import ModelSpec
     from lengthwise.core.step_plan import StepPlan
     from lengthwise.core.typed_json import from_document
-    from lengthwise.runtime.dryrun import fake_cuda
-    from lengthwise.runtime.dryrun.engine_step import dry_step
+    from lengthwise.runtime.dryrun import engine_step, prepared_step
 
-    fake_cuda.install()
-    run_rank = partial(
-        dry_step,
-        StepPlan.from_json(request["plan"]),
+    optimizer = from_document(OptimizerSettings, request["optimizer"])
+    shared: dict[str, Any] = {"optimizer": optimizer, "ranks_per_node": request["ranks_per_node"]}
+    plan = StepPlan.from_json(request["plan"]) if "plan" in request else None
+    if "stock" in request:
+        settings = from_document(prepared_step.StockSettings, request["stock"])
+        prepared_step.import_model(settings)  # once, before processes are forked
+        if plan is None:
+            packs = [(degree, Method(method), tuple(lengths)) for degree, method, lengths in request["packs"]]
+            return partial(prepared_step.dry_profile, packs, settings, num_ranks=request["num_ranks"], **shared)
+        return partial(prepared_step.dry_prepared_step, plan, settings, num_kept=request["num_kept"], **shared)
+    assert plan is not None, "a step has a plan"
+    return partial(
+        engine_step.dry_step,
+        plan,
         from_document(ModelSpec, request["model"]),
         dtype=request["dtype"],
-        optimizer=from_document(OptimizerSettings, request["optimizer"]),
         schedule=PipelineSchedule(request["schedule"]),
-        ranks_per_node=request["ranks_per_node"],
+        **shared,
     )
-    num_processes = min(num_cores(), len(request["ranks"]))
-    # A process a rank: what the runtime caches for a device is of one rank.
-    with get_context("fork").Pool(num_processes, maxtasksperchild=1) as pool:
-        return pool.map(run_rank, request["ranks"], chunksize=1)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ def summed_loss(run: MicroBatchMaker, sequences: tuple[int, ...]) -> Tensor:
     with active(shard):
         micro_batch = run.make(shard, pack)
         loss = run.wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
+    shard.passes.clear()  # in a circle with its micro-batch, the shard would keep the graph and its weights for long
     if loss.dim():
         raise InputError(f"the loss has shape {tuple(loss.shape)}; it is to be one number, the mean over the targets")
     return loss * micro_batch.num_targets

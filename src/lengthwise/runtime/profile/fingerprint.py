@@ -43,7 +43,7 @@ def other_bytes(run: PreparedModel) -> int:
     counted = {*structure.parameters, *(name for table in structure.frozen_tables() for name in table.slots)}
     others = [*(tensor for name, tensor in model.named_parameters() if name not in counted), *model.buffers()]
     storages = [tensor.untyped_storage() for tensor in others]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}
     return sum(structure.unit_frozen_bytes()) + sum(sizes.values())
 
 

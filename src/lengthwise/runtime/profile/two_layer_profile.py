@@ -231,7 +231,9 @@ class _Profiler:
         failed, numbers, trial = 0.0, (0, 0, 0, 0), None
         try:
             if self._group is not None:
-                numbers, trial = _bytes(self._run, Trial(lengths=lengths, group=self._group, method=self._method))
+                numbers, trial = measure_bytes(
+                    self._run, Trial(lengths=lengths, group=self._group, method=self._method)
+                )
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -285,7 +287,7 @@ def _seconds(timing: TimingResult) -> tuple[float, float, float]:
     return forward_s, backward_s, max(0.0, timing.time_s - layers_s)
 
 
-def _bytes(run: PreparedModel, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
+def measure_bytes(run: PreparedModel, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
     """Measure bytes: what a layer saves beside its input, its input, all but layers, and a layer being recomputed.
 
     Also returns the trial with its attention calls.

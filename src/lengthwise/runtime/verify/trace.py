@@ -14,17 +14,22 @@ from lengthwise.runtime.loop.synthetic_batches import LENGTHS, summed_loss, synt
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.learn_labels import learn_labels
 from lengthwise.runtime.verify.observe_exchanges import observe_script
+from lengthwise.runtime.wrap.label_convention import LabelConvention
 
 
-def trace_model(run: PreparedModel) -> None:
+def trace_model(run: PreparedModel, *, labels: LabelConvention | None = None) -> None:
     """Trace the model on two sequences, each on this rank alone, and derive the rules for its calls.
+
+    ``labels``: how its loss uses labels; None: found out by the values of losses.
 
     Raises:
         InputError: it attends in a way that cannot be sharded, or has no row for one of their tokens or positions.
     """
     with noise_free(run), _rows_named(run):
         with synthetic(run, LENGTHS):
-            if run.wrapped_model.uses_labels:
+            if labels is not None:
+                run.wrapped_model.labels = labels
+            elif run.wrapped_model.uses_labels:
                 tokens = torch.from_numpy(run.collator.source.tokens(0).astype(np.int64))
                 run.wrapped_model.labels = learn_labels(run, tokens.to(run.world.device))
         run.collator = replace(

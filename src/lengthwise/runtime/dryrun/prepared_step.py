@@ -1,0 +1,152 @@
+"""A step of a model of transformers, prepared and without its weights, as one rank of a fake world runs it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.core.errors import InputError, first_line
+from lengthwise.core.pipeline_config import Method
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.dryrun.engine_step import LabelledState, PlannedTokens, RecordedClock, document_of, fake_rank
+from lengthwise.runtime.dryrun.recorder import Recorder
+from lengthwise.runtime.loop.prepared_engine import PreparedEngine
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.run import Run
+from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.profile.fingerprint import other_bytes
+from lengthwise.runtime.profile.trial import Trial, group_of_degree
+from lengthwise.runtime.profile.two_layer_profile import NUM_LAYERS, measure_bytes
+from lengthwise.runtime.verify.trace import trace_model
+from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.label_convention import LabelConvention
+from lengthwise.runtime.wrap.position_masks import SymbolicMask
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockSettings:
+    """The folder of a model of transformers, of which config.json is read alone, and how a run trains it."""
+
+    folder: str
+    architecture: str
+    objective: str
+    vocab_size: int
+    mask_token_id: int | None
+    dtype: str
+
+
+def import_model(settings: StockSettings) -> Any:
+    """Import and return the class of a model."""
+    import_module("transformers.initialization")
+    return getattr(import_module("transformers"), settings.architecture)
+
+
+def dry_prepared_step(
+    plan: StepPlan,
+    settings: StockSettings,
+    rank: int,
+    *,
+    num_kept: int | None,
+    optimizer: OptimizerSettings,
+    ranks_per_node: int,
+) -> dict[str, Any]:
+    """Run the step of ``plan`` as ``rank``; what it asked of its device, as plain values.
+
+    ``num_kept``: how many of the last layers stay whole where weights are gathered by layer; None: all weights are.
+    """
+    with fake_rank(rank, plan.num_devices, ranks_per_node=ranks_per_node) as (world, recorder):
+        prepared = _prepare(settings, world, recorder, optimizer, source=PlannedTokens(plan, settings.vocab_size))
+        absent = cast(Any, None)  # batches and plans of a training loop
+        run = Run(
+            prepared, stream=absent, planner=absent, lr=absent, num_steps=1, keep_layers=lambda plan: num_kept or 0
+        )
+        if num_kept is not None:
+            run.gather_by_layer()
+        run.state.step(lr=0.0, clip=1.0)  # the optimizer's state of the steps before
+        run.begin_plan(plan)
+        run.update_weights()
+        prepared.state.label()  # type: ignore[union-attr]
+        recorder.restart()
+        engine = PreparedEngine(run)
+        engine.compute_step(plan, RecordedClock(world, recorder), lr=1e-4)
+        return document_of(recorder, rank)
+
+
+def dry_profile(
+    packs: Sequence[tuple[int, Method, tuple[int, ...]]],
+    settings: StockSettings,
+    rank: int,
+    *,
+    num_ranks: int,
+    optimizer: OptimizerSettings,
+    ranks_per_node: int,
+) -> dict[str, Any]:
+    """Count on ``rank`` of ``num_ranks`` what layers keep in ``packs``, as a profile of two layers measures it.
+
+    ``packs``: the number of ranks that share each, by which method, and the lengths of its sequences.
+    """
+    with fake_rank(rank, num_ranks, ranks_per_node=ranks_per_node) as (world, recorder):
+        run = _prepare(settings, world, recorder, optimizer, source=PlannedTokens(None, settings.vocab_size))
+        run.wrapped_model.layers.num_kept, rows = NUM_LAYERS, []
+        for degree, method, lengths in packs:
+            group = group_of_degree(world, degree)
+            assert group is not None, "numbers of ranks that share a pack divide those of the run"
+            counted, _ = measure_bytes(run, Trial(lengths=lengths, group=group, method=method))
+            run.discard()
+            rows.append([degree, method, lengths, counted])
+        structure = run.wrapped_model.structure
+        return {
+            "rows": rows,
+            "unit_params": structure.table().unit_sizes,
+            "other_bytes": other_bytes(run),
+            "gather_problem": run.gather_problem,
+        }
+
+
+def _prepare(
+    settings: StockSettings, world: DistContext, recorder: Recorder, optimizer: OptimizerSettings, source: PlannedTokens
+) -> PreparedModel:
+    """Prepare the model as ``lengthwise.prepare`` does it, but for what needs numbers: comparing it with itself."""
+    cast(Any, SymbolicMask).of = staticmethod(_mask_of_host)
+    model = _build(settings, world.device)
+    wrapped_model = WrappedModel(model, objective=settings.objective)
+    masking = None
+    if settings.mask_token_id is not None:
+        masking = TokenMasking(seed=0, vocab_size=settings.vocab_size, mask_token_id=settings.mask_token_id)
+    collator = PackCollator(source=source, objective=settings.objective, masking=masking)
+    state = LabelledState(model, world, optimizer, table=wrapped_model.structure.table())
+    state.recorder = recorder
+    state.materialize_all()
+    prepared = PreparedModel(wrapped_model, world, collator=collator, state=state)
+    trace_model(prepared, labels=LabelConvention())
+    return prepared
+
+
+def _build(settings: StockSettings, device: torch.device) -> nn.Module:
+    transformers, initialization = import_module("transformers"), import_module("transformers.initialization")
+    try:
+        config = transformers.AutoConfig.from_pretrained(settings.folder, local_files_only=True)
+        with device, initialization.no_init_weights():
+            model: nn.Module = import_model(settings)._from_config(config, dtype=getattr(torch, settings.dtype))
+    except (ValueError, TypeError, OSError, AttributeError) as error:
+        raise InputError(
+            f"{settings.architecture} of transformers {transformers.__version__} cannot be built of "
+            f"{settings.folder}/config.json ({first_line(error)}); give a folder as save_pretrained writes it"
+        ) from error
+    return model.train()
+
+
+_make_mask = SymbolicMask.of
+
+
+def _mask_of_host(causal: bool, window: Any, device: torch.device, function: Any = None) -> SymbolicMask:
+    """A mask, which is a subclass of tensors without numbers: fake tensors have no subclasses."""
+    with unset_fake_temporarily():
+        return _make_mask(causal, window, torch.device("cpu"), function)

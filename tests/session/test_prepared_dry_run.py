@@ -1,0 +1,116 @@
+"""Dry runs of models of transformers: a prepared step on fake tensors, weights whole or gathered by layer."""
+
+import json
+
+import pytest
+
+from lengthwise.config.run_config import load
+from lengthwise.core.batch import Pack
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.specs import cluster_preset
+from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.models.stock_model import read_stock_model
+from lengthwise.session.dry_run import run_process
+from lengthwise.session.prepared_dry_run import PreparedDryRun, differences_of, schemes_of
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 16384, "max_position_embeddings": 8192,
+}  # fmt: skip
+MODELS = {
+    "llama": {"architectures": ["LlamaForCausalLM"], **SIZES},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], **SIZES, "head_dim": 16, "tie_word_embeddings": True},
+    "mistral": {"architectures": ["MistralForCausalLM"], **SIZES, "sliding_window": None},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 16384,
+        "n_positions": 8192, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    },
+    "modernbert": {
+        "architectures": ["ModernBertForMaskedLM"], **SIZES, "mask_token_id": 4, "pad_token_id": 0, "cls_token_id": 1,
+        "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2,
+    },
+}  # fmt: skip
+NUM_RANKS, TOKENS = 4, 32768
+WITHIN = 0.05
+"""How far the memory model may be from what was counted."""
+
+
+def plan_of(degree):
+    """Two micro-batches of four sequences for each group of ``degree`` ranks."""
+    scheme = uniform_scheme(3, degree=degree, method=Method.DENSE if degree == 1 else Method.ULYSSES, recomputed=0)
+    pipelines = []
+    for first in range(0, NUM_RANKS, degree):
+        packs = [
+            Pack(ids=tuple(range(start, start + 4)), lengths=(TOKENS // 4,) * 4) for start in (8 * first, 8 * first + 4)
+        ]
+        micro_batches = tuple(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1) for pack in packs)
+        pipelines.append(
+            Pipeline(ranks=tuple(range(first, first + degree)), scheme=scheme, micro_batches=micro_batches)
+        )
+    return StepPlan(
+        step=0, policy="test", pipelines=tuple(pipelines), loss_normaliser=1, update_s=0.0, time_s=1.0,
+        lower_bound_s=1.0,
+    )  # fmt: skip
+
+
+PLANS = {"whole": plan_of(1), "by-layer": plan_of(2)}
+"""By what ranks hold of the weights."""
+RANKS = {"whole": [0], "by-layer": [0, 3]}
+
+
+@pytest.fixture(
+    scope="module", params=[name if name == "llama" else pytest.param(name, marks=pytest.mark.deep) for name in MODELS]
+)
+def dry_runs(request, tmp_path_factory):
+    """What ranks did in the step of a model, by what they hold of its weights."""
+    cluster, config = cluster_preset("1x4xH100-80GB"), load(None, ["train.dtype=bfloat16"])
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "config.json").write_text(json.dumps({**MODELS[request.param], "model_type": request.param}))
+    trial = PreparedDryRun(config, read_stock_model(folder), cluster)
+    schemes = sorted({scheme for plan in PLANS.values() for scheme in schemes_of(plan)})
+    ((profile,),) = run_process([trial.profile_request(TOKENS, schemes)])
+    costs = {weights: trial.cost_of(profile, longest=TOKENS, weights=weights) for weights in PLANS}
+    answers = run_process(
+        [trial.step_request(plan, costs[name], RANKS[name], num_kept=0) for name, plan in PLANS.items()]
+    )
+    return {
+        name: [trial.beside_prediction(plan, costs[name], row, num_kept=0) for row in rows]
+        for (name, plan), rows in zip(PLANS.items(), answers)
+    }
+
+
+@pytest.mark.parametrize("weights", PLANS)
+def test_peaks_are_within_five_percent_of_the_memory_model_of_prepared_models(dry_runs, weights):
+    for row in dry_runs[weights]:
+        assert row["predicted"]["peak_total_bytes"] == pytest.approx(row["peak_total_bytes"], rel=WITHIN)
+
+
+@pytest.mark.parametrize("weights", PLANS)
+def test_no_tensor_has_a_number_for_every_token_and_word(dry_runs, weights):
+    for row in dry_runs[weights]:
+        own_tokens = TOKENS // PLANS[weights].pipelines[0].scheme.degree
+        assert row["largest_allocation"][0] < own_tokens * SIZES["vocab_size"], row["largest_allocation"]
+
+
+@pytest.mark.parametrize("weights", PLANS)
+def test_collectives_are_among_planned_ranks_and_in_one_order(dry_runs, weights):
+    assert differences_of(PLANS[weights], dry_runs[weights]) == []
+
+
+def test_units_are_gathered_for_the_forward_and_again_for_the_backward(dry_runs, request):
+    if "llama" not in request.node.name:
+        pytest.skip("other models have units without parameters, or tied ones")
+    last = 4
+    gathers = ["all_gather"] * (last + 1)
+    expected = [*gathers, "all_gather", *["all_gather", "reduce_scatter"] * (last - 1), "reduce_scatter"]
+    for row in dry_runs["by-layer"]:
+        issued = [
+            c["kind"] for c in row["collectives"] if c["operation"] == "micro-batch 0" and len(c["ranks"]) == NUM_RANKS
+        ]
+        assert sorted(issued) == sorted([*expected, "reduce_scatter"]) and issued[: last + 1] == gathers
+
+
+def test_gathered_state_is_a_share_and_two_units(dry_runs):
+    for row in dry_runs["by-layer"]:
+        state = {kind: row["peak_bytes"][kind] for kind in ("weights", "gradients", "optimizer")}
+        assert sum(state.values()) <= 1.1 * sum(row["predicted"]["peak_bytes"].values()), state
