@@ -1,5 +1,6 @@
 """A step of a model of transformers, prepared and without its weights, as one rank of a fake world runs it."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -95,9 +96,11 @@ def dry_profile(
     with fake_rank(rank, num_ranks, ranks_per_node=ranks_per_node) as (world, recorder):
         run = _prepare(settings, world, recorder, optimizer, source=PlannedTokens(None, settings.vocab_size))
         run.wrapped_model.layers.num_kept, rows = NUM_LAYERS, []
+        gc.disable()  # garbage that is freed within a layer would count as less than it keeps
         for degree, method, lengths in packs:
             group = group_of_degree(world, degree)
             assert group is not None, "numbers of ranks that share a pack divide those of the run"
+            gc.collect()
             counted, _ = measure_bytes(run, Trial(lengths=lengths, group=group, method=method))
             run.discard()
             rows.append([degree, method, lengths, counted])
