@@ -73,8 +73,7 @@ class Run(PreparedModel):
             workers: processes that read the sequences of each step ahead, from its beginning.
             on_oom: called on every rank with the micro-batches that ran out of memory, before a new plan.
             on_finish: called on every rank with every step that is done.
-            keep_layers: how many of the last layers every rank holds whole during a step, where weights are gathered
-                layer by layer.
+            keep_layers: how many of the last layers ranks hold whole during a step, if weights are gathered by layer.
             check_stages: raises an error unless stages of these numbers of layers can be computed; called on every rank
                 when a plan first has them. None: there are none.
         """

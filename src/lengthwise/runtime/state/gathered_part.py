@@ -71,4 +71,4 @@ def parts_of(shares: ShardedWeights) -> list[GatheredPart]:
     for slot in shares.table.slots.values():
         if prod(slot.shape):
             slots.setdefault(slot.unit, []).append(slot)
-    return [GatheredPart(shares=shares, unit=unit, slots=tuple(own)) for unit, own in slots.items()]
+    return [GatheredPart(shares=shares, unit=unit, slots=tuple(of_unit)) for unit, of_unit in slots.items()]

@@ -95,9 +95,9 @@ class LayerGather:
         Raises:
             InputError: a position used weights that were not gathered for it.
         """
-        at = next((at for at, (seen, there) in enumerate(zip(used, self._used)) if not seen <= there), None)
-        if at is not None:
-            where = f"layer {at - 1}" if 0 < at < self._num_units - 1 else "code outside of all layers"
+        wrong = next((place for place, (seen, there) in enumerate(zip(used, self._used)) if not seen <= there), None)
+        if wrong is not None:
+            where = f"layer {wrong - 1}" if 0 < wrong < self._num_units - 1 else "code outside of all layers"
             raise InputError(
                 f"{where} computes with weights of another layer, and weights are gathered layer by layer; use "
                 "weights='whole' in prepare(...)"

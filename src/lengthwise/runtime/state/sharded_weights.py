@@ -69,12 +69,12 @@ class ShardedWeights:
 
     def owned_pieces(self, flat: Tensor) -> dict[str, Tensor]:
         """What ``flat``, laid out as this rank's share, has of each parameter."""
-        at, pieces = 0, dict.fromkeys(self.named, flat[:0])
+        offset, pieces = 0, dict.fromkeys(self.named, flat[:0])
         for start, end in self.owned_layout.intervals[self.world.rank]:
             for name, (first, last) in self.table.intervals.items():
                 if (size := min(end, last) - max(start, first)) > 0:
-                    pieces[name] = flat[at : at + size]
-                    at += size
+                    pieces[name] = flat[offset : offset + size]
+                    offset += size
         return pieces
 
     def _owned_values(self) -> Tensor:
