@@ -25,7 +25,11 @@ def run(path, home, *before):
     return out.read_text()
 
 
-@pytest.mark.parametrize("path", ALONE, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    # Four ranks of one example start from nothing, which takes longest.
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.deep] * path.stem.startswith("02")) for path in ALONE],
+)
 def test_example_runs(path, tmp_path):
     assert run(path, tmp_path)
 

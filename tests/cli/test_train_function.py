@@ -26,7 +26,16 @@ def test_a_configuration_object_trains_as_the_command_does(tmp_path, monkeypatch
     assert [row["loss/avg"] for row in by_function] == [row["loss/avg"] for row in by_command]
     assert len(by_function) == 2
 
+
+@pytest.mark.deep
+def test_a_run_is_resumed_by_its_folder_with_other_settings(tmp_path):
+    corpus = runs.make_corpus(tmp_path / "corpus")
+    folder = tmp_path / "run"
+    lengthwise.train(load(None, runs.settings(corpus, folder, "train.steps=2")), nproc=2, quiet=True)
     assert lengthwise.train(resume=folder, overrides=["train.steps=3"], nproc=1, quiet=True) == folder
     assert [row["step"] for row in RunFolder(folder).read_metrics()] == [0, 1, 2]
+
+
+def test_a_resumed_run_takes_overrides_and_no_other_configuration(tmp_path):
     with pytest.raises(InputError, match="give overrides, not another config"):
-        lengthwise.train("run.yaml", resume=folder)
+        lengthwise.train("run.yaml", resume=tmp_path)

@@ -29,7 +29,8 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "recompute"), [(2, "all"), (3, "none"), pytest.param(4, "auto", marks=pytest.mark.deep)]
+    ("num_ranks", "recompute"),
+    [(3, "none"), *(pytest.param(*p, marks=pytest.mark.deep) for p in ((2, "all"), (4, "auto")))],
 )
 def test_weights_gathered_by_layer_train_what_one_device_trains(ranks, alone, num_ranks, recompute):
     for found in ranks(num_ranks).run(train_gpt, ("auto", "dcp-intra"), BY_LAYER | {"recompute": recompute}):

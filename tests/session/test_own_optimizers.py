@@ -57,7 +57,7 @@ def loop_on_one_device(make):
     return losses, weights_of(model)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.deep] * (n == "rmsprop")) for n in OPTIMIZERS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.deep] * (n != "matrices")) for n in OPTIMIZERS])
 def test_an_optimizer_of_ones_own_trains_and_resumes_on_any_number_of_ranks(ranks, name, tmp_path):
     losses, weights = loop_on_one_device(OPTIMIZERS[name])
     options = {key: value for key, value in OPTIONS.items() if key != "steps"}

@@ -109,6 +109,7 @@ def train_where_weights_do_not_fit():
     return *runs, weights_of(model)
 
 
+@pytest.mark.deep
 def test_auto_makes_shares_at_once_where_all_weights_do_not_fit_a_device(ranks):
     losses, weights = loop_on_one_device(make=models.adapted_gpt)
     for (is_whole_gathered, whole), (is_gathered, by_layer), found in ranks(3).run(

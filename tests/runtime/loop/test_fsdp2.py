@@ -52,7 +52,9 @@ def train(degree, is_wrapped, dtype=torch.float64):
     return losses, [parameter.detach().full_tensor().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("num_ranks", "degree"), [(2, 2), (4, 1), pytest.param(4, 2, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    ("num_ranks", "degree"), [(2, 2), *(pytest.param(4, degree, marks=pytest.mark.deep) for degree in (1, 2))]
+)
 def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, degree):
     """Four ranks for three micro-batches: one has none."""
     expected_losses, expected = ranks(1).run(train, 1, False)[0]

@@ -27,7 +27,8 @@ ALONE = GradientResult(
 
 def worst(loss=0.0, **added):
     """Of a pack that learns this much more."""
-    run = SimpleNamespace(state=None, wrapped_model=SimpleNamespace(structure=SimpleNamespace(parameters=NAMES)))
+    wrapped_model = SimpleNamespace(structure=SimpleNamespace(parameters=NAMES))
+    run = SimpleNamespace(gather=None, state=None, wrapped_model=wrapped_model)
     gradients = [value + added.get(name, 0.0) for name, value in zip(NAMES, ALONE.gradients)]
     packed = GradientResult(loss=ALONE.loss + loss, gradients=gradients)
     return exact.worst_difference(run, packed, ALONE, TOLERANCES[torch.float64])

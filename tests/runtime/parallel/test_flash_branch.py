@@ -15,7 +15,7 @@ RINGS = {Method.RING: 1, Method.MEGATRON_CZ: 1, Method.COLOSSAL_Z: 2}
 """Methods by a ring of keys and values, and how often each goes round forward."""
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 3])
 def test_every_method_is_exact_by_the_kernels_of_gpus(ranks, num_ranks):
     ranks(num_ranks).run(check_methods, num_ranks)
 

@@ -201,7 +201,7 @@ def test_masks_sinks_and_soft_caps_of_a_family_are_exact_in_rings(ranks, name):
 @pytest.mark.parametrize(
     ("num_ranks", "method", "recomputed"),
     [
-        (3, Method.RING, 2),
+        pytest.param(3, Method.RING, 2, marks=pytest.mark.deep),
         *(
             pytest.param(num_ranks, method, recomputed, marks=pytest.mark.deep)
             for num_ranks in (2, 3, 4) for method in METHODS[1:] for recomputed in (0, 3)

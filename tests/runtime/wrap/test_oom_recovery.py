@@ -37,7 +37,7 @@ def test_a_step_that_did_not_fit_anywhere_comes_again_and_ends_at_the_same_weigh
 @pytest.mark.parametrize(
     "trained",
     [
-        pytest.param(name, marks=[pytest.mark.deep] * (name not in ("no layer", "behind the attention")))
+        pytest.param(name, marks=[pytest.mark.deep] * (name != "behind the attention"))
         for name in TRAINED
         if name != "all"
     ],
