@@ -26,6 +26,11 @@ threading.Event().wait(60)  # as in a collective or a compiler
 """
 
 
+def _heed_hangups():
+    """Also where these tests run under ``nohup``."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def rank(tmp_path):
     """A process that notes signals, and does not come to look at them."""
@@ -33,7 +38,7 @@ def rank(tmp_path):
 
     def start(phase, *wrapper):
         command = [*wrapper, sys.executable, "-c", RANK, str(tmp_path / "stop"), phase]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=_heed_hangups))
         assert started[-1].stdout.read(5) == b"ready"
         return started[-1]
 

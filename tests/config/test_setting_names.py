@@ -91,10 +91,12 @@ def test_each_surface_spells_settings_that_it_has(setting):
 def test_an_error_is_spelt_for_those_who_read_it(spell, spelt):
     text = f"Set {Setting.MAX_LENGTH}=3, {Setting.OPTIMIZER}=sgd or {Setting.MAX_TOKENS}"
     with pytest.raises(InfeasibleError) as raised, errors_spelt(spell):
-        raise InfeasibleError(text)
+        raise InfeasibleError(text, what="sequence 4", value=7, limit=3, unit="tokens")
     error = pickle.loads(pickle.dumps(raised.value))
     assert str(error) == str(raised.value) == spelt
-    assert error.settings == (Setting.MAX_LENGTH, Setting.OPTIMIZER, Setting.MAX_TOKENS)
+    for same in (error, raised.value.with_message("longer")):
+        assert (same.what, same.value, same.limit, same.unit) == ("sequence 4", 7, 3, "tokens")
+    assert error.remedies == (Setting.MAX_LENGTH, Setting.OPTIMIZER, Setting.MAX_TOKENS)
     assert str(InputError(f"rank 1: {error.marked}")).endswith(
         "Set data.max_length=3, optim.name=sgd or plan.max_tokens"
     )
@@ -104,8 +106,14 @@ def test_an_error_is_spelt_for_those_who_read_it(spell, spelt):
 def test_functions_and_commands_name_their_own_arguments(policy):
     lengths = [100, 2_000_000]
     wanted = {"model": "llama-7b", "cluster": "8xH100-80GB", "max_degree": 1, "max_stages": 1}
-    with pytest.raises(InfeasibleError, match=r"Give max_length=\d+ or less, .* with max_degree, max_stages, methods"):
+    with pytest.raises(
+        InfeasibleError, match=r"Give max_length=\d+ or less, .* with max_degree, max_stages, methods"
+    ) as raised:
         lengthwise.plan(lengths, policy=policy, **wanted)
+    error = raised.value
+    assert (error.what, error.value, error.unit) == ("sequence 1", 2_000_000, "tokens")
+    assert f"max_length={error.limit} or less" in str(error)
+    assert Setting.MAX_LENGTH in error.remedies
     with pytest.raises(InputError, match=r"over max_length 100; .*Raise max_length, or set over_length to drop"):
         lengthwise.plan(lengths, policy=policy, max_length=100, over_length="error", **wanted)
 

@@ -52,5 +52,7 @@ def check_plans_fit(plans: "PlanFile", config: Config, spec: ModelSpec, cluster:
             raise InfeasibleError(
                 f"{plans.path}, step {step}: a micro-batch of {num_tokens:,} tokens under {scheme.name} needs {needed} "
                 f"per device; a device has {available}. Plan again for these devices, or set cluster.memory_gib if "
-                "they have more"
-            )
+                "they have more",
+                what=f"a micro-batch of {num_tokens:,} tokens", value=peak, limit=cluster.device.memory_bytes,
+                unit="bytes",
+            )  # fmt: skip

@@ -7,6 +7,7 @@ them as its users do: as keys of a configuration, options of a command or keywor
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from enum import StrEnum
 
 _MARKED = re.compile("⟦([a-z_.]+)⟧")
@@ -65,11 +66,30 @@ def as_key(setting: Setting) -> str:
 
 
 class LengthwiseError(ValueError):
-    """A user's mistake or a limit of the machine: shown without a traceback. The message names the way out."""
+    """A user's mistake or a limit of the machine: shown without a traceback. The message names the way out.
+
+    Attributes:
+        what: the thing that is refused, such as ``"sequence 17"``; empty where the message alone says it.
+        value: what it takes, in ``unit``; None: the error is not one of numbers.
+        limit: the most there is, in ``unit``.
+        unit: ``"tokens"``, ``"bytes"``, ``"devices"`` or ``"files"``.
+    """
 
     exit_code = 1
     spell: Callable[[Setting], str] = staticmethod(as_key)
     """How ``str`` spells settings; whoever shows the error to users of something else than configurations sets it."""
+
+    def __init__(
+        self, *args: object, what: str = "", value: float | None = None, limit: float | None = None, unit: str = ""
+    ) -> None:
+        super().__init__(*args)
+        self.what, self.value, self.limit, self.unit = what, value, limit, unit
+
+    def with_message(self, message: str) -> "LengthwiseError":
+        """Return an error of the same numbers and exit code with another message, such as a longer one."""
+        other = copy(self)
+        other.args = (message,)
+        return other
 
     @property
     def marked(self) -> str:
@@ -77,7 +97,7 @@ class LengthwiseError(ValueError):
         return str(self.args[0]) if self.args else ""
 
     @property
-    def settings(self) -> tuple[Setting, ...]:
+    def remedies(self) -> tuple[Setting, ...]:
         """The settings that the message names, in its order."""
         return tuple(Setting(key) for key in _MARKED.findall(self.marked))
 

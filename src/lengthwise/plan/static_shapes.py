@@ -34,8 +34,9 @@ def with_shapes(planner: Planner, max_shapes: int) -> Planner:
         raise InfeasibleError(
             f"{Setting.SHAPES}={max_shapes}: sizes are multiples of {multiple:,} tokens; the longest sequence, "
             f"{problem.max_length:,} tokens, takes {needed:,}, and a micro-batch holds {top:,} at most. Raise "
-            f"{Setting.MAX_TOKENS}, lower {Setting.MAX_LENGTH}, or leave {Setting.SHAPES} out"
-        )
+            f"{Setting.MAX_TOKENS}, lower {Setting.MAX_LENGTH}, or leave {Setting.SHAPES} out",
+            what="the longest sequence", value=needed, limit=top, unit="tokens",
+        )  # fmt: skip
     packs = _typical_packs(planner, tops)
     lattice = packed_lattice(packs, most=max_shapes, multiple_of=multiple, largest=problem.max_length)
     return replace(planner, problem=filled_up(problem, lattice))

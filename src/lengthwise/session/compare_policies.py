@@ -60,7 +60,7 @@ class PolicyComparison:
 
     def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
         """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
-        problem, refused = None, ""
+        problem, refused = None, None
         try:
             problem = make_problem(
                 AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype),
@@ -72,7 +72,7 @@ class PolicyComparison:
             )
             check_longest(problem, self.lengths)
         except InfeasibleError as error:
-            problem, refused = None, error.spelt(self.spelling)
+            error.spell, problem, refused = self.spelling, None, error
         return ComparedCluster(cluster=cluster, tokens_per_step=tokens_per_step, problem=problem, refused=refused)
 
     @contextmanager
@@ -110,7 +110,7 @@ class PolicyComparison:
         drawn = self.batches(entry)
         results, planners, batches = [], {}, list[PricedBatch]()
         if entry.problem is None:
-            results = [PolicyResult(policy=name, refused=entry.refused) for name in self.policies]
+            results = [PolicyResult(policy=name, refused=str(entry.refused)) for name in self.policies]
         else:
             batches = [PricedBatch(entry.problem, batch) for batch in drawn]
             for name in self.policies:
@@ -146,7 +146,7 @@ class ComparedCluster:
     tokens_per_step: int
     problem: PlanningProblem | None
     """None where nothing can run, for the reason in ``refused``."""
-    refused: str = ""
+    refused: InfeasibleError | None = None
 
     @property
     def name(self) -> str:

@@ -122,8 +122,9 @@ def _check_any_fits(candidates: Sequence[Candidate], spec: ModelSpec, cluster: C
         raise InfeasibleError(
             f"{spec.name} on {cluster.name}: no scheme fits a token; weights, gradients and each device's share of the "
             f"optimizer take at least {least}, a device has {available}. "
-            "Use more or larger devices, or allow more schemes with --max-degree, --max-stages and --methods."
-        )
+            "Use more or larger devices, or allow more schemes with --max-degree, --max-stages and --methods.",
+            what=spec.name, value=state_bytes, limit=cluster.device.memory_bytes, unit="bytes",
+        )  # fmt: skip
 
 
 def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) -> None:
@@ -133,8 +134,9 @@ def _refuse(candidates: Sequence[Candidate], length: int, cluster: ClusterSpec) 
         f"a sequence of {length:,} tokens needs {needed} per device under the leanest scheme, "
         f"{leanest.scheme.name}; a device has {available}. The longest that fits has "
         f"{leanest.max_tokens:,} tokens. Use more or larger devices, or allow more schemes with --max-degree, "
-        "--max-stages and --methods."
-    )
+        "--max-stages and --methods.",
+        what="a sequence", value=length, limit=leanest.max_tokens, unit="tokens",
+    )  # fmt: skip
 
 
 def _fit(candidate: Candidate, length: int) -> FittingPipeline:

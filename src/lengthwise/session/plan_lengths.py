@@ -82,7 +82,7 @@ def plan(
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: the model's state or the longest sequence fits on the cluster under no parallel configuration.
     """
-    from lengthwise.core.errors import InfeasibleError, errors_spelt
+    from lengthwise.core.errors import errors_spelt
     from lengthwise.plan.planner import Planner
     from lengthwise.plan.policies import check_policies
     from lengthwise.session.planning_args import PYTHON, find_cluster
@@ -92,7 +92,8 @@ def plan(
     comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)
     entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
     if entry.problem is None:
-        raise InfeasibleError(entry.refused)
+        assert entry.refused is not None
+        raise entry.refused
     planner = Planner(policy=policy, problem=entry.problem)
     with errors_spelt(PYTHON):
         return [planner(batch) for batch in comparison.batches(entry)]

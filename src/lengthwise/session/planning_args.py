@@ -72,8 +72,9 @@ def check_longest(problem: PlanningProblem, lengths: LengthIndex) -> None:
     raise InfeasibleError(
         f"sequence {where} ({lengths.max_length:,} tokens) {problem.needs(kind, lengths.max_length)} "
         f"Give {Setting.MAX_LENGTH}={kind.max_tokens} or less, more or larger devices, or allow more schemes with "
-        f"{Setting.MAX_DEGREE}, {Setting.MAX_STAGES}, {Setting.METHOD} and {Setting.RECOMPUTE}=auto."
-    )
+        f"{Setting.MAX_DEGREE}, {Setting.MAX_STAGES}, {Setting.METHOD} and {Setting.RECOMPUTE}=auto.",
+        what=f"sequence {where}", value=lengths.max_length, limit=kind.max_tokens, unit="tokens",
+    )  # fmt: skip
 
 
 def check_positions(model: str, max_positions: int, *, longest: int) -> None:

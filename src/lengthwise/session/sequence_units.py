@@ -85,7 +85,7 @@ def units_named(num_members: int | None) -> Iterator[None]:
     except InfeasibleError as error:
         if num_members is None:
             raise
-        raise InfeasibleError(
+        raise error.with_message(
             f"{str(error).replace('over_length=split', 'over_length=drop')} Items are units of {num_members} sequences "
             "that share a micro-batch, and are planned as one sequence of their summed length"
         ) from None

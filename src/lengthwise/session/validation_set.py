@@ -72,7 +72,7 @@ def validation_plans(config: Config, corpus: Corpus, planner_of: PlannerOf) -> C
     try:
         planner = planner_of(config, corpus)
     except InfeasibleError as error:
-        raise InfeasibleError(f"the validation set cannot be computed: {error}") from None
+        raise error.with_message(f"the validation set cannot be computed: {error.marked}") from None
 
     @cache
     def plans() -> tuple[StepPlan, ...]:

@@ -57,12 +57,12 @@ USUAL, FROM_LOGITS = LabelConvention(), LabelConvention(takes_shifted=False)
 
 
 def asked(loss_of, **changes):
-    wrapped_model = SimpleNamespace(uses_labels=True, objective=NEXT_TOKEN, **changes)
+    wrapped_model = SimpleNamespace(uses_labels=True, objective=NEXT_TOKEN, plain=nullcontext, **changes)
 
     def model(input_ids, labels, shift_labels=None):
         return SimpleNamespace(loss=loss_of(labels, shift_labels), logits=LOGITS)
 
-    return learn_labels(SimpleNamespace(wrapped_model=wrapped_model, model=model, plain=nullcontext), TOKENS)
+    return learn_labels(SimpleNamespace(wrapped_model=wrapped_model, model=model, gathered=nullcontext), TOKENS)
 
 
 @pytest.mark.parametrize(

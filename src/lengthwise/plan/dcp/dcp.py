@@ -75,12 +75,13 @@ def usable_candidates(problem: PlanningProblem) -> list[Candidate]:
     for usable in ([candidate for candidate in single if candidate.scheme.weights is WeightPlacement.WHOLE], single):
         if _suffice(usable, problem):
             return usable
+    reach = max((candidate.max_tokens for candidate in single), default=0)
     raise InfeasibleError(
         f"dcp needs pipelines of one stage that hold {problem.max_length:,} tokens and tile {problem.num_devices} "
-        f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach "
-        f"{max((candidate.max_tokens for candidate in single), default=0):,} tokens at degrees "
-        f"{sorted({c.scheme.degree for c in single})}. Allow more degrees or recompute, or lower {Setting.MAX_LENGTH}."
-    )
+        f"devices of {bytes_in_words(problem.memory_bytes)}; the pool's reach {reach:,} tokens at degrees "
+        f"{sorted({c.scheme.degree for c in single})}. Allow more degrees or recompute, or lower {Setting.MAX_LENGTH}.",
+        what="the longest sequence", value=problem.max_length, limit=reach, unit="tokens",
+    )  # fmt: skip
 
 
 def _suffice(candidates: Sequence[Candidate], problem: PlanningProblem) -> bool:
@@ -157,8 +158,10 @@ class DcpPolicy:
             raise InfeasibleError(
                 f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than {Setting.MAX_LENGTH} "
                 f"({self.problem.max_length:,}) and than any of dcp's groups holds; set {Setting.MAX_LENGTH} to the "
-                "longest."
-            )
+                "longest.",
+                what=f"sequence {priced.batch.ids[longest]}", value=length, limit=self.problem.max_length,
+                unit="tokens",
+            )  # fmt: skip
         options = _Step(self, priced).options()
         if len(options) == 1:
             return options[0]

@@ -66,8 +66,9 @@ class RecomputeLadder:
         if tokens.size and tokens.max() > self.max_tokens:
             raise InfeasibleError(
                 f"a micro-batch of {int(tokens.max()):,} tokens fits under none of {len(self.candidates)} schemes; the "
-                f"leanest, {self.candidates[-1].scheme.name}, holds {self.max_tokens:,}. Lower {Setting.MAX_LENGTH}."
-            )
+                f"leanest, {self.candidates[-1].scheme.name}, holds {self.max_tokens:,}. Lower {Setting.MAX_LENGTH}.",
+                what="a micro-batch", value=int(tokens.max()), limit=self.max_tokens, unit="tokens",
+            )  # fmt: skip
         if self.is_chain:
             return np.searchsorted(self.limits, tokens)
         times_s = np.stack([candidate.times_s(tokens) + candidate.overhead_s for candidate in self.candidates])

@@ -28,8 +28,9 @@ def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
         raise InfeasibleError(
             f"policy hydraulis plans with {leanest.scheme.methods[0]} alone: a sequence of {problem.max_length:,} "
             f"tokens {problem.needs(leanest, problem.max_length)} Set {Setting.POLICY}=auto, or "
-            f"{Setting.MAX_LENGTH}={leanest.max_tokens} or less with {Setting.OVER_LENGTH}=split."
-        )
+            f"{Setting.MAX_LENGTH}={leanest.max_tokens} or less with {Setting.OVER_LENGTH}=split.",
+            what="the longest sequence", value=problem.max_length, limit=leanest.max_tokens, unit="tokens",
+        )  # fmt: skip
     strategies = [
         PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in proposal.counts])
         for proposal in proposals(problem, published_space)

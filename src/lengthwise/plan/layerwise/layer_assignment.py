@@ -167,8 +167,9 @@ class LayerAssigner:
         if num_tokens > leanest.max_tokens:
             raise InfeasibleError(
                 f"a pack of {num_tokens:,} tokens fits under no mix of methods; the leanest, {leanest.scheme.name}, "
-                f"holds {leanest.max_tokens:,}. Raise {Setting.MAX_DEGREE} or set {Setting.MAX_LENGTH}."
-            )
+                f"holds {leanest.max_tokens:,}. Raise {Setting.MAX_DEGREE} or set {Setting.MAX_LENGTH}.",
+                what="a pack", value=num_tokens, limit=leanest.max_tokens, unit="tokens",
+            )  # fmt: skip
         pack_lengths = np.array([num_tokens])
         times_s = np.array([self._time_s(candidate, pack_lengths) / self.num_layers for candidate in self.options])
         layer_bytes, fixed_bytes = self._parts(num_tokens)

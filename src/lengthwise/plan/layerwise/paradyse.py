@@ -39,12 +39,13 @@ def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
         if policy.ladder.max_tokens >= problem.max_length:
             return policy
     single = [candidate for candidate in problem.candidates if candidate.num_stages == 1]
+    reach = max((candidate.max_tokens for candidate in single), default=0)
     raise InfeasibleError(
         f"paradyse needs one degree that tiles {problem.num_devices} devices and holds {problem.max_length:,} tokens "
-        f"in {bytes_in_words(problem.memory_bytes)}; the pool reaches "
-        f"{max((candidate.max_tokens for candidate in single), default=0):,} tokens at degrees "
-        f"{sorted({c.scheme.degree for c in single})}. Allow recompute or more degrees, or lower {Setting.MAX_LENGTH}."
-    )
+        f"in {bytes_in_words(problem.memory_bytes)}; the pool reaches {reach:,} tokens at degrees "
+        f"{sorted({c.scheme.degree for c in single})}. Allow recompute or more degrees, or lower {Setting.MAX_LENGTH}.",
+        what="the longest sequence", value=problem.max_length, limit=reach, unit="tokens",
+    )  # fmt: skip
 
 
 def on_every_degree(problem: PlanningProblem) -> list["ParaDysePolicy"]:
@@ -129,8 +130,10 @@ class ParaDysePolicy:
             raise InfeasibleError(
                 f"sequence {priced.batch.ids[longest]} ({length:,} tokens) is longer than {Setting.MAX_LENGTH} "
                 f"({self.problem.max_length:,}) and than the {self.ladder.max_tokens:,} tokens that paradyse's group "
-                f"holds; set {Setting.MAX_LENGTH} to the longest."
-            )
+                f"holds; set {Setting.MAX_LENGTH} to the longest.",
+                what=f"sequence {priced.batch.ids[longest]}", value=length, limit=self.ladder.max_tokens,
+                unit="tokens",
+            )  # fmt: skip
         return (tuple(self._pipeline(priced, ranks, packs) for ranks, packs in zip(self._ranks, self._packs(priced))),)
 
     @cached_property

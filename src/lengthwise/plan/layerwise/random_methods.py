@@ -74,8 +74,9 @@ class RandomMethods:
             needed, available = needed_and_available(peak, problem.memory_bytes)
             raise InfeasibleError(
                 f"a micro-batch of {tokens:,} tokens needs {needed} per device under random methods; a device has "
-                f"{available}; set {Setting.MAX_TOKENS} lower, or name one method"
-            )
+                f"{available}; set {Setting.MAX_TOKENS} lower, or name one method",
+                what=f"a micro-batch of {tokens:,} tokens", value=peak, limit=problem.memory_bytes, unit="bytes",
+            )  # fmt: skip
         time_s = float(problem.cost.time_s(micro_batch.pack.computed_lengths, ran_as))
         comm_s = float(problem.cost.comm_times_s(np.asarray(micro_batch.pack.computed_lengths), ran_as).sum())
         return replace(micro_batch, methods=methods, peak_bytes=peak, time_s=time_s, comm_s=comm_s)
@@ -108,6 +109,7 @@ def random_strategies(planner: Planner, *, seed: int) -> RandomStrategies:
     if not members:
         raise InfeasibleError(
             f"no strategy to draw: no degree and number of stages tile {problem.num_devices} devices and hold the "
-            f"longest sequence ({problem.max_length:,} tokens); raise {Setting.MAX_DEGREE} or set {Setting.MAX_LENGTH}"
-        )
+            f"longest sequence ({problem.max_length:,} tokens); raise {Setting.MAX_DEGREE} or set {Setting.MAX_LENGTH}",
+            what="the longest sequence", value=problem.max_length, unit="tokens",
+        )  # fmt: skip
     return RandomStrategies(members=tuple(members), seed=seed)

@@ -265,5 +265,6 @@ def _check_fits(problem: PlanningProblem, candidate: Candidate, packs: list[Pack
             smaller = f"{Setting.BATCH_SIZE} or " if problem.batch_size else ""
             raise InfeasibleError(
                 f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
-                f"{problem.needs(candidate, pack.num_tokens)} Lower {smaller}{Setting.MAX_LENGTH}."
-            )
+                f"{problem.needs(candidate, pack.num_tokens)} Lower {smaller}{Setting.MAX_LENGTH}.",
+                what="a micro-batch", value=pack.num_tokens, limit=candidate.max_tokens, unit="tokens",
+            )  # fmt: skip

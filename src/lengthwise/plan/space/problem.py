@@ -50,7 +50,9 @@ class PlanningProblem:
 
     def __post_init__(self) -> None:
         if not self.candidates:
-            raise InfeasibleError(f"no scheme fits a device of {bytes_in_words(self.memory_bytes)}")
+            raise InfeasibleError(
+                f"no scheme fits a device of {bytes_in_words(self.memory_bytes)}", limit=self.memory_bytes, unit="bytes"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what can be prepared again."""
@@ -95,8 +97,10 @@ class PlanningProblem:
         candidate = self.leanest
         raise InfeasibleError(
             f"sequence {sequence} ({length:,} tokens) {self.needs(candidate, length)} "
-            f"Set {Setting.MAX_LENGTH}={candidate.max_tokens} or less with {Setting.OVER_LENGTH}=split{self._leaner()}."
-        )
+            f"Set {Setting.MAX_LENGTH}={candidate.max_tokens} or less with {Setting.OVER_LENGTH}=split"
+            f"{self._leaner()}.",
+            what=f"sequence {sequence}", value=length, limit=candidate.max_tokens, unit="tokens",
+        )  # fmt: skip
 
     def needs(self, candidate: Candidate, num_tokens: int) -> str:
         """Why a micro-batch of ``num_tokens`` cannot run as ``candidate``."""

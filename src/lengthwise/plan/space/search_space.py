@@ -154,8 +154,9 @@ def _refuse(
     raise InfeasibleError(
         f"no scheme fits: the leanest, {leanest.name}, takes {least} per device for weights, gradients and its share "
         f"of the optimizer, one token included; a device has {available}. Use devices with more memory, more of "
-        f"them{more} or a smaller model."
-    )
+        f"them{more} or a smaller model.",
+        what=leanest.name, value=needed[leanest], limit=cluster.device.memory_bytes, unit="bytes",
+    )  # fmt: skip
 
 
 def make_sampler(lengths: LengthIndex, *, tokens_per_step: int, seed: int) -> Sampler:

@@ -82,8 +82,9 @@ def _holding(problem: PlanningProblem, candidates: list[Candidate], size: int) -
         leanest = max(candidates, key=lambda candidate: candidate.max_tokens)
         raise InfeasibleError(
             f"policy padded: a micro-batch of {size} sequences padded to {problem.max_length:,} tokens ({needed:,} in "
-            f"all) {problem.needs(leanest, needed)} Lower {Setting.BATCH_SIZE} or {Setting.MAX_LENGTH}."
-        )
+            f"all) {problem.needs(leanest, needed)} Lower {Setting.BATCH_SIZE} or {Setting.MAX_LENGTH}.",
+            what=f"a micro-batch of {size} padded sequences", value=needed, limit=leanest.max_tokens, unit="tokens",
+        )  # fmt: skip
     return holding
 
 

@@ -103,15 +103,17 @@ def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidat
         raise InfeasibleError(
             f"policy {policy} tiles the cluster with equal pipelines; those of the pool occupy {sizes} devices, which "
             f"do not divide {problem.num_devices}. Raise {Setting.MAX_DEGREE} or {Setting.MAX_STAGES}, or set "
-            f"{Setting.POLICY}=auto."
-        )
+            f"{Setting.POLICY}=auto.",
+            what=f"policy {policy}", value=problem.num_devices, unit="devices",
+        )  # fmt: skip
     leanest = max(tiling, key=lambda candidate: candidate.max_tokens)
     mixed = f", or {Setting.POLICY}=auto" if problem.leanest.max_tokens >= problem.max_length else ""
     raise InfeasibleError(
         f"policy {policy} tiles the cluster with equal pipelines: a sequence of {problem.max_length:,} tokens "
         f"{problem.needs(leanest, problem.max_length)} Set {Setting.MAX_LENGTH}={leanest.max_tokens} or less with "
-        f"{Setting.OVER_LENGTH}=split{mixed}."
-    )
+        f"{Setting.OVER_LENGTH}=split{mixed}.",
+        what="the longest sequence", value=problem.max_length, limit=leanest.max_tokens, unit="tokens",
+    )  # fmt: skip
 
 
 def few_recomputes(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -104,8 +104,9 @@ class GroupRegistry:
         if (wanted := max(files.values(), default=0)) > limit:
             raise InfeasibleError(
                 f"the groups of one step need {wanted:,} open files in a process, and the limit is {limit:,}; raise "
-                "it (ulimit -n) or use plans with fewer pipelines"
-            )
+                "it (ulimit -n) or use plans with fewer pipelines",
+                what="the process groups of one step", value=wanted, limit=limit, unit="files",
+            )  # fmt: skip
 
     @staticmethod
     def _usage(keys: Iterable[Key]) -> tuple[Counter[int], Counter[int]]:

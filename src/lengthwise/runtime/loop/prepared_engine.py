@@ -91,8 +91,9 @@ class PreparedEngine:
                     if shard.has_failed:
                         raise InfeasibleError(
                             f"validation ran out of memory with {planned.pack.num_tokens:,} tokens; lower "
-                            f"{Setting.MAX_TOKENS}"
-                        )
+                            f"{Setting.MAX_TOKENS}",
+                            what="a micro-batch of the validation set", value=planned.pack.num_tokens, unit="tokens",
+                        )  # fmt: skip
                     is_last = shard.stage_pass is None or shard.stage_pass.is_last
                     if is_last and (count := micro_batch.num_targets):  # else the mean is 0 / 0
                         sums += torch.tensor([float(loss) * count, count], dtype=sums.dtype, device=sums.device)

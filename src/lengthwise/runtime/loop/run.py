@@ -241,7 +241,10 @@ class Run(PreparedModel):
         self.note_failure(reason)
         if self.on_oom is None or step.attempt >= MOST_ATTEMPTS:
             raise InfeasibleError(
-                f"{reason}, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices"
+                f"{reason}, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices",
+                what=f"micro-batch {failed.micro_batch} of pipeline {failed.pipeline}",
+                value=pack.num_tokens,
+                unit="tokens",
             )
         self.on_oom(step, failures)
 

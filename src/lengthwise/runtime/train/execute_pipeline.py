@@ -248,8 +248,9 @@ def out_of_memory(plan: StepPlan, pipeline: int, micro_batch: int, *, rank: int)
     num_tokens = planned.micro_batches[micro_batch].pack.num_tokens
     return InfeasibleError(
         f"step {plan.step}: rank {rank} ran out of memory in a micro-batch of {num_tokens:,} tokens under scheme "
-        f"{planned.scheme.name}; lower {Setting.MAX_TOKENS}, or use more devices"
-    )
+        f"{planned.scheme.name}; lower {Setting.MAX_TOKENS}, or use more devices",
+        what=f"micro-batch {micro_batch} of pipeline {pipeline}", value=num_tokens, unit="tokens",
+    )  # fmt: skip
 
 
 def make_groups(plan: StepPlan, state: ShardedState) -> None:

@@ -30,7 +30,8 @@ class StepMemoryError(InfeasibleError):
 
     def __init__(self, plan: StepPlan, failures: tuple[MicroBatchFailure, ...]) -> None:
         first, self.failures = failures[0], failures
-        super().__init__(str(out_of_memory(plan, first.pipeline, first.micro_batch, rank=first.rank)))
+        error = out_of_memory(plan, first.pipeline, first.micro_batch, rank=first.rank)
+        super().__init__(error.marked, what=error.what, value=error.value, unit=error.unit)
 
 
 class DivergedError(LengthwiseError):

@@ -123,8 +123,9 @@ def _search(problem: PlanningProblem, search: Search, starts: Starts, *, holding
         sizes = ", ".join(map(str, sorted(set(search.tiler.sizes))))
         raise InfeasibleError(
             f"no mix of pipelines of {sizes} devices tiles {problem.num_devices} devices and holds a sequence of "
-            f"{holding:,} tokens. Allow more degrees ({Setting.MAX_DEGREE}) or stages, or lower {Setting.MAX_LENGTH}."
-        )
+            f"{holding:,} tokens. Allow more degrees ({Setting.MAX_DEGREE}) or stages, or lower {Setting.MAX_LENGTH}.",
+            what="the longest sequence", value=holding, unit="tokens",
+        )  # fmt: skip
     best_counts = [search.climb(ranked[0], holding=holding) if effort else ranked[0]]
     limits_s = search.times_s[best_counts[0]]
     for _ in range(effort - 1):
