@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, get_args, get_origin, get_type_hints
 
+from lengthwise.core.errors import errors_spelt
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
@@ -82,7 +84,6 @@ def plan(
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: the model's state or the longest sequence fits on the cluster under no parallel configuration.
     """
-    from lengthwise.core.errors import errors_spelt
     from lengthwise.plan.planner import Planner
     from lengthwise.plan.policies import check_policies
     from lengthwise.session.planning_args import PYTHON, find_cluster
