@@ -1,6 +1,8 @@
-"""Models that are not ours under DCP's policies and `auto`, beside `static`, `bucket` and transformers' Trainer.
+"""Models that are not ours under DCP's policies and `auto`, beside `static`, `bucket` and other trainers.
 
-    python benchmarks/any_model.py [--quick] [--rounds 2] [--steps 4] [--ranks 2 4]
+    python benchmarks/any_model.py [--quick] [--rounds 2] [--steps 4] [--ranks 2 4] [--peers DIR]
+
+The other trainers are transformers' Trainer, a loop with FSDP2 and, with --peers (peers.txt), trl's SFTTrainer.
 
 Ranks are processes of one thread joined by Gloo, started here. All sides of a model and a set of lengths take turns in
 every round; figures are medians of ratios within a round. Writes any_model.md and results/any_model.json.
@@ -12,7 +14,8 @@ import tempfile
 from collections.abc import Mapping
 from statistics import mean, median
 
-from any_model_runs import KINDS, LENGTHS, POWERS, TOKENS, memory_gib, train, train_with_trainer
+from any_model_peers import train_with_fsdp2, train_with_trainer, train_with_trl
+from any_model_runs import KINDS, LENGTHS, POWERS, TOKENS, memory_gib, train
 from method_ranks import Ranks
 from pages import Cell, Goal, Section, at_least, at_most, number, say, write
 
@@ -29,10 +32,17 @@ TEXT = (
     "same round; `bucket` is DCP's baseline, a fixed degree with the best batch size per bucket, tuned; `static` a "
     "fixed scheme, tuned. *Idle*: the mean over ranks of the time in which a rank computes no micro-batch while the "
     "fullest one does. *Off*: predicted over measured seconds of a step, how far from 1, median. *Degree*: the highest "
-    "in the last step."
+    "in the last step. The trainers of others pad batches of like lengths, four sequences to a rank: transformers' "
+    "Trainer under DistributedDataParallel, trl's SFTTrainer with its default loss, and a loop with FSDP2 layer by "
+    "layer (transformers' Trainer shards on GPUs alone)."
 )
 SIDES = ("bucket", "static", "dcp-inter", "dcp-intra", "auto")
-TRAINER = "transformers' Trainer"
+PEERS = {
+    "transformers' Trainer": train_with_trainer,
+    "FSDP2": train_with_fsdp2,
+    "trl's SFTTrainer": train_with_trl,
+}
+NEEDS_FOLDER = "trl's SFTTrainer"
 Found = dict[tuple[int, str, str, str], list[dict[str, float]]]
 
 
@@ -42,13 +52,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--peers", help="folder where the packages of peers.txt are installed")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # accelerate would start as many threads as there are cores in every rank
     rounds, steps = (1, 2) if options.quick else (options.rounds, options.steps)
     loads, found = [os.getloadavg()[0]], Found()
     with tempfile.TemporaryDirectory() as work:
         for count in options.ranks:
-            measure(count, found, rounds=rounds, steps=steps, work=work)
+            measure(count, found, rounds=rounds, steps=steps, work=work, peers=options.peers)
     loads.append(os.getloadavg()[0])
     first = FIRST.format(
         ranks=" and ".join(map(str, options.ranks)), shortest=LENGTHS[0], longest=LENGTHS[-1], tokens=TOKENS,
@@ -58,7 +69,7 @@ def main() -> None:
     write("any_model", title=TITLE, first=first, sections=sections)
 
 
-def measure(count: int, found: Found, *, rounds: int, steps: int, work: str) -> None:
+def measure(count: int, found: Found, *, rounds: int, steps: int, work: str, peers: str | None) -> None:
     """All models and lengths on ``count`` ranks."""
     ranks = Ranks(count)
     try:
@@ -70,8 +81,11 @@ def measure(count: int, found: Found, *, rounds: int, steps: int, work: str) -> 
                         result = ranks.run(train, kind, drawn, side, steps, limit, work)[0]
                         found.setdefault((count, kind, drawn, side), []).append(result)
                     if kind.startswith("llama"):
-                        result = ranks.run(train_with_trainer, drawn, steps)[0]
-                        found.setdefault((count, kind, drawn, TRAINER), []).append(result)
+                        for side, train_peer in PEERS.items():
+                            if side != NEEDS_FOLDER or peers:
+                                folder = [peers] * (side == NEEDS_FOLDER)
+                                result = ranks.run(train_peer, drawn, steps, *folder)[0]
+                                found.setdefault((count, kind, drawn, side), []).append(result)
     finally:
         ranks.close()
 
@@ -79,7 +93,8 @@ def measure(count: int, found: Found, *, rounds: int, steps: int, work: str) -> 
 def section(found: Mapping[tuple[int, str, str, str], list[dict[str, float]]], count: int, **sizes: int) -> Section:
     """The table of one number of ranks."""
     rows: list[list[Cell]] = []
-    idle, ratios, errors, over_trainer = [], [], [], []
+    idle, ratios, errors = [], [], []
+    over_peers: dict[str, list[float]] = {}
     for (ranks, kind, drawn, side), results in found.items():
         if ranks != count:
             continue
@@ -95,9 +110,10 @@ def section(found: Mapping[tuple[int, str, str, str], list[dict[str, float]]], c
             idle.append(mean(r["idle"] for r in results))
             errors += [r["error"] for r in results]
             ratios.append(median(speeds))
-        if side == TRAINER:
-            ours = found[ranks, kind, drawn, "dcp-intra"]
-            over_trainer.append(median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, results)))
+        if side in PEERS:
+            ours = found[ranks, kind, drawn, "auto"]
+            ratio = median(a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(ours, results))
+            over_peers.setdefault(side, []).append(ratio)
     goals: list[Goal] = [
         at_most(f"{count} ranks: idle of dcp-intra, mean (published code: 6 to 23 %)", mean(idle), 0.05, "%"),
         at_least(f"{count} ranks: tokens/s of dcp-intra over bucket, worst model and lengths", min(ratios), 1.0, "x"),
@@ -106,9 +122,10 @@ def section(found: Mapping[tuple[int, str, str, str], list[dict[str, float]]], c
             measured=number(median(errors), "%"), met=median(errors) <= 0.1,
         ),
     ]  # fmt: skip
-    if over_trainer:
-        beside = f"{count} ranks: tokens/s of dcp-intra over transformers' Trainer, worst lengths"
-        goals.append(at_least(beside, min(over_trainer), 1.0, "x"))
+    goals += [
+        at_least(f"{count} ranks: tokens/s of auto over {side}, worst lengths", min(over), 1.0, "x")
+        for side, over in over_peers.items()
+    ]
     return Section(
         title=f"{count} ranks", text=TEXT.format(**sizes),
         head=("model", "lengths", "side", "tokens/s", "over bucket", "idle", "off", "degree"), rows=rows,

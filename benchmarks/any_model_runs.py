@@ -1,7 +1,6 @@
 """What the benchmark of any model runs on its ranks: three models, three sets of lengths, one side at a time."""
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -197,30 +196,3 @@ def train(kind: str, drawn: str, policy: str, steps: int, limit_gib: float, work
         "error": float(np.median(errors)),
         "max_degree": float(max(degrees)),
     }
-
-
-def train_with_trainer(drawn: str, steps: int) -> dict[str, float]:
-    """The same sequences with transformers' own Trainer: data-parallel, sorted by length, padded, two to a rank."""
-    from hf_trainer import COMPUTED, Clock, pad
-    from transformers import Trainer, TrainingArguments
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    COMPUTED.clear()
-    run = prepared("llama (transformers)", drawn, "static", tempfile.gettempdir(), steps=steps + 1)
-    ids = [sequence for _ in range(steps + 1) for sequence in next(run.stream).ids]
-    source = run.collator.source
-    data = [{"input_ids": torch.from_numpy(np.asarray(source.tokens(i)).astype("int64"))} for i in ids]
-    data = [{**item, "length": len(item["input_ids"])} for item in data]
-    run.close()
-    clock = Clock()
-    arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, num_train_epochs=1,
-        train_sampling_strategy="group_by_length", length_column_name="length", use_cpu=True, report_to=[],
-        save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False,
-        ddp_find_unused_parameters=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    Trainer(model=make_llama(), args=arguments, train_dataset=data, data_collator=pad, callbacks=[clock]).train()
-    share = (len(clock.ends) - 1) / len(clock.ends)
-    return {"tokens_per_s": sum(item["length"] for item in data) * share / (clock.ends[-1] - clock.ends[0])}
