@@ -1,3 +1,6 @@
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -5,7 +8,6 @@ from hypothesis import strategies as st
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method, WeightPlacement
-from lengthwise.plan.layerwise.layer_assignment import SMOOTHING
 from lengthwise.plan.layerwise.paradyse import prepare
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.solve.shop import Objective
@@ -96,7 +98,26 @@ def test_every_pack_runs_within_the_smoothing_of_the_fastest_mix_that_holds_it(l
         ]
         least_s = min(candidate.cost.time_s(micro_batch.pack.lengths, candidate.scheme) for candidate in holding)
         assert (methods, recompute) in {(candidate.scheme.methods, candidate.scheme.recompute) for candidate in holding}
-        assert micro_batch.time_s <= least_s * (1 + SMOOTHING) * (1 + ROUNDING)
+        assert micro_batch.time_s <= least_s * (1 + SCARCE.smoothing) * (1 + ROUNDING)
+
+
+def test_steps_of_like_lengths_run_the_same_methods_whichever_is_barely_faster():
+    """Of lengths on both sides of the one at which another mix becomes the fastest, one step each."""
+    fastest = replace(SCARCE, smoothing=0.0)
+
+    def runs(problem, lengths):
+        plans = [Planner(policy="paradyse", problem=problem)(make_batch([length])) for length in lengths]
+        return [(tuple(methods), tuple(recompute)) for plan in plans for _, methods, recompute in schemes_run(plan)]
+
+    lengths = range(1, LONGEST + 1)
+    every, steady = runs(fastest, lengths), runs(SCARCE, lengths)
+    crossing = [length for length, (one, other) in enumerate(pairwise(every), 1) if one != other]
+    assert crossing
+    for length in crossing:
+        pair = slice(length - 1, length + 1)
+        alternating = [length, length + 1] * 4
+        assert runs(SCARCE, alternating) == steady[pair] * 4  # whatever came before
+    assert sum(a != b for a, b in pairwise(steady)) < len(crossing)
 
 
 def test_long_packs_run_mixed_methods_and_short_ones_the_fast_one():

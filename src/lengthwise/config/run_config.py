@@ -152,6 +152,8 @@ class PlanConfig(PolicySettings):
     (metp, megatron_ts, megatron_cz, ulysses_z, colossal_z) also from layer to layer. none: with the policy paradyse
     those five; else ulysses, ring and megatron_ts, and where these do not hold the longest sequence, those five too.
     (prepare has only methods that share sequences.)"""
+    smoothing: float = Field(default=0.05, ge=0, le=1)
+    """The share of a pack's time that `paradyse` may lose so that packs of like sizes run the same methods (gamma)."""
     degree: NumDevices | None = None
     """The sequence, context or tensor parallel size, exactly; none: any up to max_degree."""
     recompute: Recompute = "auto"

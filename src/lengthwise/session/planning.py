@@ -228,7 +228,11 @@ def make_planner(
     )
     problem.check_fits(lengths.lengths)
     problem = replace(
-        problem, batch_size=plan.batch_size, one_shape=plan.one_shape, objective=Objective(plan.objective)
+        problem,
+        batch_size=plan.batch_size,
+        one_shape=plan.one_shape,
+        smoothing=plan.smoothing,
+        objective=Objective(plan.objective),
     )
     planner = Planner(policy=plan.policy, problem=problem, lr_scaling=lr_scaling(config, corpus, spec.objective))
     return with_shapes(planner, plan.shapes) if plan.shapes else planner

@@ -1,14 +1,21 @@
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
-from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, best_counts, mixed_candidates, options_of, smooth
+from lengthwise.plan.layerwise.layer_assignment import (
+    LayerAssigner,
+    best_counts,
+    mixed_candidates,
+    options_of,
+    steady_choices,
+)
 from tests.plan.costs import SimpleCost, make_problem
 
 SHARDED = (Method.MEGATRON_TS, Method.MEGATRON_CZ, Method.ULYSSES_Z, Method.METP)
@@ -187,7 +194,19 @@ def test_options_run_all_layers_alike():
     assert len(options_of(problem.candidates)) == 2 * len(SHARDED)
 
 
-def test_a_choice_stays_while_it_is_hardly_slower_and_fits():
+def test_one_choice_serves_as_many_sizes_as_it_is_near_the_fastest_at():
     times_s = np.array([[1.0, 1.04, 1.06, 1.0, np.inf, 9.0], [2.0, 1.0, 1.0, 0.97, 2.0, 1.0]])
-    assert smooth(times_s) == [0, 0, 1, 1, 1, 1]
-    assert smooth(times_s, ratio=0.0) == [0, 1, 1, 1, 1, 1]
+    assert steady_choices(times_s, ratio=0.05) == [0, 0, 1, 1, 1, 1]
+    assert steady_choices(times_s, ratio=0.07) == [0, 0, 0, 0, 1, 1]
+    assert steady_choices(times_s, ratio=0.0) == [0, 1, 1, 1, 1, 1]
+
+
+@given(arrays(float, (4, 9), elements=st.floats(1.0, 1.2)), st.floats(0.0, 0.1))
+def test_no_choice_by_size_changes_less_often_and_stays_as_near(times_s, ratio):
+    choices = steady_choices(times_s, ratio=ratio)
+    near = times_s <= (1 + ratio) * times_s.min(axis=0)
+    assert all(near[choice, size] for size, choice in enumerate(choices))
+    fewest = np.where(near[:, 0], 0, 99)  # switches by the last choice so far
+    for size in range(1, 9):
+        fewest = np.where(near[:, size], np.minimum(fewest, fewest.min() + 1), 99)
+    assert sum(a != b for a, b in pairwise(choices)) == fewest.min()

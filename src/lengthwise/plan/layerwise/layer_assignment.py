@@ -23,8 +23,6 @@ from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.space.candidate import Candidate, Family
 from lengthwise.plan.space.problem import PlanningProblem
 
-SMOOTHING = 0.05
-"""How much slower than the fastest the previous choice may be and is kept all the same (ParaDySe's gamma)."""
 RUNG_RATIO = 2**0.2
 """Of neighbouring numbers of tokens for which mixes are made."""
 MOST_COMBINATIONS = 1_000_000
@@ -326,16 +324,23 @@ def _contents(candidate: Candidate) -> tuple[Family, frozenset[tuple[tuple[Metho
     return candidate.family, frozenset(Counter(zip(candidate.scheme.methods, candidate.scheme.recompute)).items())
 
 
-def smooth(times_s: np.ndarray, *, ratio: float = SMOOTHING) -> list[int]:
-    """The choice for each of some packs in turn: the previous one while it is hardly slower than the fastest.
+def steady_choices(times_s: np.ndarray, *, ratio: float) -> list[int]:
+    """A choice for each of some sizes in turn, in the fewest runs of one choice that stay near the fastest.
+
+    A run goes on for as long as one choice is within ``ratio`` of the fastest at all its sizes; it has the one of the
+    least time over them. ParaDySe keeps what the last input had, which depends on the order of inputs; a choice by size
+    alone is the same in any order, ahead of training and after a resume.
 
     Args:
-        times_s: [choices, packs] seconds; inf where a pack does not fit.
-        ratio: how much slower it may be.
+        times_s: [choices, sizes] seconds; inf where a size does not fit.
+        ratio: how much slower than the fastest a choice may be (ParaDySe's gamma).
     """
+    near = times_s <= (1 + ratio) * times_s.min(axis=0)
     choices: list[int] = []
-    for pack in times_s.T:
-        fastest = int(pack.argmin())
-        stays = choices and pack[choices[-1]] <= (1 + ratio) * pack[fastest]
-        choices.append(choices[-1] if stays else fastest)
+    while (first := len(choices)) < near.shape[1]:
+        shared, end = near[:, first], first + 1
+        while end < near.shape[1] and (shared & near[:, end]).any():
+            shared, end = shared & near[:, end], end + 1
+        run_s = np.where(shared, times_s[:, first:end].sum(axis=1), np.inf)
+        choices += [int(run_s.argmin())] * (end - first)
     return choices

@@ -3,8 +3,8 @@
 The group is a node, or what of it the search space has a degree for; copies of it tile the cluster. Weights are sharded
 where the search space has such methods, so that layers switch between them at no cost. Packs are filled to the context
 length or to what the method of the greatest throughput holds, and spread over the copies longest first; each runs as
-the fastest mix of methods that holds it (``lengthwise.plan.layerwise.layer_assignment``). Along a copy's packs, a mix
-is kept while it is within 5 % of the best.
+the fastest mix of methods that holds it (``lengthwise.plan.layerwise.layer_assignment``). Packs
+of like sizes run the same mix while it is within ``smoothing`` of the best (``plan.smoothing``, the paper's gamma).
 """
 
 from collections.abc import Sequence
@@ -18,12 +18,15 @@ from lengthwise.core.pipeline_config import WeightPlacement
 from lengthwise.core.wording import bytes_in_words
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
-from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, options_of, smooth
+from lengthwise.plan.layerwise.layer_assignment import LayerAssigner, options_of, steady_choices
 from lengthwise.plan.solve.shop import Machines, schedule
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.placement import place
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+SIZE_RATIO = 2**0.0625
+"""Of neighbouring numbers of tokens for which the steady mix is chosen."""
 
 
 def prepare(problem: PlanningProblem) -> "ParaDysePolicy":
@@ -143,6 +146,24 @@ class ParaDysePolicy:
         )
         return [ranks for _, ranks in placed]
 
+    @cached_property
+    def _steady(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of tokens, rising to the most that fit, and the mix of packs of up to so many."""
+        most = self.ladder.max_tokens
+        steps = int(np.ceil(np.log(most) / np.log(SIZE_RATIO))) if most > 1 else 0
+        sizes = np.unique(np.geomspace(1, most, steps + 1).round().astype(np.int64))
+        times_s = np.stack([candidate.times_s(sizes) + candidate.overhead_s for candidate in self.ladder.candidates])
+        times_s[sizes > self.ladder.limits[:, None]] = np.inf
+        return sizes, np.array(steady_choices(times_s, ratio=self.problem.smoothing))
+
+    def _levels(self, times_s: np.ndarray, tokens: np.ndarray) -> list[int]:
+        """The steady mix of each pack's size where it is near enough to the pack's fastest, else the fastest."""
+        sizes, choices = self._steady
+        steady = choices[np.searchsorted(sizes, tokens)]
+        steady_s = times_s[steady, np.arange(len(tokens))]
+        near = steady_s <= (1 + self.problem.smoothing) * times_s.min(axis=0)
+        return np.where(near, steady, times_s.argmin(axis=0)).tolist()
+
     def _packs(self, priced: PricedBatch) -> list[tuple[tuple[int, ...], ...]]:
         """Pack each copy's sequences for the candidate of highest throughput; a sequence that exceeds it is alone."""
         order = np.argsort(-priced.lengths, kind="stable")
@@ -191,7 +212,7 @@ class ParaDysePolicy:
         )
         times_s[tokens > self.ladder.limits[:, None]] = np.inf
         order = np.argsort(-times_s.min(axis=0), kind="stable")  # packs are issued by decreasing time
-        runs = tuple(self.ladder.candidates[level] for level in smooth(times_s[:, order]))
+        runs = tuple(self.ladder.candidates[level] for level in self._levels(times_s[:, order], tokens[order]))
         return PipelineDraft(
             candidate=leanest,
             ranks=ranks,

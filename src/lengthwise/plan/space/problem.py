@@ -41,6 +41,8 @@ class PlanningProblem:
     """Whether `padded` gives every micro-batch of a step the same shape."""
     lattice: SizeBuckets | None = None
     """Sizes that every micro-batch is filled up to; None: any size."""
+    smoothing: float = 0.05
+    """How much slower than the fastest a mix of methods may be that packs of like sizes share (ParaDySe's gamma)."""
     objective: Objective = Objective.FLOW_SHOP
     overhead_per_sequence: bool = False
     """Charge the overhead once per sequence, as Hydraulis' Eq. (1) reads, instead of once per micro-batch."""
