@@ -4,22 +4,25 @@
 
 Runs what ``lengthwise compare`` runs, on N cells of the grid in a shuffled order, none begun after M minutes, and
 writes policy_grid.md and results/policy_grid.json: how much faster `auto` is than tuned `static` and than the best
-other policy, and in how many cells any policy is faster than `auto` in what users see.
+other policy, and in how many cells any policy is faster than `auto` in what users see. Every cell is written to
+results/policy_grid_cells.jsonl at once; those of the same commit and steps that are there are not run again.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from math import exp, log
 from time import perf_counter
 
 import numpy as np
-from pages import Goal, Section, on_one_core, say, write
+from measure import RESULTS
+from pages import Goal, Section, on_one_core, provenance, say, write
 
 import lengthwise
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.report.pages.compare_results import ClusterResult
 
 CAP = 16_384
 NAMED = ("commoncrawl", "githubcode", "dcp-short")
@@ -31,7 +34,39 @@ TOKENS = (200_000, 1_000_000)
 ROUNDING = 1e-9
 """Relative: tokens per second are compared to nine digits."""
 
+PLAYED = RESULTS / "policy_grid_cells.jsonl"
+
 Cell = tuple[str, str, str, int]
+"""Lengths, model, cluster, tokens a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedCell:
+    """What the policies of one cell came to."""
+
+    cell: Cell
+    speeds: dict[str, float]
+    """Tokens per second of each policy that can run; none where the longest sequence does not fit."""
+    gap: float = 0.0
+    """Of `auto`'s time to its bound, median."""
+
+    @property
+    def best_other(self) -> tuple[str, float] | None:
+        """The fastest of the other policies and its tokens per second."""
+        others = [(name, speed) for name, speed in self.speeds.items() if name != "auto"]
+        return max(others, key=lambda entry: entry[1], default=None)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `auto` is refused, or another policy is faster."""
+        best = self.best_other
+        return best is not None and best[1] > self.speeds.get("auto", 0.0) * (1 + ROUNDING)
+
+    def over(self, other: str) -> float | None:
+        """Speed of `auto` over that of another policy, or of the best other; None unless both run."""
+        best = self.best_other
+        speed = best[1] if other == "best other" and best else self.speeds.get(other)
+        return self.speeds["auto"] / speed if speed and "auto" in self.speeds else None
 
 
 def main() -> None:
@@ -46,10 +81,15 @@ def main() -> None:
     order = np.random.default_rng(0).permutation(len(grid)).tolist()
     first = ("rollouts", "llama-66b", "256xA800-80GB", 200_000)
     cells = [first, *(grid[number] for number in order if grid[number] != first)][: options.cells]
-    results, start_s = [], perf_counter()
+    run = {"commit": provenance()["commit"], "steps": options.steps}
+    before, results, start_s = played_before(run), [], perf_counter()
     for cell in cells:
-        if perf_counter() - start_s < options.minutes * 60:
-            results.append((cell, play(cell, options.steps)))
+        if cell in before:
+            results.append(before[cell])
+        elif perf_counter() - start_s < options.minutes * 60:
+            results.append(play(cell, options.steps))
+            with PLAYED.open("a") as file:
+                file.write(json.dumps({**run, **asdict(results[-1])}) + "\n")
     first_words = (
         f"**Simulated**: {len(results)} of the {len(grid)} cells of a grid of {len(NAMED) + len(MADE)} kinds of "
         f"lengths, {len(MODELS)} models, {len(CLUSTERS)} clusters and {len(TOKENS)} sizes of step, drawn at random but "
@@ -64,8 +104,19 @@ def main() -> None:
     )
 
 
-def play(cell: Cell, steps: int) -> ClusterResult | None:
-    """Every policy on one cell; None where none can run."""
+def played_before(run: dict[str, object]) -> dict[Cell, PlayedCell]:
+    """The cells that earlier runs of the same commit and steps have played."""
+    cells = {}
+    for line in PLAYED.read_text().splitlines() if PLAYED.exists() else ():
+        entry = json.loads(line)
+        if {name: entry.pop(name) for name in run} == run:
+            cell: Cell = tuple(entry.pop("cell"))
+            cells[cell] = PlayedCell(cell=cell, **entry)
+    return cells
+
+
+def play(cell: Cell, steps: int) -> PlayedCell:
+    """Every policy on one cell."""
     name, model, cluster, tokens = cell
     lengths = name if name in NAMED else made(name)
     start_s = perf_counter()
@@ -73,10 +124,13 @@ def play(cell: Cell, steps: int) -> ClusterResult | None:
         result = lengthwise.compare(lengths, model=model, cluster=cluster, tokens_per_step=tokens, steps=steps)
     except InfeasibleError as error:
         sys.stdout.write(f"{cell}: {str(error)[:100]}\n")
-        return None
-    (played,) = result.clusters
-    lead = ", ".join(f"{one.policy} {one.tokens_per_s:,.0f}" for one in played.ranked[:3])
-    sys.stdout.write(f"{'LOST ' if is_lost(played) else ''}{cell}: {lead} ({perf_counter() - start_s:.0f} s)\n")
+        return PlayedCell(cell=cell, speeds={})
+    (cluster_result,) = result.clusters
+    ranked = cluster_result.ranked
+    gap = next((float(one.gap) for one in ranked if one.policy == "auto"), 0.0)
+    played = PlayedCell(cell=cell, speeds={one.policy: float(one.tokens_per_s) for one in ranked}, gap=gap)
+    lead = ", ".join(f"{one.policy} {one.tokens_per_s:,.0f}" for one in ranked[:3])
+    sys.stdout.write(f"{'LOST ' if played.is_lost else ''}{cell}: {lead} ({perf_counter() - start_s:.0f} s)\n")
     sys.stdout.flush()
     return played
 
@@ -95,34 +149,15 @@ def made(name: str) -> np.ndarray:
     return np.maximum(lengths[name], 2).astype(np.int32)
 
 
-def is_lost(result: ClusterResult) -> bool:
-    """Whether `auto` is refused, or another policy is faster."""
-    best = result.ranked[0]
-    ours = next((one for one in result.ranked if one.policy == "auto"), None)
-    return ours is None or best.tokens_per_s > ours.tokens_per_s * (1 + ROUNDING)
-
-
-def ratios(results: Sequence[tuple[Cell, ClusterResult | None]], other: str) -> list[float]:
-    """Tokens per second of `auto` over those of ``other`` in every cell where both run."""
-    found = []
-    for _, result in results:
-        speed = {one.policy: one.tokens_per_s for one in result.ranked} if result else {}
-        best = max((value for name, value in speed.items() if name != "auto"), default=None)
-        rival = best if other == "best other" else speed.get(other)
-        if rival and "auto" in speed:
-            found.append(speed["auto"] / rival)
-    return found
-
-
-def summed(results: Sequence[tuple[Cell, ClusterResult | None]]) -> Section:
+def summed(results: Sequence[PlayedCell]) -> Section:
     """Geometric means over the cells."""
     lines = []
     for name in ("padded", "static", "packed", "hotspa", "dcp-intra", "hydraulis", "best other"):
-        found = ratios(results, name)
-        if found:
-            mean = exp(sum(map(log, found)) / len(found))
-            lines.append((name, str(len(found)), f"{mean:.3f}x", f"{min(found):.4f}x", f"{max(found):.2f}x"))
-    lost = [cell for cell, result in results if result and is_lost(result)]
+        ratios = [ratio for played in results if (ratio := played.over(name))]
+        if ratios:
+            mean = exp(sum(map(log, ratios)) / len(ratios))
+            lines.append((name, str(len(ratios)), f"{mean:.3f}x", f"{min(ratios):.4f}x", f"{max(ratios):.2f}x"))
+    lost = sum(played.is_lost for played in results)
     return Section(
         title="`auto` over others",
         text="Tokens per second, geometric mean over the cells where both can run. *Best other* is the fastest of the "
@@ -133,31 +168,30 @@ def summed(results: Sequence[tuple[Cell, ClusterResult | None]]) -> Section:
             Goal(
                 what="cells in which another policy is faster than `auto`",
                 aim="0",
-                measured=f"{len(lost)} of {sum(result is not None for _, result in results)}",
+                measured=f"{lost} of {sum(bool(played.speeds) for played in results)}",
                 met=not lost,
             ),
         ),
     )
 
 
-def rows(results: Sequence[tuple[Cell, ClusterResult | None]]) -> Section:
+def rows(results: Sequence[PlayedCell]) -> Section:
     """One line a cell."""
     lines = []
-    for (lengths, model, cluster, tokens), result in results:
+    for played in results:
+        lengths, model, cluster, tokens = played.cell
         cell = (lengths, model, cluster, f"{tokens:,}")
-        if result is None:
+        if "auto" not in played.speeds:
             lines.append((*cell, "refused", "", "", ""))
             continue
-        ours = next(one for one in result.policies if one.policy == "auto")
-        second = next((one for one in result.ranked if one.policy != "auto"), None)
-        over, best = result.over_static(ours), result.over_best_other(ours)
+        over, best = played.over("static"), played.over("best other")
         lines.append(
             (
                 *cell,
-                f"{ours.tokens_per_s:,.0f}",
+                f"{played.speeds['auto']:,.0f}",
                 f"{over:.2f}x" if over else "",
-                f"{best:.3f}x {second.policy}" if best and second else "",
-                f"{ours.gap * 100:.1f} %",
+                f"{best:.3f}x {played.best_other[0]}" if best and played.best_other else "",
+                f"{played.gap * 100:.1f} %",
             )
         )
     return Section(
