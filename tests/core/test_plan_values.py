@@ -110,7 +110,7 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
             check_plan_values(changed(keys, value))
 
 
-OPTIONAL = {(): {"digest"}, SCHEME: set(), PIPELINE: set(), MICRO_BATCH: {"rows", "filler"}}
+OPTIONAL = {(): {"digest", "num_devices"}, SCHEME: set(), PIPELINE: set(), MICRO_BATCH: {"rows", "filler"}}
 
 
 @pytest.mark.parametrize("keys", OPTIONAL, ids=str)

@@ -156,6 +156,23 @@ def test_pipelines_must_tile_the_ranks(ranks):
         )
 
 
+def test_ranks_that_no_pipeline_uses_are_said_and_written():
+    idle = replace(example(), num_devices=example().num_devices + 3)
+    assert idle.holdings(0)[-3:] == (None,) * 3
+    assert idle.strategies[0].num_idle == 3 and idle.strategies[0].num_devices == idle.num_devices
+    used = example().num_devices
+    assert idle.strategy_words == f"{example().strategy_words} on {used} of {used + 3} devices"
+    assert StepPlan.from_json(idle.to_json()) == idle
+    assert "num_devices" not in example().to_json()
+    assert idle.digest != example().digest
+
+
+def test_more_ranks_than_the_cluster_has_are_refused():
+    two = tuple(Pipeline(ranks=(rank,), scheme=dense_scheme(2), micro_batches=()) for rank in range(2))
+    with pytest.raises(InputError, match="pipelines use 2 ranks, the cluster has 1"):
+        replace(example(), pipelines=two, num_devices=1)
+
+
 @given(plans())
 def test_any_change_changes_the_digest(plan):
     first = plan.pipelines[0]

@@ -14,7 +14,7 @@ from lengthwise.plan.space.draft_plan import DraftPlan, time_s
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.uniform.hotspa import ROUNDS, HotSpaPolicy
 from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, estimates_s, propose_ranges
-from lengthwise.plan.uniform.tune import tiles, tuning_batches
+from lengthwise.plan.uniform.tune import tuning_batches
 from tests.plan.costs import SimpleCost, make_batch, make_problem
 
 SKEWED = [400, *[10] * 60]
@@ -96,7 +96,7 @@ def test_no_single_strategy_is_faster_on_the_samples(samples, num_devices, capac
             problem=problem, ranges=(LengthRange(mode=RangeStrategy(candidate=candidate, rounds=rounds), up_to=100),)
         )
         for candidate in problem.candidates
-        if tiles(problem, candidate) and candidate.max_tokens >= 100
+        if candidate.max_tokens >= 100
         for rounds in (ROUNDS if candidate.num_stages > 1 else (1,))
     ]
     assert mean_s(prepare("hotspa", problem), batches) <= min(mean_s(policy, batches) for policy in every) * (1 + 1e-9)
@@ -114,7 +114,7 @@ def test_floor_and_bound_are_below_the_time(lengths):
 
 def test_a_proposed_range_never_holds_more_than_its_strategy_fits():
     problem = skewed_problem()
-    modes = [RangeStrategy(candidate=candidate) for candidate in problem.candidates if tiles(problem, candidate)]
+    modes = [RangeStrategy(candidate=candidate) for candidate in problem.candidates]
     proposals = propose_ranges(problem, modes, tuning_batches(problem))
     assert any(len(ranges) > 1 for ranges in proposals)
     for ranges in proposals:

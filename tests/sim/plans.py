@@ -28,7 +28,7 @@ def lane(*times_s, degree=1, stages=1, recomputed=0, comm=0.0, held=(), padded_t
     return scheme, micro_batches
 
 
-def make_plan(*phases, update_s=0.5, switch_s=0.0, step=4):
+def make_plan(*phases, update_s=0.5, switch_s=0.0, step=4, num_devices=0):
     """A plan of phases, each a list of lanes on consecutive ranks; times as the planner predicts them."""
     pipelines, total_s = [], update_s + switch_s
     for number, lanes in enumerate(phases):
@@ -44,7 +44,7 @@ def make_plan(*phases, update_s=0.5, switch_s=0.0, step=4):
         total_s += longest_s
     return StepPlan(
         step=step, policy="any", pipelines=tuple(pipelines), loss_normaliser=1, update_s=update_s, switch_s=switch_s,
-        time_s=total_s, lower_bound_s=0.0,
+        time_s=total_s, lower_bound_s=0.0, num_devices=num_devices,
     )  # fmt: skip
 
 
@@ -74,12 +74,16 @@ def lanes(draw, *, num_devices, decreasing=True):
 
 @st.composite
 def plans(draw, *, decreasing=True):
-    """Plans of one to three phases on one to eight devices."""
+    """Plans of one to three phases on one to eight devices, or on some of them."""
     num_devices = draw(st.integers(1, 8))
-    phases = [draw(lanes(num_devices=num_devices, decreasing=decreasing)) for _ in range(draw(st.integers(1, 3)))]
+    phases = [
+        draw(lanes(num_devices=draw(st.sampled_from([num_devices, max(1, num_devices - 2)])), decreasing=decreasing))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
     return make_plan(
         *phases,
         update_s=draw(maybe_seconds),
         switch_s=draw(maybe_seconds) if len(phases) > 1 else 0.0,
         step=draw(st.integers(0, 5)),
+        num_devices=num_devices,
     )

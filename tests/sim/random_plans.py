@@ -21,12 +21,14 @@ def random_batch(rng: random.Random, step: int) -> GlobalBatch:
 def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepPlan:
     """Any distribution of the sequences over any strategy.
 
-    Uneven degrees, stages and packs, ranks in any order, idle pipelines, two phases, padding, recompute, methods.
+    Uneven degrees, stages and packs, ranks in any order, idle pipelines and ranks, two phases, padding, recompute,
+    methods.
     """
+    leaves_idle = random.Random(batch.step)
     schemes = [
         (phase, ranks, scheme)
         for phase in range(rng.randint(1, 2))
-        for ranks, scheme in random_strategy(rng, num_ranks)
+        for ranks, scheme in random_strategy(rng, num_ranks - (leaves_idle.random() < 0.3 and num_ranks > 1))
     ]
     held: list[list[list[int]]] = [[] for _ in schemes]
     busy = rng.sample(range(len(schemes)), rng.randint(1, len(schemes)))
@@ -45,7 +47,7 @@ def random_plan(rng: random.Random, batch: GlobalBatch, num_ranks: int) -> StepP
     ]  # fmt: skip
     plan = StepPlan(
         step=batch.step, policy="random", pipelines=tuple(pipelines), loss_normaliser=max(1, batch.num_targets),
-        update_s=0.0, time_s=1.0, lower_bound_s=1.0,
+        update_s=0.0, time_s=1.0, lower_bound_s=1.0, num_devices=num_ranks,
     )  # fmt: skip
     plan.check_covers(batch)
     return plan

@@ -238,11 +238,13 @@ def dense_scheme(num_layers: int, *, recompute: bool = False) -> PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """The pipelines of one step: schemes and the ranks that run each; together they tile the cluster exactly."""
+    """The pipelines of one step: schemes and the ranks that run each; the last ranks may be in none."""
 
     schemes: tuple[PipelineConfig, ...]
     ranks: tuple[tuple[int, ...], ...]
     """Ranks of each scheme, stage by stage: stage s of degree p is ``ranks[s * p : (s + 1) * p]``."""
+    num_idle: int = 0
+    """Ranks after these that compute nothing; they keep their share of master weights and optimizer state."""
 
     def __post_init__(self) -> None:
         if len(self.schemes) != len(self.ranks):
@@ -256,24 +258,32 @@ class Strategy:
         used = sorted(rank for ranks in self.ranks for rank in ranks)
         if used != list(range(len(used))):
             raise InputError(f"schemes must tile ranks 0..{len(used) - 1}, each used once; they use {used}")
+        if self.num_idle < 0:
+            raise InputError(f"pipelines use {len(used)} ranks, the cluster has {len(used) + self.num_idle}")
 
     @property
     def num_devices(self) -> int:
-        """Devices of the cluster the strategy tiles."""
-        return sum(len(ranks) for ranks in self.ranks)
+        """Devices of the cluster, idle ones included."""
+        return sum(len(ranks) for ranks in self.ranks) + self.num_idle
 
 
-def homogeneous(scheme: PipelineConfig, num_devices: int) -> Strategy:
-    """The strategy of as many pipelines of one scheme as ``num_devices`` holds, on consecutive ranks."""
-    if num_devices % scheme.num_devices:
+def homogeneous(scheme: PipelineConfig, num_devices: int, *, num_idle: int = 0) -> Strategy:
+    """The strategy of as many pipelines of one scheme as ``num_devices`` holds, on consecutive ranks.
+
+    Raises:
+        InputError: more devices are left over than the ``num_idle`` last ones.
+    """
+    used = num_devices - num_idle
+    if used % scheme.num_devices:
         raise InputError(
-            f"{num_devices} devices cannot be tiled by pipelines of {scheme.num_devices}; "
+            f"{used} devices cannot be tiled by pipelines of {scheme.num_devices}; "
             "choose a degree and a number of stages whose product divides the number of devices"
         )
-    starts = range(0, num_devices, scheme.num_devices)
+    starts = range(0, used, scheme.num_devices)
     return Strategy(
         schemes=(scheme,) * len(starts),
         ranks=tuple(tuple(range(start, start + scheme.num_devices)) for start in starts),
+        num_idle=num_idle,
     )
 
 

@@ -37,13 +37,14 @@ def check_plan_values(document: Any) -> None:
     Raises:
         InputError: a value is missing, unknown, of another type or out of bounds; the message names the field.
     """
-    _check_keys(document, "plan", _PLAN, optional={"digest"})
+    _check_keys(document, "plan", _PLAN, optional={"digest", "num_devices"})
     _check_int(document["step"], "step", 0, MAX_ID)
     if not isinstance(document["policy"], str) or len(document["policy"]) > 100 or not document["policy"].isprintable():
         raise _wrong("policy", "the name of a policy", document["policy"])
     digest = document.get("digest", "")
     if not isinstance(digest, str) or len(digest) > 100:
         raise _wrong("digest", "sixteen hex digits", digest)
+    _check_int(document.get("num_devices", 1), "num_devices", 1, MAX_DEVICES)
     _check_int(document["loss_normaliser"], "loss_normaliser", 1, MAX_BYTES)
     for name in ("update_s", "time_s", "lower_bound_s", "switch_s"):
         _check_seconds(document[name], name)

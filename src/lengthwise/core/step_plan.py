@@ -101,6 +101,8 @@ class StepPlan:
     """Multiplies the scheduled learning-rate of this step."""
     switch_s: float = 0.0
     """Predicted seconds between phases, all of them together."""
+    num_devices: int = 0
+    """Ranks of the cluster; 0 stands for those that the pipelines of each phase tile. Of more, the last are idle."""
 
     def __post_init__(self) -> None:
         if self.loss_normaliser < 1:
@@ -108,8 +110,12 @@ class StepPlan:
         phases = sorted({pipeline.phase for pipeline in self.pipelines})
         if phases != list(range(len(phases))) or not phases:
             raise InputError(f"step {self.step}: phases must count from 0 without gaps; they are {phases}")
-        if len({strategy.num_devices for strategy in self.strategies}) > 1:  # also checks that each tiles the ranks
-            raise InputError(f"step {self.step}: every phase must tile the same ranks")
+        used = {sum(len(p.ranks) for p in self.pipelines_of(phase)) for phase in phases}
+        if not self.num_devices:
+            if len(used) > 1:
+                raise InputError(f"step {self.step}: every phase must tile the same ranks")
+            object.__setattr__(self, "num_devices", max(used))
+        assert self.strategies, "makes and so checks the strategy of each phase"
 
     @cached_property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -121,6 +127,7 @@ class StepPlan:
             Strategy(
                 schemes=tuple(p.scheme for p in pipelines_of_phase[phase]),
                 ranks=tuple(p.ranks for p in pipelines_of_phase[phase]),
+                num_idle=self.num_devices - sum(len(p.ranks) for p in pipelines_of_phase[phase]),
             )
             for phase in sorted(pipelines_of_phase)
         )
@@ -132,17 +139,19 @@ class StepPlan:
 
     @property
     def strategy_words(self) -> str:
-        """The pipelines in words, phase by phase: ``1 x <16,1> ulysses r40 + 6 x <8,1> ulysses``."""
+        """The pipelines in words, phase by phase: ``1 x <16,1> ulysses r40 + 6 x <8,1> ulysses``; and idle devices."""
         phases = []
         for strategy in self.strategies:
             names = [scheme.name for scheme in strategy.schemes]
-            phases.append(" + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)))
+            words = " + ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+            used = strategy.num_devices - strategy.num_idle
+            phases.append(words + f" on {used:,} of {strategy.num_devices:,} devices" * bool(strategy.num_idle))
         return ", then ".join(phases)
 
     @property
-    def num_devices(self) -> int:
-        """Ranks of the cluster the plan is for."""
-        return self.strategies[0].num_devices
+    def num_used(self) -> int:
+        """Ranks that are in a pipeline in some phase; the others are idle throughout."""
+        return self.num_devices - min(strategy.num_idle for strategy in self.strategies)
 
     @property
     def gap(self) -> float:
@@ -210,16 +219,23 @@ class StepPlan:
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
                 state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
+        if self._has_idle:
+            state.update(f"of {self.num_devices}".encode())
         return state.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON document that :meth:`from_json` turns back into an equal plan."""
         return {"schema_version": PLAN_SCHEMA_VERSION, "digest": self.digest, **self._document()}
 
+    @property
+    def _has_idle(self) -> bool:
+        return any(strategy.num_idle for strategy in self.strategies)
+
     def _document(self) -> dict[str, Any]:
         schemes = list(dict.fromkeys(pipeline.scheme for pipeline in self.pipelines))
         return {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            **({"num_devices": self.num_devices} if self._has_idle else {}),
             "schemes": [_scheme_to_json(scheme) for scheme in schemes],
             "pipelines": [
                 {
@@ -262,6 +278,7 @@ class StepPlan:
                     )
                     for pipeline in document["pipelines"]
                 ),
+                num_devices=document.get("num_devices", 0),
                 **{name: document[name] for name in _PLAIN_FIELDS},
             )
         except (KeyError, TypeError, IndexError) as error:

@@ -60,14 +60,16 @@ def port_traffic(model: ModelSpec, strategy: Strategy, *, ranks_per_node: int) -
         (scheme.degree, scheme.stage_layers, scheme.weights is WeightPlacement.SHARDED, ranks)
         for scheme, ranks in zip(strategy.schemes, strategy.ranks)
     )
-    return _traffic(model, key, min(ranks_per_node, strategy.num_devices))
+    return _traffic(model, key, strategy.num_devices, min(ranks_per_node, strategy.num_devices))
 
 
 @lru_cache(maxsize=MAX_STRATEGIES)
 def _traffic(
-    model: ModelSpec, pipelines: Sequence[tuple[int, tuple[int, ...], bool, tuple[int, ...]]], per_node: int
+    model: ModelSpec,
+    pipelines: Sequence[tuple[int, tuple[int, ...], bool, tuple[int, ...]]],
+    num_ranks: int,
+    per_node: int,
 ) -> PortTraffic:
-    num_ranks = sum(len(ranks) for *_, ranks in pipelines)
     layers, shards = [(0, 0)] * num_ranks, [(0, 1)] * num_ranks
     for degree, stage_layers, is_sharded, ranks in pipelines:
         bounds = list(pairwise((0, *accumulate(stage_layers))))

@@ -83,7 +83,12 @@ class WeightTraffic:
         """
         width, master = self._widths
         num_devices, schemes = strategy.num_devices, dict.fromkeys(strategy.schemes)
-        equal = [_equal_pipelines(scheme, num_devices) for scheme in schemes if num_devices % scheme.num_devices == 0]
+        equal = [
+            _equal_pipelines(scheme, num_devices, num_idle=num_idle)
+            for scheme in schemes
+            for num_idle in {0, strategy.num_idle}
+            if (num_devices - num_idle) % scheme.num_devices == 0
+        ]
         moved_s = max(self.exchange_s(compared, master + width) for compared in (strategy, *equal))
         touched = 8 * master * self.model.num_params / num_devices
         return moved_s + touched / self.cluster.device.memory_bytes_per_s

@@ -9,13 +9,13 @@ where the prediction that it is slower lies within that error.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from lengthwise.core.cost import error_of
-from lengthwise.core.errors import InfeasibleError, LengthwiseError, first_line
+from lengthwise.core.errors import LengthwiseError, first_line
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
@@ -119,10 +119,9 @@ class AutoPolicy:
         strategies: dict[Counts, PlacedStrategy] = {}
         for families in self.nested_families[len(self.nested_families) - num_pools :]:
             if max(family.max_tokens for family in families) >= problem.max_length:
-                with suppress(InfeasibleError):  # of these, none tiles the cluster
-                    for proposal in propose(problem, families, max_strategies=SEARCHED_STRATEGIES, effort=1):
-                        if proposal.counts not in strategies:
-                            strategies[proposal.counts] = _placed(priced.problem, proposal.counts)
+                for proposal in propose(problem, families, max_strategies=SEARCHED_STRATEGIES, effort=1):
+                    if proposal.counts not in strategies:
+                        strategies[proposal.counts] = _placed(priced.problem, proposal.counts)
         return _drafted(StrategyCandidates(list(strategies.values())), priced)
 
 

@@ -197,6 +197,7 @@ class _Played:
     bound_s: float
     strategy: str
     gap: float
+    num_used: int
 
     @classmethod
     def of(cls, plan: StepPlan, problem: PlanningProblem) -> "_Played":
@@ -210,6 +211,7 @@ class _Played:
             bound_s=plan.lower_bound_s,
             strategy=plan.strategy_words,
             gap=plan.gap,
+            num_used=plan.num_used,
         )
 
 
@@ -253,6 +255,7 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
         planned_s=tuple(step.planned_s for step in played),
         bounds_s=tuple(step.bound_s for step in played),
         strategies=tuple(step.strategy for step in played),
+        num_used=max(step.num_used for step in played),
     )
 
 

@@ -34,7 +34,9 @@ def simulate(plan: StepPlan, options: SimOptions = _EXACT) -> Timeline:
     step = run_step(plan, options)
     spans: list[Span] = []
     memory: list[MemorySample] = []
-    for phase in step.phases:
+    for phase, strategy in zip(step.phases, plan.strategies):
+        idle = range(plan.num_devices - strategy.num_idle, plan.num_devices)
+        spans += _on_ranks(idle, _after(phase.start_s, phase))
         for run in phase.pipelines:
             for stage in range(len(run.stages)):
                 ranks = run.pipeline.ranks_of(stage)
@@ -62,7 +64,12 @@ def _activities(run: PipelineRun, stage: int, phase: PhaseRun) -> Iterator[RankA
         yield from _pass(stage_pass, run.comm_shares[stage_pass.micro_batch])
         now_s = stage_pass.end_s
     yield from _lasting(now_s, run.end_s, SpanKind.WAIT, BUBBLE)
-    yield from _lasting(run.end_s, phase.end_s, SpanKind.WAIT, IMBALANCE)
+    yield from _after(run.end_s, phase)
+
+
+def _after(now_s: float, phase: PhaseRun) -> Iterator[RankActivity]:
+    """What ranks do that have nothing more to compute in a phase."""
+    yield from _lasting(now_s, phase.end_s, SpanKind.WAIT, IMBALANCE)
     yield from _lasting(phase.end_s, phase.switch_end_s, SpanKind.COMMUNICATE, SWITCH)
 
 

@@ -49,7 +49,10 @@ def summary(plan: StepPlan, options: SimOptions = _EXACT) -> SimulatedStep:
     waiting_s = np.zeros(plan.num_devices)
     communicate_s = bubble_s = imbalance_s = 0.0
     peak_bytes = 0
-    for phase in step.phases:
+    for phase, strategy in zip(step.phases, plan.strategies):
+        first_idle, phase_s = plan.num_devices - strategy.num_idle, phase.end_s - phase.start_s
+        waiting_s[first_idle:] += phase_s
+        imbalance_s += phase_s * strategy.num_idle
         for run in phase.pipelines:
             degree = run.pipeline.scheme.degree
             late_s = phase.end_s - run.end_s

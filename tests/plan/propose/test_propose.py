@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from lengthwise.core.errors import InfeasibleError
 from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.parametric import integer_strategies
@@ -135,10 +134,10 @@ def test_lengths_that_no_candidate_holds_do_not_hinder_proposals():
     assert propose(problem)
 
 
-def test_candidates_that_cannot_tile_the_cluster_are_refused():
-    problem = make_problem(num_devices=6, degrees=(4,), stages=(1,), samples=[[10]])
-    with pytest.raises(InfeasibleError, match="4 devices tiles 6 devices and holds a sequence of 100 tokens"):
-        propose(problem)
+def test_where_no_mix_fills_the_cluster_as_much_of_it_is_used_as_one_fills():
+    problem = make_problem(num_devices=11, degrees=(4, 6), stages=(1,), samples=[[10] * 50])
+    for proposal in propose(problem):
+        assert sum(candidate.num_devices * count for candidate, count in proposal.counts) == 10
 
 
 def test_flexible_pipelines_are_proposed_as_they_will_be_planned():

@@ -13,7 +13,7 @@ from lengthwise.plan.uniform.bucket import BUDGETS, batch_sizes, bucket, bucket_
 from lengthwise.plan.uniform.packed import ROUNDS, packed
 from lengthwise.plan.uniform.padded import padded
 from lengthwise.plan.uniform.static import static
-from lengthwise.plan.uniform.tune import fastest, tiles, tuning_batches
+from lengthwise.plan.uniform.tune import fastest, tuning_batches
 from tests.plan.costs import SimpleCost, make_problem
 
 SAMPLES = st.lists(st.lists(st.integers(1, 100), min_size=1, max_size=20), min_size=1, max_size=3)
@@ -58,9 +58,7 @@ def test_no_set_up_of_the_policy_is_faster_on_the_samples(name, samples, num_dev
     cost = SimpleCost(capacity=capacity, loss=loss, c_s=overhead_s)
     problem = make_problem(cost, num_devices=num_devices, samples=samples, recomputed=(0, 4))
     batches = tuning_batches(problem)
-    tiling = [
-        candidate for candidate in problem.candidates if tiles(problem, candidate) and candidate.max_tokens >= 100
-    ]
+    tiling = [candidate for candidate in problem.candidates if candidate.max_tokens >= 100]
     every = [policy for candidate in tiling for policy in WAYS[name](problem, candidate, batches)]
     tuned_s = mean_s(prepare(name, problem), batches)
     assert tuned_s <= min(mean_s(policy, batches) for policy in every) * NEGLIGIBLE
@@ -72,7 +70,7 @@ def test_floors_are_below_times(samples, capacity):
     problem = make_problem(SimpleCost(capacity=capacity), samples=samples, recomputed=(0, 4))
     for batch in tuning_batches(problem):
         for candidate in problem.candidates:
-            if tiles(problem, candidate) and candidate.max_tokens >= 100:
+            if candidate.max_tokens >= 100:
                 policy = static(problem, candidate)
                 took_s = time_s(batch, DraftPlan(phases=policy.phases(batch)))
                 assert policy.floor_s(batch) <= took_s * NEGLIGIBLE
@@ -82,7 +80,7 @@ def test_a_trial_ends_when_floors_show_that_it_cannot_win(monkeypatch):
     problem = make_problem(SimpleCost(capacity=400), samples=[[50] * 8] * 8, recomputed=(0, 4))
     tried = []
     monkeypatch.setattr(tune, "time_s", lambda batch, arrangement: tried.append(1) or time_s(batch, arrangement))
-    candidates = [candidate for candidate in problem.candidates if tiles(problem, candidate)]
+    candidates = list(problem.candidates)
     fastest([static(problem, candidate) for candidate in candidates], tuning_batches(problem))
     assert len(tried) < len(candidates) * 8
 

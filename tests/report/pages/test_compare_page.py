@@ -140,6 +140,11 @@ def test_the_headline_says_who_is_fastest_whoever_that_is(speeds, sentence):
     assert headline(make_cluster(*(make_result(name, speed) for name, speed in speeds.items()))) == sentence
 
 
+def test_the_headline_says_that_devices_are_idle():
+    sentence = headline(make_cluster(make_result("auto", 100.0, num_used=6), num_devices=7))
+    assert sentence == "auto trains 100 tokens per second on 6 of 7 devices."
+
+
 def test_refused_policies_have_a_reason_and_no_bar():
     refused = PolicyResult(policy="padded", refused="needs 99 GiB <here>")
     page = render_comparison(make_comparison(make_cluster(make_result("static", 1000.0), refused)))

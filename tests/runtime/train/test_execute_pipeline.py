@@ -28,7 +28,7 @@ def batch_of(*lengths, spec=SPEC):
     return GlobalBatch(step=0, ids=tuple(range(len(lengths))), lengths=lengths, objective=spec.objective)
 
 
-def plan_of(batch, *lanes):
+def plan_of(batch, *lanes, num_ranks=0):
     """``lanes``: ranks, scheme, packs as positions in the batch, and the phase."""
     pipelines = tuple(
         Pipeline(
@@ -45,7 +45,7 @@ def plan_of(batch, *lanes):
     )  # fmt: skip
     plan = StepPlan(
         step=batch.step, policy="by hand", pipelines=pipelines, loss_normaliser=max(1, batch.num_targets),
-        update_s=0.0, time_s=1.0, lower_bound_s=1.0,
+        update_s=0.0, time_s=1.0, lower_bound_s=1.0, num_devices=num_ranks,
     )  # fmt: skip
     plan.check_covers(batch)
     return plan
@@ -283,6 +283,7 @@ PLANS = {
     "one micro-batch": [((0, 1, 2, 3), scheme(2, 2, Method.ULYSSES), [[0, 1, 2, 3]], 0)],
     "an idle pipeline": [((0, 1), scheme(stages=2), [[0], [1], [2], [3]], 0), ((2, 3), scheme(stages=2), [], 0)],
     "all but one rank idle": [((r,), scheme(), [[0, 1], [2, 3]] if r == 2 else [], 0) for r in range(4)],
+    "a rank in no pipeline": [((1, 2), scheme(stages=2), [[0, 1], [2]], 0), ((0,), scheme(), [[3]], 0)],
     "another strategy in the second phase": [
         ((0, 2, 1, 3), scheme(2, 2, Method.METP), [[0], [1]], 0),
         ((3,), scheme(), [], 1),
@@ -311,7 +312,7 @@ EVERY_PLAN = [
 def test_plans_with_idle_ranks_few_micro_batches_and_phases_are_exact(ranks, lanes, name, schedule):
     spec = FAMILIES[name]
     batch = batch_of(9, 4, 1, 7, spec=spec)
-    ranks(4).run(_check_plan, spec, batch, plan_of(batch, *lanes), schedule)
+    ranks(4).run(_check_plan, spec, batch, plan_of(batch, *lanes, num_ranks=4), schedule)
 
 
 def _check_plan(spec, batch, plan, schedule):

@@ -24,7 +24,9 @@ def _print_steps(plans: list[StepPlan]) -> None:
 
     from lengthwise.report.units import seconds, share
 
-    shown = Table(title=f"policy {plans[0].policy} on {plans[0].num_devices} devices", box=None, pad_edge=False)
+    used, num_devices = max(plan.num_used for plan in plans), plans[0].num_devices
+    devices = f"{num_devices} devices" if used == num_devices else f"{used} of {num_devices} devices"
+    shown = Table(title=f"policy {plans[0].policy} on {devices}", box=None, pad_edge=False)
     for heading in ("step", "seqs", "tokens", "longest", "packs", "padding", "predicted", "bound", "gap"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for plan in plans:

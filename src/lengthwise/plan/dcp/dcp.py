@@ -132,7 +132,7 @@ class DcpPolicy:
         for order in (range(len(self.ladders)), range(len(self.ladders))[::-1]):
             types = self.tiling.fill(self.problem.num_devices, order)
             groups = tuple(types.count(candidate) for candidate in range(len(self.ladders)))
-            strategies.append(strategy_of(self.idle_phase(groups)))
+            strategies.append(strategy_of(self.idle_phase(groups), self.problem.num_devices))
         low, high = strategies
         return max(self.problem.cost.switch_s(low, high), self.problem.cost.switch_s(high, low))
 

@@ -85,7 +85,8 @@ class PlacedStrategy:
         ]
         counts = [(tile.candidate, tile.count) for tile in tiles]
         ranks: dict[Candidate, list[tuple[int, ...]]] = {}
-        for candidate, pipeline_ranks in place(counts, problem.num_devices, problem.devices_per_node):
+        used = sum(candidate.num_devices * count for candidate, count in counts)
+        for candidate, pipeline_ranks in place(counts, used, problem.devices_per_node):
             ranks.setdefault(candidate, []).append(pipeline_ranks)
         self._ranks = [ranks[tile.candidate].pop(0) for tile in tiles for _ in range(tile.count)]
         self._tile_of = [tile for tile in tiles for _ in range(tile.count)]
@@ -94,7 +95,8 @@ class PlacedStrategy:
     def update_s(self) -> float:
         """Seconds of a step outside its micro-batches."""
         schemes = tuple(tile.candidate.scheme for tile in self._tile_of)
-        return self.problem.cost.update_s(Strategy(schemes=schemes, ranks=tuple(self._ranks)))
+        num_idle = self.problem.num_devices - sum(map(len, self._ranks))
+        return self.problem.cost.update_s(Strategy(schemes=schemes, ranks=tuple(self._ranks), num_idle=num_idle))
 
     @property
     def name(self) -> str:

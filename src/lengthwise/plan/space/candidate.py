@@ -68,8 +68,8 @@ class Candidate:
     @cached_property
     def update_s(self) -> float:
         """Seconds of a step outside its micro-batches, under as many equal pipelines as the cluster has room for."""
-        room = self.num_cluster_devices // self.num_devices * self.num_devices
-        return self.cost.update_s(homogeneous(self.scheme, room))
+        devices = self.num_cluster_devices
+        return self.cost.update_s(homogeneous(self.scheme, devices, num_idle=devices % self.num_devices))
 
     @cached_property
     def state_bytes(self) -> int:

@@ -33,7 +33,7 @@ class PipelineDraft:
 
 
 Phase = tuple[PipelineDraft, ...]
-"""Pipelines side by side, tiling the cluster."""
+"""Pipelines side by side, on the first ranks of the cluster, if not on all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +163,7 @@ def _step_times_s(
 ) -> tuple[float, float, float]:
     phases_s = sum(_phase_time_s(priced, phase, pipelines_s) for phase, pipelines_s in zip(draft.phases, times_s))
     cost = priced.problem.cost
-    strategies = [strategy_of(phase) for phase in draft.phases]
+    strategies = [strategy_of(phase, priced.problem.num_devices) for phase in draft.phases]
     switch_s = sum(cost.switch_s(before, after) for before, after in pairwise(strategies))
     return phases_s, switch_s, max(cost.update_s(strategy) for strategy in strategies)
 
@@ -173,11 +173,12 @@ def time_s(priced: PricedBatch, draft: DraftPlan) -> float:
     return sum(step_times_s(priced, draft))
 
 
-def strategy_of(phase: Phase) -> Strategy:
-    """Schemes and ranks of a phase."""
+def strategy_of(phase: Phase, num_devices: int) -> Strategy:
+    """Schemes and ranks of a phase on a cluster of ``num_devices``."""
     return Strategy(
         schemes=tuple(pipeline.candidate.scheme for pipeline in phase),
         ranks=tuple(pipeline.ranks for pipeline in phase),
+        num_idle=num_devices - sum(len(pipeline.ranks) for pipeline in phase),
     )
 
 
@@ -209,6 +210,7 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
         loss_normaliser=max(1, batch.num_targets),
         update_s=update_s,
         switch_s=switch_s,
+        num_devices=priced.problem.num_devices,
         time_s=time_s,
         lower_bound_s=min(time_s, bound_s),  # sums in another order round differently
     )

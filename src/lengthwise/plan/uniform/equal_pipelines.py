@@ -38,7 +38,7 @@ class EqualPipelines:
 
     @cached_property
     def num_pipelines(self) -> int:
-        """Pipelines side by side; they tile the cluster."""
+        """Pipelines side by side, as many as the cluster has room for."""
         return self.problem.num_devices // self.candidate.num_devices
 
     @property
@@ -83,16 +83,18 @@ class EqualPipelines:
 
 
 def ranks_of(problem: PlanningProblem, candidate: Candidate) -> list[tuple[int, ...]]:
-    """Ranks of each of the equal pipelines of ``candidate`` that tile the cluster."""
+    """Ranks of each of as many equal pipelines of ``candidate`` as the cluster has room for."""
     count = problem.num_devices // candidate.num_devices
-    return [ranks for _, ranks in place([(candidate, count)], problem.num_devices, problem.devices_per_node)]
+    used = count * candidate.num_devices
+    return [ranks for _, ranks in place([(candidate, count)], used, problem.devices_per_node)]
 
 
 def strategy_floor_s(priced: PricedBatch, candidate: Candidate, positions: np.ndarray) -> float:
     """A lower bound in seconds for the sequences at ``positions``: every pipeline busy, the longest one alone."""
     times_s, overhead_s = priced.times_s(candidate)[positions], priced.overhead_s(candidate)
     fewest = -(-int(priced.lengths[positions].sum()) // candidate.max_tokens)
-    even_s = (float(times_s.sum()) + fewest * overhead_s) * candidate.num_devices / priced.problem.num_devices
+    used = priced.problem.num_devices // candidate.num_devices * candidate.num_devices
+    even_s = (float(times_s.sum()) + fewest * overhead_s) * candidate.num_devices / used
     return max(even_s, candidate.num_stages * (float(times_s.max()) + overhead_s))
 
 

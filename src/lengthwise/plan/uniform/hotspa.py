@@ -21,7 +21,7 @@ from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.equal_pipelines import Pack, ranks_of, strategy_bound_s, strategy_floor_s
 from lengthwise.plan.uniform.length_ranges import LengthRange, RangeStrategy, propose_ranges
-from lengthwise.plan.uniform.tune import fastest, few_recomputes, tiles, tiling_candidates, tuning_batches
+from lengthwise.plan.uniform.tune import fastest, few_recomputes, tiling_candidates, tuning_batches
 
 ROUNDS = (1, 2, 4, 8, 16)
 """Packs of a pipeline of several stages at least, where sequences are short enough."""
@@ -40,7 +40,7 @@ def prepare(problem: PlanningProblem) -> "HotSpaPolicy":
         HotSpaPolicy(problem=problem, ranges=(LengthRange(mode=mode, up_to=problem.max_length),))
         for mode in _modes(tiling_candidates(problem, policy="hotspa"))
     ]
-    modes = _modes(few_recomputes([candidate for candidate in problem.candidates if tiles(problem, candidate)]))
+    modes = _modes(few_recomputes(problem.candidates))
     cuts = [ranges for ranges in propose_ranges(problem, modes, batches) if len(ranges) > 1][:CUTS]
     return fastest(
         [fastest(uncut, batches), *(HotSpaPolicy(problem=problem, ranges=ranges) for ranges in cuts)], batches

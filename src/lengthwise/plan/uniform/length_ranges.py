@@ -125,7 +125,8 @@ def _best_somewhere(costs_s: np.ndarray) -> list[int]:
 
 def _switches_s(problem: PlanningProblem, candidates: Sequence[Candidate]) -> np.ndarray:
     """[modes, modes] seconds between phases; inf between equal ones, which would be one phase."""
-    strategies = [homogeneous(candidate.scheme, problem.num_devices) for candidate in candidates]
+    devices = problem.num_devices
+    strategies = [homogeneous(k.scheme, devices, num_idle=devices % k.num_devices) for k in candidates]
     cost = problem.candidates[0].cost
     return np.array(
         [[np.inf if before == after else cost.switch_s(before, after) for after in strategies] for before in strategies]

@@ -89,29 +89,19 @@ def _octaves(problem: PlanningProblem) -> np.ndarray:
 
 
 def tiling_candidates(problem: PlanningProblem, *, policy: str) -> list[Candidate]:
-    """Kinds whose equal pipelines tile the cluster exactly and hold the longest sequence of the run.
+    """Candidates that hold the longest sequence of the run; equal pipelines of some may leave devices idle.
 
     Raises:
         InfeasibleError: there is none.
     """
-    tiling = [candidate for candidate in problem.candidates if tiles(problem, candidate)]
-    fitting = [candidate for candidate in tiling if candidate.max_tokens >= problem.max_length]
+    fitting = [candidate for candidate in problem.candidates if candidate.max_tokens >= problem.max_length]
     if fitting:
         return few_recomputes(fitting)
-    if not tiling:
-        sizes = ", ".join(map(str, sorted({candidate.num_devices for candidate in problem.candidates})))
-        raise InfeasibleError(
-            f"policy {policy} tiles the cluster with equal pipelines; those of the pool occupy {sizes} devices, which "
-            f"do not divide {problem.num_devices}. Raise {Setting.MAX_DEGREE} or {Setting.MAX_STAGES}, or set "
-            f"{Setting.POLICY}=auto.",
-            what=f"policy {policy}", value=problem.num_devices, unit="devices",
-        )  # fmt: skip
-    leanest = max(tiling, key=lambda candidate: candidate.max_tokens)
-    mixed = f", or {Setting.POLICY}=auto" if problem.leanest.max_tokens >= problem.max_length else ""
+    leanest = problem.leanest
     raise InfeasibleError(
-        f"policy {policy} tiles the cluster with equal pipelines: a sequence of {problem.max_length:,} tokens "
+        f"policy {policy} runs equal pipelines of one scheme: a sequence of {problem.max_length:,} tokens "
         f"{problem.needs(leanest, problem.max_length)} Set {Setting.MAX_LENGTH}={leanest.max_tokens} or less with "
-        f"{Setting.OVER_LENGTH}=split{mixed}.",
+        f"{Setting.OVER_LENGTH}=split.",
         what="the longest sequence", value=problem.max_length, limit=leanest.max_tokens, unit="tokens",
     )  # fmt: skip
 
@@ -126,8 +116,3 @@ def few_recomputes(candidates: Sequence[Candidate]) -> list[Candidate]:
         by_methods.setdefault((candidate.family, candidate.scheme.methods), []).append(candidate)
     levels = [sorted(members, key=lambda candidate: candidate.scheme.num_recomputed) for members in by_methods.values()]
     return [candidate for members in levels for candidate in dict.fromkeys((members[0], members[-1]))]
-
-
-def tiles(problem: PlanningProblem, candidate: Candidate) -> bool:
-    """Whether equal pipelines of ``candidate`` tile the cluster exactly."""
-    return problem.num_devices % candidate.num_devices == 0

@@ -61,6 +61,8 @@ class PolicyResult:
     """The proven lower bound of each step, for the schemes that the policy may use."""
     strategies: tuple[str, ...] = ()
     """The pipelines of each step in words."""
+    num_used: int = 0
+    """Devices that some step computes on; the others of the cluster are idle."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; None for every number of a policy that is refused."""
@@ -221,7 +223,8 @@ def headline(cluster: ClusterResult) -> str:
     """The result in one sentence."""
     ranked = cluster.ranked
     best = ranked[0]
-    speed = f"{best.policy} trains {count(best.tokens_per_s)} tokens per second on {cluster.num_devices} devices"
+    used = f"{best.num_used} of " if 0 < best.num_used < cluster.num_devices else ""
+    speed = f"{best.policy} trains {count(best.tokens_per_s)} tokens per second on {used}{cluster.num_devices} devices"
     if len(ranked) == 1:
         return f"{speed}."
     second = ranked[1]

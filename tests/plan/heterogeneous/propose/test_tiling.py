@@ -1,10 +1,12 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lengthwise.core.pipeline_config import Method
-from lengthwise.plan.heterogeneous.propose.tiling import Tiler, strategy_of
+from lengthwise.plan.heterogeneous.propose.tiling import Tiler, fillable, strategy_of
 from lengthwise.plan.space.placement import placeable
 from tests.plan.costs import make_problem
 from tests.plan.propose.workloads import counts_of, problems, workload_of
@@ -76,3 +78,16 @@ def test_candidates_that_hold_the_longest_sequences_come_first():
     strategy = strategy_of(problem.candidates, [1] * len(problem.candidates))
     limits = [candidate.max_tokens for candidate, _ in strategy]
     assert limits == sorted(limits, reverse=True)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4), st.integers(1, 30))
+def test_as_many_devices_are_used_as_some_mix_fills(kinds, num_devices):
+    kinds = [(size, limit) for size, limit in kinds if size <= num_devices]
+    assume(any(limit >= 5 for _, limit in kinds))
+    candidates = [SimpleNamespace(num_devices=size, max_tokens=limit) for size, limit in kinds]
+    filled = {0}
+    for number in range(1, num_devices + 1):
+        filled |= {number} if any(number - size in filled for size, _ in kinds) else set()
+    mixed = max(size + rest for size, limit in kinds if limit >= 5 for rest in filled if size + rest <= num_devices)
+    equal = max(num_devices // size * size for size, limit in kinds if limit >= 5)
+    assert fillable(candidates, num_devices, holding=5) == sorted({num_devices, mixed, equal}, reverse=True)

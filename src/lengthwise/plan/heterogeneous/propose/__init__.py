@@ -6,18 +6,17 @@ has to beat.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose.choose import StrategyComparison
 from lengthwise.plan.heterogeneous.propose.estimate import Estimator
 from lengthwise.plan.heterogeneous.propose.reduce import likely_equal, reduce_candidates
 from lengthwise.plan.heterogeneous.propose.search import Search
 from lengthwise.plan.heterogeneous.propose.starts import Starts, make_starts
-from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler, strategy_of
+from lengthwise.plan.heterogeneous.propose.tiling import Counts, Tiler, fillable, strategy_of
 from lengthwise.plan.heterogeneous.propose.workload import make_workload
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.uniform.tune import tuning_batches
@@ -40,7 +39,7 @@ ENOUGH = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A strategy: how many pipelines of each candidate. They tile the cluster; no stage crosses nodes needlessly."""
+    """A strategy: how many pipelines of each candidate. They fill the cluster; no stage crosses nodes needlessly."""
 
     counts: tuple[tuple[ProposedCandidate, int], ...]
     """The candidates that hold the longest sequences first."""
@@ -60,22 +59,39 @@ def propose(
 
     Among them are the best homogeneous strategy, if one tiles the cluster, and one that holds ``problem.max_length``
     and all samples, or what the leanest candidate holds if that is less; and the whole strategies of Eq. (4), with
-    bubble and without, unless planning the steps set aside proves that another proposal is faster there.
+    bubble and without, unless planning the steps set aside proves that another proposal is faster there. Where no mix
+    fills the cluster, they fill as much of it as one does.
 
     Args:
         problem: cluster, objective and samples of batches; without samples, one that is made up of its longest length.
         candidates: what strategies are made of; None: those of ``problem``.
         max_strategies: most strategies, at least 3.
         effort: local searches, each for what complements those before.
-
-    Raises:
-        InfeasibleError: no mix of the candidates tiles the cluster and holds the longest sequence.
     """
     candidates = candidates or problem.candidates
     samples = problem.samples or [batch.lengths for batch in tuning_batches(problem)]
     limit = max(candidate.max_tokens for candidate in candidates)
     samples = [np.minimum(sample, limit) for sample in samples]
     holding = min(limit, max(problem.max_length, *(int(sample.max()) for sample in samples)))
+    for used in fillable(candidates, problem.num_devices, holding=holding):
+        part = problem if used == problem.num_devices else replace(problem, num_devices=used)
+        if proposed := _propose(
+            part, candidates, samples, holding=holding, max_strategies=max_strategies, effort=effort
+        ):
+            return proposed
+    raise AssertionError("equal pipelines fill the last number of devices")
+
+
+def _propose(
+    problem: PlanningProblem,
+    candidates: Sequence[ProposedCandidate],
+    samples: Sequence[np.ndarray],
+    *,
+    holding: int,
+    max_strategies: int,
+    effort: int,
+) -> list[Proposal]:
+    """Strategies that fill all devices of ``problem``; none where no mix does."""
     seen, unseen = _split(samples, problem.num_devices)
     equal = likely_equal(problem, candidates, samples, holding=holding)
     candidates = reduce_candidates(candidates, np.append(np.concatenate(samples), holding), keep=equal)
@@ -83,7 +99,9 @@ def propose(
     tiler = Tiler(workload, problem.devices_per_node)
     search = Search(Estimator(workload, problem.objective), tiler, seen)
     starts = make_starts(workload.part(seen), tiler, holding=holding)
-    reached = _search(problem, search, starts, holding=holding, effort=effort)
+    reached = _search(search, starts, holding=holding, effort=effort)
+    if not reached:
+        return []
     contest = StrategyComparison(problem, search, samples, unseen)
     always = [contest.fastest_of(starts.homogeneous), contest.fastest_of(reached[:1])]
     contest.beat(starts.published)
@@ -111,8 +129,8 @@ def _mean_size(samples: Sequence[np.ndarray]) -> float:
     return sum(map(len, samples)) / len(samples)
 
 
-def _search(problem: PlanningProblem, search: Search, starts: Starts, *, holding: int, effort: int) -> list[Counts]:
-    """The best strategy found that holds ``holding`` tokens, and others that complement those before them."""
+def _search(search: Search, starts: Starts, *, holding: int, effort: int) -> list[Counts]:
+    """The best strategy found that holds ``holding`` tokens, if any, and others that complement those before them."""
     everything = (*starts.homogeneous, *starts.published, *starts.others)
     search.estimate(everything)
     if not search.ranked(holding=holding):
@@ -120,12 +138,7 @@ def _search(problem: PlanningProblem, search: Search, starts: Starts, *, holding
         search.estimate(everything)
     ranked = search.ranked(holding=holding)
     if not ranked:
-        sizes = ", ".join(map(str, sorted(set(search.tiler.sizes))))
-        raise InfeasibleError(
-            f"no mix of pipelines of {sizes} devices tiles {problem.num_devices} devices and holds a sequence of "
-            f"{holding:,} tokens. Allow more degrees ({Setting.MAX_DEGREE}) or stages, or lower {Setting.MAX_LENGTH}.",
-            what="the longest sequence", value=holding, unit="tokens",
-        )  # fmt: skip
+        return []
     best_counts = [search.climb(ranked[0], holding=holding) if effort else ranked[0]]
     limits_s = search.times_s[best_counts[0]]
     for _ in range(effort - 1):

@@ -48,11 +48,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def proposals(problem: PlanningProblem, space: Space) -> list[Proposal]:
-    """What ``propose`` answers for the candidates of a space: waited for if it is being searched, else searched now.
-
-    Raises:
-        InfeasibleError: as ``propose``.
-    """
+    """What ``propose`` answers for the candidates of a space: waited for if it is being searched, else searched now."""
     candidates = space(problem)
     begun: Future[Found] | None = problem.searches.get(_key(space))
     if begun is None:

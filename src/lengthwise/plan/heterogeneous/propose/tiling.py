@@ -111,6 +111,23 @@ class Tiler:
         return all(large % small == 0 for small, large in pairwise(degrees))
 
 
+def fillable(candidates: Sequence[ProposedCandidate], num_devices: int, *, holding: int) -> list[int]:
+    """How many devices to use, the most first: all, or where nothing fills them, the most that mixes fill.
+
+    Some pipeline has to hold ``holding`` tokens. The last number is one that equal pipelines fill.
+    """
+    filled, everything = 1, (1 << num_devices + 1) - 1  # bit n: n devices can be filled
+    for size in sorted({candidate.num_devices for candidate in candidates}):
+        step = size
+        while step <= num_devices:
+            filled |= filled << step & everything
+            step *= 2
+    holders = {candidate.num_devices for candidate in candidates if candidate.max_tokens >= holding}
+    mixed = max((size + (filled & everything >> size).bit_length() - 1 for size in holders), default=num_devices)
+    equal = max((num_devices // size * size for size in holders), default=num_devices)
+    return sorted({num_devices, mixed, equal}, reverse=True)
+
+
 def strategy_of(
     candidates: Sequence[ProposedCandidate], counts: Sequence[int]
 ) -> tuple[tuple[ProposedCandidate, int], ...]:
