@@ -1,15 +1,20 @@
 """ParaDySe: where one method overtakes another, from its own fits and from our closed forms; Table 5's ablation."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from pages import Section
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import CostModel, ProfileRow, ProfileTable
 from lengthwise.core.errors import InfeasibleError
-from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.pipeline_config import Method, PipelineConfig, uniform_scheme
 from lengthwise.core.specs import ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.profiled.fitted import FittedCost
+from lengthwise.cost.profiled.hybrid import HybridCost
+from lengthwise.cost.profiled.measured_schemes import ProfiledCost
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace, make_problem
@@ -94,6 +99,13 @@ TABLE_5 = {
     Method.METP: (112_128, 1.03),
 }
 """What is left out -> longest sequence, per cent of time that the full set saves up to there."""
+FOREST, SMOOTHING = "the forest", "smoothing"
+TABLE_5_COSTS = {FOREST: (270_336, 1.29), SMOOTHING: (None, 0.04)}
+"""The same of what is left out of the choice; the paper gives no length for smoothing."""
+MEASURED = tuple(2**power for power in range(10, 18))
+"""Lengths at which each method is measured for the learned costs, in tokens."""
+NOISE = 0.02
+"""Of measurements, relative."""
 LAYERS_RUN = 8
 """Of the 96, what its authors ran on one node."""
 SORTED_SEQUENCES = 400
@@ -222,26 +234,106 @@ def _order(rows: list[tuple[str, ...]]) -> str:
     )
 
 
+def choices(*, quick: bool) -> Section:
+    """Table 5's other rows: costs without the forest, and choices without smoothing."""
+    lengths = np.sort(synthetic_lengths("grch38", 60 if quick else SORTED_SEQUENCES, 0))
+    rows: list[tuple[str, ...]] = []
+    runs = {
+        "": _learned_run(HybridCost, lengths),
+        FOREST: _learned_run(FittedCost, lengths),
+        SMOOTHING: _learned_run(HybridCost, lengths, smoothing=0.0),
+    }
+    longest, full_s, switches = runs[""]
+    rows.append(("all: longest sequence", f"{TABLE_5['full'][0]:,}", f"{longest:,}", "", _LONGEST))
+    for left_out, (published_longest, published_saving) in TABLE_5_COSTS.items():
+        other_longest, times_s, other_switches = runs[left_out]
+        shared = min(len(times_s), len(full_s))
+        saving = 100 * (1 - float(full_s[:shared].sum() / times_s[:shared].sum()))
+        why = f"{other_switches} switches of methods between steps, {switches} with it"
+        published = f"{published_longest:,}" if published_longest else ""
+        rows.append((f"without {left_out}: longest sequence", published, f"{other_longest:,}", "", _LONGEST))
+        rows.append(
+            (
+                f"without {left_out}: time that it saves",
+                f"{published_saving:.2f} %",
+                f"{saving:.2f} %",
+                f"{saving - published_saving:+.2f} points",
+                why + ("; a switch costs nothing here, and no buffers stay" if left_out is SMOOTHING else ""),
+            )
+        )
+    return Section(
+        title="ParaDySe, Table 5: the forest and smoothing",
+        text=f"As before, but methods are chosen by costs learned from {len(MEASURED)} lengths of each method, up to "
+        f"{MEASURED[-1]:,} tokens, our closed forms with {NOISE:.0%} of noise; the times are those of the closed "
+        "forms. *Without the forest*: a polynomial alone, inside the measured lengths too.",
+        head=("quantity", "published", "reproduced", "difference", "why"),
+        rows=rows,
+    )
+
+
+_LONGEST = "what the learned bytes let a device hold beyond the measured lengths"
+
+
+def _learned_run(make_cost: type[ProfiledCost], lengths: np.ndarray, **options: float) -> tuple[int, np.ndarray, int]:
+    """Longest sequence that is planned, its seconds and those of all before it in truth, and switches of methods."""
+    model, cluster = _gpt(), cluster_preset(CLUSTER)
+    truth, rng = AnalyticCost(model=model, cluster=cluster), np.random.default_rng(0)
+    schemes = [uniform_scheme(LAYERS_RUN, degree=DEGREE, method=method) for method in METHODS]
+    cost = make_cost([(scheme, _measure(truth, scheme, rng)) for scheme in schemes], model=model, cluster=cluster)
+    longest = max(cost.max_tokens(scheme, num_devices=DEGREE) for scheme in schemes)
+    planner = _planner(cost, lengths[lengths <= longest], METHODS)
+    planner = replace(planner, problem=replace(planner.problem, **options))
+    times_s, mixes = [], []
+    for step, length in enumerate(lengths[lengths <= longest].tolist()):
+        (pipeline,) = planner(GlobalBatch(step=step, ids=(0,), lengths=(length,))).pipelines
+        methods = pipeline.micro_batches[0].methods or pipeline.scheme.methods
+        times_s.append(truth.time_s([length], replace(pipeline.scheme, methods=methods)))
+        mixes.append(sorted(methods))
+    return int(longest), np.array(times_s), sum(a != b for a, b in pairwise(mixes))
+
+
+def _measure(truth: AnalyticCost, scheme: PipelineConfig, rng: np.random.Generator) -> ProfileTable:
+    """A profile of one scheme as its closed forms and noise would give it."""
+    state = int(truth.peak_bytes(0, scheme, num_devices=DEGREE))
+    rows = tuple(
+        ProfileRow(
+            lengths=(length,), time_s=truth.time_s([length], scheme) * float(np.exp(NOISE * rng.standard_normal())),
+            spread_s=0.0, kept_bytes=int(truth.peak_bytes(length, scheme, num_devices=DEGREE)) - state,
+        )
+        for length in MEASURED
+    )  # fmt: skip
+    return ProfileTable(
+        model_digest=truth.model.digest, model_name=truth.model.name, device=truth.cluster.device.name,
+        dtype=truth.dtype, recompute=False, num_ranks=DEGREE, update_s=0.0, rows=rows,
+    )  # fmt: skip
+
+
+def _gpt() -> ModelSpec:
+    return replace(model_preset("gpt-12288"), num_layers=LAYERS_RUN, causal=False)
+
+
+def _space(methods: tuple[Method, ...]) -> SearchSpace:
+    return SearchSpace(max_degree=DEGREE, max_stages=1, methods=methods, recompute=RecomputeMode.NONE)
+
+
+def _planner(cost: CostModel, lengths: np.ndarray, methods: tuple[Method, ...]) -> Planner:
+    if not len(lengths):
+        raise InfeasibleError(f"no sequence fits {CLUSTER}")
+    problem = make_problem(
+        cost, cluster=cluster_preset(CLUSTER), num_layers=LAYERS_RUN, max_length=int(lengths[-1]),
+        search_space=_space(methods), samples=[lengths],
+    )  # fmt: skip
+    return Planner(policy="paradyse", problem=problem)
+
+
 def _run(methods: tuple[Method, ...], lengths: np.ndarray) -> tuple[int, np.ndarray]:
     """Longest sequence that fits, and seconds of each sequence up to it."""
-    model = replace(model_preset("gpt-12288"), num_layers=LAYERS_RUN, causal=False)
     cluster = cluster_preset(CLUSTER)
-    cost = AnalyticCost(model=model, cluster=cluster)
-    search_space = SearchSpace(max_degree=DEGREE, max_stages=1, methods=methods, recompute=RecomputeMode.NONE)
-    schemes = search_space.schemes(LAYERS_RUN, cluster)
+    cost = AnalyticCost(model=_gpt(), cluster=cluster)
+    schemes = _space(methods).schemes(LAYERS_RUN, cluster)
     longest = max(cost.max_tokens(scheme, num_devices=DEGREE) for scheme in schemes if scheme.degree == DEGREE)
     fitting = lengths[lengths <= longest]
-    if not len(fitting):
-        raise InfeasibleError(f"no sequence of {lengths.min():,} tokens or more fits {cluster.name}")
-    problem = make_problem(
-        cost,
-        cluster=cluster,
-        num_layers=LAYERS_RUN,
-        max_length=int(fitting[-1]),
-        search_space=search_space,
-        samples=[fitting],
-    )
-    planner = Planner(policy="paradyse", problem=problem)
+    planner = _planner(cost, fitting, methods)
     times_s = [
         planner(GlobalBatch(step=step, ids=(0,), lengths=(int(length),))).time_s for step, length in enumerate(fitting)
     ]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lengthwise.core.cost import CostError, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous, uniform_scheme
-from lengthwise.cost.profiled.fitted import FittedCost, fit
+from lengthwise.cost.profiled.fitted import FittedCost, fit, memory_lines
 from lengthwise.cost.profiled.hybrid import HybridCost
 from tests.cost.profiles import CLUSTER, MANY_LENGTHS, MODEL, row, scheme_of, table
 
@@ -42,8 +42,24 @@ def test_max_tokens_is_the_most_that_fits():
 def test_fitting_finds_the_coefficients_that_made_the_rows():
     found = fit(table())
     assert (found.a_s, found.b_s, found.c_s) == pytest.approx((1e-8, 1e-5, 2e-3), rel=1e-6)
-    assert (found.fixed_bytes, found.bytes_per_token) == pytest.approx((1000, 64), rel=1e-6)
+    assert found.kept_bytes(np.array([100, 1e6])) == pytest.approx([1000 + 64 * 100, 1000 + 64e6], rel=1e-6)
+    assert found.bytes_per_token == pytest.approx(64, rel=1e-6)
     assert found.median_error < 1e-9
+
+
+def test_bytes_beyond_the_measured_lengths_grow_as_at_the_longest_ones():
+    """Of a peak that gathered weights decide up to 3,000 tokens: most rows have the same bytes."""
+    truth = {length: max(1_000_000, 64 * length + 800_000) for length in (64, 128, 256, 512, 1024, 2048, 4096, 8192)}
+    found = fit(table([replace(row((length,)), kept_bytes=kept) for length, kept in truth.items()]))
+    assert found.kept_bytes(np.array([4096, 100_000])) == pytest.approx([64 * 4096 + 800_000, 64e5 + 8e5], rel=1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(1, 10**12)), min_size=1, max_size=9))
+def test_no_measured_row_needs_more_bytes_than_the_model_says(rows):
+    tokens, sizes = np.array(rows, dtype=float).T
+    lines = memory_lines(tokens, sizes)
+    assert (np.maximum.reduce([line.at(tokens) for line in lines]) >= sizes * (1 - 1e-9)).all()
+    assert min(line.per_token for line in lines) > 0
 
 
 def test_one_spoiled_row_does_not_pull_the_others_along():

@@ -5,6 +5,7 @@ The form is that of Hydraulis (section 4.2) with c charged per micro-batch, whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import fsum
 from typing import Any
 
@@ -15,7 +16,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.profiled.measured_schemes import ProfiledCost, Tables
-from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache
+from lengthwise.cost.separable import Line, SchemeCache
 
 MIN_ROWS = 3
 """Three coefficients need three measurements."""
@@ -26,7 +27,7 @@ LEAST_B_S = 1e-12
 """Seconds a token takes where all of a profile's rows take the same: sequences must cost something."""
 
 
-COEFFICIENTS = ("a_s", "b_s", "c_s", "fixed_bytes", "bytes_per_token")
+COEFFICIENTS = ("a_s", "b_s", "c_s")
 """Fields of a fit that are averaged over the layers of a scheme with several methods."""
 
 
@@ -40,13 +41,21 @@ class Fit:
     """Seconds per token."""
     c_s: float
     """Seconds per micro-batch."""
-    fixed_bytes: float
-    bytes_per_token: float
+    memory: tuple[Line, ...]
+    """Bytes over the tokens of a micro-batch, beyond the model state, are the largest of these."""
     time_residuals: tuple[float, ...]
     """Predicted over measured time, minus one, per row."""
-    bytes_residuals: tuple[float, ...]
     left_out: tuple[tuple[float, float, float], ...]
     """a, b and c fitted without each row in turn."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """What each token adds, beyond the most that were measured."""
+        return max(line.per_token for line in self.memory)
+
+    def kept_bytes(self, tokens: np.ndarray) -> np.ndarray:
+        """Bytes of micro-batches of ``tokens`` beyond the model state."""
+        return np.maximum.reduce([line.at(tokens) for line in self.memory])
 
     @property
     def median_error(self) -> float:
@@ -81,16 +90,40 @@ def fit(table: ProfileTable) -> Fit:
     if len(table.rows) < MIN_ROWS:
         raise InputError(f"the profile has {len(table.rows)} rows; fitting a, b and c needs at least {MIN_ROWS}")
     times = np.array([row.time_s for row in table.rows])
+    tokens = np.array([sum(row.lengths) for row in table.rows], dtype=float)
     sizes = np.array([row.kept_bytes for row in table.rows], dtype=float)
     columns = np.stack([features(row.lengths) for row in table.rows])
     (a, b, c), time_residuals = _fit_relative(columns, times)
-    (fixed, per_token), bytes_residuals = _fit_relative(columns[:, [2, 1]], sizes)
     others = [np.arange(len(times)) != row for row in range(len(times))]
     return Fit(
-        a_s=a, b_s=b, c_s=c, fixed_bytes=fixed, bytes_per_token=per_token,
-        time_residuals=time_residuals, bytes_residuals=bytes_residuals,
+        a_s=a, b_s=b, c_s=c, memory=memory_lines(tokens, sizes), time_residuals=time_residuals,
         left_out=tuple(_fit_relative(columns[rest], times[rest])[0] for rest in others),  # type: ignore[misc]
     )  # fmt: skip
+
+
+def memory_lines(tokens: np.ndarray, num_bytes: np.ndarray) -> tuple[Line, ...]:
+    """Lines whose largest is at no measured number of tokens below what was measured there.
+
+    A peak is the largest of several moments, and each grows with the tokens: up to some length the weights that a layer
+    gathers decide, beyond it what tokens keep. One line through such rows would be far too low for longer ones; so the
+    lines are the edges of the lower convex hull, raised by what any row exceeds it.
+    """
+    x, place = np.unique(tokens, return_inverse=True)
+    y = np.zeros(len(x))
+    np.maximum.at(y, place, num_bytes)
+    y = np.maximum.accumulate(y)
+    hull: list[int] = []
+    for point in range(len(x)):
+        while len(hull) > 1:
+            first, last = hull[-2:]
+            if (y[last] - y[first]) * (x[point] - x[first]) < (y[point] - y[first]) * (x[last] - x[first]):
+                break
+            hull.pop()
+        hull.append(point)
+    slopes = [(y[b] - y[a]) / (x[b] - x[a]) for a, b in pairwise(hull)] or [y[0] / x[0]]
+    lines = [Line(y[point] - slope * x[point], slope) for point, slope in zip(hull, slopes)]
+    raised = max(1.0, float((y / np.maximum.reduce([line.at(x) for line in lines])).max()))
+    return tuple(Line(raised * line.fixed, max(raised * line.per_token, 1.0)) for line in lines)
 
 
 def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -119,7 +152,6 @@ class FittedCost(ProfiledCost):
         self.fits = {scheme: fit(table) for scheme, table in self.tables.items()}
         self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
         self._fits = SchemeCache(self._find)
-        self._memory = PiecewiseLinearMemory(self._make_lines)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """Seconds that each sequence adds: ``a l^2 + b l``."""
@@ -132,15 +164,11 @@ class FittedCost(ProfiledCost):
         return self._fits(scheme).c_s
 
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
-        return self._memory(tokens, scheme, num_devices=num_devices)
-
-    def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
-        fit = self._fits(scheme)
-        state = max(self._state_bytes(scheme, num_devices))
-        return (Line(state + fit.fixed_bytes, max(fit.bytes_per_token, 1.0)),)
+        kept_bytes = [share * self.fits[part].kept_bytes(tokens) for part, share in self._parts(scheme).items()]
+        return max(self._state_bytes(scheme, num_devices)) + np.sum(kept_bytes, axis=0)
 
     def _find(self, scheme: PipelineConfig) -> Fit:
-        """The fit of a scheme; of one whose layers have several methods, the mean over its layers."""
+        """The fit of a scheme; of one whose layers have several methods, the mean of times over its layers."""
         parts = [(self.fits[part], share) for part, share in self._parts(scheme).items()]
         mean: dict[str, Any] = {name: fsum(share * getattr(fit, name) for fit, share in parts) for name in COEFFICIENTS}
         return replace(parts[0][0], **mean)

@@ -149,9 +149,9 @@ class ParaDysePolicy:
     @cached_property
     def _steady(self) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of tokens, rising to the most that fit, and the mix of packs of up to so many."""
-        most = self.ladder.max_tokens
-        steps = int(np.ceil(np.log(most) / np.log(SIZE_RATIO))) if most > 1 else 0
-        sizes = np.unique(np.geomspace(1, most, steps + 1).round().astype(np.int64))
+        max_tokens = self.ladder.max_tokens
+        steps = int(np.ceil(np.log(max_tokens) / np.log(SIZE_RATIO)))
+        sizes = np.unique(np.geomspace(1, max_tokens, steps + 1).round().astype(np.int64))
         times_s = np.stack([candidate.times_s(sizes) + candidate.overhead_s for candidate in self.ladder.candidates])
         times_s[sizes > self.ladder.limits[:, None]] = np.inf
         return sizes, np.array(steady_choices(times_s, ratio=self.problem.smoothing))
