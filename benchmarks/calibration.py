@@ -1,19 +1,20 @@
 """Costs against public measurements: constants fitted to them, and errors on systems that a fit has not seen.
 
-    python benchmarks/calibration.py
+    python benchmarks/calibration.py [--check]
 
 Fits four constants of each chip (share of the peak of products and the hidden size at which they reach half of it,
 share of attention with the kernels of today and with those of 2023) to all systems, then to all but one, which it
 predicts. A minute on one core; no GPU.
 """
 
+import argparse
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
 
 import numpy as np
 from calibration_rows import RING_DEGREES, SOURCES, Constants, Row, errors, read_rows
-from pages import Section, at_most, say, write
+from pages import Section, at_most, check, say, write
 from scipy.optimize import minimize
 
 from lengthwise.core.device_spec import DEVICES
@@ -170,7 +171,10 @@ def _figures(constants: Constants) -> tuple[str, str, str, str]:
 
 
 def main() -> None:
-    """Write ``calibration.md``."""
+    """Write ``calibration.md``, or check it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page has other numbers")
+    options = parser.parse_args()
     rows = read_rows()
     sections = [
         section
@@ -178,6 +182,9 @@ def main() -> None:
         for section in chip_sections(chip, [row for row in rows if row.chip == chip])
     ]
     sections.append(Section(title="Sources", text="", head=("source", "address"), rows=list(SOURCES.items())))
+    if options.check:
+        check("calibration", sections)
+        return
     write(
         "calibration",
         title="Costs against public measurements",

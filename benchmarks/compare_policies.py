@@ -1,6 +1,6 @@
 """Every policy on every kind of lengths, simulated: `auto` beside tuned baselines and the published systems.
 
-    python benchmarks/compare_policies.py [--quick] [--steps N]
+    python benchmarks/compare_policies.py [--quick] [--steps N] [--check]
 
 Runs what ``lengthwise compare`` runs. Nothing is trained: steps are planned and simulated under closed-form costs.
 Writes compare_policies.md and results/compare_policies.json.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from clock import timed
 from contests import play
-from pages import Cell, Goal, Section, number, on_one_core, say, write
+from pages import Cell, Goal, Section, check, number, on_one_core, say, write
 
 from lengthwise.report.pages.compare_results import ClusterResult, PolicyResult
 
@@ -72,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three settings, a few steps; for a look")
     parser.add_argument("--steps", type=int, help="global batches of each setting; default 6, quick 3")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page has other numbers")
     options = parser.parse_args()
     on_one_core()
     steps = options.steps or (3 if options.quick else 6)
@@ -85,7 +86,10 @@ def main() -> None:
     ]
     sections = [say(ratios(grid)), say(speeds(grid)), say(weak_scaling(scaling)), say(refusals([*grid, *scaling]))]
     first = FIRST + (" **A quick run.**" if options.quick else "")
-    write("compare_policies", title=TITLE, first=first, sections=sections)
+    if options.check:
+        check("compare_policies", sections)
+    else:
+        write("compare_policies", title=TITLE, first=first, sections=sections)
 
 
 def most_steps(gpus: int) -> int:

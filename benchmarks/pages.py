@@ -43,6 +43,8 @@ class Section:
     goals: tuple[Goal, ...] = ()
     after: str = ""
     """What the table shows."""
+    measured: tuple[str, ...] = ()
+    """Columns of ``head`` with numbers of this machine, which no other run has to give again; empty: none."""
 
 
 def at_most(what: str, value: float | None, limit: float, unit: str) -> Goal:
@@ -94,6 +96,31 @@ def write(name: str, *, title: str, first: str, sections: Sequence[Section]) -> 
         "tables": [{"title": s.title, "head": s.head, "rows": s.rows} for s in sections],
     }
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def stale_rows(name: str, sections: Sequence[Section]) -> list[str]:
+    """Rows of these sections that ``results/NAME.json`` has otherwise or not at all, each in a line."""
+    tables = {table["title"]: table for table in json.loads((RESULTS / f"{name}.json").read_text())["tables"]}
+    stale = []
+    for section in sections:
+        there = tables.get(section.title, {"head": [], "rows": []})
+        kept = [place for place, column in enumerate(section.head) if column not in section.measured]
+        now, then = (
+            [[str(row[place]) for place in kept if place < len(row)] for row in rows]
+            for rows in (section.rows, there["rows"])
+        )
+        for number in range(max(len(now), len(then))):
+            pair = [rows[number] if number < len(rows) else ["no such row"] for rows in (then, now)]
+            if pair[0] != pair[1]:
+                shown, given = (" | ".join(row) for row in pair)
+                stale.append(f"{name}.md, {section.title}: the page has {shown}; the code gives {given}")
+    return stale
+
+
+def check(name: str, sections: Sequence[Section]) -> None:
+    """Exit with 1 and the rows that differ if the page no longer says what the code gives."""
+    if stale := stale_rows(name, sections):
+        sys.exit("\n".join([*stale, f"{len(stale)} rows are stale; write the page again with: make pages"]))
 
 
 def provenance() -> dict[str, Any]:

@@ -12,9 +12,11 @@ from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method, PipelineConfig, uniform_scheme
 from lengthwise.core.specs import ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.memory_model import state_bytes
 from lengthwise.cost.profiled.fitted import FittedCost
 from lengthwise.cost.profiled.hybrid import HybridCost
 from lengthwise.cost.profiled.measured_schemes import ProfiledCost
+from lengthwise.cost.weight_shards import held_params
 from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace, make_problem
@@ -294,7 +296,8 @@ def _learned_run(make_cost: type[ProfiledCost], lengths: np.ndarray, **options: 
 
 def _measure(truth: AnalyticCost, scheme: PipelineConfig, rng: np.random.Generator) -> ProfileTable:
     """A profile of one scheme as its closed forms and noise would give it."""
-    state = int(truth.peak_bytes(0, scheme, num_devices=DEGREE))
+    num_held = held_params(truth.model, scheme, stage=0)
+    state = state_bytes(truth.model, num_devices=DEGREE, dtype=truth.dtype, num_held=num_held)
     rows = tuple(
         ProfileRow(
             lengths=(length,), time_s=truth.time_s([length], scheme) * float(np.exp(NOISE * rng.standard_normal())),

@@ -12,7 +12,7 @@ import paper_configurations
 import paper_dcp
 import paper_hydraulis
 import paper_paradyse
-from pages import on_one_core, say, write
+from pages import check, on_one_core, say, write
 
 TITLE = "Tables of the published systems, reproduced"
 FIRST = (
@@ -28,6 +28,7 @@ PARTS = {
     "dcp": paper_dcp.speed_ups,
     "crossovers": paper_paradyse.crossovers,
     "ablation": paper_paradyse.ablation,
+    "choices": paper_paradyse.choices,
 }
 """Sections by name, in the order of the page."""
 
@@ -36,13 +37,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer settings and steps; for a look")
     parser.add_argument("--only", default="", metavar="A,B", help="only these sections; writes no page")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page has other numbers")
     options = parser.parse_args()
     on_one_core()
     wanted = options.only.split(",") if options.only else list(PARTS)
     if unknown := set(wanted) - set(PARTS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     sections = [say(PARTS[name](quick=options.quick)) for name in wanted]
-    if not options.only:
+    if options.check:
+        check("paper_tables", sections)
+    elif not options.only:
         first = FIRST + (" **A quick run.**" if options.quick else "")
         write("paper_tables", title=TITLE, first=first, sections=sections)
 

@@ -3,7 +3,7 @@
 The forest learns, from (sum of l, sum of l^2), how a micro-batch's seconds differ from those of the fit
 T = a l^2 + b l + c of :mod:`lengthwise.cost.profiled.fitted`. It is not additive, and planners need times that are: a
 sequence costs what the forest says of a micro-batch of it alone, less the overhead c of the fit, never less than a
-shorter one. A pack costs its sequences and c.
+shorter one. A pack costs its sequences and c. Bytes are lines over tokens, as in the fit.
 
 What is put right against the published code: there is one forest per model and scheme, so the number of layers cannot
 be mixed up (theirs is fed hidden size, heads and length, not layers); whether a length fits is decided for that length
@@ -12,33 +12,29 @@ alone (theirs, once it saw one that does not, refuses all that follow); the limi
 """
 
 from dataclasses import dataclass
-from math import fsum
 
 import numpy as np
-from numpy.polynomial.polynomial import polyval
 
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.profiled.fitted import features, fit
-from lengthwise.cost.profiled.measured_schemes import ProfiledCost, Tables
+from lengthwise.cost.profiled.fitted import FittedCost, features, fit
+from lengthwise.cost.profiled.measured_schemes import Tables
 from lengthwise.cost.profiled.monotone_curve import Curve, choose_polynomial, grow_forest, make_curve
 
 LEAST_S = 1e-9
 """Seconds of a sequence whose micro-batch the forest says to take no longer than the overhead."""
 MEMORY_MARGIN = 0.05
-"""Share of a device's memory left free for what the forest does not know."""
+"""Share of a device's memory left free for what the profile does not show."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LearnedForests:
-    """Forests and polynomials learned from one profile."""
+    """The times that one profile teaches."""
 
     time_s: Curve
     """Seconds of a micro-batch of one sequence, by its length."""
     overhead_s: float
-    kept_bytes: Curve
-    """Bytes beyond the model state, by tokens of the micro-batch."""
 
     def sequence_times_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds that a sequence adds to a micro-batch."""
@@ -58,9 +54,8 @@ def learn(table: ProfileTable) -> LearnedForests:
     columns = np.stack([features(row.lengths) for row in table.rows])
     squares, tokens, _ = columns.T
     times_s = np.array([row.time_s for row in table.rows])
-    sizes = np.array([row.kept_bytes for row in table.rows], dtype=np.float64)
     is_lone = np.array([len(row.lengths) == 1 for row in table.rows])
-    fitted, size_polynomial = fit(table), choose_polynomial(tokens, sizes)
+    fitted = fit(table)
     coefficients = np.array([fitted.a_s, fitted.b_s, fitted.c_s])
     return LearnedForests(
         time_s=make_curve(
@@ -71,19 +66,14 @@ def learn(table: ProfileTable) -> LearnedForests:
             polynomial=choose_polynomial(tokens[is_lone], times_s[is_lone]),
         ),
         overhead_s=fitted.c_s,
-        kept_bytes=make_curve(
-            grow_forest(tokens[:, None], sizes / polyval(tokens, size_polynomial)),
-            num_powers=1,
-            last=float(tokens.max()),
-            base=size_polynomial,
-            polynomial=size_polynomial,
-        ),
     )
 
 
-class HybridCost(ProfiledCost):
-    """Learned times and bytes of one profiled model, one set of forests per profiled scheme. Times never fall, and
-    stay level where the forest does."""
+class HybridCost(FittedCost):
+    """Learned times of one profiled model, one forest per profiled scheme; overheads and bytes are those of the fits.
+
+    Times never fall, and stay level where the forest does.
+    """
 
     def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
         super().__init__(tables, model=model, cluster=cluster)
@@ -92,22 +82,10 @@ class HybridCost(ProfiledCost):
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """What a micro-batch of each sequence alone takes, less the overhead."""
         length = np.asarray(lengths, dtype=np.float64)
-        return np.sum([share * forests.sequence_times_s(length) for forests, share in self._of(scheme)], axis=0)
-
-    def overhead_s(self, scheme: PipelineConfig) -> float:
-        """Seconds of a micro-batch before its first token: ``c`` of the profile's fit."""
-        return fsum(share * forests.overhead_s for forests, share in self._of(scheme))
+        parts = self._parts(scheme).items()
+        return np.sum([share * self._learned[part].sequence_times_s(length) for part, share in parts], axis=0)
 
     @property
     def memory_limit_bytes(self) -> float:
         """The device's memory less ``MEMORY_MARGIN``."""
         return self.cluster.device.memory_bytes * (1 - MEMORY_MARGIN)
-
-    def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
-        kept_bytes = np.sum([share * forests.kept_bytes(tokens) for forests, share in self._of(scheme)], axis=0)
-        kept_bytes = np.maximum(kept_bytes, tokens)
-        return max(self._state_bytes(scheme, num_devices)) + kept_bytes
-
-    def _of(self, scheme: PipelineConfig) -> list[tuple[LearnedForests, float]]:
-        """Forests of the methods of a scheme's layers, and the share of layers with each."""
-        return [(self._learned[part], share) for part, share in self._parts(scheme).items()]
