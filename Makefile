@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 # The half that needs no torch; its tests run with torch blocked from import.
 DECIDING := tests/core tests/index tests/models tests/data tests/cost tests/plan tests/sim tests/report tests/config/test_run_config.py
 
-.PHONY: demo test test-deep lint docs build bench clean
+.PHONY: demo test test-deep lint docs build bench pages clean
 
 demo: $(STAMP)
 	$(BIN)/lengthwise demo
@@ -36,6 +36,12 @@ build: $(STAMP)
 	rm -rf build/lib build/dist
 	mkdir -p build/dist
 	$(BIN)/python -c "import setuptools.build_meta as b; b.build_sdist('build/dist'); b.build_wheel('build/dist')"
+
+# Every page of simulated numbers; some twenty minutes of one core. With ARGS=--check nothing is written, and stale rows fail.
+pages: $(STAMP)
+	$(BIN)/python benchmarks/paper_tables.py $(ARGS)
+	$(BIN)/python benchmarks/compare_policies.py $(ARGS)
+	$(BIN)/python benchmarks/calibration.py $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/demo_policies.py

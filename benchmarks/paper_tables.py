@@ -1,6 +1,6 @@
 """Tables of the published systems, worked out again: published number, ours, the difference and why.
 
-    python benchmarks/paper_tables.py [--quick] [--only table-1,table-2]
+    python benchmarks/paper_tables.py [--quick] [--only table-1,table-2] [--check]
 
 Nothing is trained: times are planned or simulated under published or closed-form costs. Writes paper_tables.md and
 results/paper_tables.json.
