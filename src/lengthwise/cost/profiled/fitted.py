@@ -150,7 +150,9 @@ class FittedCost(ProfiledCost):
     def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
         super().__init__(tables, model=model, cluster=cluster)
         self.fits = {scheme: fit(table) for scheme, table in self.tables.items()}
-        self.error = CostError.of([residual for fit in self.fits.values() for residual in fit.time_residuals])
+        self.error: CostError | None = CostError.of(
+            [residual for fit in self.fits.values() for residual in fit.time_residuals]
+        )
         self._fits = SchemeCache(self._find)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:

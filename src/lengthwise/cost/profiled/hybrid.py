@@ -78,6 +78,7 @@ class HybridCost(FittedCost):
     def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
         super().__init__(tables, model=model, cluster=cluster)
         self._learned = {scheme: learn(table) for scheme, table in self.tables.items()}
+        self.error = None  # a forest has seen every row, so that how close it comes to them says nothing
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
         """What a micro-batch of each sequence alone takes, less the overhead."""
