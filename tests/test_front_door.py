@@ -49,6 +49,7 @@ def said(tmp_path_factory):
     return out.splitlines()
 
 
+@pytest.mark.deep
 def test_mypy_takes_what_is_right_and_rejects_wrong_names_and_types(said):
     first = len(RIGHT.splitlines()) + 1
     lines = {int(line.split(":")[1]): line for line in said if ": error:" in line}

@@ -72,7 +72,10 @@ RING = ("plan.policy=static", "--method", "ring", "--degree", "2")
 
 @pytest.mark.parametrize(
     "how",
-    [("plan.policy=auto", "data.prefetch=0"), RING, pytest.param(("plan.policy=padded",), marks=pytest.mark.deep)],
+    [
+        ("plan.policy=auto", "data.prefetch=0"),
+        *(pytest.param(p, marks=pytest.mark.deep) for p in (RING, ("plan.policy=padded",))),
+    ],
 )
 def test_steps_are_those_of_one_device_with_ignored_labels(index, rows, tmp_path, how):
     cut = (f"data.max_length={MAX_LENGTH}", "data.tokens_per_step=300")
@@ -84,6 +87,7 @@ def test_steps_are_those_of_one_device_with_ignored_labels(index, rows, tmp_path
     assert losses == pytest.approx(reference(folder, rows), rel=EXACT)
 
 
+@pytest.mark.deep
 def test_a_resumed_run_goes_on_with_the_same_labels(index, rows, tmp_path):
     cut = (f"data.max_length={MAX_LENGTH}", "data.tokens_per_step=300")
     lengthwise("train", *settings(index, tmp_path / "run", *cut, *PLAIN_SGD, "train.steps=2"))

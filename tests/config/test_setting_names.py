@@ -3,6 +3,7 @@
 import ast
 import pickle
 import re
+from functools import cache
 from inspect import signature
 from pathlib import Path
 
@@ -32,11 +33,15 @@ SEVERAL_SURFACES = ("core", "index", "data", "cost", "plan", "models", "sim", "r
 ELSEWHERE = " (of configurations alone)"
 
 
+@cache
+def trees():
+    """The nodes of every file of the package."""
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in sorted(SOURCE.rglob("*.py"))}
+
+
 def messages():
     """Each file and text that is no docstring, of the whole package."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        nodes = list(ast.walk(tree))
+    for path, nodes in trees().items():
         alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         for node in nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
@@ -59,7 +64,7 @@ def test_errors_that_several_surfaces_show_name_settings_by_fields():
     allowed = {("data/sampling_bias.py", "optim.lr_scaling")}  # of the report that `lengthwise stats` prints
     assert {(path, key) for path, key in written if key not in NO_SETTINGS} == allowed
     used = {
-        node.attr for path in SOURCE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))
+        node.attr for nodes in trees().values() for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Setting"
     }  # fmt: skip
     assert used == {setting.name for setting in Setting}

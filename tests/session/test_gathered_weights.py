@@ -201,7 +201,9 @@ def train_in(dtype, autocast):
     return losses
 
 
-@pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [pytest.param(torch.bfloat16, False, marks=pytest.mark.deep), (torch.float32, True)]
+)
 def test_a_model_in_bfloat16_or_under_autocast_learns_as_with_whole_weights(ranks, dtype, autocast):
     for whole, by_layer in ranks(2).run(train_in, dtype, autocast):
         np.testing.assert_allclose(by_layer, whole, rtol=2e-2)

@@ -118,7 +118,7 @@ def assert_as_alone(found, family):
         assert_equal_weights(weights, expected)
 
 
-@pytest.mark.parametrize(("family", "num_ranks"), [("plain", 3), ("llama", 2)])
+@pytest.mark.parametrize(("family", "num_ranks"), [("plain", 3), pytest.param("llama", 2, marks=pytest.mark.deep)])
 def test_planned_stages_train_what_one_device_trains(ranks, family, num_ranks):
     assert_as_alone(ranks(num_ranks).run(train, family), family)
 
@@ -296,7 +296,7 @@ def train_out_of_memory(place):
     return losses, attempts, weights_of(model)
 
 
-@pytest.mark.parametrize("place", ["forward of layer 0", "backward of layer 0"])
+@pytest.mark.parametrize("place", ["forward of layer 0", pytest.param("backward of layer 0", marks=pytest.mark.deep)])
 def test_a_stage_that_runs_out_of_memory_has_the_step_planned_again_in_stages(ranks, place):
     ((losses, _, weights),) = ranks(1).run(train_out_of_memory, "nowhere")
     for found, attempts, others in ranks(2).run(train_out_of_memory, place):

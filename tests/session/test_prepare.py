@@ -156,6 +156,7 @@ def test_labels_of_an_index_are_the_targets(tmp_path):
         lw.prepare(models.gpt(), tmp_path / "index", objective="every-token", **OPTIONS)
 
 
+@pytest.mark.deep
 def test_a_model_of_frames_trains_the_same_on_any_number_of_ranks(ranks):
     options = {"steps": 3, "sequences_per_step": 4, "lr": 1e-2, "optimizer": "sgd", "policy": "auto"}
     options |= {"cost": models.SimpleCost(capacity=32, loss=0.4, c_s=0.05), "memory_gib": 32}

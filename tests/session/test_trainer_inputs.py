@@ -126,6 +126,7 @@ def test_tokens_that_were_hidden_before_are_learned_as_in_transformers(tmp_path)
     assert_alike(found, FLOAT32)
 
 
+@pytest.mark.deep
 def test_a_model_that_counts_positions_from_its_padding_token_learns_as_in_transformers(tmp_path):
     """RoBERTa; rows hold that token, which its own forward gives no position."""
     found, _ = both(tmp_path, roberta, ONE_BATCH, train_dataset=words(hidden=True), data_collator=padding)
@@ -183,7 +184,9 @@ def tokenizer(side="right"):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, padding_side=side, **names)
 
 
-@pytest.mark.parametrize("kind", ["DataCollatorForSeq2Seq", "DataCollatorWithFlattening"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("DataCollatorForSeq2Seq", marks=pytest.mark.deep), "DataCollatorWithFlattening"]
+)
 def test_collators_of_transformers_are_honoured(kind, tmp_path):
     import transformers
 

@@ -107,6 +107,7 @@ def on_two_ranks(index, metric):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.deep
 def test_what_one_process_began_two_ranks_finish(cli, index, module, tmp_path):
     flag = tmp_path / "flag"
     flag.touch()

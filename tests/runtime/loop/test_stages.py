@@ -39,7 +39,9 @@ FOUR = (
 )
 
 
-@pytest.mark.parametrize(("name", "groups"), [("llama", THREE), ("gpt2", TWO), ("llama", FOUR)])
+@pytest.mark.parametrize(
+    ("name", "groups"), [("llama", THREE), ("gpt2", TWO), pytest.param("llama", FOUR, marks=pytest.mark.deep)]
+)
 def test_a_family_in_stages_trains_as_its_own_loop_does(ranks, name, groups):
     size = 1 + max(rank for group in groups for rank in group.ranks)
     for found in ranks(size).run(step_on_ranks, CASES[name], groups):
@@ -64,7 +66,10 @@ def test_dropout_drops_the_same_in_stages_as_in_one(ranks):
             torch.testing.assert_close(staged[name], change, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize(("name", "groups"), [("gpt2", TWO), ("llama", THREE), ("llama", FOUR)])
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [("gpt2", TWO), *(pytest.param("llama", groups, marks=pytest.mark.deep) for groups in (THREE, FOUR))],
+)
 def test_stages_whose_weights_are_gathered_for_a_step_train_as_with_whole_ones(ranks, name, groups):
     size = 1 + max(rank for group in groups for rank in group.ranks)
     for found in ranks(size).run(step_on_ranks, CASES[name], groups, by_layer=True):
@@ -100,7 +105,14 @@ def test_a_stage_that_runs_out_of_memory_keeps_no_other_waiting(ranks, num_ranks
             torch.testing.assert_close(weights, expected[2], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("place", ["before the forward", "before the backward", "the loss", "after the backward"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "before the backward",
+        "the loss",
+        *(pytest.param(p, marks=pytest.mark.deep) for p in ("before the forward", "after the backward")),
+    ],
+)
 @pytest.mark.parametrize(
     ("num_ranks", "degree", "stages", "by_layer"),
     [

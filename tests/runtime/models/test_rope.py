@@ -58,7 +58,7 @@ def test_tables_start_again_at_every_sequence(lengths):
 
 def test_angles_of_far_tokens_are_as_exact_as_those_of_near_ones():
     spec = tiny(head_size=64)
-    cos, _ = rotary_tables(spec, np.arange(1_000_001), dtype=torch.float32, device=torch.device("cpu"))
+    cos, _ = rotary_tables(spec, np.array([0, 1_000_000]), dtype=torch.float32, device=torch.device("cpu"))
     exact = (1_000_000 * inverse_frequencies(spec).double()).cos()
     assert_same(cos[-1], exact.float(), tolerance=0)
 

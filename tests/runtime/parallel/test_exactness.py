@@ -60,8 +60,8 @@ SPECS = {"causal": CAUSAL, "bidirectional": BIDIRECTIONAL}
 EVERY_METHOD = [
     pytest.param(
         method, num_ranks, SPECS[name], id=f"{method}-{num_ranks}-{name}",
-        # Any two of the three meet in the others already.
-        marks=[pytest.mark.deep] if (number + num_ranks + (name == "causal")) % 2 else [],
+        # Any two of the three meet in the others already, and four ranks are two and two.
+        marks=[pytest.mark.deep] * ((number + num_ranks + (name == "causal")) % 2 or (num_ranks == 4 and number > 1)),
     )
     for number, method in enumerate((*SHARDED, *WHOLE)) for num_ranks in (1, 2, 3, 4) for name in SPECS
 ]  # fmt: skip
@@ -81,7 +81,10 @@ def check_method(spec, method):
             check(spec, lengths, (method,) * spec.num_layers, recompute=recompute)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.deep] * (name in ("tied llama", "transformer-1d"))) for name in FAMILIES],
+)
 @pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.deep), 3])
 def test_every_family_runs_under_every_method(ranks, num_ranks, name):
     ranks(num_ranks).run(check_family, FAMILIES[name])

@@ -17,7 +17,9 @@ SPEC = small(num_layers=4)
 
 
 @pytest.mark.parametrize("number", [30, pytest.param(200, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("weights", [WeightPlacement.SHARDED, WeightPlacement.WHOLE])
+@pytest.mark.parametrize(
+    "weights", [WeightPlacement.SHARDED, pytest.param(WeightPlacement.WHOLE, marks=pytest.mark.deep)]
+)
 def test_many_switches_leave_as_many_bytes_as_two(fresh_ranks, weights, number):
     for after_two, after_many in fresh_ranks(2).run(bytes_after_switches, weights, number):
         assert after_two == after_many

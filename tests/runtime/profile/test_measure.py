@@ -69,6 +69,7 @@ def test_what_ranks_share_is_measured_under_every_method_and_the_links_between_t
         Planner(policy="auto", problem=problem)(batch).check_covers(batch)
 
 
+@pytest.mark.deep
 def test_recomputing_keeps_fewer_bytes(ranks):
     whole, again = (ranks(2).run(_profile, recompute=flag)[0][0] for flag in (False, True))
     assert again.recompute

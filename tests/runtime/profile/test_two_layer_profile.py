@@ -104,7 +104,7 @@ def test_kept_bytes_are_those_that_a_layer_has_to_keep(ranks):
     assert mixed.kept_bytes == (KEPT_PER_TOKEN + 4 * HIDDEN) * mixed.num_tokens
 
 
-@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("llama", marks=pytest.mark.deep)])
 def test_whole_models_keep_exactly_what_two_layers_foretell_and_are_left_as_they_were(ranks, kind):
     found = ranks(2).run(measured_and_whole, kind)
     assert found[0] == found[1]

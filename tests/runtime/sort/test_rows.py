@@ -44,7 +44,7 @@ def cases(num_ranks):
     return st.lists(st.tuples(seeds, sizes, widths, names, kinds, st.none() | names), min_size=4, max_size=4)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
 def test_any_rows_come_out_as_numpy_sorts_them_in_even_shares(ranks, num_ranks):
     @settings(max_examples=6, deadline=None, derandomize=True, phases=FIND)
     @given(cases(num_ranks))
@@ -65,7 +65,7 @@ def test_a_thousand_drawn_inputs_come_out_as_numpy_sorts_them(ranks, num_ranks):
     check()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [4, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2))])
 def test_every_dtype_is_sorted_by_row_and_as_a_key(ranks, num_ranks):
     sizes = [90, 0, 31, 200][:num_ranks]
     drawn = [(7, sizes, 2, name, kind, None) for name in NAMES for kind in ("whole", "special")]
@@ -73,7 +73,7 @@ def test_every_dtype_is_sorted_by_row_and_as_a_key(ranks, num_ranks):
     ranks(num_ranks).run(check_drawn, drawn)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [*(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2)), 3])
 def test_rows_that_come_from_numpy_are_sorted_on_ranks_without_any_and_with_one_column_of_many(ranks, num_ranks):
     """Arrays without rows have strides of 0, and those of one row or column any; torch calls both contiguous."""
     ranks(num_ranks).run(_check_from_numpy)
@@ -205,6 +205,7 @@ def _try_mistakes():
     return told
 
 
+@pytest.mark.deep
 def test_memory_stays_within_three_times_the_local_rows():
     pool = RankPool(2)  # of its own: it changes how these processes allocate
     try:

@@ -53,7 +53,7 @@ def _save_beside(path) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
 def test_weights_that_are_not_finite_on_any_rank_make_no_checkpoint(ranks, tmp_path, num_ranks):
     for told in ranks(num_ranks).run(_save_broken, str(tmp_path)):
         assert "the weights after step 3 are not finite" in told and f"on rank {num_ranks - 1}" in told
@@ -129,7 +129,9 @@ class Refusing:
         return do_or_refuse
 
 
-@pytest.mark.parametrize("is_lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize(
+    "is_lasting", [pytest.param(False, marks=pytest.mark.deep), True], ids=["once", "from then on"]
+)
 def test_a_disk_that_refuses_any_operation_of_a_save_leaves_the_checkpoint_before_it(ranks, tmp_path, is_lasting):
     assert ranks(1).run(_refuse_each, str(tmp_path), is_lasting)[0] > 10
 

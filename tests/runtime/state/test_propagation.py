@@ -48,7 +48,10 @@ def pulled(state, holdings):
         state.need(unit)
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(1, 0), (2, 0), (3, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"),
+    [(1, 0), (3, 0), (4, 2), *(pytest.param(n, 0, marks=pytest.mark.deep) for n in (2, 4))],
+)
 @every_case
 def test_every_rank_gets_the_rows_it_computes_with_and_nothing_else(ranks, name, settings, num_ranks, ranks_per_node):
     ranks(num_ranks).run(_check_pulled, name, settings, ranks_per_node)
@@ -73,7 +76,9 @@ def _check_pulled(name, settings, ranks_per_node):
                     assert found.numel() == 0, f"{parameter} is not computed with, seed {seed}"
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 0), (3, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [(3, 0), (4, 2), *(pytest.param(n, 0, marks=pytest.mark.deep) for n in (2, 4))]
+)
 @every_case
 def test_owners_get_the_sum_of_the_gradients_of_all_that_computed_with_their_share(
     ranks, name, settings, num_ranks, ranks_per_node
@@ -160,7 +165,9 @@ def _check_order():
     return checked
 
 
-@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 0), (3, 0), (4, 0), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_ranks", "ranks_per_node"), [(3, 0), (4, 2), *(pytest.param(n, 0, marks=pytest.mark.deep) for n in (2, 4))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("settings", [SETTINGS, ADAFACTOR], ids=lambda one: one.name)
 def test_as_many_bytes_are_sent_as_the_layouts_transfers_say(ranks, num_ranks, dtype, settings, ranks_per_node):

@@ -133,6 +133,7 @@ def _check_updated():
     assert (model.embedding == 7.0).all()
 
 
+@pytest.mark.deep
 def test_thirty_strategies_leave_as_many_bytes_as_two(ranks):
     for after_two, after_thirty in ranks(3).run(_bytes_after_strategies):
         assert after_two == after_thirty > 0

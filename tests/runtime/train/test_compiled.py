@@ -93,6 +93,7 @@ def test_runs_over_all_sizes_end_at_the_weights_of_layers_as_they_are_without_a_
     assert all(row["data/pad_frac"] > 0 for row in rows)
 
 
+@pytest.mark.deep
 def test_what_the_warm_up_left_out_is_counted_over_ranks(ranks, tmp_path):
     _, rows = ranks(2).run(train, str(tmp_path / "run"), SIZES[1:])[0]
     counts = [row["compile/recompiles"] for row in rows]

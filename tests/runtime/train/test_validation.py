@@ -81,6 +81,7 @@ def validations(path: Path) -> dict[int, float]:
     return {row["step"] + 1: row["val/loss"] for row in rows if "val/loss" in row}
 
 
+@pytest.mark.deep
 def test_a_validated_run_is_trained_as_one_that_is_not(ranks, tmp_path):
     expected = ranks(2).run(run_whole, str(tmp_path / "plain"))[0]
     found = ranks(2).run(_run_with_decay, str(tmp_path / "validated"))[0]
