@@ -1,6 +1,6 @@
 """ParaDySe's whole loop on real ranks: profile, learned costs, a method per layer and length, training under a limit.
 
-One sequence a step, from short to long, as its Figure 2: the policy ``paradyse`` beside each method alone, all under
+One sequence a step, from short to long, as in its Figure 2: the policy ``paradyse`` beside each method alone, all under
 the same learned costs and the same memory limit, each up to the longest sequence that it holds. The limit is what METP,
 the leanest, needs for three quarters of the longest sequence. Sides take turns; seconds are medians over rounds.
 
@@ -31,6 +31,8 @@ from lengthwise.session.planning import make_cost
 from lengthwise.session.trained_model import resolve_model
 
 RANKS = 2
+DRAWN = 4000
+"""Sequences of a corpus, of which more are trained the longer they are."""
 LAYERS = 4
 MODELS = ("gpt-tiny", "llama-tiny", "bert-tiny")
 CORPORA = ("githubcode", "grch38")
@@ -57,13 +59,14 @@ class Side:
     """Layers that ran each method, over all sequences."""
 
     def seconds(self, num_sequences: int) -> float:
-        """Of the first sequences, the shortest ones, in all."""
-        return sum(median(self.times_s[step]) for step in range(num_sequences))
+        """Of the first sequences, the shortest ones, but for the very first: a process calls all for the first time."""
+        return sum(median(self.times_s[step]) for step in range(1, num_sequences))
 
 
 def make_corpus(name: str, work: Path, *, count: int, longest: int) -> Path:
-    """An index of as many sequences as ``count``, shorter ones first, with lengths like those of a corpus."""
-    drawn = np.sort(synthetic_lengths(name, count, 0)).astype(float)
+    """An index of ``count`` of many lengths like those of a corpus: the longest, the second, ... the shortest."""
+    ranks = np.unique(np.geomspace(1, DRAWN, count).round().astype(int))
+    drawn = np.sort(np.sort(synthetic_lengths(name, DRAWN, 0))[-ranks]).astype(float)
     lengths = np.maximum(48, np.round(drawn * longest / drawn[-1])).astype(int)
     texts, out = work / f"{name}-texts", work / f"{name}-index"
     if not out.exists():

@@ -1,5 +1,6 @@
 """Which parallel methods the plans of a run choose from."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import ProfileRow, ProfileTable, SharedRows
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
+from lengthwise.core.pipeline_config import Method, homogeneous, uniform_scheme
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.cost.profiled.fitted import FittedCost
@@ -131,3 +133,18 @@ def test_learned_costs_know_what_ranks_shared(tmp_path):
     settings = [f"plan.profile={tmp_path}/p.json", "plan.cost=hybrid", "plan.recompute=none", "train.dtype=float32"]
     cost = make_cost(load(None, settings), SPEC, cluster_preset("4xcpu"))
     assert methods_in(planner_of("plan.policy=paradyse", *settings, cost=cost)) == {"metp", "ulysses_z"}
+
+
+def test_methods_whose_weights_lie_alike_have_one_update_so_that_bounds_hold(tmp_path):
+    methods = (("megatron_ts", 0.1, 0.05), ("metp", 0.3, 0.01))  # the faster one beside a slow update
+    shared = tuple(
+        SharedRows(degree=4, method=name, rows=rows(scale), update_s=update_s) for name, scale, update_s in methods
+    )
+    replace(TABLE, shared=shared).save(tmp_path / "p.json")
+    settings = [f"plan.profile={tmp_path}/p.json", "plan.cost=hybrid", "plan.recompute=none", "train.dtype=float32"]
+    cost = make_cost(load(None, settings), SPEC, cluster_preset("4xcpu"))
+    schemes = [uniform_scheme(SPEC.num_layers, degree=4, method=Method(name)) for name, *_ in methods]
+    assert [cost.update_s(homogeneous(scheme, 4)) for scheme in schemes] == pytest.approx([0.03, 0.03])
+    planner = planner_of("plan.policy=paradyse", *settings, cost=cost)
+    plan = planner(GlobalBatch(step=0, ids=(0,), lengths=(64,)))
+    assert plan.policy == "paradyse" and plan.lower_bound_s <= plan.time_s

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import median
 
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, Setting
@@ -15,12 +16,19 @@ Tables = ProfileTable | Sequence[tuple[PipelineConfig, ProfileTable]]
 
 
 def tables_by_scheme(table: ProfileTable, *, num_layers: int) -> list[tuple[PipelineConfig, ProfileTable]]:
-    """The rows of a profile by the scheme that they were measured under: of one device, and of devices that share."""
+    """The rows of a profile by the scheme that they were measured under: of one device, and of devices that share.
+
+    Methods whose weights lie alike have one update, the median of what was measured beside each.
+    """
     tables = [(dense_scheme(num_layers, recompute=table.recompute), replace(table, shared=()))]
+    updates_s: dict[int, list[float]] = {}
+    for part in table.shared:
+        if part.update_s is not None:
+            updates_s.setdefault(part.degree, []).append(part.update_s)
     for part in table.shared:
         recomputed = num_layers if table.recompute else 0
         scheme = uniform_scheme(num_layers, degree=part.degree, method=Method(part.method), recomputed=recomputed)
-        update_s = table.update_s if part.update_s is None else part.update_s
+        update_s = table.update_s if part.update_s is None else median(updates_s[part.degree])
         tables.append((scheme, replace(table, rows=part.rows, shared=(), update_s=update_s)))
     return tables
 
