@@ -90,6 +90,18 @@ def test_peaks_are_within_five_percent_of_the_memory_model():
     assert document["differences"] == []
 
 
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.deep)])
+def test_ranks_together_write_a_whole_checkpoint(name):
+    cluster, config = cluster_preset("1x8xH100-80GB"), load(None, ["train.dtype=bfloat16", f"optim.name={name}"])
+    document = dry_run_plan(HETEROGENEOUS, SPEC, cluster, config=config, ranks=range(8))
+    written = [row["checkpoint"]["bytes"] for row in document["ranks"]]
+    if name == "adamw":  # weights and two averages in float32, shared out evenly
+        assert sum(written) == 3 * 4 * SPEC.num_params
+        assert max(written) <= 1.01 * min(written)
+    else:  # whole parameters, dealt; of averages one row and one column
+        assert 4 * SPEC.num_params < sum(written) < 4.2 * SPEC.num_params
+
+
 def test_a_rank_that_is_not_there_is_refused():
     with pytest.raises(InputError, match=r"rank 8 is none of the plan's 8 ranks; name one up to 7"):
         dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[8])

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from lengthwise.core.wording import bytes_in_words
 from lengthwise.session.console import stdout
 
 SHOWN_KERNELS = 12
@@ -48,5 +49,10 @@ def _print_rank(row: dict[str, Any]) -> None:
     console.print(f"kernels: {sum(row['kernels'].values()):,} launches; {named}", soft_wrap=True)
     calls: Counter[str] = Counter(f"{c['kind']} of {len(c['ranks'])}" for c in row["collectives"])
     console.print("collectives: " + ", ".join(f"{number:,} {name}" for name, number in calls.items()), soft_wrap=True)
+    if saved := row.get("checkpoint"):
+        console.print(
+            f"of a checkpoint it writes {bytes_in_words(saved['bytes'])} in {saved['tensors']:,} tensors",
+            soft_wrap=True,
+        )
     for wait in row["synchronisations"]:
         console.print(f"the host waits {wait['count']:,} times: {wait['line']}, {wait['reason']}", soft_wrap=True)

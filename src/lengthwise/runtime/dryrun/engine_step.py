@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lengthwise.config.optimizer_settings import OptimizerSettings
+from lengthwise.core.errors import CheckError
 from lengthwise.core.pipeline_config import PipelineSchedule, WeightShard
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
@@ -23,6 +24,7 @@ from lengthwise.runtime.dryrun import attention_kernels, fake_cuda
 from lengthwise.runtime.dryrun.device_memory import MemoryKind
 from lengthwise.runtime.dryrun.recorder import Recorder
 from lengthwise.runtime.models.registry import empty_model
+from lengthwise.runtime.state.contents import contents, room_for
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_pipeline import make_groups
@@ -119,7 +121,21 @@ def dry_step(
             plan, model, state, source, lr=1e-4, clip_norm=1.0, clock=clock, masking=masking_of(spec, seed=0),
             schedule=schedule,
         )  # fmt: skip
-        return document_of(recorder, rank)
+        return {**document_of(recorder, rank), "checkpoint": checkpoint_of(state)}
+
+
+def checkpoint_of(state: ShardedState) -> dict[str, int]:
+    """How many tensors of a checkpoint this rank writes (or its share of them), and how many bytes of host memory.
+
+    Raises:
+        CheckError: a run would read other shapes than it writes.
+    """
+    written = contents(state)
+    sizes = {name: (part.num_elements,) if part.num_elements else part.local.shape for name, part in written.items()}
+    for name, part in room_for(state, sizes).items():
+        if part.local.shape != written[name].local.shape:
+            raise CheckError(f"{name} is saved as {written[name].local.shape} and read as {part.local.shape}")
+    return {"tensors": len(written), "bytes": sum(part.local.nbytes for part in written.values())}
 
 
 @contextmanager
