@@ -2,15 +2,18 @@
 
 python benchmarks/dryrun.py                                    # every row of dryrun.md, about twenty minutes
 python benchmarks/dryrun.py --methods dense,ring --layers 2    # some of them
+python benchmarks/dryrun.py --stages 2                         # pipelines of two stages, the first rank of each
 python benchmarks/dryrun.py --prepared 8b                      # a Llama of transformers, weights whole and by layer
 """
 
 import argparse
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from lengthwise.config.run_config import load
 from lengthwise.core.batch import Pack
@@ -25,22 +28,24 @@ TOKENS = (4096, 65536, 524288)
 MICRO_BATCHES, SEQUENCES = 2, 4
 
 
-def plan_of(method: Method, num_tokens: int, *, num_layers: int, num_ranks: int, recompute: bool) -> StepPlan:
-    """Equal pipelines, each with two micro-batches of four sequences."""
-    degree = 1 if method is Method.DENSE else 8
+def plan_of(
+    method: Method, num_tokens: int, *, num_layers: int, num_ranks: int, recompute: bool, stages: int = 1
+) -> StepPlan:
+    """Equal pipelines within nodes, each with two micro-batches of four sequences a stage."""
+    degree = 1 if method is Method.DENSE else 8 // stages
     scheme = PipelineConfig(
-        degree=degree, stage_layers=(num_layers,), recompute=(recompute,) * num_layers, methods=(method,) * num_layers,
-        weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
+        degree=degree, stage_layers=(num_layers // stages,) * stages, recompute=(recompute,) * num_layers,
+        methods=(method,) * num_layers, weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
     )  # fmt: skip
     lengths = (num_tokens // SEQUENCES,) * SEQUENCES
     pipelines = []
-    for first in range(0, num_ranks, degree):
+    for first in range(0, num_ranks, scheme.num_devices):
         micro_batches = []
-        for number in range(MICRO_BATCHES):
-            start = (first * MICRO_BATCHES + number) * SEQUENCES
+        for number in range(MICRO_BATCHES * stages):
+            start = (first * MICRO_BATCHES * stages + number) * SEQUENCES
             pack = Pack(ids=tuple(range(start, start + SEQUENCES)), lengths=lengths)
             micro_batches.append(PlannedMicroBatch(pack=pack, time_s=1.0, peak_bytes=1))
-        ranks = tuple(range(first, first + degree))
+        ranks = tuple(range(first, first + scheme.num_devices))
         pipelines.append(Pipeline(ranks=ranks, scheme=scheme, micro_batches=tuple(micro_batches)))
     return StepPlan(
         step=0,
@@ -96,21 +101,36 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(map(str, Method)))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--prepared", choices=PREPARED)
     asked = parser.parse_args()
     if asked.prepared:
         return print_prepared(asked.prepared)
     spec = replace(model_preset("llama-7b"), num_layers=asked.layers)
     cluster, config = cluster_preset(f"{asked.nodes}x8xH100-80GB"), load(None, ["train.dtype=bfloat16"])
-    print("| method | tokens | recompute | counted GiB | predicted GiB | predicted / counted |\n" + "| --- " * 6 + "|")
-    for name, num_tokens, recompute in product(asked.methods.split(","), TOKENS, (False, True)):
+    cells = list(product(asked.methods.split(","), map(int, asked.tokens.split(",")), (False, True)))
+    ranks = sorted({stage * (1 if asked.methods == "dense" else 8 // asked.stages) for stage in range(asked.stages)})
+
+    def run(cell: tuple[str, int, bool]) -> list[dict[str, Any]]:
+        name, num_tokens, recompute = cell
         plan = plan_of(
-            Method(name), num_tokens, num_layers=asked.layers, num_ranks=cluster.num_devices, recompute=recompute
-        )
-        (row,) = dry_run_plan(plan, spec, cluster, config=config, ranks=[0])["ranks"]
-        counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
-        words = "all" if recompute else "none"
-        print(f"| {name} | {num_tokens:,} | {words} | {counted:.2f} | {predicted:.2f} | {predicted / counted:.3f} |")
+            Method(name), num_tokens, num_layers=asked.layers, num_ranks=cluster.num_devices, recompute=recompute,
+            stages=asked.stages,
+        )  # fmt: skip
+        rows: list[dict[str, Any]] = dry_run_plan(plan, spec, cluster, config=config, ranks=ranks)["ranks"]
+        return rows
+
+    print("| method | tokens | recompute | rank | counted GiB | predicted GiB | ratio |\n" + "| --- " * 7 + "|")
+    with ThreadPoolExecutor(2) as pool:
+        for (name, num_tokens, recompute), rows in zip(cells, pool.map(run, cells)):
+            for row in rows:
+                counted, predicted = row["peak_total_bytes"] / GIB, row["predicted"]["peak_total_bytes"] / GIB
+                print(
+                    f"| {name} | {num_tokens:,} | {'all' if recompute else 'none'} | {row['rank']} | {counted:.2f} | "
+                    f"{predicted:.2f} | {predicted / counted:.3f} |",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 import signal
 
@@ -14,3 +15,9 @@ settings.load_profile("busy machine")
 signal.signal(
     signal.SIGINT, signal.default_int_handler
 )  # a shell's background job ignores it, and so would its children
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported to itself: garbage collections would look at millions of objects again and again."""
+    gc.collect()
+    gc.freeze()

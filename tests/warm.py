@@ -33,6 +33,7 @@ PRELOADED = [
     "lengthwise.plan.policies",
     "lengthwise.runtime.models.hf_folder",
     "lengthwise.runtime.train.trainer",
+    "tests.frozen",
 ]
 POLL_S = 0.01
 _POPEN = subprocess.Popen

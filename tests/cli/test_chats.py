@@ -126,6 +126,7 @@ def test_templated_text_keeps_its_special_tokens(folder, tokenizer, tmp_path):
         build(source, tmp_path / "out", tokenizer=str(folder), chat=True, loss="completions")
 
 
+@pytest.mark.deep
 def test_workers_change_no_byte_and_the_template_is_part_of_the_request(folder, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", messages=CHATS * 20)
     one = files_of(build(source, tmp_path / "one", tokenizer=str(folder), unit_bytes=4000).path)

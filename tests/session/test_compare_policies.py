@@ -27,7 +27,9 @@ def lengths_of(name):
     return np.maximum(made[name], 2).astype(np.int32)
 
 
-@pytest.mark.parametrize("name", ["rollouts", "equal", "two-humped", "giant"])
+@pytest.mark.parametrize(
+    "name", ["rollouts", *(pytest.param(n, marks=pytest.mark.deep) for n in ("equal", "two-humped", "giant"))]
+)
 def test_no_policy_is_faster_than_auto_and_the_time_shown_is_the_one_planned_and_certified(name):
     (result,) = lengthwise.compare(lengths_of(name), **GIVEN).clusters
     assert result.ranked[0].policy == "auto"

@@ -121,6 +121,7 @@ def test_classes_of_sequences_are_learned_as_in_transformers(tmp_path):
     assert len(ours) == 3 and ours == pytest.approx(theirs, rel=1e-6)
 
 
+@pytest.mark.deep
 def test_tokens_that_were_hidden_before_are_learned_as_in_transformers(tmp_path):
     found, _ = both(tmp_path, bert, ONE_BATCH, train_dataset=words(hidden=True), data_collator=padding)
     assert_alike(found, FLOAT32)
@@ -144,6 +145,7 @@ def roberta():
     return transformers.RobertaForMaskedLM(config).double()
 
 
+@pytest.mark.deep
 def test_token_types_are_learned_as_in_transformers(tmp_path):
     items = [item | {"token_type_ids": [0] + [1] * (len(item["labels"]) - 1)} for item in trainers.dataset()]
     found, _ = both(tmp_path, trainers.gpt2, {}, train_dataset=items)

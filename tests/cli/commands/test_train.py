@@ -88,6 +88,7 @@ def test_methods_drawn_at_random_train_as_one_device_does(corpus, tmp_path, dens
     assert len({method for methods in drawn for method in methods}) > 2
 
 
+@pytest.mark.deep
 def test_a_policy_that_needs_stages_trains_as_one_device_does_from_the_plans_it_wrote(corpus, tmp_path, dense_losses):
     """No device holds the whole model and the longest sequence."""
     more = ["cluster.name=2xcpu", "cluster.memory_gib=0.036", "plan.max_degree=1"]

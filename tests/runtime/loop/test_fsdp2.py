@@ -64,6 +64,7 @@ def test_a_model_that_fsdp2_holds_trains_as_one_device_does(ranks, num_ranks, de
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.deep
 def test_a_model_that_fsdp2_holds_in_float32_trains_as_one_device_does(ranks):
     expected_losses, expected = ranks(1).run(train, 1, False, torch.float32)[0]
     for losses, weights in ranks(3).run(train, 1, True, torch.float32):

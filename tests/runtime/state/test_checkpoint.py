@@ -161,7 +161,10 @@ def test_a_changed_byte_in_any_file_is_found_and_the_file_named(intact, num_byte
     checkpoint.verify(intact)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", ".metadata", "state.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["__1_0.distcp", "state.json", *(pytest.param(n, marks=pytest.mark.deep) for n in ("__0_0.distcp", ".metadata"))],
+)
 @pytest.mark.parametrize("harm", ["changed", "truncated", "missing"])
 def test_every_rank_refuses_a_damaged_checkpoint_and_names_the_file(ranks, intact, name, harm):
     file = intact / name
