@@ -1,4 +1,4 @@
-"""Imported last by what processes are forked from: nothing that was imported is looked at by their garbage collectors."""
+"""Imported last by what processes are forked from: their garbage collections leave alone what was imported."""
 
 import gc
 

@@ -9,6 +9,7 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_micro_batches
+from tests.runtime.parallel.flash_on_cpu import flash_on_cpu
 from tests.runtime.train.runs import (
     SETTINGS,
     RandomTokens,
@@ -86,9 +87,20 @@ def test_other_optimizers_end_at_the_weights_of_one_device(ranks, settings):
     _check_training(ranks, 3, settings)
 
 
-def _check_training(ranks, num_ranks, settings):
+def test_steps_by_the_kernels_of_gpus_end_at_the_weights_of_one_device(ranks):
+    _check_training(ranks, 3, SETTINGS, train=train_by_kernels_of_gpus)
+
+
+def train_by_kernels_of_gpus(*arguments):
+    with flash_on_cpu() as calls:
+        found = train_on_ranks(*arguments)
+    assert calls["forward"] and calls["backward"]
+    return found
+
+
+def _check_training(ranks, num_ranks, settings, train=train_on_ranks):
     expected_losses, expected = train_on_one_device(3, 6, num_ranks, settings)
-    for losses, weights in ranks(num_ranks).run(train_on_ranks, 3, 6, torch.float64, settings):
+    for losses, weights in ranks(num_ranks).run(train, 3, 6, torch.float64, settings):
         assert losses == pytest.approx(expected_losses, rel=EXACT, abs=EXACT)
         for name, value in expected.items():
             torch.testing.assert_close(weights[name], value, rtol=EXACT, atol=EXACT)
