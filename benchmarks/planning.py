@@ -17,6 +17,7 @@ import against_published
 import plan_cells
 import plan_growth
 import plan_proposals
+import plan_scale
 from pages import Section, on_one_core, say, write
 
 from lengthwise.plan.solve.shop import Objective
@@ -56,6 +57,7 @@ def makers(folder: Path | None, *, quick: bool) -> dict[str, Make]:
         "pipeline": lambda: against_published.pipeline(folder, quick=quick),
         "optimum": lambda: against_packers.optimum(folder, quick=quick),
         "growth": lambda: plan_growth.growth(quick=quick),
+        "scale": lambda: plan_scale.scale(quick=quick),
         "splits": lambda: against_peers.splits(folder, quick=quick),
         "packs": lambda: against_packers.packs(folder, quick=quick),
         "hybrid": lambda: against_peers.hybrid(folder, quick=quick),

@@ -12,7 +12,7 @@ from lengthwise.core.parameter_shapes import unit_shapes
 from lengthwise.core.pipeline_config import Method, Strategy, homogeneous, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset, model_preset
 from lengthwise.cost.links import LINK_EFFICIENCY
-from lengthwise.cost.port_traffic import holdings, port_traffic
+from lengthwise.cost.port_traffic import hold_the_same, port_traffic
 from lengthwise.cost.weight_shards import WeightTraffic
 
 SIZES = {"num_layers": 3, "hidden_size": 3, "ffn_size": 24, "num_heads": 8, "num_kv_heads": 4, "head_size": 2}
@@ -44,6 +44,15 @@ def random_strategy(rng, num_ranks):
     return Strategy(schemes=tuple(schemes), ranks=tuple(placed))
 
 
+def weights_of_ranks(strategy):
+    """The shard of weights of each rank that is in a pipeline."""
+    return {
+        rank: scheme.holding(*divmod(place, scheme.degree))
+        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
+        for place, rank in enumerate(ranks)
+    }
+
+
 def layouts(model, strategy):
     """Bounds of the units, who owns what, and who computes with what."""
     units = ["input", *["layer"] * model.num_layers, "output"]
@@ -54,7 +63,7 @@ def layouts(model, strategy):
             starts[number, name] = start
             start += rows * columns
         bounds.append(start)
-    held_by = holdings(strategy)
+    held_by = weights_of_ranks(strategy)
     intervals = []
     for rank in range(strategy.num_devices):
         held, mine = held_by[rank], []
@@ -124,6 +133,29 @@ def test_prices_are_those_of_the_bytes_that_are_sent_for_a_thousand_strategies()
             ports_s = expected[:2].max() * 2 / device.network_bytes_per_s
             links_s = expected[2:].max() * 2 / device.link_bytes_per_s
             assert price_s == pytest.approx(max(ports_s, links_s) / LINK_EFFICIENCY)
+
+
+def test_nothing_moves_exactly_where_each_rank_has_the_same_shard():
+    rng, answers = random.Random(2), []
+    for _ in range(2_000):
+        one, other = (random_strategy(rng, rng.choice([2, 4])) for _ in range(2))
+        if one.num_devices == other.num_devices:
+            answers.append(weights_of_ranks(one) == weights_of_ranks(other))
+            assert hold_the_same(one, other) == answers[-1]
+    assert 100 < sum(answers) < len(answers) - 100
+
+
+def test_equal_pipelines_whose_weights_lie_alike_are_priced_once(monkeypatch):
+    cluster, model = cluster_preset("4x8xH100-80GB"), model_preset("llama-7b")
+    mover, priced = WeightTraffic(model=model, cluster=cluster, dtype="bfloat16"), []
+    counted_once = WeightTraffic.exchange_s
+    monkeypatch.setattr(WeightTraffic, "exchange_s", lambda *of: priced.append(of[1]) or counted_once(*of))
+    schemes = [
+        uniform_scheme(model.num_layers, degree=4, method=Method.ULYSSES, recomputed=recomputed)
+        for recomputed in range(9)
+    ]
+    assert len({mover.update_s(homogeneous(scheme, 32)) for scheme in schemes}) == 1
+    assert len(priced) == len(schemes) + 1  # each strategy itself, and equal pipelines
 
 
 def test_no_update_is_faster_than_that_of_equal_pipelines_of_one_of_its_schemes():

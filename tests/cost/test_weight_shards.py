@@ -8,7 +8,6 @@ from lengthwise.core.layout import Layout, sharded_by_unit, transfers
 from lengthwise.core.pipeline_config import Method, Strategy, WeightPlacement, homogeneous
 from lengthwise.core.specs import MODELS, cluster_preset, model_preset
 from lengthwise.cost.links import LINK_EFFICIENCY
-from lengthwise.cost.port_traffic import holdings
 from lengthwise.cost.weight_shards import WeightTraffic, held_params, largest_held_params
 from tests.cost.profiles import scheme_of
 
@@ -127,4 +126,4 @@ def test_mixed_strategies_move_as_slowly_as_their_fullest_rank():
     dense, split = scheme_of(MODEL, Method.DENSE, degree=1), scheme_of(MODEL, Method.METP, degree=4)
     mixed = Strategy(schemes=(split, dense, dense, dense, dense), ranks=((0, 1, 2, 3), (4,), (5,), (6,), (7,)))
     assert mover.exchange_s(mixed, 2) == mover.exchange_s(homogeneous(dense, 8), 2)
-    assert (holdings(mixed)[2].shard, holdings(mixed)[2].num_shards) == (2, 4)
+    assert (split.holding(0, 2).shard, split.holding(0, 2).num_shards) == (2, 4)

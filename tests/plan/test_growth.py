@@ -5,6 +5,7 @@ import sys
 import numpy as np
 import pytest
 
+from lengthwise.core.one_f_one_b import pipeline_end_s
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.heterogeneous.propose.planned import MOST_PLANNED, PlannedSteps
 from lengthwise.plan.planner import Planner
@@ -13,8 +14,11 @@ from lengthwise.plan.solve.shop import Machines, Objective, schedule
 from lengthwise.plan.solve.shop.exchange_moves import MOST_JOBS, MOST_PAIRS, Assignment, _few_jobs, estimating
 from lengthwise.plan.solve.shop.model import make_problem as make_shop
 from lengthwise.plan.solve.shop.pack import fewest_conceivable, pack, spread
+from lengthwise.plan.space import draft_plan
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.plan.space.search_space import FEWEST_SAMPLES, NUM_SAMPLES, SAMPLED_SEQUENCES, lengths_of
+from lengthwise.plan.uniform.padded import step_s
+from lengthwise.plan.uniform.tune import tiling_candidates
 
 from .costs import make_batch, make_problem
 
@@ -56,6 +60,29 @@ def test_a_step_four_times_as_large_takes_about_four_times_as_many_operations(po
         batch = make_batch(lengths_of_step(size, seed=9))
         counts.append(calls(lambda batch=batch: planner.plan(PricedBatch(problem, batch)).to_json()))
     assert counts[1] < MOST_GROWTH * counts[0], counts
+
+
+def test_padding_is_tuned_without_a_schedule_of_every_pipeline(monkeypatch):
+    """The flow shop says which pipelines cannot be the slowest, and which set-ups cannot be the fastest."""
+    samples = [lengths_of_step(800, seed=seed) for seed in range(4)]
+    problem = make_problem(num_devices=64, samples=samples, stages=(2, 4))
+    setups = [(candidate, size) for candidate in tiling_candidates(problem, policy="padded") for size in (1, 2, 4)]
+    scheduled = []
+    monkeypatch.setattr(draft_plan, "pipeline_end_s", lambda *of: scheduled.append(of) or pipeline_end_s(*of))
+    batch = PricedBatch(problem, make_batch(samples[0]))
+    for candidate, size in setups:
+        every_s = []
+        for number in range(pipelines := problem.num_devices // candidate.num_devices):
+            starts = range(number * size, len(samples[0]), pipelines * size)
+            packs = [samples[0][start : start + size] for start in starts]
+            times_s = [float(candidate.times_s(pack.max(keepdims=True))[0]) * len(pack) for pack in packs]
+            times_s = sorted((time_s + candidate.overhead_s for time_s in times_s), reverse=True)
+            every_s.append(pipeline_end_s(times_s, [candidate.forwards] * len(times_s), candidate.num_stages))
+        assert step_s(batch, candidate, size=size) == pytest.approx(max(every_s), rel=1e-12)
+    assert len(scheduled) < len(setups) * 8  # of 16 or 32 pipelines each
+    scheduled.clear()
+    prepare("padded", problem)
+    assert len(scheduled) < 64
 
 
 class Counted(int):

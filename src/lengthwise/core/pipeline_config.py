@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from lengthwise.core.errors import InputError
 
@@ -255,7 +255,7 @@ class Strategy:
                     f"a scheme of degree {scheme.degree} and {scheme.num_stages} stages needs {scheme.num_devices} "
                     f"ranks, not {len(ranks)}"
                 )
-        used = sorted(rank for ranks in self.ranks for rank in ranks)
+        used = sorted(chain.from_iterable(self.ranks))
         if used != list(range(len(used))):
             raise InputError(f"schemes must tile ranks 0..{len(used) - 1}, each used once; they use {used}")
         if self.num_idle < 0:
@@ -264,7 +264,7 @@ class Strategy:
     @property
     def num_devices(self) -> int:
         """Devices of the cluster, idle ones included."""
-        return sum(len(ranks) for ranks in self.ranks) + self.num_idle
+        return sum(map(len, self.ranks)) + self.num_idle
 
 
 def homogeneous(scheme: PipelineConfig, num_devices: int, *, num_idle: int = 0) -> Strategy:

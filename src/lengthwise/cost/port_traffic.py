@@ -15,7 +15,7 @@ import numpy as np
 
 from lengthwise.core.layout import row_bounds, shard_size
 from lengthwise.core.parameter_shapes import Unit, unit_shapes, unit_size
-from lengthwise.core.pipeline_config import Strategy, WeightPlacement, WeightShard
+from lengthwise.core.pipeline_config import Strategy, WeightPlacement
 from lengthwise.core.specs import ModelSpec
 
 MAX_STRATEGIES = 1 << 14
@@ -45,37 +45,49 @@ class PortTraffic:
         return float(max(self.sent_within.max(), self.received_within.max()))
 
 
-def holdings(strategy: Strategy) -> dict[int, WeightShard]:
-    """The weights that each rank computes with."""
-    return {
-        rank: scheme.holding(*divmod(place, scheme.degree))
-        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
-        for place, rank in enumerate(ranks)
-    }
+_PipelineKey = tuple[int, tuple[int, ...], bool, tuple[int, ...]]
+"""What decides which weights the ranks of a pipeline hold: degree, layers per stage, whether sharded; and its ranks."""
+
+
+def _keys(strategy: Strategy) -> tuple[_PipelineKey, ...]:
+    return tuple(
+        [
+            (scheme.degree, scheme.stage_layers, scheme.weights is WeightPlacement.SHARDED, ranks)
+            for scheme, ranks in zip(strategy.schemes, strategy.ranks)
+        ]
+    )
+
+
+def hold_the_same(one: Strategy, other: Strategy) -> bool:
+    """Whether every rank computes with the same weights under both strategies of one model."""
+    return _held(_keys(one), one.num_devices) == _held(_keys(other), other.num_devices)
 
 
 def port_traffic(model: ModelSpec, strategy: Strategy, *, ranks_per_node: int) -> PortTraffic:
     """What the ranks of ``strategy`` send and receive in one pull of the whole model."""
-    key = tuple(
-        (scheme.degree, scheme.stage_layers, scheme.weights is WeightPlacement.SHARDED, ranks)
-        for scheme, ranks in zip(strategy.schemes, strategy.ranks)
-    )
-    return _traffic(model, key, strategy.num_devices, min(ranks_per_node, strategy.num_devices))
+    num_devices = strategy.num_devices
+    return _traffic(model, _keys(strategy), num_devices, min(ranks_per_node, num_devices))
 
 
-@lru_cache(maxsize=MAX_STRATEGIES)
-def _traffic(
-    model: ModelSpec,
-    pipelines: Sequence[tuple[int, tuple[int, ...], bool, tuple[int, ...]]],
-    num_ranks: int,
-    per_node: int,
-) -> PortTraffic:
+def _held(pipelines: Sequence[_PipelineKey], num_ranks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """First and last layer of each rank, equal for one of none; its shard and the number of shards."""
     layers, shards = [(0, 0)] * num_ranks, [(0, 1)] * num_ranks
     for degree, stage_layers, is_sharded, ranks in pipelines:
         bounds = list(pairwise((0, *accumulate(stage_layers))))
         for place, rank in enumerate(ranks):
             layers[rank] = bounds[place // degree]
             shards[rank] = (place % degree, degree) if is_sharded and degree > 1 else (0, 1)
+    return layers, shards
+
+
+@lru_cache(maxsize=MAX_STRATEGIES)
+def _traffic(
+    model: ModelSpec,
+    pipelines: Sequence[_PipelineKey],
+    num_ranks: int,
+    per_node: int,
+) -> PortTraffic:
+    layers, shards = _held(pipelines, num_ranks)
     total = np.zeros((4, num_ranks))
     for unit, of_ranks, count in _units(model, layers, shards):
         total += count * _unit_traffic(model, unit, of_ranks, per_node)
@@ -121,31 +133,50 @@ def _unit_traffic(model: ModelSpec, unit: Unit, of_ranks: tuple[UnitShard | None
     ends = {end for pieces in slices.values() for piece in pieces for end in piece}
     cuts = np.unique([*range(0, size, shard), size, *ends])
     sizes, owners = np.diff(cuts).astype(np.float64), cuts[:-1] // shard
-    masks: dict[UnitShard | None, np.ndarray] = {None: np.zeros(len(sizes), dtype=bool)}
-    for part, pieces in slices.items():
-        masks[part] = mask = np.zeros(len(sizes), dtype=bool)
-        for first, end in np.searchsorted(cuts, pieces).reshape(-1, 2):
-            mask[first:end] = True
+    segments = {
+        part: np.concatenate([np.arange(first, end) for first, end in np.searchsorted(cuts, pieces).reshape(-1, 2)])
+        for part, pieces in slices.items()
+    }
     nodes: dict[tuple[UnitShard | None, ...], list[int]] = {}
     for first in range(0, num_ranks, per_node):
         nodes.setdefault(of_ranks[first : first + per_node], []).append(first)
-    traffic = np.zeros((4, num_ranks))
+    traffic, elements = np.zeros((4, num_ranks)), _ElementsByPlace(sizes, owners % per_node, segments)
     for parts, firsts in nodes.items():
-        wanted = np.array([masks[part] for part in parts])
-        num_copies, places = wanted.sum(axis=0), owners % per_node % len(parts)
-        needed = sizes * (num_copies > 0)
-        of_owner = np.bincount(owners, weights=needed, minlength=num_ranks)
-        landed = np.bincount(places, weights=needed, minlength=len(parts))
-        spread = np.bincount(places, weights=sizes * num_copies, minlength=len(parts))
-        local = (wanted * sizes * (places == np.arange(len(parts))[:, None])).sum(axis=1)
+        distinct = [segments[part] for part in dict.fromkeys(parts) if part is not None]
+        if not distinct:
+            continue
+        needed = distinct[0] if len(distinct) == 1 else np.unique(np.concatenate(distinct))
+        of_owner = np.bincount(owners[needed], weights=sizes[needed], minlength=num_ranks)
+        landed = elements.sums(needed, len(parts))
+        of_parts = np.array([elements.of_part(part, len(parts)) for part in parts])
+        spread, local = of_parts.sum(axis=0), of_parts.diagonal()
+        ranks = np.add.outer(firsts, np.arange(len(parts)))
         traffic[0] += len(firsts) * of_owner
-        for first in firsts:
-            ranks = slice(first, first + len(parts))
-            traffic[0, ranks] -= of_owner[ranks]
-            traffic[1, ranks] = landed - of_owner[ranks]
-            traffic[2, ranks] = spread - local
-            traffic[3, ranks] = wanted @ sizes - local
+        traffic[0, ranks] -= of_owner[ranks]
+        traffic[1, ranks] = landed - of_owner[ranks]
+        traffic[2, ranks] = spread - local
+        traffic[3, ranks] = of_parts.sum(axis=1) - local
     return traffic
+
+
+class _ElementsByPlace:
+    """Elements of segments by the place in a node of the rank that gets them from other nodes."""
+
+    def __init__(self, sizes: np.ndarray, places: np.ndarray, segments: dict[UnitShard, np.ndarray]) -> None:
+        self._sizes, self._places, self._segments = sizes, places, segments
+        self._of_parts: dict[tuple[UnitShard, int], np.ndarray] = {}
+
+    def sums(self, segments: np.ndarray, num_places: int) -> np.ndarray:
+        """[num_places] Elements of some segments."""
+        return np.bincount(self._places[segments] % num_places, weights=self._sizes[segments], minlength=num_places)
+
+    def of_part(self, part: UnitShard | None, num_places: int) -> np.ndarray:
+        """[num_places] Elements of a part, counted once."""
+        if part is None:
+            return np.zeros(num_places)
+        if (part, num_places) not in self._of_parts:
+            self._of_parts[part, num_places] = self.sums(self._segments[part], num_places)
+        return self._of_parts[part, num_places]
 
 
 @lru_cache(maxsize=MAX_STRATEGIES)

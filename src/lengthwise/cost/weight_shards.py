@@ -5,13 +5,13 @@ from its owners when weights are pulled, and goes to them when gradients are pus
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement, homogeneous
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import LINK_EFFICIENCY
 from lengthwise.cost.memory_model import DTYPE_BYTES
-from lengthwise.cost.port_traffic import holdings, port_traffic
+from lengthwise.cost.port_traffic import hold_the_same, port_traffic
 
 
 def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
@@ -59,9 +59,6 @@ def largest_held_params(model: ModelSpec, scheme: PipelineConfig) -> int:
     return max(held_params(model, scheme, stage=stage) for stage in range(scheme.num_stages))
 
 
-_equal_pipelines = lru_cache(maxsize=4096)(homogeneous)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightTraffic:
     """Seconds of what happens to parameters between the micro-batches of one model on one cluster."""
@@ -82,23 +79,34 @@ class WeightTraffic:
         promises, and mixtures that overlap better with what ranks own would break by a few per cent.
         """
         width, master = self._widths
-        num_devices, schemes = strategy.num_devices, dict.fromkeys(strategy.schemes)
-        equal = [
-            _equal_pipelines(scheme, num_devices, num_idle=num_idle)
-            for scheme in schemes
+        num_devices = strategy.num_devices
+        equal_s = [
+            self._equal_exchange_s(scheme, num_devices, num_idle, master + width)
+            for scheme in dict.fromkeys(strategy.schemes)
             for num_idle in {0, strategy.num_idle}
             if (num_devices - num_idle) % scheme.num_devices == 0
         ]
-        moved_s = max(self.exchange_s(compared, master + width) for compared in (strategy, *equal))
+        moved_s = max([self.exchange_s(strategy, master + width), *equal_s])
         touched = 8 * master * self.model.num_params / num_devices
         return moved_s + touched / self.cluster.device.memory_bytes_per_s
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
         """Push the gradients of ``before`` and pull the weights of ``after``; 0 if each rank holds the same in both."""
-        if holdings(before) == holdings(after):
+        if hold_the_same(before, after):
             return 0.0
         width, master = self._widths
         return self.exchange_s(before, master) + self.exchange_s(after, width)
+
+    @cached_property
+    def _equal_s(self) -> dict[tuple[object, ...], float]:
+        return {}
+
+    def _equal_exchange_s(self, scheme: PipelineConfig, num_devices: int, num_idle: int, num_bytes: int) -> float:
+        """Seconds of :meth:`exchange_s` under equal pipelines; the same for all schemes of one family."""
+        key = (scheme.degree, scheme.stage_layers, scheme.weights, num_devices, num_idle, num_bytes)
+        if key not in self._equal_s:
+            self._equal_s[key] = self.exchange_s(homogeneous(scheme, num_devices, num_idle=num_idle), num_bytes)
+        return self._equal_s[key]
 
     def exchange_s(self, strategy: Strategy, num_bytes: int) -> float:
         """Seconds to move what every rank computes with, ``num_bytes`` a number, from its owners or to them.

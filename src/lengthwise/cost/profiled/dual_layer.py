@@ -25,7 +25,7 @@ from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, un
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import call_s, hop_bytes_per_s
 from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
-from lengthwise.cost.port_traffic import holdings
+from lengthwise.cost.port_traffic import hold_the_same
 from lengthwise.cost.profiled.fitted import features
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
@@ -243,7 +243,7 @@ class DualLayerCost(SeparableCost):
     def switch_s(self, before: Strategy, after: Strategy) -> float:
         """Nothing moves between strategies: a rank holds all weights in both, or too many where these are of stages."""
         is_staged = any(scheme.num_stages > 1 for scheme in (*before.schemes, *after.schemes))
-        holds_more = self.gather is not None and is_staged and holdings(before) != holdings(after)
+        holds_more = self.gather is not None and is_staged and not hold_the_same(before, after)
         return MIXED_S if holds_more else 0.0
 
     def holds(self, longest: int) -> bool:

@@ -85,8 +85,11 @@ class EqualPipelines:
 def ranks_of(problem: PlanningProblem, candidate: Candidate) -> list[tuple[int, ...]]:
     """Ranks of each of as many equal pipelines of ``candidate`` as the cluster has room for."""
     count = problem.num_devices // candidate.num_devices
-    used = count * candidate.num_devices
-    return [ranks for _, ranks in place([(candidate, count)], used, problem.devices_per_node)]
+    placed = problem.once(
+        f"ranks of degree {candidate.scheme.degree} and {candidate.num_stages} stages",
+        lambda: place([(candidate, count)], count * candidate.num_devices, problem.devices_per_node),
+    )
+    return [ranks for _, ranks in placed]
 
 
 def strategy_floor_s(priced: PricedBatch, candidate: Candidate, positions: np.ndarray) -> float:

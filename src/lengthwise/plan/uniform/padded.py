@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from lengthwise.core.errors import InfeasibleError, Setting
+from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import pipeline_time_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -33,7 +34,11 @@ def prepare(problem: PlanningProblem) -> EqualPipelines:
     for candidate in candidates:
         outside_s = candidate.update_s
         for size in [problem.batch_size] if problem.batch_size else _sizes(problem, candidate, max_sequences):
-            mean_s = outside_s + float(np.mean([step_s(priced, candidate, size=size) for priced in batches]))
+            dealt_s = [_dealt_s(priced, candidate, size=size) for priced in batches]
+            if outside_s + np.mean([_floor_s(times_s, candidate) for times_s in dealt_s]) >= best_s:
+                continue
+            slowest_s = [_slowest_s(times_s, candidate, problem.objective) for times_s in dealt_s]
+            mean_s = outside_s + float(np.mean(slowest_s))
             best, best_s = ((candidate, size), mean_s) if mean_s < best_s else (best, best_s)
     return padded(problem, best[0], size=best[1])
 
@@ -49,6 +54,11 @@ def padded(problem: PlanningProblem, candidate: Candidate, *, size: int) -> Equa
 
 def step_s(priced: PricedBatch, candidate: Candidate, *, size: int) -> float:
     """Seconds of the micro-batches of a step, without arranging them."""
+    return _slowest_s(_dealt_s(priced, candidate, size=size), candidate, priced.problem.objective)
+
+
+def _dealt_s(priced: PricedBatch, candidate: Candidate, *, size: int) -> np.ndarray:
+    """[rounds, pipelines] Seconds per stage of each pipeline's micro-batches, the longest first; 0: none."""
     starts = np.arange(0, len(priced.lengths), size)
     counts, lengths = np.diff(starts, append=len(priced.lengths)), np.maximum.reduceat(priced.lengths, starts)
     if priced.problem.one_shape:
@@ -56,16 +66,30 @@ def step_s(priced: PricedBatch, candidate: Candidate, *, size: int) -> float:
     overheads = counts if priced.problem.overhead_per_sequence else 1
     times_s = candidate.times_s(lengths) * counts + candidate.overhead_s * overheads
     num_pipelines = priced.problem.num_devices // candidate.num_devices
-    dealt = [-np.sort(-times_s[number::num_pipelines]) for number in range(min(num_pipelines, len(starts)))]
-    return max(
-        pipeline_time_s(
-            pipeline.tolist(),
-            candidate.num_stages,
-            priced.problem.objective,
-            forwards=[candidate.forwards] * len(pipeline),
-        )
-        for pipeline in dealt
-    )
+    rounds = -(-len(starts) // num_pipelines)
+    dealt_s = np.zeros(rounds * num_pipelines)
+    dealt_s[: len(starts)] = times_s
+    return -np.sort(-dealt_s.reshape(rounds, num_pipelines), axis=0)
+
+
+def _floor_s(times_s: np.ndarray, candidate: Candidate) -> float:
+    """Seconds that the slowest pipeline takes at least."""
+    return float((times_s.sum(axis=0) + (candidate.least_stages - 1) * times_s[0]).max())
+
+
+def _slowest_s(times_s: np.ndarray, candidate: Candidate, objective: Objective) -> float:
+    """Seconds of the slowest pipeline; those that the flow shop proves to be faster are not looked at."""
+    flow_s = times_s.sum(axis=0) + (candidate.num_stages - 1) * times_s[0]
+    if candidate.num_stages == 1 and objective is Objective.FLOW_SHOP:
+        return float(flow_s.max())
+    slowest_s = 0.0
+    for number in np.argsort(-flow_s, kind="stable").tolist():
+        if flow_s[number] <= slowest_s and objective is Objective.FLOW_SHOP:
+            break
+        pipeline = times_s[times_s[:, number] > 0, number].tolist()
+        forwards = [candidate.forwards] * len(pipeline)
+        slowest_s = max(slowest_s, pipeline_time_s(pipeline, candidate.num_stages, objective, forwards=forwards))
+    return slowest_s
 
 
 def _sizes(problem: PlanningProblem, candidate: Candidate, max_sequences: int) -> list[int]:

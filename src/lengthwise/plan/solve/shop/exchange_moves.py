@@ -200,7 +200,9 @@ def _thinned(jobs: list[int], sizes: np.ndarray, max_jobs: int) -> list[int]:
     if len(array) <= 2:
         return jobs
     firsts = array[np.concatenate([[True, True], np.diff(sizes[array[1:]]) != 0])]
-    places = np.unique(np.linspace(1, len(firsts) - 1, min(max_jobs, len(firsts))).round().astype(np.int64))
+    if len(firsts) <= max_jobs:
+        return [jobs[0], *firsts[1:].tolist()]
+    places = np.unique(np.linspace(1, len(firsts) - 1, max_jobs).round().astype(np.int64))
     return [jobs[0], *firsts[places].tolist()]
 
 
