@@ -132,6 +132,7 @@ def test_where_to_write_is_checked_before_the_work(cli, lengths, tmp_path, optio
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.deep
 def test_auto_beats_the_baselines_on_long_tailed_lengths(cli, lengths):
     speeds = {}
     for policy in ("padded", "static", "packed", "auto"):

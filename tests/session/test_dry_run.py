@@ -90,7 +90,8 @@ def test_peaks_are_within_five_percent_of_the_memory_model():
     assert document["differences"] == []
 
 
-@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_ranks_together_write_a_whole_checkpoint(name):
     cluster, config = cluster_preset("1x8xH100-80GB"), load(None, ["train.dtype=bfloat16", f"optim.name={name}"])
     document = dry_run_plan(HETEROGENEOUS, SPEC, cluster, config=config, ranks=range(8))

@@ -57,6 +57,7 @@ def test_adapters_that_add_slots_are_refused(tmp_path):
         train(tmp_path, {}, model=adapter("prompt"))
 
 
+@pytest.mark.deep
 def test_a_step_that_does_not_fit_is_computed_again(ranks, tmp_path):
     whole = train(tmp_path / "whole", {"optim": "sgd"}, stock=True)
     for place in ("forward", "backward"):

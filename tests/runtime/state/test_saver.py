@@ -54,6 +54,7 @@ def after(event, function):
     return wait_and_call
 
 
+@pytest.mark.deep
 def test_every_one_of_many_checkpoints_in_a_row_holds_its_own_step(ranks, tmp_path):
     ranks(3).run(_check_many, str(tmp_path))
 

@@ -178,6 +178,7 @@ def _check_routes():
     assert sum(part.interval[1] - part.interval[0] for part in held) == len(state.weights)
 
 
+@pytest.mark.deep
 def test_groups_are_made_once_for_each_set_of_ranks(ranks):
     ranks(4).run(_check_groups)
 
