@@ -111,6 +111,23 @@ def test_a_file_of_plans_holds_those_of_all_steps_of_the_run(cli, lengths, tmp_p
     assert len(file.read_text().splitlines()) == 2
 
 
+def test_batches_that_groups_balance_are_planned_and_simulated_alike(cli, lengths):
+    formed = arguments(lengths, "plan.policy=dcp-inter", "plan.form_batches=true")
+    ids = {}
+    for g_min in (1, 64):
+        code, out, err = cli("plan", *formed, f"plan.g_min={g_min}", "--steps", 2, "--json")
+        assert code == 0, err
+        plans = json.loads(out)["plans"]
+        packs = [m for plan in plans for pipeline in plan["pipelines"] for m in pipeline["micro_batches"]]
+        ids[g_min] = [id for pack in packs for id in pack["ids"]]
+        assert len(set(ids[g_min])) == len(ids[g_min])
+    assert len(ids[64]) > len(ids[1])
+    simulated = json.loads(cli("simulate", *formed, "plan.g_min=64", "--steps", 2, "--json")[1])
+    assert simulated["step_time_s"] == pytest.approx(sum(plan["time_s"] for plan in plans) / 2)
+    code, _, err = cli("plan", *formed, "train.epochs=1", "--out", "plans.jsonl")
+    assert code == 2 and "set train.steps" in err
+
+
 def test_plans_drawn_at_random_are_those_that_training_draws(cli, lengths):
     options = ["plan.method=random", "plan.max_degree=8", "plan.max_stages=2", "plan.policy=static"]
     code, out, err = cli("plan", *arguments(lengths, *options), "--steps", 8, "--json")

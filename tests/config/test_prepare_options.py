@@ -5,6 +5,7 @@ import pytest
 import lengthwise as lw
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.config.prepare_options import read_options
+from lengthwise.config.run_config import check
 from lengthwise.core.errors import InputError
 from tests.session import models
 
@@ -23,8 +24,8 @@ def test_every_mistake_is_named_at_once_with_the_nearest_name():
 def test_options_that_contradict_each_other_are_refused():
     with pytest.raises(InputError, match="form_batches: the policy auto takes batches as they come"):
         read_options({"form_batches": True, "policy": "auto"})
-    with pytest.raises(InputError, match="g_min: 4 is more than g_max, which is 2"):
-        read_options({"g_min": 4, "g_max": 2})
+    with pytest.raises(InputError, match=r"plan\.form_batches: the policy packed takes batches as they come"):
+        check({"plan": {"form_batches": True, "policy": "packed"}})
 
 
 def test_a_mistake_is_found_before_the_corpus_is_read():

@@ -1,6 +1,7 @@
 """Mixtures: every pass is counted exactly, runs resume to the bit, and what was seen is what was dealt."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -22,8 +23,10 @@ from lengthwise.data.mixture import Mixture, solve_repeats
 from lengthwise.data.order import ORDERS, EverySequence, OrderSettings, make_order
 from lengthwise.data.run_ledger import RunLedger
 from lengthwise.data.sampler import Sampler
+from lengthwise.plan.dcp.form_batches import FormedBatches
 from lengthwise.plan.prefetch import PlanAhead
 from tests.index.build import build, write_jsonl
+from tests.plan.costs import SimpleCost, make_problem
 
 repeats = st.sampled_from(["1", "2", "1/2", "5/2", "1/3", "7/10", "0", "3"]).map(Fraction)
 mixtures = (
@@ -260,14 +263,14 @@ def test_settings_of_a_part_are_checked_and_named():
     assert "data.mixture.1.repeat: input should be greater than 0" in str(caught.value)
 
 
-def ledger_run(indexes, *, steps, num_ranks=2):
+def ledger_run(indexes, *, steps, num_ranks=2, form=lambda sampler: sampler):
     config = data(indexes, ("a", {"repeat": 1.5}), ("b", {"repeat": 2}), max_length=9, over_length="drop")
     corpus = open_corpus(config)
 
     def sampler():
         return Sampler(corpus.lengths, seed=4, sequences_per_step=4, selection=corpus.selection(4))
 
-    stream, plan = sampler(), even_planner(num_ranks)
+    stream, plan = form(sampler()), even_planner(num_ranks)
     ledger = RunLedger(corpus, sampler, seed=4)
     for _ in range(steps):
         ledger.count(plan(next(stream)))
@@ -284,6 +287,18 @@ def test_the_ledger_has_what_was_computed_and_it_is_what_was_dealt(indexes, step
     assert document["sequences_seen"] == a["sequences_seen"] + b["sequences_seen"]
     assert document["tokens_seen"] == a["tokens_seen"] + b["tokens_seen"]
     assert document["dropped"] == 1 and document["steps"] == steps
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_sequences_that_wait_for_a_formed_batch_have_not_been_seen(indexes, steps):
+    problem = make_problem(SimpleCost(capacity=30), num_devices=2, stages=[1], max_length=9)
+    ledger, stream = ledger_run(indexes, steps=steps, form=lambda sampler: FormedBatches(sampler, problem, window=3))
+    state = json.loads(json.dumps(stream.state_dict()))
+    ledger.check(state)
+    assert ledger.to_json(state)["steps"] == steps and bool(state["held"]["waiting"]) == bool(steps)
+    state["held"]["waiting"] = state["held"]["waiting"][1:]
+    with pytest.raises(CheckError) if steps else nullcontext():
+        ledger.check(state)
 
 
 def test_whole_epochs_are_the_totals_of_the_index_times_the_repeats(indexes):

@@ -31,6 +31,9 @@ class PrepareKeywords(TypedDict, total=False):
     policy: PolicyName | str
     max_degree: int | None
     max_stages: int | None
+    form_batches: bool
+    g_min: int
+    g_max: int
     memory_margin: float | None
     max_length: int | None
     over_length: OverLength
@@ -55,9 +58,6 @@ class PrepareKeywords(TypedDict, total=False):
     steps: int | None
     epochs: int
     metric: Any
-    form_batches: bool
-    g_min: int
-    g_max: int
     slot_tokens: int
     objective: TrainingObjective | None
     mask_token_id: int | None

@@ -44,14 +44,6 @@ class PrepareOptions(
     """What sorted, curriculum and windowed follow: one number for each sequence; None: its length. (A configuration
     names a metric that `lengthwise analyze` saved.)"""
 
-    form_batches: bool = False
-    """Whether dcp-inter and dcp-intra choose which sequences share a step, from the next eight batches: groups balance
-    better, and the order of learning depends on lengths and cluster."""
-    g_min: int = Field(default=1, ge=1)
-    """With form_batches, the number of micro-batches that every group accumulates at least."""
-    g_max: int = Field(default=5, ge=1)
-    """With form_batches, the number of micro-batches that the slowest group accumulates at most."""
-
     slot_tokens: int = Field(default=1, ge=1)
     """The tokens of a slot, the unit that is sharded: 1 for text, the tokens of a frame for video."""
     objective: TrainingObjective | None = None
@@ -169,12 +161,6 @@ def read_options(given: dict[str, Any]) -> PrepareOptions:
             + with_nearest(mistake["msg"].removeprefix("Value error, "), mistake["input"])
             for mistake in error.errors()
         ]
-    if not problems and options.form_batches and not options.policy.startswith("dcp"):
-        problems.append(
-            f"form_batches: the policy {options.policy} takes batches as they come; use dcp-intra or dcp-inter"
-        )
-    if not problems and options.g_min > options.g_max:
-        problems.append(f"g_min: {options.g_min} is more than g_max, which is {options.g_max}")
     if problems:
         raise InputError("prepare(...) cannot be done as asked:\n  " + "\n  ".join(dict.fromkeys(problems)))
     return options

@@ -90,9 +90,25 @@ class PolicySettings(Settings):
     max_stages: NumDevices | None = None
     """The most pipeline stages: the largest pipeline parallel size; none: as many as the run has devices and the model
     layers, up to 8, and as its costs are known for; one where a model cannot be cut."""
+    form_batches: bool = False
+    """Whether dcp-inter and dcp-intra choose which sequences share a step, from the next eight batches: groups balance
+    better, and the order of learning depends on lengths and cluster."""
+    g_min: int = Field(default=1, ge=1, le=1 << 20)
+    """With form_batches: where no group accumulates as many micro-batches, every group's number is multiplied until one
+    does (DCP's G_min)."""
+    g_max: int = Field(default=5, ge=1, le=1 << 20)
+    """With form_batches, the number of micro-batches that the slowest group accumulates at most (DCP's G_max)."""
     memory_margin: float | None = Field(default=None, ge=0, lt=1)
     """The share of each device's memory that plans leave free for fragmentation and workspaces, beside what the
     context and libraries take of a GPU; none: 0.06 of a GPU, 0 of a CPU. memory_gib is used to the full."""
+
+    @field_validator("form_batches")
+    @classmethod
+    def _check_policy_forms(cls, form_batches: bool, info: ValidationInfo) -> bool:
+        policy = info.data.get("policy")
+        if form_batches and policy not in (None, "dcp-inter", "dcp-intra"):
+            raise ValueError(f"the policy {policy} takes batches as they come; use dcp-intra or dcp-inter")
+        return form_batches
 
 
 class MemorySetting(Settings):

@@ -44,9 +44,9 @@ class RunLedger:
             )
         self._seen = np.array(counts, dtype=np.int64)
 
-    def check(self, sampler_state: dict[str, Any]) -> None:
-        """Raise ``CheckError`` unless what was seen is what a sampler at this state has dealt, part by part."""
-        dealt = self._dealt(sampler_state)
+    def check(self, stream_state: dict[str, Any]) -> None:
+        """Raise ``CheckError`` unless what was seen is what a stream at this state has dealt, part by part."""
+        dealt, sampler_state = self._dealt(stream_state), _of_sampler(stream_state)
         for what, of_seen, of_dealt in zip(("sequences", "tokens"), self._seen.tolist(), dealt.tolist()):
             for part, counted, expected in zip(self._corpus.parts, of_seen, of_dealt):
                 if counted != expected:
@@ -56,28 +56,32 @@ class RunLedger:
                         "or repeated some: compare plans.jsonl of the run with those of `lengthwise plan`"
                     )
 
-    def to_json(self, sampler_state: dict[str, Any]) -> dict[str, Any]:
+    def to_json(self, stream_state: dict[str, Any]) -> dict[str, Any]:
         """Totals, and every part from its index to what has been seen of it."""
         sequences, tokens = self._seen.tolist()
         return {
             **self._corpus.ledger.to_json(),
-            "steps": sampler_state["step"],
-            "epochs": sampler_state["epoch"],
+            "steps": stream_state["step"],
+            "epochs": _of_sampler(stream_state)["epoch"],
             "sequences_seen": sum(sequences),
             "tokens_seen": sum(tokens),
             "parts": [_of_part(*part_counts) for part_counts in zip(self._corpus.parts, sequences, tokens)],
         }
 
-    def _dealt(self, state: dict[str, Any]) -> np.ndarray:
-        """Sequences and tokens of each part: of the epochs before, and of the one the sampler is in."""
-        sampler = self._new_sampler()
+    def _dealt(self, stream_state: dict[str, Any]) -> np.ndarray:
+        """Sequences and tokens of each part: of the epochs before and of the one the sampler is in, but what waits."""
+        sampler, state = self._new_sampler(), _of_sampler(stream_state)
+        rows = stream_state.get("held", {}).get("waiting", [])  # arrival, batch, id, length, targets
+        waiting = np.array([row[2] for row in rows], dtype=np.int64)
         sampler.load_state_dict(state)
         ids, epoch = sampler.dealt, state["epoch"]
         before = [
             (self._mixture.taken(number, epoch), self._mixture.tokens_taken(number, epoch, part.view.lengths.lengths))
             for number, part in enumerate(self._corpus.parts)
         ]
-        return np.array(before, dtype=np.int64).T + self._by_part(ids, self._corpus.lengths.lengths[ids])
+        lengths = self._corpus.lengths.lengths
+        dealt = np.array(before, dtype=np.int64).T + self._by_part(ids, lengths[ids])
+        return dealt - self._by_part(waiting, lengths[waiting])
 
     def _by_part(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """[2, num_parts] sequences and tokens."""
@@ -90,6 +94,12 @@ class RunLedger:
             ],
             dtype=np.int64,
         )
+
+
+def _of_sampler(stream_state: dict[str, Any]) -> dict[str, Any]:
+    """The state of the sampler that a stream draws from, or is."""
+    state: dict[str, Any] = stream_state.get("stream", stream_state)
+    return state
 
 
 def _of_part(part: CorpusPart, sequences_seen: int, tokens_seen: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lengthwise.cost.analytic.rank_work import RankWork, rank_work
 from lengthwise.data.corpus import Corpus, open_corpus
 from lengthwise.models.stock_model import StockModel
 from lengthwise.session.plan_steps import plan_steps
-from lengthwise.session.planning import make_sampler, resolve_cluster
+from lengthwise.session.planning import batch_stream, resolve_cluster
 from lengthwise.session.prepared_dry_run import (
     PreparedDryRun,
     all_schemes,
@@ -125,7 +125,7 @@ def dry_run_stock(
         assert corpus is not None
         layers = StockLayers(num_layers=cost.table.num_layers, objective=stock.objective)
         planner = stock_planner(config, cost, layers, options=options, cluster=cluster, corpus=corpus)
-        plan = planner(next(make_sampler(config, corpus)))
+        plan = planner(next(batch_stream(config, corpus, planner.problem)))
     num_kept = num_kept_in(cost, plan) if num_kept is None else num_kept
     (counted,) = run_process([trial.step_request(plan, cost, _ranks_of(plan, ranks), num_kept=num_kept)])
     return {

@@ -19,7 +19,7 @@ from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.train.training_engine import TransformerEngine
 from lengthwise.session.compile_sizes import compiled_layers, sizes_of, tell_sizes
 from lengthwise.session.online_calibration import OnlineCalibration
-from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans, with_draws
+from lengthwise.session.planning import batch_stream, make_cost, make_planner, make_sampler, open_plans, with_draws
 from lengthwise.session.run_parts import RunInputs, RunParts
 
 WORKERS_PER_CORE = 2
@@ -92,7 +92,7 @@ def _plan_ahead(config: Config, planner: Planner, corpus: Corpus, world: DistCon
     """The batches of a run with their plans, made ahead of training where there are workers for it."""
     workers = int(world.device.type == "cuda") if config.plan.workers is None else _workers(config, world)
     return PlanAhead(
-        make_sampler(config, corpus),
+        batch_stream(config, corpus, planner.problem),
         with_draws(config, planner),
         fallback=with_draws(config, replace(planner, policy="static")),
         workers=workers,

@@ -11,7 +11,15 @@ from lengthwise.core.cost import CostModel
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.console import progress, stderr
-from lengthwise.session.planning import make_cost, make_planner, make_sampler, resolve_cluster, with_draws, with_steps
+from lengthwise.session.planning import (
+    batch_stream,
+    make_cost,
+    make_planner,
+    make_sampler,
+    resolve_cluster,
+    with_draws,
+    with_steps,
+)
 from lengthwise.session.trained_model import resolve_model
 
 DEFAULT_STEPS = 10
@@ -33,12 +41,12 @@ def plan_steps(
         stderr().print(f"not priced in {spec.name}: {spec.unpriced}", soft_wrap=True)
     cost = make_cost(config, spec, cluster)
     on_cost(cost)
-    planner = with_draws(config, make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus))
-    sampler = make_sampler(config, corpus)
-    steps = steps or with_steps(config, sampler).train.num_steps
+    made = make_planner(config, cost, spec=spec, cluster=cluster, corpus=corpus)
+    planner, stream = with_draws(config, made), batch_stream(config, corpus, made.problem)
+    steps = steps or with_steps(config, make_sampler(config, corpus)).train.num_steps
     with progress() as bar:
         for _ in bar.track(range(steps), description="plan"):
-            yield planner(next(sampler))
+            yield planner(next(stream))
 
 
 def summarize_plans(plans: Sequence[StepPlan]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP
 from lengthwise.config.run_config import Config
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.cost import CostModel, ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
@@ -28,10 +28,12 @@ from lengthwise.data.corpus import Corpus
 from lengthwise.data.order import Order, OrderSettings, Selection, Shuffled, make_order
 from lengthwise.data.sampler import Sampler
 from lengthwise.data.sort_key import of_corpus
+from lengthwise.plan.dcp.form_batches import FormedBatches
 from lengthwise.plan.layerwise.random_methods import RandomMethods, random_strategies
 from lengthwise.plan.plan_file import PlanFile
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.search_space import (
     SAMPLES_SEED,
     RecomputeMode,
@@ -56,11 +58,19 @@ def make_sampler(config: Config, corpus: Corpus) -> Sampler:
     return sampler_of(config, corpus.lengths, make_order(settings, difficulty), corpus.selection(config.seed))
 
 
+def batch_stream(config: Config, corpus: Corpus, problem: PlanningProblem) -> BatchStream:
+    """The global batches of the run: the sampler's, or those that DCP forms of them (``plan.form_batches``)."""
+    sampler, plan = make_sampler(config, corpus), config.plan
+    if not plan.form_batches:
+        return sampler
+    return FormedBatches(sampler, problem, g_min=plan.g_min, g_max=plan.g_max)
+
+
 def with_steps(config: Config, sampler: Sampler) -> Config:
     """The configuration with ``train.epochs`` counted in steps of ``sampler``.
 
     Raises:
-        InputError: steps are set too.
+        InputError: steps are set too, or their number depends on how batches are formed.
     """
     train = config.train
     if train.epochs is None:
@@ -69,6 +79,11 @@ def with_steps(config: Config, sampler: Sampler) -> Config:
         raise InputError(
             f"train.steps={train.steps} and train.epochs={train.epochs} are both set; leave one of them out, or set it "
             "to null where a file has it"
+        )
+    if config.plan.form_batches:
+        raise InputError(
+            f"train.epochs={train.epochs}: with plan.form_batches, groups decide how many steps an epoch takes, and "
+            "batches may hold sequences of two epochs; set train.steps"
         )
     steps = sampler.num_batches(train.epochs)
     return config.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
@@ -265,8 +280,8 @@ def open_plans(config: Config, *, show_progress: bool = False) -> PlanFile:
     Raises:
         InputError: there are none, or settings contradict them.
     """
-    plan = config.plan
-    if asked := [f"plan.{name}={value}" for name in ("method", "methods", "degree") if (value := getattr(plan, name))]:
+    plan, names = config.plan, ("method", "methods", "degree", "form_batches")
+    if asked := [f"plan.{name}={value}" for name in names if (value := getattr(plan, name))]:
         raise InputError(
             f"plan.file={plan.file} holds plans that are executed as they are; {' and '.join(asked)} would not apply. "
             "Leave it out, or plan again with it"

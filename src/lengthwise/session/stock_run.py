@@ -7,7 +7,7 @@ from torch import nn
 
 from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.config.run_config import Config
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import BatchStream, GlobalBatch
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.step_plan import StepPlan
@@ -24,7 +24,7 @@ from lengthwise.session.calibration import find_cost
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.objectives import expected_columns
 from lengthwise.session.online_calibration import OnlineCalibration
-from lengthwise.session.planning import make_sampler, open_plans
+from lengthwise.session.planning import batch_stream, make_sampler, open_plans
 from lengthwise.session.prepare import calibrated, check_takes, learn_model, make_collator, read_corpus
 from lengthwise.session.run_parts import RunInputs, RunParts
 from lengthwise.session.stage_limit import head_layers, most_stages
@@ -53,9 +53,12 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
                 "rank; leave it out"
             )
         planning = _Planning(inputs, prepared, chosen, sequences)
-        planner = planning.of_file() if config.plan.file else planning.calibrated()
-        calibration = planner if isinstance(planner, OnlineCalibration) else None
-        stream = make_sampler(config, corpus)
+        planned = None if config.plan.file else planning.calibrated()
+        planner = planning.of_file() if planned is None else planned
+        calibration = planned if isinstance(planned, OnlineCalibration) else None
+        stream: BatchStream = make_sampler(config, corpus)
+        if planned is not None:
+            stream = batch_stream(config, corpus, planned.problem)
         run = Run(
             prepared,
             stream=stream,

@@ -118,6 +118,26 @@ def test_formed_batches_are_computed_faster_than_the_samplers():
     assert sum(planner(batch).time_s for batch in formed) < sum(planner(batch).time_s for batch in stream)
 
 
+def test_all_groups_accumulate_more_until_one_reaches_g_min():
+    stream = stream_of([[10] * 8] * 40)  # groups of one kind, each with one sequence that fits at a time
+    sizes = {
+        g_min: {len(batch.ids) for batch in islice(form_batches(stream, PROBLEMS[4], g_min=g_min, g_max=2), 3)}
+        for g_min in (1, 3, 4, 5)
+    }
+    (once,) = sizes[1]
+    assert sizes == {1: {once}, 3: {3 * once}, 4: {4 * once}, 5: {5 * once}}
+
+
+def test_formed_batches_say_how_many_tokens_have_a_loss():
+    stream = [replace(batch, targets=tuple(length // 2 for length in batch.lengths)) for batch in tailed_stream(6)]
+    first = FormedBatches(Rewinding(stream), PROBLEMS[4], window=4)
+    batches = [next(first)]
+    second = FormedBatches(Rewinding(stream), PROBLEMS[4], window=4)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for batch in [*batches, *second]:
+        assert batch.targets == tuple(length // 2 for length in batch.lengths)
+
+
 def test_a_sequence_that_fits_nowhere_is_refused():
     with pytest.raises(InfeasibleError, match=r"sequence 1 \(5,000 tokens\)"):
         list(form_batches(iter(stream_of([[3, 5000]])), PROBLEMS[4]))

@@ -11,7 +11,7 @@ batch size and degree; then ``accumulate`` says how many micro-batches each grou
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -52,12 +52,12 @@ class FormedBatches:
         Args:
             stream: the sampler's batches.
             problem: whose candidates the groups run, as ``dcp-intra`` does.
-            g_min: every group accumulates at least this many micro-batches, while its bucket lasts.
+            g_min: where no group accumulates as many micro-batches, the counts of all are multiplied until one does.
             g_max: the slowest group accumulates at most this many.
             window: batches of the sampler held to choose from.
             growth_cap: most sequences of a batch, in batches of the sampler, and fewest of a part of one: a batch of
-                few groups accumulates more rather than be small. g_min micro-batches of each group are always allowed,
-                and the end of the stream may be smaller.
+                few groups accumulates more rather than be small. What g_min asks for is always allowed, and the end of
+                the stream may be smaller.
 
         Raises:
             InputError: the window holds no batch, or the cap allows less than one.
@@ -66,7 +66,7 @@ class FormedBatches:
         if window < 1 or growth_cap < 1:
             raise InputError(f"forming batches needs a window and a cap of at least 1; got {window} and {growth_cap}")
         self._stream, self._problem = stream, problem
-        self._limits = AccumulationRange(g_min=g_min, g_max=g_max)
+        self._g_min, self._g_max = g_min, g_max
         self._window, self._growth_cap = window, growth_cap
         self._held = _Held(problem)
         self._step, self._size = 0, 0
@@ -83,7 +83,9 @@ class FormedBatches:
         if not len(waiting):
             raise StopIteration
         overdue = waiting.num_batches - 2 * self._window
-        formed = waiting.form(self._step, self._size, self._limits, growth_cap=self._growth_cap, overdue=overdue)
+        formed = waiting.form(
+            self._step, self._size, g_min=self._g_min, g_max=self._g_max, growth_cap=self._growth_cap, overdue=overdue
+        )
         self._step += 1
         return formed
 
@@ -110,7 +112,7 @@ class FormedBatches:
         self._held.restore(state["held"])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Sequence:
     """A sequence that waits."""
 
@@ -120,6 +122,8 @@ class _Sequence:
     """Batches of the stream before its own."""
     id: int
     length: int
+    targets: int | None = None
+    """Tokens that have a loss, where not all of them have."""
 
 
 class _Held:
@@ -147,8 +151,9 @@ class _Held:
                     f"({self.problem.max_length:,}) promises; set {Setting.MAX_LENGTH} to the longest"
                 )
             waits = _Sequence(
-                arrival=self._arrivals, batch=self.num_batches, id=batch.ids[place], length=batch.lengths[place]
-            )
+                arrival=self._arrivals, batch=self.num_batches, id=batch.ids[place], length=batch.lengths[place],
+                targets=None if batch.targets is None else batch.targets[place],
+            )  # fmt: skip
             self._waiting[bucket].append(waits)
             self._arrivals += 1
         self.num_batches, self._objective = self.num_batches + 1, batch.objective
@@ -162,7 +167,7 @@ class _Held:
             "num_batches": self.num_batches,
             "arrivals": self._arrivals,
             "objective": self._objective,
-            "waiting": [[sequence.arrival, sequence.batch, sequence.id, sequence.length] for sequence in waiting],
+            "waiting": [list(astuple(sequence)) for sequence in waiting],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -170,14 +175,14 @@ class _Held:
         self.num_batches, self._arrivals, self._objective = (
             state[name] for name in ("num_batches", "arrivals", "objective")
         )
-        sequences = [_Sequence(arrival=a, batch=b, id=id, length=length) for a, b, id, length in state["waiting"]]
+        sequences = [_Sequence(*row) for row in state["waiting"]]
         if sequences:
             lengths = np.array([sequence.length for sequence in sequences])
             self.problem.check_fits(lengths, np.array([sequence.id for sequence in sequences]))
             for sequence, bucket in zip(sequences, self.buckets.of(lengths).tolist()):
                 self._waiting[bucket].append(sequence)
 
-    def form(self, step: int, size: int, limits: AccumulationRange, *, growth_cap: float, overdue: int) -> GlobalBatch:
+    def form(self, step: int, size: int, *, g_min: int, g_max: int, growth_cap: float, overdue: int) -> GlobalBatch:
         """One batch: groups by their share of the work, those of the oldest sequences first; then their counts."""
         groups = self._groups(size, overdue)
         buckets = list(groups)
@@ -185,14 +190,15 @@ class _Held:
         number = np.array([groups[bucket] for bucket in buckets])
         sizes = number * [setting.batch_size for setting in settings]
         once = int(sizes.sum())
-        g_min = max(limits.g_min, int(size / growth_cap / once))
+        least = max(1, int(size / growth_cap / once))
         counts = accumulate(
             [setting.time_s for setting in settings],
-            replace(limits, g_min=g_min, g_max=max(limits.g_max, g_min)),
+            AccumulationRange(g_min=least, g_max=max(g_max, least)),
             devices=number * [setting.candidate.num_devices for setting in settings],
             sizes=sizes,
-            max_size=max(int(growth_cap * size), g_min * once),
+            max_size=max(int(growth_cap * size), least * once),
         )
+        counts *= -(-g_min // int(counts.max()))  # DCP, appendix C
         taken: list[_Sequence] = []
         for bucket, wanted in zip(buckets, (counts * sizes).tolist()):
             waiting = self._waiting[bucket]
@@ -203,6 +209,7 @@ class _Held:
             ids=tuple(sequence.id for sequence in taken),
             lengths=tuple(sequence.length for sequence in taken),
             objective=self._objective,
+            targets=None if taken[0].targets is None else tuple(sequence.targets or 0 for sequence in taken),
         )
 
     def _groups(self, size: int, overdue: int) -> dict[int, int]:
