@@ -1,5 +1,7 @@
 """ParaDySe's loop on real ranks: profile, learned costs, a method per layer and length, training under a limit."""
 
+import json
+
 import numpy as np
 
 from lengthwise.config.run_config import load
@@ -21,7 +23,9 @@ def test_two_ranks_train_what_the_leanest_method_alone_holds_by_costs_learned_fr
         "data.over_length=split", "data.sequences_per_step=8", "train.steps=6", "model.num_layers=2",
         "plan.policy=paradyse", f"plan.methods=[{','.join(METHODS)}]", "plan.recompute=none", "cluster.name=2xcpu",
     ]  # fmt: skip
-    runs.lengthwise("profile", *own, "--nproc", 2, "--repeats", 1, "--out", tmp_path / "profile.json")
+    shared = ["--degree", 2, "--methods", "megatron_ts,metp", "--lengths", "quantiles:4", "--repeats", 1]
+    profiled = runs.lengthwise("profile", *own, *shared, "--out", tmp_path / "profile.json", "--json")
+    assert all(row["parts"]["ffn_s"] > 0 for part in json.loads(profiled.stdout)["shared"] for row in part["rows"])
     own += ["plan.cost=hybrid", f"plan.profile={tmp_path / 'profile.json'}"]
     config = load(None, own)
     spec = resolve_model(config, open_corpus(config.data))

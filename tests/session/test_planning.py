@@ -22,8 +22,9 @@ from lengthwise.data.synthetic import synthetic_lengths
 from lengthwise.models.hf_config import write_config
 from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, sizes_of
 from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans
-from lengthwise.session.profile_model import shared_schemes
+from lengthwise.session.profile_model import packs_to_measure, shared_schemes
 from lengthwise.session.trained_model import resolve_model
+from tests.index.build import build
 
 TWO_SEQUENCES = Corpus(
     parts=(
@@ -271,6 +272,40 @@ def test_a_profile_of_shared_micro_batches_lets_plans_share_the_longest(tmp_path
 def test_a_profile_has_every_degree_and_method_that_plans_may_use(settings, num_ranks, expected):
     spec = model_preset("llama-tiny")
     assert shared_schemes(load(None, settings), spec, num_ranks=num_ranks, per_node=num_ranks) == expected
+
+
+def test_a_profile_of_one_degree_is_of_that_alone_and_refuses_what_cannot_be():
+    spec = replace(model_preset("llama-tiny"), num_heads=2, num_kv_heads=2)
+
+    def shared(*settings):
+        return shared_schemes(load(None, list(settings)), spec, num_ranks=4, per_node=4)
+
+    assert shared("plan.degree=4", "plan.methods=[ring, metp]") == [(4, "ring"), (4, "metp")]
+    assert shared("plan.degree=1") == []
+    with pytest.raises(InputError, match=r"plan.degree=3: 4 ranks can share layers by 1, 2, 4; choose one of these"):
+        shared("plan.degree=3")
+    with pytest.raises(InputError, match=r"shares the layers of .* by megatron_ts, for it has 2 heads and 2 key/value"):
+        shared("plan.degree=4", "plan.methods=[megatron_ts]")
+
+
+def test_lengths_to_profile_are_listed_or_quantiles_of_the_data(tmp_path):
+    np.save(tmp_path / "lengths.npy", np.arange(1, 1001))
+    build(tmp_path / "lengths.npy", tmp_path / "index")
+    config = load(None, [f"data.index={tmp_path / 'index'}"])
+    assert packs_to_measure(config, "256,1K") == [(256,), (1000,), (256,) * 3]
+    singles = [pack[0] for pack in packs_to_measure(config, "quantiles:5") if len(pack) == 1]
+    assert singles == [32, 251, 501, 751, 1000]
+    assert len([pack for pack in packs_to_measure(config, "quantiles") if len(pack) == 1]) == 8
+    for words, problem in {
+        "many": "is no list of lengths", "16,64": "is no list of lengths", "64": "at least two lengths",
+        "quantiles:1": "number of quantiles is from 2",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=problem):
+            packs_to_measure(config, words)
+    with pytest.raises(InputError, match="leave --max-length out"):
+        packs_to_measure(config, "64,128", max_length=128)
+    with pytest.raises(InputError, match=r"set data\.index"):
+        packs_to_measure(load(None, []), "quantiles")
 
 
 def test_a_profile_leaves_out_methods_that_a_model_has_too_few_heads_for():

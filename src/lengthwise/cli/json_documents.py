@@ -92,6 +92,8 @@ class ProfiledPack(Fields):
     kept_bytes: float
     residual: float
     """Measured over fitted time, less 1."""
+    parts: dict[str, float] | None
+    """Of one layer: `attention_s`, `ffn_s`, `attention_bytes` and `ffn_bytes`."""
 
 
 class ProfileDocument(JsonDocument):

@@ -106,6 +106,22 @@ def error_of(cost: CostModel) -> CostError | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerParts:
+    """One layer of a measured micro-batch, without recompute: seconds of forward and backward, and bytes."""
+
+    attention_s: float
+    ffn_s: float
+    attention_bytes: int
+    """The allocator's peak on a GPU beyond what was there before, what the forward saves on a CPU."""
+    ffn_bytes: int
+
+    def __post_init__(self) -> None:
+        seconds, sizes = (self.attention_s, self.ffn_s), (self.attention_bytes, self.ffn_bytes)
+        if not all(0 <= time_s <= MOST_SECONDS for time_s in seconds) or not all(0 <= n <= MOST_BYTES for n in sizes):
+            raise InputError(f"the parts of a layer in a profile take {seconds} seconds and {sizes} bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileRow:
     """One measured micro-batch."""
 
@@ -116,6 +132,8 @@ class ProfileRow:
     """Half the distance between the quartiles of the repeats."""
     kept_bytes: int
     """Bytes that the forward leaves for the backward, or the allocator's peak above the model state."""
+    parts: LayerParts | None = None
+    """Attention and feed-forward of one layer; None: not measured."""
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > MOST_TOKENS:

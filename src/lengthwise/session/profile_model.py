@@ -3,13 +3,18 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from lengthwise.config.run_config import Config
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.profile_packs import SHORTEST, ladder, packs_of
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ModelSpec, cluster_preset
+from lengthwise.core.wording import parse_tokens, whole_number
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.profiled.fitted import MIN_ROWS
 from lengthwise.data.corpus import open_corpus
 from lengthwise.models.hf_config import UnsupportedModelError
 from lengthwise.plan.space.candidate import degrees_of
@@ -22,15 +27,62 @@ from lengthwise.session.trained_model import resolve_model
 if TYPE_CHECKING:
     from lengthwise.cost.profiled.accuracy import ModelErrors
 
+LONGEST = 1 << 32
+"""The longest length that can be asked for."""
+QUANTILES, MOST_QUANTILES = 8, 64
+"""How many quantiles of the data's lengths are measured where no number is given, and at most."""
 DEFAULT_MAX_LENGTH = 4096
 """Where neither the option nor the data says how long sequences get."""
 
 
-def longest_sequence(config: Config) -> int:
+def _longest_sequence(config: Config) -> int:
     """Length of the longest sequence that the data of a configuration has, or may have."""
     if config.data.max_length:
         return config.data.max_length
     return open_corpus(config.data).lengths.max_length if _has_corpus(config) else DEFAULT_MAX_LENGTH
+
+
+def packs_to_measure(
+    config: Config, lengths: str | None, *, max_length: int | None = None, max_tokens: int | None = None
+) -> list[tuple[int, ...]]:
+    """The packs of ``--lengths``, which lists lengths or asks for quantiles of the data's; of a ladder without it.
+
+    Raises:
+        InputError: it is no list of lengths and no number of quantiles, there is no data to take them of, the longest
+            length is given too, or the packs are too few for a fit.
+    """
+    if lengths is None:
+        longest = max_length or _longest_sequence(config)
+        return ladder(longest, max_tokens or longest)
+    if max_length is not None:
+        raise InputError(f"--lengths {lengths} says what is measured; leave --max-length out")
+    chosen = _parse_lengths(config, lengths)
+    packs = packs_of(chosen, max(max_tokens or 0, *chosen))
+    if len(packs) < MIN_ROWS:
+        raise InputError(
+            f"--lengths {lengths} makes {len(packs)} packs to measure, and a fit needs {MIN_ROWS}; name at least two "
+            "lengths, such as --lengths 1024,8192"
+        )
+    return packs
+
+
+def _parse_lengths(config: Config, words: str) -> list[int]:
+    """The lengths of ``1024,8K``, or of ``quantiles`` (``quantiles:N``) of the data's."""
+    if words.partition(":")[0] != "quantiles":
+        lengths = [parse_tokens(word.strip()) for word in words.split(",")]
+        if not all(length and SHORTEST <= length <= LONGEST for length in lengths):
+            raise InputError(
+                f"--lengths {brief(words)} is no list of lengths from {SHORTEST} to {LONGEST:,} tokens, such as "
+                "1024,8K,64K, and not quantiles:8"
+            )
+        return [length for length in lengths if length]
+    number = whole_number(words.partition(":")[2] or str(QUANTILES))
+    if number is None or not 2 <= number <= MOST_QUANTILES:
+        raise InputError(f"--lengths {brief(words)}: the number of quantiles is from 2 to {MOST_QUANTILES}")
+    if not _has_corpus(config):
+        raise InputError("--lengths quantiles needs data to take them of; set data.index")
+    lengths = np.quantile(open_corpus(config.data).lengths.lengths, np.linspace(0, 1, number), method="higher")
+    return np.unique(np.maximum(lengths, SHORTEST)).tolist()
 
 
 def _has_corpus(config: Config) -> bool:
@@ -58,7 +110,7 @@ def errors_on_unseen_rows(config: Config, table: ProfileTable) -> "tuple[ModelEr
 
 
 def measure_as_rank(
-    config: Config, out: Path, *, longest: int, max_tokens: int, repeats: int, max_degree: int | None = None
+    config: Config, out: Path, *, packs: list[tuple[int, ...]], repeats: int, max_degree: int | None = None
 ) -> None:
     """Measure micro-batches as one rank; the first one writes the profile to ``out``.
 
@@ -68,12 +120,11 @@ def measure_as_rank(
     from lengthwise.runtime.comm.activity import told_to_peers
     from lengthwise.runtime.comm.devices import local_size
     from lengthwise.runtime.comm.world import start_world, stop_world
-    from lengthwise.runtime.profile.measure import ladder, num_measurements, profile
+    from lengthwise.runtime.profile.measure import num_measurements, profile
     from lengthwise.session.run_model import build
 
     spec = _spec(config)
     world = start_world(config.train.device, timeout_s=config.train.timeout_s)
-    packs = ladder(longest, max_tokens)
     shared = shared_schemes(config, spec, num_ranks=world.size, per_node=local_size(), max_degree=max_degree)
     with told_to_peers(), progress() as bar:
         task = bar.add_task(
@@ -98,9 +149,20 @@ def measure_as_rank(
 def shared_schemes(
     config: Config, spec: ModelSpec, *, num_ranks: int, per_node: int, max_degree: int | None = None
 ) -> list[tuple[int, Method]]:
-    """Degrees above 1 that divide the ranks and suit nodes, and methods that plans of the run may use at each."""
-    plan, limit = config.plan, min(config.plan.degree or config.plan.max_degree or num_ranks, max_degree or num_ranks)
+    """Degrees above 1 that divide the ranks and suit nodes, and methods that plans of the run may use at each.
+
+    Raises:
+        InputError: the one degree that is asked for is none of these, or no method can share the model's layers by it.
+    """
+    plan, limit = config.plan, min(config.plan.max_degree or num_ranks, max_degree or num_ranks)
     degrees = [degree for degree in degrees_of(num_ranks, min(per_node, num_ranks)) if num_ranks % degree == 0]
+    if plan.degree is not None:
+        if plan.degree not in degrees:
+            raise InputError(
+                f"plan.degree={plan.degree}: {num_ranks} ranks can share layers by {', '.join(map(str, degrees))}; "
+                "choose one of these, or another --nproc"
+            )
+        degrees, limit = [plan.degree], plan.degree
     cost = AnalyticCost(model=spec, cluster=cluster_preset(f"{num_ranks}xcpu"))
 
     def can_run(degree: int, method: Method) -> bool:
@@ -110,9 +172,13 @@ def shared_schemes(
             return False
         return True
 
-    return [
-        (degree, method)
-        for degree in degrees
-        for method in methods_of(plan) or DEFAULT_METHODS
-        if 1 < degree <= limit and method is not Method.DENSE and can_run(degree, method)
+    methods = [method for method in methods_of(plan) or DEFAULT_METHODS if method is not Method.DENSE]
+    shared: list[tuple[int, Method]] = [
+        (degree, method) for degree in degrees for method in methods if 1 < degree <= limit and can_run(degree, method)
     ]
+    if not shared and methods and plan.degree not in (None, 1):
+        raise InputError(
+            f"plan.degree={plan.degree}: no such number of ranks shares the layers of {spec.name} by "
+            f"{', '.join(methods)}, for it has {spec.num_heads} heads and {spec.num_kv_heads} key/value heads"
+        )
+    return shared

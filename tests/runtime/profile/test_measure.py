@@ -1,12 +1,15 @@
 """What is measured: every pack once per repeat, on all ranks together, with bytes that grow with tokens."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.cost import LayerParts, ProfileRow, ProfileTable
 from lengthwise.core.pipeline_config import Method
+from lengthwise.core.profile_packs import ladder
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.profiled.fitted import FittedCost, fit
 from lengthwise.cost.profiled.measured_schemes import tables_by_scheme
@@ -14,7 +17,7 @@ from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.search_space import SearchSpace, make_problem
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.registry import build_model
-from lengthwise.runtime.profile.measure import _kept_bytes, _loss_of, _random_feed, ladder, num_measurements, profile
+from lengthwise.runtime.profile.measure import _kept_bytes, _loss_of, _random_feed, num_measurements, profile
 from tests.cost.profiles import kept_bytes_per_token
 from tests.runtime.train.runs import local_world
 from tests.sim.random_plans import SPEC
@@ -67,6 +70,36 @@ def test_what_ranks_share_is_measured_under_every_method_and_the_links_between_t
         assert {(k.scheme.degree, k.scheme.methods[0]) for k in problem.candidates} == {(1, Method.DENSE), *SHARED}
         batch = GlobalBatch(step=0, ids=(0, 1, 2), lengths=(128, 40, 7))
         Planner(policy="auto", problem=problem)(batch).check_covers(batch)
+
+
+def test_both_parts_of_a_layer_are_measured_under_every_method(ranks):
+    shared = [(2, Method.ULYSSES), (2, Method.METP)]
+    for table, _ in ranks(2).run(_profile, recompute=False, shared=shared):
+        for rows in (table.rows, *(part.rows for part in table.shared)):
+            for row in rows:
+                parts = row.parts
+                assert min(parts.attention_s, parts.ffn_s) > 0 < min(parts.attention_bytes, parts.ffn_bytes)
+                layers = SPEC.num_layers * (parts.attention_bytes + parts.ffn_bytes)
+                assert layers < 1.1 * row.kept_bytes
+        dense, longest = table.rows, {part.method: part.rows for part in table.shared}
+        largest = max(range(len(dense)), key=lambda row: sum(dense[row].lengths))
+        assert longest["ulysses"][largest].parts.ffn_bytes < 0.6 * dense[largest].parts.ffn_bytes
+        assert longest["metp"][largest].parts.ffn_bytes < longest["ulysses"][largest].parts.ffn_bytes
+
+
+def test_a_profile_without_the_parts_of_layers_is_read(tmp_path):
+    row = ProfileRow(lengths=(9,), time_s=1.0, spread_s=0.0, kept_bytes=1)
+    table = ProfileTable(
+        model_digest="", model_name="", device="cpu", dtype="float32", recompute=False, num_ranks=1, update_s=0.0,
+        rows=(row, replace(row, parts=LayerParts(attention_s=0.5, ffn_s=0.25, attention_bytes=3, ffn_bytes=4))),
+    )  # fmt: skip
+    table.save(tmp_path / "new.json")
+    assert ProfileTable.load(tmp_path / "new.json") == table
+    document = json.loads((tmp_path / "new.json").read_text())
+    for row in document["rows"]:
+        del row["parts"]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert [row.parts for row in ProfileTable.load(tmp_path / "old.json").rows] == [None, None]
 
 
 @pytest.mark.deep

@@ -6,13 +6,14 @@ from typing import Annotated
 import typer
 
 from lengthwise.cli.launch import check_torch, is_rank, split_arguments, torchrun
-from lengthwise.cli.shared_options import tokens_from
+from lengthwise.cli.shared_options import Json, Methods, tokens_from
 from lengthwise.cli.tables.profile_table import print_profile, profile_document
 from lengthwise.core.atomic_write import make_folder, remove_empty, shown
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.session.console import emit_json
-from lengthwise.session.profile_model import errors_on_unseen_rows, longest_sequence, measure_as_rank
+from lengthwise.session.planning_args import parse_methods
+from lengthwise.session.profile_model import errors_on_unseen_rows, measure_as_rank, packs_to_measure
 
 _TOKENS = tokens_from(32, 1 << 32)
 
@@ -21,43 +22,51 @@ def run(
     config: Annotated[Path | None, typer.Argument(help="YAML; print one with: lengthwise config")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value ...")] = None,
     out: Annotated[Path, typer.Option(help="file to write")] = Path("profile.json"),
-    nproc: Annotated[int, typer.Option(min=1, max=1024, help="ranks that measure at once; as many as will train")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="ranks that measure, as many as will train; default: --degree, or 1"),
+    ] = None,
+    methods: Methods = None,
+    degree: Annotated[int | None, typer.Option(min=1, max=1024, help="exactly so many ranks share a layer")] = None,
+    max_degree: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="most ranks that share a micro-batch; default: all of --nproc")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="lengths to measure, or quantiles:N of the data's; default: doublings"),
+    ] = None,
     max_length: Annotated[
         int | None, typer.Option(parser=_TOKENS, metavar="TOKENS", help="longest sequence; default: the data's")
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(parser=_TOKENS, metavar="TOKENS", help="most tokens of a pack; default: max length")
     ] = None,
-    max_degree: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="most ranks that share a micro-batch; default: all of --nproc")
-    ] = None,
     repeats: Annotated[int, typer.Option(min=1, max=10_000, help="measurements of each pack")] = 5,
-    leave_out: Annotated[
-        bool, typer.Option("--leave-out", help="how well each cost model predicts unseen rows")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON document on stdout")] = False,
+    leave_out: Annotated[bool, typer.Option("--leave-out", help="errors of each cost model on unseen rows")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Measure micro-batches over a ladder of lengths and fit T = a l^2 + b l + c."""
+    """Measure micro-batches and both parts of a layer over a ladder of lengths; fit T = a l^2 + b l + c."""
     from lengthwise.config.run_config import load
     from lengthwise.cost.profiled.fitted import fit
     from lengthwise.report.whole_file import check_place
 
     path, changes = split_arguments(config, overrides)
+    changes += [f"plan.methods=[{','.join(chosen)}]"] if (chosen := parse_methods(methods)) else []
+    changes += [f"plan.degree={degree}"] if degree else []
     resolved = load(path, changes)
+    nproc = nproc or resolved.plan.degree or 1
     check_place(out if out.is_dir() or out.parent.is_dir() else None, "--out")
-    longest = max_length or longest_sequence(resolved)
+    packs = packs_to_measure(resolved, lengths, max_length=max_length, max_tokens=max_tokens)
     if is_rank():
-        measure_as_rank(
-            resolved, out, longest=longest, max_tokens=max_tokens or longest, repeats=repeats, max_degree=max_degree
-        )
+        measure_as_rank(resolved, out, packs=packs, repeats=repeats, max_degree=max_degree)
         return
     if out.is_dir():
         raise InputError(f"--out {shown(out)} is a folder; name a file in it")
     check_torch()
     made = make_folder(out.parent, setting="--out in")
-    sizes = ["--max-length", str(longest), "--max-tokens", str(max_tokens or longest), "--repeats", str(repeats)]
-    sizes += ["--max-degree", str(max_degree or nproc)]
-    arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), *sizes]
+    options = {"lengths": lengths, "max-length": max_length, "max-tokens": max_tokens, "max-degree": max_degree}
+    arguments = ["profile", *([str(path)] if path else []), *changes, "--out", str(out), "--repeats", str(repeats)]
+    arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
     ended = torchrun(arguments, nproc=nproc)
     if not ended:
         remove_empty(made)

@@ -9,6 +9,8 @@ from lengthwise.core.cost import ProfileTable
 from lengthwise.session.console import stdout
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lengthwise.cost.profiled.accuracy import ModelErrors
     from lengthwise.cost.profiled.fitted import Fit
 
@@ -31,7 +33,10 @@ def profile_document(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Seq
         "shared": [asdict(part) for part in table.shared],
         "links": table.links and asdict(table.links),
         "rows": [
-            {"lengths": row.lengths, "time_s": row.time_s, "kept_bytes": row.kept_bytes, "residual": residual}
+            {
+                **{name: value for name, value in asdict(row).items() if name != "spread_s"},
+                "residual": residual,
+            }
             for row, residual in zip(table.rows, fitted.time_residuals)
         ],
     }
@@ -52,6 +57,7 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
         )  # fmt: skip
     console = stdout()
     console.print(shown)
+    console.print(_parts_table(table))
     for part in table.shared:
         alone = {row.lengths: row.time_s for row in table.rows}
         ratios = ", ".join(f"{pack_name(row.lengths)}: {row.time_s / alone[row.lengths]:.2f}" for row in part.rows[-3:])
@@ -70,6 +76,25 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
         console.print(
             f"rows it has not seen, {model.name}: off by {model.median:.1%} (median), {model.worst:.1%} (worst)"
         )
+
+
+def _parts_table(table: ProfileTable) -> "Table":
+    """Attention and feed-forward of one layer, for single sequences under every method."""
+    from rich.table import Table
+
+    shown = Table(title="one layer, forward and backward, without recompute")
+    for heading in ("method", "ranks", "tokens", "attention", "feed-forward", "attention", "feed-forward"):
+        shown.add_column(heading, justify="left" if heading == "method" else "right")
+    measured = [("dense", 1, table.rows), *((part.method, part.degree, part.rows) for part in table.shared)]
+    for method, degree, rows in measured:
+        for row in rows:
+            if len(row.lengths) == 1 and (parts := row.parts):
+                shown.add_row(
+                    method, str(degree), f"{row.lengths[0]:,}",
+                    *(f"{seconds * 1e3:,.2f} ms" for seconds in (parts.attention_s, parts.ffn_s)),
+                    *(f"{size / 2**20:,.2f} MiB" for size in (parts.attention_bytes, parts.ffn_bytes)),
+                )  # fmt: skip
+    return shown
 
 
 def pack_name(lengths: tuple[int, ...]) -> str:

@@ -96,13 +96,13 @@ class Transformer(nn.Module, ABC):
             targets_T: see :mod:`lengthwise.runtime.models.targets`.
             recompute: one flag per layer; True keeps only the layer's input and computes it again in the backward.
         """
-        return self.run(self._alone(tokens_T, cu_seqlens, targets_T, recompute=recompute))
+        return self.run(self.on_one_device(tokens_T, cu_seqlens, targets_T, recompute=recompute))
 
     def hidden(
         self, tokens_T: Tensor, cu_seqlens: tuple[int, ...], *, recompute: tuple[bool, ...] | None = None
     ) -> Tensor:
         """Output of the last layer, before the final norm: ``[T, D]``."""
-        return self.run_layers(self._alone(tokens_T, cu_seqlens, None, recompute=recompute))
+        return self.run_layers(self.on_one_device(tokens_T, cu_seqlens, None, recompute=recompute))
 
     def logits(self, tokens_T: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
         """Logits ``[T, V]``, all at once, for evaluation and tests."""
@@ -134,7 +134,7 @@ class Transformer(nn.Module, ABC):
             x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
         return x_tD
 
-    def _alone(
+    def on_one_device(
         self,
         tokens_T: Tensor,
         cu_seqlens: tuple[int, ...],
@@ -142,6 +142,7 @@ class Transformer(nn.Module, ABC):
         *,
         recompute: tuple[bool, ...] | None,
     ) -> OneDevice:
+        """The execution of a whole pack on this rank."""
         flags = recompute or ()
         assert len(flags) in (0, len(self.layers)), f"{len(flags)} recompute flags for {len(self.layers)} layers"
         return OneDevice(

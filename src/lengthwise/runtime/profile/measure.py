@@ -18,27 +18,12 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.execution import Execution
 from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from lengthwise.runtime.profile.layer_parts import LayerProbe, PartSeconds, mean_seconds, parts_of
 from lengthwise.runtime.profile.measure_links import measure_links
 from lengthwise.runtime.state.sharded import ShardedState
-
-SHORTEST = 32
-"""Tokens of the shortest sequence measured."""
-
-
-def ladder(max_length: int, max_tokens: int) -> list[tuple[int, ...]]:
-    """The packs to measure: single sequences of doubling lengths, and full packs of equal ones, each length fourfold.
-
-    Together they separate l^2, l and 1: a pack of short sequences has as many tokens as one of long ones.
-    """
-    lengths = [max_length]
-    while lengths[-1] > SHORTEST:
-        lengths.append(max(SHORTEST, lengths[-1] // 2))
-    singles = [(length,) for length in reversed(lengths)]
-    full = [*reversed(lengths[1::2]), max_length]
-    packs = [(length,) * (max_tokens // length) for length in full if max_tokens // length > 1]
-    return list(dict.fromkeys([*singles, *packs]))
 
 
 def profile(
@@ -67,9 +52,11 @@ def profile(
         placement = WEIGHTS_OF.get(method, WeightPlacement.WHOLE)
         _hold(state, num_shards=degree if placement is WeightPlacement.SHARDED else 1)
         passes = [_loss_of(model, feed, flags, world, degree=degree, method=method) for feed in feeds]
+        probes = [_probes_of(model, feed, world, degree=degree, method=method) for feed in feeds]
         rows = _measure_rows(
-            passes, packs, model, world, recompute=recompute, repeats=repeats, generator=generator, on_row=on_row
-        )
+            passes, probes, packs, model, world, recompute=recompute, repeats=repeats, generator=generator,
+            on_row=on_row,
+        )  # fmt: skip
         moved_s: float | None = None
         if degree == 1 or placement is WeightPlacement.SHARDED:
             moved_s = _median([_time_s(partial(_update, state), world) for _ in range(max(5, repeats))], world)
@@ -106,6 +93,7 @@ def _hold(state: ShardedState, *, num_shards: int) -> None:
 
 def _measure_rows(
     passes: "list[Forward]",
+    probes: list[list[LayerProbe]],
     packs: list[tuple[int, ...]],
     model: Transformer,
     world: DistContext,
@@ -121,9 +109,11 @@ def _measure_rows(
         kept_bytes.append(_kept_bytes(model, forward, world, recompute=recompute))
         on_row()
     seconds: list[list[float]] = [[] for _ in packs]
+    part_seconds: list[list[PartSeconds]] = [[] for _ in packs]
     for _ in range(repeats):
         for number in torch.randperm(len(packs), generator=generator).tolist():
             seconds[number].append(_time_s(partial(_backward, passes[number]), world))
+            part_seconds[number].append(mean_seconds(probes[number]))
             on_row()
     return tuple(
         ProfileRow(
@@ -131,8 +121,9 @@ def _measure_rows(
             time_s=_median(times, world),
             spread_s=_half_interquartile(times),
             kept_bytes=size,
+            parts=parts_of(probes_of_pack, part_times, world),
         )
-        for lengths, times, size in zip(packs, seconds, kept_bytes)
+        for lengths, times, size, probes_of_pack, part_times in zip(packs, seconds, kept_bytes, probes, part_seconds)
     )
 
 
@@ -171,29 +162,33 @@ def _loss_of(
     method: Method = Method.DENSE,
 ) -> Forward:
     """The forward of a pack on this rank alone, or shared by its group of ``degree`` ranks."""
+    make = _executions(model, feed, world, degree=degree, method=method)
+    return lambda flags: model.run(make(flags or recompute, None)) / len(feed[0])
+
+
+def _probes_of(model: Transformer, feed: Feed, world: DistContext, *, degree: int, method: Method) -> list[LayerProbe]:
+    """Probes of the layers of a model that differ from one another, each with an execution of that layer alone."""
+    make = _executions(model, feed, world, degree=degree, method=method)
+    layers = range(min(len(model.views(feed[1])), len(model.layers)))
+    return [LayerProbe(model, make((), range(layer, layer + 1)), layer, world) for layer in layers]
+
+
+def _executions(
+    model: Transformer, feed: Feed, world: DistContext, *, degree: int, method: Method
+) -> Callable[[tuple[bool, ...], range | None], Execution]:
+    """Makes executions of a pack, with some layers recomputed, of all layers or some."""
     tokens_T, cu_seqlens, targets_T = feed
     if degree == 1:
-        return lambda flags: model(tokens_T, cu_seqlens, targets_T, recompute=flags or recompute) / len(tokens_T)
+        return lambda flags, layers: model.on_one_device(tokens_T, cu_seqlens, targets_T, recompute=flags)
     groups = [tuple(range(first, first + degree)) for first in range(0, world.size, degree)]
     world.groups.prepare([(ranks, "") for ranks in groups])
     group = world.groups.of(groups[world.rank // degree])
     assert group is not None, "every rank is in one group of the degree, which divides their number"
-    methods = (method,) * model.spec.num_layers
-
-    def forward(flags: tuple[bool, ...] | None) -> Tensor:
-        execution = StageExecution(
-            model,
-            group,
-            tokens_T=tokens_T,
-            targets_T=targets_T,
-            cu_seqlens=cu_seqlens,
-            methods=methods,
-            weights=WEIGHTS_OF[method],
-            recompute=flags or recompute,
-        )
-        return model.run(execution) / len(tokens_T)
-
-    return forward
+    shared = partial(
+        StageExecution, model, group, tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens,
+        methods=(method,) * model.spec.num_layers, weights=WEIGHTS_OF[method],
+    )  # fmt: skip
+    return lambda flags, layers: shared(recompute=flags, layers=layers)
 
 
 def _backward(forward: Forward) -> None:
