@@ -74,6 +74,8 @@ class PrepareKeywords(TypedDict, total=False):
     profile: str | PathLike[str] | None
     cost: CostModel | None
     frozen: list[Any]
+    loss_columns: tuple[str, ...]
+    step_max_length: int | None
     count_targets: bool
     check: bool
     workers: int

@@ -90,6 +90,13 @@ class PrepareOptions(
     """A cost model to plan with instead of measuring. (A configuration names the kind of fit.)"""
     frozen: SkipValidation[list[Any]] = Field(default_factory=list)
     """Teachers and reference models that the loop calls on micro-batches too: exact on shards, without gradients."""
+    loss_columns: tuple[str, ...] = ()
+    """Columns of the items that the loop's loss is made of, such as advantages or log-probabilities of a policy before:
+    a number for each token, or one for the sequence. They go where their tokens are computed, as
+    micro_batch.column(name)."""
+    step_max_length: int | None = Field(default=None, ge=1)
+    """The longest sequence in tokens that run.step(items) and run.score(items) may get, for which plans keep memory;
+    None: the corpus' longest."""
     count_targets: bool = False
     """Whether the labels of each step are read when it begins, so that terms of the loss may be means over tokens or
     sequences where labels leave out targets."""

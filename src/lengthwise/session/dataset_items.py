@@ -38,7 +38,7 @@ class DatasetItems:
     checksums: np.ndarray
     """Of each item, as it was first read."""
     used: frozenset[str] = frozenset()
-    """What items have beside tokens: ``labels``, ``special``, or arguments of the forward."""
+    """What items have beside tokens: ``labels``, ``special``, arguments of the forward, or columns for the loss."""
     largest: tuple[int, int] | None = None
     """The largest token id, and its item; None: items are no token ids."""
     largest_label: tuple[int, int] | None = None
@@ -165,7 +165,8 @@ def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) ->
     """Note the largest token and label, and how many tokens of the item have a loss."""
     if expected.slot_tokens > 1:
         return
-    scan.kinds.add(row.tokens, row.labels, row.passed)
+    of_model = {name: values for name, values in row.passed.items() if name not in expected.loss_columns}
+    scan.kinds.add(row.tokens, row.labels, of_model)
     largest = int(row.tokens.max())
     if largest > scan.largest[0]:
         scan.largest = largest, number

@@ -108,8 +108,17 @@ class RunSequences:
     def passed(self) -> Mapping[str, Callable[[int], np.ndarray]]:
         """Further arguments of the forward by name, each a function from a sequence to its values."""
         store = self.store
-        names = store.used - {"labels", "special"} if isinstance(store, DatasetItems) else ()
-        return {name: _Passed(self, name) for name in sorted(names)}
+        names = store.used - {"labels", "special"} if isinstance(store, DatasetItems) else set[str]()
+        return {name: _Passed(self, name) for name in sorted(names - set(self._loss_columns))}
+
+    @property
+    def loss_columns(self) -> Mapping[str, Callable[[int], np.ndarray]]:
+        """Columns for the loss by name, each a function from a sequence to its values."""
+        return {name: _Passed(self, name) for name in self._loss_columns}
+
+    @property
+    def _loss_columns(self) -> tuple[str, ...]:
+        return self.store.columns.expected.loss_columns if isinstance(self.store, DatasetItems) else ()
 
     def kinds(self) -> Mapping[str, np.ndarray]:
         """Slots that differ, by column; nothing where slots are no tokens."""
@@ -189,6 +198,11 @@ def read_sequences(
         raise InputError(
             f"over_length={over_length} cuts sequences, and items are units of {num_members}, which are not cut; cut "
             "their members in the dataset, or use drop: max_length counts the tokens of a whole unit"
+        )
+    if expected.loss_columns and not isinstance(store, DatasetItems):
+        raise InputError(
+            f"an index holds no columns {', '.join(expected.loss_columns)} for a loss: give items with them, or leave "
+            "loss_columns out"
         )
     if expected.needs_labels and not isinstance(store, DatasetItems):
         raise InputError("an index holds tokens alone, and the model learns from labels: give items with labels")

@@ -61,6 +61,7 @@ class ItemColumns:
         """One sequence, or a row of several that were packed before."""
         if not is_mapping(item):
             tokens = self._tokens(where, item)
+            self._loss_columns(where, {}, tokens)
             self._check_labels_given(where, None)
             return ItemRow(tokens=tokens, bounds=(0, len(tokens)))
         values = {str(name): value for name, value in item.items() if value is not None}
@@ -72,11 +73,13 @@ class ItemColumns:
             )
         tokens = self._tokens(where, values.pop(name), name)
         if self.expected.slot_tokens > 1:
-            self._check_slots(where, values)
-            return ItemRow(tokens=tokens, bounds=(0, len(tokens)))
+            columns = self._loss_columns(where, values, tokens)
+            self._check_slots(where, {name: value for name, value in values.items() if name not in columns})
+            return ItemRow(tokens=tokens, passed=columns, bounds=(0, len(tokens)))
         return self._row(where, tokens, values)
 
     def _row(self, where: str, tokens: np.ndarray, values: dict[str, Any]) -> ItemRow:
+        columns = self._loss_columns(where, values, tokens)
         keep = self._padding(where, tokens, values)
         masks = [self._loss_mask(where, name, values.pop(name), tokens) for name in LOSS_MASKS if name in values]
         if PROMPT_MASK in values:
@@ -99,9 +102,18 @@ class ItemColumns:
         passed = {
             name: array[keep]
             for name, value in values.items()
-            if (array := self._other(where, name, value, tokens)) is not None
+            if name not in columns and (array := self._other(where, name, value, tokens)) is not None
         }
+        passed |= {name: array[keep] for name, array in columns.items()}
         return ItemRow(tokens=tokens[keep], labels=labels, passed=passed, special=special, bounds=bounds)
+
+    def _loss_columns(self, where: str, values: dict[str, Any], tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """The columns for the loss by name, with a value for each token: [length, ...].
+
+        Raises:
+            InputError: a column is missing, or its values are no finite numbers, one per token or one for all.
+        """
+        return {name: _loss_column(where, name, values.get(name), len(tokens)) for name in self.expected.loss_columns}
 
     @property
     def _hides(self) -> bool:
@@ -343,6 +355,27 @@ class ItemColumns:
             if self._reason_not_used(name, value) is None and np.ndim(value):
                 raise _cannot_be_used(where, name, f"is not known for slots of {self.expected.slot_tokens} tokens")
             self._leave_out(name)
+
+
+def _loss_column(where: str, name: str, value: Any, num_slots: int) -> np.ndarray:
+    if name in (*TOKENS, *LABELS, *POSITIONS, PADDING, SPECIAL):
+        raise InputError(f"loss_columns names {name}, which items have for the model; give the column another name")
+    if value is None:
+        raise InputError(f"{where} has no column {name}, which loss_columns names; give it to every item")
+    array = as_array(f"{name} of {where}", value)
+    array = np.full(num_slots, array) if array.ndim == 0 else array
+    if array.dtype.kind not in "biuf" or len(array) != num_slots:
+        raise InputError(
+            f"{name} of {where} is {array.dtype} of shape {array.shape}, and there are {num_slots} tokens; a column of "
+            "loss_columns has one number for each token, or one for the whole sequence"
+        )
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        place = int(np.argmin(np.isfinite(array.reshape(num_slots, -1)).all(axis=1)))
+        raise InputError(
+            f"{name} of {where} is {array[place]} at token {place}, which no loss can be made of; give it a finite "
+            "number, or 0 where the loss leaves the token out"
+        )
+    return array
 
 
 def _cannot_be_used(where: str, name: str, reason: str) -> InputError:

@@ -18,7 +18,7 @@ class ItemRow:
     tokens: np.ndarray
     labels: np.ndarray | None = None
     passed: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Arguments of the forward beside the tokens, one value per token."""
+    """Arguments of the forward beside the tokens, and columns for the loss, one value per token."""
     special: np.ndarray | None = None
     """True for tokens that are never hidden."""
     bounds: tuple[int, ...] = ()
@@ -28,7 +28,7 @@ class ItemRow:
 
     @property
     def used(self) -> frozenset[str]:
-        """What it has beside tokens: ``labels``, ``special``, or arguments of the forward."""
+        """What it has beside tokens: ``labels``, ``special``, arguments of the forward, or columns for the loss."""
         labels, special = self.labels is not None, self.special is not None
         return frozenset([*["labels"] * labels, *["special"] * special, *self.passed])
 
@@ -50,6 +50,8 @@ class ExpectedColumns:
     """Whether an item has one label, of the whole sequence."""
     makes_inputs: bool = False
     """Whether the user's own ``inputs=`` makes the forward's arguments."""
+    loss_columns: tuple[str, ...] = ()
+    """Names of columns that are for the user's loss, with a number for each token, or one for all of the sequence."""
     splits_rows: bool = True
     """Whether rows that were packed before may be split into their sequences."""
 

@@ -70,6 +70,7 @@ def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColum
         needs_labels=classifies,
         labels_sequences=of_sequences,
         makes_inputs=options.inputs is not None,
+        loss_columns=options.loss_columns,
     )
 
 

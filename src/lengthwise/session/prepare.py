@@ -26,6 +26,7 @@ from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.devices import find_device, local_size
 from lengthwise.runtime.comm.farewell import FAREWELL
 from lengthwise.runtime.comm.world import DistContext, shutdown_at_exit, start_world
+from lengthwise.runtime.loop.brought_items import ItemExchange
 from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
@@ -40,6 +41,7 @@ from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+from lengthwise.session.brought_items import ItemReader
 from lengthwise.session.calibration import find_cost, measure_again, progress_bar, say
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.datasets import RunSequences, read_sequences
@@ -118,6 +120,13 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
             on_finish=calibration.on_finish if calibration else None,
             keep_layers=keep_layers,
             check_stages=partial(check_stages, prepared),
+            items=ItemExchange(
+                world,
+                prepared.collator,
+                read_items=ItemReader(sequences, expected_columns(model, chosen), prepared.check_ids),
+                objective=objective,
+                max_length=chosen.step_max_length or sequences.lengths.max_length,
+            ),
         )
         if keep_layers is not None:
             run.gather_by_layer()
@@ -247,7 +256,8 @@ def _learn(
             all_succeed(world, partial(_learn_named, prepared))
         makes_loss = chosen.loss is not None or chosen.inputs is not None
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
-        lookups.check(sequences.largest_token, sequences.largest_label if is_known else None)
+        prepared.check_ids = lambda token, label: lookups.check(token, label if is_known else None)
+        prepared.check_ids(sequences.largest_token, sequences.largest_label)
         if chosen.check:
             _check(prepared, chosen, sequences.computed_lengths.max_length)
     except BaseException as error:
@@ -293,6 +303,7 @@ def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequence
         slot_tokens=options.slot_tokens,
         labels=sequences.labels,
         passed=sequences.passed,
+        loss_columns=sequences.loss_columns,
         special=sequences.special,
         kinds=sequences.kinds() if options.slot_tokens == 1 else {},
         units=_units(sequences),

@@ -129,7 +129,7 @@ def make_planner(
         cost,
         cluster=cluster,
         num_layers=num_layers,
-        max_length=lengths.max_length,
+        max_length=max(lengths.max_length, options.step_max_length or 0),
         search_space=search_space,
         samples=lengths_of(typical),
     )

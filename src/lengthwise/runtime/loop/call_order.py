@@ -34,6 +34,7 @@ class RankOperation(IntEnum):
     SKIP = 4
     SAVE = 5
     RESUME = 6
+    ITEMS = 7
 
     @property
     def call(self) -> str:
@@ -43,6 +44,7 @@ class RankOperation(IntEnum):
             RankOperation.UPDATE: "step.update()",
             RankOperation.SKIP: "step.skip()",
             RankOperation.SAVE: "run.save()",
+            RankOperation.ITEMS: "run.step(items)",
         }
         return (calls | method).get(self, "run.resume()")
 
@@ -55,6 +57,7 @@ class RankOperation(IntEnum):
             RankOperation.SKIP: f"called step.skip() of step {step}",
             RankOperation.SAVE: f"called run.save() before step {step}",
             RankOperation.RESUME: "called run.resume()",
+            RankOperation.ITEMS: f"brought items before step {step}",
         }[self]
 
 

@@ -18,6 +18,7 @@ class Uses(IntFlag):
 
     TARGETS = 1
     UNITS = 2
+    """Means over units, and sums, whose weights no number of targets changes."""
 
 
 class Weighing:
@@ -84,7 +85,7 @@ class Weighing:
         means = micro_batch.means
         if mean_over in (None, "targets") or "targets" in means or (mean_over == "step" and not means):
             self.uses |= Uses.TARGETS
-        if mean_over == "units" or "units" in means:
+        if mean_over == "units" or means & {"units", "sum"}:
             self.uses |= Uses.UNITS
         if self.uses == Uses.TARGETS | Uses.UNITS:
             self.totals.check_exact("units")

@@ -8,22 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lengthwise.core.errors import InfeasibleError, Setting
-from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.core.errors import Setting
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.collectives import sum_over_ranks
-from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds
+from lengthwise.runtime.loop.forward_only import forwards
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
-from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import DivergedError, StepResult, advice_at, sync_step
 from lengthwise.runtime.train.micro_batch_tensors import TokenSource
 from lengthwise.runtime.train.text_samples import LogitsOf
 from lengthwise.runtime.train.training_engine import PeekPlan
-from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
-from lengthwise.runtime.wrap.context import active
+from lengthwise.runtime.wrap.collator import PackCollator
 
 
 class PreparedEngine:
@@ -76,45 +74,15 @@ class PreparedEngine:
         with self._evaluating():
             for plan in plans:
                 sync_step(plan, run.world, StepClock(run.world), stop=False)
-                for index, pipeline, planned in self._micro_batches(plan, collator):
-                    shard = make_shard(shown, plan.step, pipeline, planned)
-                    shard.has_noise = False
-                    stage = StagedPipeline(shown, pipeline) if pipeline.scheme.num_stages > 1 else None
-                    if stage is not None:
-                        stage.attach(shard, index)
-                    with active(shard):
-                        micro_batch = shown.make(shard, pad_to_degree(planned.pack, shard.group.size, collator))
-                        loss = wrapped_model.loss_of(run.model(**micro_batch.inputs), micro_batch)
-                    if stage is not None:
-                        stage.end_forward(shard, index)
-                        stage.wait()
-                    if shard.has_failed:
-                        raise InfeasibleError(
-                            f"validation ran out of memory with {planned.pack.num_tokens:,} tokens; lower "
-                            f"{Setting.MAX_TOKENS}",
-                            what="a micro-batch of the validation set", value=planned.pack.num_tokens, unit="tokens",
-                        )  # fmt: skip
-                    is_last = shard.stage_pass is None or shard.stage_pass.is_last
+                computed = forwards(
+                    run.begin_plan, shown, plan, what="validation", way_out=f"lower {Setting.MAX_TOKENS}"
+                )
+                for micro_batch, output, is_last in computed:
+                    loss = wrapped_model.loss_of(output, micro_batch)
                     if is_last and (count := micro_batch.num_targets):  # else the mean is 0 / 0
                         sums += torch.tensor([float(loss) * count, count], dtype=sums.dtype, device=sums.device)
         total, num_targets = sum_over_ranks(sums).tolist()
         return float(total / num_targets)
-
-    def _micro_batches(
-        self, plan: StepPlan, collator: PackCollator
-    ) -> Iterator[tuple[int, Pipeline, PlannedMicroBatch]]:
-        """This rank's micro-batches of a plan by number, with weights gathered where ranks hold shares of them."""
-        run, gather = self.run, self.run.gather
-        run.begin_plan(plan)
-        rounds = own_rounds(plan, run.world.rank)
-        for position, (_, index, pipeline, planned) in enumerate(micro_batches_of(plan, run.world.rank, collator)):
-            if gather is not None:
-                gather.begin_round(rounds[position])
-            yield index, pipeline, planned
-        if gather is not None:
-            gather.finish_rounds()  # as a step does: gradients, which are zero, are sent as well
-            run.update_weights()
-            self.state.clear_gradient()
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """Within, a model computed by its stock forward is in evaluation mode; packs have no noise in validation."""

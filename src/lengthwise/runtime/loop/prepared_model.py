@@ -1,7 +1,7 @@
 """A model on its ranks, ready to compute micro-batches: what is traced, checked and measured before a run has plans."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -32,6 +32,8 @@ from lengthwise.runtime.wrap.parameter_use import units_of_modules
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 
+CheckIds = Callable[[tuple[int, str] | None, tuple[int, str] | None], None]
+
 
 class PreparedModel:
     """A wrapped model with its sharded state, the collator of its micro-batches, and frozen models beside it."""
@@ -50,6 +52,8 @@ class PreparedModel:
         self.frozen_models: list[WrappedModel] = []
         self.is_cuttable = False
         """Whether stages of one layer each were compared with the whole model, so that all others are exact too."""
+        self.check_ids: CheckIds = lambda token, label: None
+        """Raises ``InputError`` where the largest token or label of sequences, with its place, is none of the model."""
         self._guard: RemovableHandle | None = None
 
     @classmethod

@@ -1,7 +1,7 @@
 """A prepared run: global batches, their plans, and steps for the user's loop."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +9,24 @@ from torch import nn
 
 from lengthwise.config.setting_names import as_option
 from lengthwise.core.batch import BatchStream, GlobalBatch
-from lengthwise.core.errors import CheckError, InfeasibleError, InputError, errors_spelt
+from lengthwise.core.errors import CheckError, InfeasibleError, errors_spelt
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
 from lengthwise.runtime.comm.activity import ACTIVITY
-from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.out_of_memory import MOST_ATTEMPTS, MicroBatchFailure
+from lengthwise.runtime.loop.brought_items import BroughtBatch, ItemExchange
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
-from lengthwise.runtime.loop.fsdp2 import Fsdp2State
-from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
+from lengthwise.runtime.loop.forward_only import Per, ValuesOf, score_items
 from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
+from lengthwise.runtime.loop.trained_model import TrainedModel
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
-from lengthwise.runtime.loop.watched_parameters import WatchedParameters
 from lengthwise.runtime.loop.workers import ItemReaders, read_with_workers
 from lengthwise.runtime.state import checkpoint
-from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.wrap import context as shards
@@ -41,7 +39,7 @@ Planner = Callable[[GlobalBatch], StepPlan]
 _log = logging.getLogger("lengthwise")
 
 
-class Run(PreparedModel):
+class Run(TrainedModel):
     """A prepared training run, as ``prepare`` returns it; every rank makes the same calls of it in the same order."""
 
     def __init__(
@@ -59,6 +57,7 @@ class Run(PreparedModel):
         on_finish: Callable[[Step], None] | None = None,
         keep_layers: Callable[[StepPlan], int] | None = None,
         check_stages: Callable[[tuple[int, ...]], None] | None = None,
+        items: ItemExchange | None = None,
     ) -> None:
         """Start before the first step.
 
@@ -76,6 +75,7 @@ class Run(PreparedModel):
             keep_layers: how many of the last layers ranks hold whole during a step, if weights are gathered by layer.
             check_stages: raises an error unless stages of these numbers of layers can be computed; called on every rank
                 when a plan first has them. None: there are none.
+            items: brings items of the ranks' own to those that compute them; None: the run takes none.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
@@ -88,10 +88,12 @@ class Run(PreparedModel):
         self.keep_layers = keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
         self.meter = DeviceMeter(self.world.device)
-        self.readers: ItemReaders | None = None
+        self._readers: ItemReaders | None = None
         if workers:
-            self.readers, self.collator = read_with_workers(self.collator, workers)
-        self.parameters = WatchedParameters(self.model)
+            self._readers, self.collator = read_with_workers(self.collator, workers)
+        self._items, self._corpus_collator = items, self.collator
+        self._brought: BroughtBatch | None = None
+        """What ranks brought to the step that is not done; None: it is one of the corpus."""
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
         self.loss_check = LossCheck()
@@ -116,21 +118,102 @@ class Run(PreparedModel):
         """The ranks that share the current micro-batch, for collectives of the user's own."""
         return shards.current().group
 
-    def steps(self) -> Iterator[Step]:
+    @property
+    def items(self) -> ItemExchange:
+        """Sends items that ranks bring to those that compute them."""
+        assert self._items is not None, "prepare makes runs that take items"
+        return self._items
+
+    @property
+    def readers(self) -> ItemReaders | None:
+        """The processes that read the corpus; None: there are none, or the step's items were brought."""
+        return None if self._brought is not None else self._readers
+
+    def steps(self, batches: Iterable[Iterable[Any]] | None = None) -> Iterator[Step]:
         """Iterate over the steps up to ``num_steps``; a step that was aborted comes again, with a new plan.
 
         A step is aborted where a rank ran out of memory, where its update raised, and where a loop left it, by an
         error that it caught or a ``break``. Called again, the steps go on where they were.
 
+        ``batches``: instead of the corpus, what this rank brings to each step, as :meth:`step` takes it; the steps end
+        when no rank has a batch left. A checkpoint has ``next_step``, by which a loop skips batches that are done.
+
         Raises:
             CheckError: a step got no update, was given up too often, or ranks plan differently.
         """
+        own_batches = None if batches is None else iter(batches)
         while True:
             self._leave_unfinished()
-            if self.next_step >= self.num_steps:
+            if own_batches is not None and self._batch is None:
+                step = self._step_of(next(own_batches, None))
+                if step is None:
+                    return
+            elif own_batches is None and self.next_step >= self.num_steps:
                 return
-            self._step = self._begin()
-            yield self._step
+            else:
+                step = self._begin()
+            self._step = step
+            yield step
+
+    def step(self, items: Iterable[Any]) -> Step:
+        """Plan and begin a step of the items that the ranks bring: such as rollouts, or a batch of a ``DataLoader``.
+
+        Each rank gives items of its own, as those of the corpus are: any number, none too. All of them together are
+        one global batch. An item is sent to the ranks that compute it. If ``update()`` returns None, for a rank ran
+        out of memory, call this again with the same items; :meth:`steps` does so by itself.
+
+        Raises:
+            InputError: an item cannot be used, is longer than ``step_max_length``, or no rank has one.
+            CheckError: a step was given up too often, or ranks make different calls.
+        """
+        self._leave_unfinished()
+        step = self._step_of(items)
+        assert step is not None, "there are items, if none"
+        self._step = step
+        return step
+
+    @errors_spelt(as_option)
+    def _step_of(self, items: Iterable[Any] | None) -> Step | None:
+        """The step of what all ranks bring; None: no rank has a batch."""
+        if self._batch is not None and self._brought is None:
+            raise CheckError(
+                f"step {self.next_step} of the corpus was given up, and comes again: go on with run.steps(), or leave "
+                "it out with its step.skip(), before run.step(items)"
+            )
+        brought = self.items.gather(items, self.next_step)
+        if brought is None:
+            return None
+        if self._batch is None or brought.batch != self._batch:
+            self._stream_state, self._attempt = self.stream.state_dict(), -1
+        self._batch, self._brought = brought.batch, brought
+        self._count_attempt()
+        return self._plan()
+
+    @errors_spelt(as_option)
+    def score(self, items: Iterable[Any], values_of: ValuesOf, *, per: Per = "token") -> list[Any]:
+        """Compute something of items with the weights of the moment, without a backward, and without dropout.
+
+        Such as log-probabilities of rollouts, rewards or embeddings. Each rank gives items of its own, any number of
+        them, and gets what was computed of them, in their order: NumPy arrays ``[length, ...]`` per token, or ``[...]``
+        per sequence; of units, a list of one for each member.
+
+        Args:
+            items: as those of the corpus are.
+            values_of: from the forward's output and the micro-batch, a value for each slot of this rank, ``[t, ...]``
+                or ``[1, t, ...]``; or per sequence ``[s, ...]``, such as of ``micro_batch.per_sequence``.
+            per: "token" or "sequence".
+
+        Raises:
+            InputError: an item cannot be used or is too long, no rank has one, or values have another shape.
+            InfeasibleError: a rank ran out of memory.
+            CheckError: a step is being computed, or ranks make different calls.
+        """
+        self._come_between_steps("run.score()")
+        brought = self.items.gather(items, self.next_step)
+        assert brought is not None, "there are items, if none"
+        plan, clock = self.planner(brought.batch), StepClock(self.world)
+        sync_step(plan, clock, self.parameters.problem())
+        return score_items(self, brought, plan, per, values_of)
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Prepare a frozen model as :meth:`PreparedModel.frozen` does; from then on steps are planned in one stage."""
@@ -154,20 +237,30 @@ class Run(PreparedModel):
         """Plan and return the next step, or again the one that was aborted."""
         if self._batch is None:
             self._stream_state = self.stream.state_dict()
-            self._batch, self._attempt = next(self.stream), 0
-        elif self._attempt >= MOST_ATTEMPTS:
+            self._batch, self._attempt = next(self.stream), -1
+        self._count_attempt()
+        return self._plan()
+
+    def _count_attempt(self) -> None:
+        """Count one more plan of the step; the first is attempt 0."""
+        if self._attempt >= MOST_ATTEMPTS:
             raise CheckError(
                 f"step {self.next_step} was given up {self._attempt + 1} times, the last time because of this: "
                 f"{self._last_failure}. Leave it out with step.skip() on every rank, or mend the cause"
             )
-        else:
-            self._attempt += 1
+        self._attempt += 1
+
+    def _plan(self) -> Step:
+        """Plan and begin the step of the present batch."""
+        assert self._batch is not None, "there is a batch"
         ACTIVITY.begin("plan", step=self.next_step)
         clock = StepClock(self.world)
         with clock.span(SpanKind.PLAN, "plan"):
             plan = self.planner(self._batch)
         plan.check_covers(self._batch)
         sync_step(plan, clock, self.parameters.problem())
+        if self._brought is not None:
+            self.collator = self.items.collator(self._brought, plan)
         return self.begin_step(plan, clock, attempt=self._attempt)
 
     def begin_step(self, plan: StepPlan, clock: StepClock, *, attempt: int = 0) -> Step:
@@ -179,46 +272,6 @@ class Run(PreparedModel):
         self.begin_plan(plan)
         self.state.clear_gradient()
         return Step(self, plan, clock, attempt=attempt)
-
-    @property
-    def gradient_version(self) -> int:
-        """A counter that grows with every change of gradients."""
-        return self.state.gradient_version
-
-    def gradient_problem(self, version: int) -> str:
-        """Describe how gradients were changed by hand since ``version``; an empty string if they were not."""
-        return gradient_problem(self.state, version)
-
-    def check_gradients(self, version: int) -> None:
-        """Raise ``CheckError`` if gradients no longer land where they are summed, or were changed by hand."""
-        if problem := self.gradient_problem(version):
-            raise CheckError(problem)
-
-    def inspect(self) -> tuple[str, int, bool]:
-        """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""
-        return inspect_weights(self.state, self.parameters, is_whole=self.gather is None)
-
-    def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
-        """Adopt changes that loops made to weights between updates, if every rank made the same.
-
-        ``columns``: which of the reported values are the fingerprint and the flag of :meth:`inspect`.
-
-        Raises:
-            CheckError: copies of the model differ between ranks.
-        """
-        fingerprints = reports.column(columns[0])
-        other = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
-        if other:
-            self.discard()
-            message = (
-                f"{where}: the weights on {ranks_text(other)} are not those on rank 0, so a loop changed them in some "
-                "ranks alone; change weights in the same way on every rank, or on none"
-            )
-            self.note_failure(message)
-            raise CheckError(message)
-        if any(reports.column(columns[1])) and not isinstance(self.state, Fsdp2State):
-            self.state.local_weights().adopt()
-            self._log_on_first_rank("%s: weights were changed by hand since the last update; the change is kept", where)
 
     @errors_spelt(as_option)
     def abort_step(self, step: Step, reports: RankReports) -> None:
@@ -248,20 +301,17 @@ class Run(PreparedModel):
             )
         self.on_oom(step, failures)
 
-    def note_failure(self, reason: str) -> None:
-        """Store the reason why the step comes again, for later messages."""
-        self._last_failure = reason
-
     def note_skipped(self, step: Step) -> None:
         """Record a step that is skipped; every rank calls this."""
         self.skipped.append(step.number)
-        self._log_on_first_rank("step %d is skipped: %s", step.number, self._last_failure or "asked for by step.skip()")
+        self.log_on_first_rank("step %d is skipped: %s", step.number, self._last_failure or "asked for by step.skip()")
         self.finish(step)
 
     def finish(self, step: Step) -> None:
         """Record a step that is done and go on to the next; every rank calls this."""
         self.next_step += 1
         self._batch, self._step, self._last_failure = None, None, ""
+        self._brought, self.collator = None, self._corpus_collator
         if self.on_finish is not None:
             self.on_finish(step)
 
@@ -272,7 +322,7 @@ class Run(PreparedModel):
         Raises:
             CheckError: ranks call different things, or a step is being computed.
         """
-        state = self._saved_state()
+        state = self.sharded_state()
         self._come_between_steps("run.save()")
         problem, fingerprint, is_changed = self.inspect()
         values = [fingerprint, int(is_changed)]
@@ -290,7 +340,7 @@ class Run(PreparedModel):
         }
         checkpoint.save(Path(folder), state, extra, keep=keep)
         path = checkpoint.latest(Path(folder))
-        self._log_on_first_rank("saved step %d: %s", self.next_step, path)
+        self.log_on_first_rank("saved step %d: %s", self.next_step, path)
         return path
 
     def _come_between_steps(self, call: str) -> None:
@@ -310,7 +360,7 @@ class Run(PreparedModel):
             InputError: it is damaged, of another model or optimizer, or its data is not this run's.
             CheckError: ranks call different things, or a step is being computed.
         """
-        state = self._saved_state()
+        state = self.sharded_state()
         self._come_between_steps("run.resume()")
         sync_ranks(self.world, RankOperation.RESUME, 0).check_same()
         path = Path(path)
@@ -320,27 +370,16 @@ class Run(PreparedModel):
         restore_buffers(self.model, extra.get("buffers", {}), path)
         self.stream.load_state_dict(extra["sampler"])
         self.next_step, self.skipped, self._batch = extra["step"], list(extra.get("skipped", [])), None
+        self._brought, self.collator = None, self._corpus_collator
         self.update_weights()
-        self._log_on_first_rank("going on with step %d: %s", self.next_step, path)
+        self.log_on_first_rank("going on with step %d: %s", self.next_step, path)
         return self.next_step
-
-    def _log_on_first_rank(self, message: str, *values: object) -> None:
-        if self.world.is_first:
-            _log.info(message, *values)
 
     def close(self) -> None:
         """Restore the model as it was before ``prepare``, with current weights."""
-        if self.readers is not None:
-            self.readers.close()
+        if self._readers is not None:
+            self._readers.close()
         super().close()
-
-    def _saved_state(self) -> ShardedState:
-        if isinstance(self.state, Fsdp2State):
-            raise InputError(
-                "checkpoints of a model that FSDP2 holds are written with torch.distributed.checkpoint: "
-                "get_state_dict(model, run.state.optimizer) and run.stream.state_dict()"
-            )
-        return self.state
 
     def begin_plan(self, plan: StepPlan) -> None:
         """Make the process groups of a plan, in one order on every rank, and start to gather what it computes with.

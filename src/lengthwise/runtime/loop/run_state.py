@@ -68,11 +68,15 @@ class RunState(MicroBatchMaker, Protocol):
     meter: DeviceMeter
     loss_check: LossCheck
     unprepared: UnpreparedModels
-    readers: ItemReaders | None
     counts_targets: bool
     seen_scripts: tuple[ExchangeScript, ...]
     lr: Callable[[int], float]
     clip_norm: float
+
+    @property
+    def readers(self) -> ItemReaders | None:
+        """The processes that read sequences ahead."""
+        ...
 
     @property
     def usual_scripts(self) -> tuple[ExchangeScript, ...]:

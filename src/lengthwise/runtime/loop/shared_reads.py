@@ -24,6 +24,10 @@ def with_read_digests(collator: PackCollator, shard: PackShard) -> PackCollator:
             name: _Column(column, _noting(shard, 4 + number))
             for number, (name, column) in enumerate(sorted(collator.passed.items()))
         },
+        loss_columns={
+            name: _Column(column, _noting(shard, 4 + len(collator.passed) + number))
+            for number, (name, column) in enumerate(sorted(collator.loss_columns.items()))
+        },
     )
 
 

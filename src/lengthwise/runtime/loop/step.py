@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
-from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
@@ -19,6 +19,7 @@ from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
 from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, ranks_that_differ
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
 from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
+from lengthwise.runtime.loop.step_totals import column_totals, count_targets
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import DivergedError, StepResult
 from lengthwise.runtime.wrap.collator import pad_to_degree
@@ -62,7 +63,9 @@ class Step:
         """Whether a loop went through its micro-batches to their end."""
         self._iterator: weakref.ref[Iterator[MicroBatch]] | None = None
         self._position = -1
-        counted = None if run.collator.labels is None or not run.counts_targets else self._count_targets()
+        is_counted = run.collator.labels is not None and run.counts_targets
+        counted = count_targets(self.number, self._own, run) if is_counted else None
+        self._totals = column_totals(self._own, run)
         self._weighing = Weighing(LossTotals.of(plan, run.collator, targets=counted), run.world.device)
         if run.readers is not None:
             run.readers.start([planned.pack for *_, planned in self._own])
@@ -207,15 +210,15 @@ class Step:
         self._staged[number].end_forward(shard, index)
         self._current = None
 
-    def _count_targets(self) -> int:
-        """Count the targets of the whole step over all ranks; every rank calls this."""
-        count, run = 0, self.run
-        for _, _, pipeline, planned in self._own:
-            if run.world.rank == min(pipeline.ranks):
-                count += run.make(
-                    make_shard(run, self.number, pipeline, planned, is_alone=True), planned.pack
-                ).num_targets
-        return int(sum_over_ranks(torch.tensor(count, device=run.world.device)))
+    def total(self, column: str, *, over: Literal["tokens", "sequences"] = "tokens") -> float:
+        """The sum of one of ``loss_columns=`` over all tokens of the step, or of its first value of each sequence.
+
+        The same on every rank: such as the number of tokens in a mask, to divide a sum by.
+
+        Raises:
+            InputError: there is no such column.
+        """
+        return self._totals.of(column, over)
 
     def update(self) -> StepResult | None:
         """Sum gradients over ranks, clip by their norm, step the optimizer; what every rank gets back is equal.

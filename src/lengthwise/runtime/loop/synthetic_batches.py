@@ -76,6 +76,16 @@ class ReorderedSlots:
         return values[(start + np.arange(self._lengths[sequence])) % len(values)]
 
 
+def _repeated(collator: PackCollator, lengths: tuple[int, ...]) -> dict[str, Callable[[int], np.ndarray]]:
+    """Columns for the loss of sequences of ``lengths`` slots, repeated from the first sequence."""
+
+    def repeated(values_of: Callable[[int], np.ndarray], sequence: int) -> np.ndarray:
+        values = np.asarray(values_of(0))
+        return values[np.arange(lengths[sequence]) % len(values)]
+
+    return {name: partial(repeated, values_of) for name, values_of in collator.loss_columns.items()}
+
+
 def _ended(tokens: np.ndarray, like: np.ndarray) -> np.ndarray:
     """Replace the last token by that of another sequence: Bart's classifier reads the token that ends a sequence."""
     return np.concatenate([tokens[:-1], like[-1:]])
@@ -91,6 +101,7 @@ def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> It
         source=source,
         labels=before.labels and source.labels,
         passed={name: partial(source.column, name) for name in before.passed},
+        loss_columns=_repeated(before, lengths),
         special=None,
     )
     try:
@@ -110,7 +121,14 @@ def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
     labels = before.labels and (
         source.tokens if before.objective == NEXT_TOKEN else partial(source.labels, before.labels)
     )
-    run.collator = replace(before, source=source, labels=labels, passed=passed, special=None)
+    run.collator = replace(
+        before,
+        source=source,
+        labels=labels,
+        passed=passed,
+        loss_columns=_repeated(before, lengths),
+        special=None,
+    )
     try:
         yield
     finally:

@@ -89,7 +89,8 @@ class ItemReaders:
 
 def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemReaders, PackCollator]:
     """Start ``num_workers`` readers of all columns of sequences; return them, and the collator that reads from them."""
-    columns = {**collator.passed, **({} if collator.special is None else {_SPECIAL: collator.special})}
+    special = {} if collator.special is None else {_SPECIAL: collator.special}
+    columns = {**collator.passed, **collator.loss_columns, **special}
     named = {} if collator.units is None else {"name": collator.units.name}
     readers = ItemReaders(collator.source, collator.labels, num_workers=num_workers, columns=columns, **named)
     return readers, replace(
@@ -97,6 +98,7 @@ def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemRea
         source=readers,
         labels=None if collator.labels is None else readers.labels,
         passed={name: partial(readers.column, name) for name in collator.passed},
+        loss_columns={name: partial(readers.column, name) for name in collator.loss_columns},
         special=None if collator.special is None else partial(readers.column, _SPECIAL),
     )
 

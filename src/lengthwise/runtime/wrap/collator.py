@@ -37,6 +37,8 @@ class PackCollator:
     """Whether, with next tokens, the token before it predicts a label; False: its own token does, as in the model."""
     passed: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
     """Further arguments of the forward by name, one value for each token of a sequence."""
+    loss_columns: Mapping[str, Callable[[int], np.ndarray]] = field(default_factory=dict)
+    """Columns for the user's loss by name, one value for each token of a sequence."""
     special: Callable[[int], np.ndarray] | None = None
     """Which tokens of a sequence are never hidden; None: any may be."""
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)

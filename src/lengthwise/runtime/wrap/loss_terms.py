@@ -105,11 +105,7 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
         raise InputError(f"a mean is over 'targets', 'tokens', 'sequences' or 'units', not over {over!r}")
     if over == "units":
         return _share_of_units(micro_batch, values)
-    if values.numel() != shard.num_slots:
-        raise InputError(
-            f"a mean over {over} needs one value for each of the {shard.num_slots} slots of this rank, [t] or [1, t]; "
-            f"got {list(values.shape)}"
-        )
+    _check_by_slot(shard, values, f"a mean over {over}")
     is_real = shard.sequences.to(values.device) >= 0
     if over == "targets":
         is_target = is_real if micro_batch.num_targets and micro_batch.has_all_targets else micro_batch.labels != -100
@@ -126,12 +122,38 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
     return torch.where(mask.to(values.device).reshape(values.shape), values * weights, values.new_zeros(())).sum()
 
 
+def share_of_sum(micro_batch: StepShare, values: Tensor, over: Literal["tokens", "units"]) -> Tensor:
+    """This rank's share of the sum of ``values`` over the whole step.
+
+    Raises:
+        InputError: there is not one value for each slot or unit.
+    """
+    if isinstance(values, MissingTensor):
+        return values  # stands for a term; Step.backward does not look at it
+    if over == "units":
+        return _share_of_units(micro_batch, values) * micro_batch.totals.units
+    if over != "tokens":
+        raise InputError(f"a sum is over 'tokens' or 'units', not over {over!r}")
+    _check_by_slot(micro_batch.shard, values, "a sum over tokens")
+    is_real = (micro_batch.shard.sequences.to(values.device) >= 0).reshape(values.shape)
+    return torch.where(is_real, values, values.new_zeros(())).sum()
+
+
+def _check_by_slot(shard: PackShard, values: Tensor, what: str) -> None:
+    """Raise ``InputError`` unless there is one value for each slot of this rank."""
+    if values.numel() != shard.num_slots:
+        raise InputError(
+            f"{what} needs one value for each of the {shard.num_slots} slots of this rank, [t] or [1, t]; got "
+            f"{list(values.shape)}"
+        )
+
+
 def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
     """This rank's share of a mean over the units of the step: the p ranks of a group have the same values."""
     if values.shape != (num_units := len(micro_batch.units),):
         raise InputError(
-            f"a mean over units needs one value for each of the {num_units} units of this micro-batch, [{num_units}]; "
-            f"got {list(values.shape)}"
+            f"a mean or a sum over units needs one value for each of the {num_units} units of this micro-batch, "
+            f"[{num_units}]; got {list(values.shape)}"
         )
     return values.sum() / (micro_batch.totals.units * micro_batch.degree)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from lengthwise.runtime.train.micro_batch_tensors import feed
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import normal_slots, uniform_sequences
-from lengthwise.runtime.wrap.loss_terms import LossTotals, Over, share_of_mean
+from lengthwise.runtime.wrap.loss_terms import LossTotals, Over, share_of_mean, share_of_sum
 from lengthwise.runtime.wrap.sequence_sums import num_sequences, sums_by_sequence
 
 
@@ -38,8 +38,8 @@ class MicroBatch:
             sequences=len(pack.ids), units=max(1, len(pack.ids) // self._num_members),
         )  # fmt: skip
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
-        self.means: set[Over] = set()
-        """The kinds of means that :meth:`mean` computed."""
+        self.means: set[Over | Literal["sum"]] = set()
+        """The kinds of means that :meth:`mean` computed, and whether :meth:`sum` computed any."""
         shard.alone = self._alone
         shard.targets_of = lambda: self.targets_by_sequence
 
@@ -122,12 +122,17 @@ class MicroBatch:
 
     def _from_labels(self, targets_T: Tensor, labels: Callable[[int], np.ndarray]) -> Tensor:
         """Targets [T] from labels of the corpus: the next token's where that is predicted, else each token's own."""
-        shift = int(self._collator.objective == NEXT_TOKEN and self._collator.shifts_labels)
+        shift = int(self._predicts_next)
         targets_T = torch.full_like(targets_T, IGNORE)
         for sequence, start, length in zip(self.pack.ids, self.pack.cu_seqlens, self.pack.lengths):
             values = np.ascontiguousarray(labels(sequence)[shift:], dtype=np.int64)
             targets_T[start : start + length - shift] = torch.from_numpy(values)
         return targets_T
+
+    @property
+    def _predicts_next(self) -> bool:
+        """Whether each token predicts the label of the next one."""
+        return self._collator.objective == NEXT_TOKEN and self._collator.shifts_labels
 
     @cached_property
     def unshifted_labels(self) -> Tensor:
@@ -142,14 +147,65 @@ class MicroBatch:
     @cached_property
     def passed(self) -> dict[str, Tensor]:
         """Further columns of the items by name, with one value for each slot of this rank: [t, ...]."""
-        pack, columns = self.pack, {}
-        for name, values_of in self._collator.passed.items():
-            values = [np.asarray(values_of(sequence)) for sequence in pack.ids]
-            whole_T = np.zeros((pack.num_tokens, *values[0].shape[1:]), dtype=np.int64)
-            for start, length, own_values in zip(pack.cu_seqlens, pack.lengths, values):
-                whole_T[start : start + length] = own_values
-            columns[name] = self.own(whole_T)
-        return columns
+        values = {name: self._values(values_of) for name, values_of in self._collator.passed.items()}
+        return {name: self._spread([array.astype(np.int64) for array in arrays]) for name, arrays in values.items()}
+
+    def column(self, name: str, *, of: Literal["tokens", "targets"] = "tokens") -> Tensor:
+        """[t, ...] the values of one of ``loss_columns=`` for this rank's slots, 0 for padding.
+
+        ``of``: "tokens", each slot has the value of its own token; "targets", that of the token that it predicts, the
+        next one of its sequence (0 at its end), or with other objectives its own.
+
+        Raises:
+            InputError: there is no such column.
+        """
+        values = self._values(self._loss_column(name))
+        if of == "targets" and self._predicts_next:
+            values = [np.concatenate([array[1:], np.zeros_like(array[:1])]) for array in values]
+        return self._spread(values)
+
+    def column_by_sequence(self, name: str) -> Tensor:
+        """[s, ...] the first value of each sequence in one of ``loss_columns=``, in the order of :meth:`per_sequence`.
+
+        Raises:
+            InputError: there is no such column.
+        """
+        first = np.stack([array[0] for array in self._values(self._loss_column(name))])
+        return torch.from_numpy(first).to(self.shard.device)
+
+    def _loss_column(self, name: str) -> Callable[[int], np.ndarray]:
+        columns = self._collator.loss_columns
+        if name not in columns:
+            raise InputError(
+                f"no column {name!r} of the items is kept for the loss; kept are: {', '.join(columns) or 'none'}. Name "
+                f"it in prepare(..., loss_columns=({name!r},))"
+            )
+        return columns[name]
+
+    def _values(self, values_of: Callable[[int], np.ndarray]) -> list[np.ndarray]:
+        return [np.asarray(values_of(sequence)) for sequence in self.pack.ids]
+
+    def _spread(self, values: list[np.ndarray]) -> Tensor:
+        """[t, ...] this rank's slots of values of all sequences, [length, ...] each."""
+        num_slots, size = self.pack.num_tokens // self._collator.slot_tokens, self._collator.slot_tokens
+        whole_T = np.zeros((num_slots, *values[0].shape[1:]), dtype=np.result_type(*values))
+        for start, array in zip(self.pack.cu_seqlens, values):
+            whole_T[start // size : start // size + len(array)] = array
+        return self.own(whole_T)
+
+    def sum(self, values: Tensor, *, over: Literal["tokens", "units"] = "tokens") -> Tensor:
+        """This rank's share of a sum over the whole step, of one value for each of its slots, [t] or [1, t].
+
+        The sum over micro-batches and ranks is that sum. Divide it by any number that is the same on every rank, such
+        as ``step.total(column)``, and give it as ``step.backward(..., mean_over="step")``. Padding is left out.
+        ``over``: "units", of one value for each of the u units of this micro-batch instead, [u].
+
+        Raises:
+            InputError: there is not one value for each slot or unit.
+        """
+        share = share_of_sum(self, values, over)
+        self.means.add("sum")
+        return share
 
     def mean(self, values: Tensor, *, over: Over) -> Tensor:
         """This rank's share of a mean over the whole step, of one value for each of its slots, [t] or [1, t].

@@ -1,0 +1,194 @@
+"""Batches that the ranks bring themselves: items that become known to all as lengths, and go where they are computed.
+
+Every rank has items of its own, any number of them. Lengths are gathered, so that all ranks plan the same step; then
+each item is sent to the ranks whose micro-batches have it, and to no other.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InputError, LengthwiseError
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.comm.collectives import all_to_all, gather_rows
+from lengthwise.runtime.comm.objects import gather_json
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
+from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.unit_members import Units
+
+TOKENS, LABELS, SPECIAL = "tokens", "labels", "special"
+"""Names of columns of a sequence; all others are those of the forward and of the loss."""
+
+SequenceColumns = Mapping[str, np.ndarray]
+"""The columns of one sequence by name, with a value for each slot."""
+ReadItems = Callable[[Iterable[Any]], list[list[SequenceColumns]]]
+"""Reads items: the sequences of each, one, or the members of a unit."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BroughtBatch:
+    """A global batch of the items of all ranks, and this rank's items. Sequences are numbered by rank and item."""
+
+    batch: GlobalBatch
+    num_members: int
+    """Sequences of an item."""
+    lengths: np.ndarray
+    """[items members] the tokens of every sequence of all ranks."""
+    counts: tuple[int, ...]
+    """The number of items of each rank."""
+    first: int
+    """The number of this rank's first item."""
+    sequences: Mapping[int, SequenceColumns]
+    """This rank's sequences by number."""
+    has_units: bool = False
+    """Whether items are units of sequences."""
+    received: dict[int, SequenceColumns] = field(default_factory=dict)
+    """Sequences that this rank computes."""
+
+    def owner(self, item: int) -> int:
+        """The rank that brought an item."""
+        return int(np.searchsorted(np.cumsum(self.counts), item, side="right"))
+
+    def column(self, name: str, sequence: int) -> np.ndarray:
+        """The values of a column for a sequence that this rank computes."""
+        return self.received[sequence][name]
+
+    def tokens(self, sequence: int, /) -> np.ndarray:
+        """The tokens of a sequence that this rank computes."""
+        return self.received[sequence][TOKENS]
+
+
+class ItemExchange:
+    """Gathers what ranks bring, and sends items to the ranks that compute them. Every rank makes the same calls."""
+
+    def __init__(
+        self, world: DistContext, collator: PackCollator, *, read_items: ReadItems, objective: str, max_length: int
+    ) -> None:
+        """``collator``: that of the corpus, whose columns items have; ``max_length``: of an item, in tokens."""
+        self._world, self._collator, self._read_items = world, collator, read_items
+        self._objective, self._max_length = objective, max_length
+
+    def gather(self, items: Iterable[Any] | None, step: int) -> BroughtBatch | None:
+        """Make one batch of the items of all ranks; None: no rank has any more, which it says by None.
+
+        Raises:
+            InputError: an item cannot be used or is too long, or no rank has an item.
+            CheckError: ranks call different things.
+        """
+        world, problem = self._world, None
+        found = list[list[SequenceColumns]]()
+        try:
+            found = self._read_items([] if items is None else items)
+        except LengthwiseError as error:
+            problem = error
+        said = [int(items is None)]
+        reports = sync_ranks(world, RankOperation.ITEMS, step, values=said, note=problem.marked if problem else "")
+        reports.check_same()
+        if problem is not None:
+            raise problem
+        if any(reports.notes):
+            raise InputError(f"step {step}: {reports.notes_text()}")
+        if all(reports.column(0)):
+            return None
+        size = self._collator.slot_tokens
+        by_rank = gather_json(world, [[size * len(columns[TOKENS]) for columns in item] for item in found])
+        lengths = [length for item_lengths in by_rank for length in item_lengths]
+        if not lengths:
+            raise InputError(f"step {step}: no rank brought an item; a step has one at least")
+        counts = tuple(map(len, by_rank))
+        first, num_members = sum(counts[: world.rank]), len(lengths[0])
+        own = {
+            (first + number) * num_members + member: columns
+            for number, item in enumerate(found)
+            for member, columns in enumerate(item)
+        }
+        brought = BroughtBatch(
+            batch=GlobalBatch(
+                step=step, ids=tuple(range(len(lengths))), lengths=tuple(map(sum, lengths)), objective=self._objective
+            ),
+            num_members=num_members,
+            lengths=np.array(lengths).reshape(-1),
+            counts=counts,
+            first=first,
+            sequences=own,
+            has_units=self._collator.units is not None,
+        )
+        self._check_lengths(brought)
+        return brought
+
+    def _check_lengths(self, brought: BroughtBatch) -> None:
+        longest = int(np.argmax(brought.batch.lengths))
+        length, owner = brought.batch.lengths[longest], brought.owner(longest)
+        if length > self._max_length:
+            number = longest - sum(brought.counts[:owner])
+            raise InputError(
+                f"step {brought.batch.step}: item {number} of rank {owner} has {length:,} tokens, over "
+                f"{self._max_length:,}, for which plans keep memory; cut it, or raise step_max_length of prepare"
+            )
+
+    def collator(self, brought: BroughtBatch, plan: StepPlan) -> PackCollator:
+        """Send each item to the ranks that compute it under ``plan``; return the collator of what this rank got."""
+        packs = [(pipeline.ranks, planned.pack) for pipeline in plan.pipelines for planned in pipeline.micro_batches]
+        parcels: list[dict[int, SequenceColumns]] = [{} for _ in range(self._world.size)]
+        own_items = range(brought.first, brought.first + brought.counts[self._world.rank])
+        for ranks, pack in packs:
+            for item in pack.ids:
+                if item in own_items:
+                    numbers = range(item * brought.num_members, (item + 1) * brought.num_members)
+                    for rank in ranks:
+                        parcels[rank].update({number: brought.sequences[number] for number in numbers})
+        brought.received.clear()
+        brought.received.update(exchange(self._world, parcels))
+        before = self._collator
+        return replace(
+            before,
+            source=brought,
+            labels=before.labels and partial(brought.column, LABELS),
+            special=before.special and partial(brought.column, SPECIAL),
+            passed={name: partial(brought.column, name) for name in before.passed},
+            loss_columns={name: partial(brought.column, name) for name in before.loss_columns},
+            units=before.units and Units(num_members=brought.num_members, lengths=brought.lengths),
+        )
+
+
+def exchange(world: DistContext, parcels: Sequence[Mapping[int, SequenceColumns]]) -> dict[int, SequenceColumns]:
+    """Send ``parcels[r]``, columns by number of sequence, to rank r; return what all ranks sent here.
+
+    Every rank calls this. Columns of one sequence that several ranks send are put together by name.
+    """
+    own, contents = parcels[world.rank], [b"" if rank == world.rank else _packed(p) for rank, p in enumerate(parcels)]
+    received: dict[int, dict[str, np.ndarray]] = {number: dict(columns) for number, columns in own.items()}
+    if world.size == 1:
+        return dict(received)
+    sizes = gather_rows(torch.tensor([len(content) for content in contents], device=world.device))
+    sent = torch.frombuffer(bytearray(b"".join(contents) or b"\0"), dtype=torch.uint8).to(world.device)
+    receive = sizes[:, world.rank].tolist()
+    out = torch.empty(sum(receive), dtype=torch.uint8, device=world.device)
+    all_to_all(out, sent[: sum(map(len, contents))], receive=receive, send=[len(content) for content in contents])
+    for content in out.cpu().split(receive):
+        for number, columns in _unpacked(content.numpy().tobytes()).items():
+            received.setdefault(number, {}).update(columns)
+    return dict(received)
+
+
+def _packed(parcel: Mapping[int, SequenceColumns]) -> bytes:
+    from safetensors.numpy import save
+
+    named = {f"{number}/{name}": values for number, columns in parcel.items() for name, values in columns.items()}
+    return save({name: np.ascontiguousarray(values) for name, values in named.items()}) if named else b""
+
+
+def _unpacked(content: bytes) -> dict[int, dict[str, np.ndarray]]:
+    from safetensors.numpy import load
+
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for key, values in (load(content) if content else {}).items():
+        number, _, name = key.partition("/")
+        found.setdefault(int(number), {})[name] = values
+    return found

@@ -1,0 +1,93 @@
+"""A prepared model between updates: what loops did to its weights and gradients, and whether ranks did the same."""
+
+import logging
+
+from lengthwise.core.errors import CheckError, InputError
+from lengthwise.runtime.comm.differences import ranks_text
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.call_order import RankReports
+from lengthwise.runtime.loop.fsdp2 import Fsdp2State
+from lengthwise.runtime.loop.manual_changes import gradient_problem, inspect_weights
+from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.loop.watched_parameters import WatchedParameters
+from lengthwise.runtime.state.sharded import ShardedState
+from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.wrapped_model import WrappedModel
+
+_log = logging.getLogger("lengthwise")
+
+
+class TrainedModel(PreparedModel):
+    """A prepared model that a loop trains, and whose weights and gradients it may change by hand."""
+
+    def __init__(
+        self,
+        wrapped_model: WrappedModel,
+        world: DistContext,
+        *,
+        collator: PackCollator,
+        state: ShardedState | Fsdp2State,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(wrapped_model, world, collator=collator, state=state, seed=seed)
+        self.parameters = WatchedParameters(self.model)
+        self._last_failure = ""
+        """Why the step comes again."""
+
+    @property
+    def gradient_version(self) -> int:
+        """A counter that grows with every change of gradients."""
+        return self.state.gradient_version
+
+    def gradient_problem(self, version: int) -> str:
+        """Describe how gradients were changed by hand since ``version``; an empty string if they were not."""
+        return gradient_problem(self.state, version)
+
+    def check_gradients(self, version: int) -> None:
+        """Raise ``CheckError`` if gradients no longer land where they are summed, or were changed by hand."""
+        if problem := self.gradient_problem(version):
+            raise CheckError(problem)
+
+    def inspect(self) -> tuple[str, int, bool]:
+        """Return a problem of the model or "", the fingerprint of this rank's weights, and whether they changed."""
+        return inspect_weights(self.state, self.parameters, is_whole=self.gather is None)
+
+    def take_over_changes(self, reports: RankReports, where: str, *, columns: tuple[int, int]) -> None:
+        """Adopt changes that loops made to weights between updates, if every rank made the same.
+
+        ``columns``: which of the reported values are the fingerprint and the flag of :meth:`inspect`.
+
+        Raises:
+            CheckError: copies of the model differ between ranks.
+        """
+        fingerprints = reports.column(columns[0])
+        other = [rank for rank, value in enumerate(fingerprints) if value != fingerprints[0]]
+        if other:
+            self.discard()
+            message = (
+                f"{where}: the weights on {ranks_text(other)} are not those on rank 0, so a loop changed them in some "
+                "ranks alone; change weights in the same way on every rank, or on none"
+            )
+            self.note_failure(message)
+            raise CheckError(message)
+        if any(reports.column(columns[1])) and not isinstance(self.state, Fsdp2State):
+            self.state.local_weights().adopt()
+            self.log_on_first_rank("%s: weights were changed by hand since the last update; the change is kept", where)
+
+    def note_failure(self, reason: str) -> None:
+        """Store the reason why the step comes again, for later messages."""
+        self._last_failure = reason
+
+    def sharded_state(self) -> ShardedState:
+        """Return the state that checkpoints have; raise ``InputError`` if FSDP2 holds it."""
+        if isinstance(self.state, Fsdp2State):
+            raise InputError(
+                "checkpoints of a model that FSDP2 holds are written with torch.distributed.checkpoint: "
+                "get_state_dict(model, run.state.optimizer) and run.stream.state_dict()"
+            )
+        return self.state
+
+    def log_on_first_rank(self, message: str, *values: object) -> None:
+        """Log a message once for all ranks."""
+        if self.world.is_first:
+            _log.info(message, *values)

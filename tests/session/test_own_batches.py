@@ -1,0 +1,74 @@
+"""Batches that ranks bring themselves: planned, sent where they are computed, and as exact as a plain loop."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.plan.costs import SimpleCost
+from tests.session import models
+from tests.session.rollouts import batches, bring, score, token_logps, train_grpo, train_grpo_alone
+from tests.session.test_prepare import assert_equal_weights
+
+EXACT = 1e-11
+NORMALISERS = ("tokens", "items", "constant")
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 2, 3])
+def test_a_step_of_brought_rollouts_trains_what_a_plain_loop_trains(ranks, num_ranks):
+    ways = [{"normaliser": normaliser, "policy": "auto"} for normaliser in NORMALISERS]
+    ways.append({"normaliser": "tokens", "policy": "dcp-intra", "packing": "always", "check": True})
+    ways = [way | {"recompute": "auto" if num_ranks == 1 else "none"} for way in ways]
+    used = set()
+    for found in ranks(num_ranks).run(train_grpo, ways):
+        for way, (losses, degrees, weights) in zip(ways, found):
+            expected = train_grpo_alone(way["normaliser"])
+            np.testing.assert_allclose(losses, expected[0], rtol=EXACT, err_msg=str(way))
+            assert_equal_weights(weights, expected[1])
+            used |= degrees
+    assert num_ranks == 1 or max(used) > 1, "ranks share the longest"
+
+
+def test_iterated_batches_end_when_no_rank_has_one(ranks):
+    way = {"normaliser": "tokens", "weights": "by-layer"}
+    losses, weights = train_grpo_alone("tokens")
+    for (found, _, theirs), *_ in ranks(2).run(train_grpo, [way], via="steps"):
+        np.testing.assert_allclose(found, losses, rtol=EXACT)
+        assert_equal_weights(theirs, weights)
+
+
+@pytest.mark.parametrize(
+    "options", [{"policy": "auto"}, {"weights": "by-layer"}, {"packing": "never", "cost": SimpleCost(capacity=50)}]
+)
+def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
+    model, brought = models.gpt(), 0
+    losses = []
+    for by_token, by_sequence, rows, loss in ranks(2).run(score, options):
+        for found, total, row in zip(by_token, by_sequence, rows, strict=True):
+            tokens = torch.as_tensor(row)
+            with torch.no_grad():
+                expected = token_logps(model(tokens[None])[0][0, :-1], tokens[1:]).numpy()
+            np.testing.assert_allclose(found[:-1], expected, rtol=1e-10)
+            assert found[-1] == 0, "the last token predicts nothing"
+            np.testing.assert_allclose(total, expected.sum(), rtol=1e-10)
+        brought += len(rows)
+        losses.append(loss)
+    assert brought == len(batches(2)[1])
+    assert len(set(losses)) == 1
+
+
+ROW = {"input_ids": [1, 2, 3]}
+REFUSED = {
+    "no rank brought an item": [[], []],
+    "item 0 of rank 1 has 99 tokens, over 64": [[ROW], [{"input_ids": [1] * 99}]],
+    "item 1 of this step has token id 900": [[ROW], [ROW, {"input_ids": [1, 900]}]],
+    "item 0 has labels and item 0 of the corpus has none": [[ROW | {"labels": [1, 2, 3]}], [ROW]],
+    "run.step takes a list of items": [ROW, [ROW]],
+    "item 0 has 2 members": [[(ROW, ROW)], []],
+}
+
+
+def test_items_that_cannot_be_used_are_refused_on_every_rank(ranks):
+    for message, items in REFUSED.items():
+        errors = ranks(2).run(bring, items, {"step_max_length": 64})
+        assert any(message in text for _, text in errors), errors
+        assert all(name == "InputError" for name, _ in errors), errors
