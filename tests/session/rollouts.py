@@ -143,3 +143,19 @@ def bring(items_by_rank, options=None):
     finally:
         run.close()
     return None
+
+
+def score_beside_step(options):
+    """The error of a rank that scores while the other one steps."""
+    run = prepared([{"input_ids": row} for row in models.rows(12)], sequences_per_step=8, **options)
+    try:
+        items = [{"input_ids": [1, 2, 3]}]
+        if run.world.is_first:
+            run.step(items)
+        else:
+            run.score(items, lambda output, micro_batch: output[0][0, :, 0])
+    except Exception as error:
+        return str(error)
+    finally:
+        run.close()
+    return None

@@ -6,7 +6,7 @@ import torch
 
 from tests.plan.costs import SimpleCost
 from tests.session import models
-from tests.session.rollouts import batches, bring, score, token_logps, train_grpo, train_grpo_alone
+from tests.session.rollouts import batches, bring, score, score_beside_step, token_logps, train_grpo, train_grpo_alone
 from tests.session.test_prepare import assert_equal_weights
 
 EXACT = 1e-11
@@ -72,3 +72,8 @@ def test_items_that_cannot_be_used_are_refused_on_every_rank(ranks):
         errors = ranks(2).run(bring, items, {"step_max_length": 64})
         assert any(message in text for _, text in errors), errors
         assert all(name == "InputError" for name, _ in errors), errors
+
+
+def test_ranks_that_step_and_score_at_once_are_told_so(ranks):
+    for error in ranks(2).run(score_beside_step, {"max_degree": 1, "step_max_length": 40}):
+        assert "rank 0 called run.step(items) of step 0, rank 1 called run.score(items) before step 0" in error

@@ -13,7 +13,7 @@ from torch import nn
 from lengthwise.config.prepare_keywords import PrepareKeywords, with_keywords
 from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.setting_names import as_option
-from lengthwise.core.batch import MASKED, NEXT_TOKEN, BatchStream
+from lengthwise.core.batch import NEXT_TOKEN, BatchStream
 from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError, errors_spelt
 from lengthwise.core.processes import check_processes
@@ -30,22 +30,20 @@ from lengthwise.runtime.loop.brought_items import ItemExchange
 from lengthwise.runtime.loop.call_order import all_succeed
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
-from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.state.optimizer import with_tensor_names
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
-from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.preserved_state import preserve_state
 from lengthwise.runtime.wrap.recompute_layers import selective_contexts
-from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
-from lengthwise.session.brought_items import ItemReader
 from lengthwise.session.calibration import find_cost, measure_again, progress_bar, say
 from lengthwise.session.collate import CollatedItems
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.id_ranges import IdRanges
+from lengthwise.session.item_reader import ItemReader
+from lengthwise.session.make_collator import make_collator
 from lengthwise.session.model_checks import check_model, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration
@@ -292,29 +290,6 @@ def _read(
     return chosen, expected.objective, sequences, to_compare(model, sequences, chosen)
 
 
-def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequences: RunSequences) -> PackCollator:
-    """The collator of the corpus' packs for the model."""
-    hides_tokens = wrapped_model.objective == MASKED and sequences.labels is None
-    return PackCollator(
-        source=sequences,
-        objective=wrapped_model.objective,
-        masking=_masking(wrapped_model.model, options) if hides_tokens else None,
-        ignore_index=options.ignore_index,
-        slot_tokens=options.slot_tokens,
-        labels=sequences.labels,
-        passed=sequences.passed,
-        loss_columns=sequences.loss_columns,
-        special=sequences.special,
-        kinds=sequences.kinds() if options.slot_tokens == 1 else {},
-        units=_units(sequences),
-    )
-
-
-def _units(sequences: RunSequences) -> Units | None:
-    num_members = sequences.num_members
-    return None if num_members is None else Units(num_members=num_members, lengths=sequences.computed_lengths.lengths)
-
-
 def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> None:
     """Compare what plans may compute with the stock model."""
     size = prepared.world.size
@@ -384,21 +359,6 @@ def check_takes(model: nn.Module, sequences: RunSequences) -> None:
     if sequences.num_members is not None:
         raise InputError(f"{problem}; cut the members of units in the dataset, which max_length does not")
     raise InputError(f"{problem}; set max_length={limit} and over_length to what shall happen (split, truncate, drop)")
-
-
-def _masking(model: nn.Module, options: PrepareOptions) -> TokenMasking:
-    vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if options.mask_token_id is None or vocab_size is None:
-        raise InputError(
-            f"{type(model).__name__} predicts hidden tokens: say which token hides them, mask_token_id=..., the id of "
-            "[MASK] in its tokenizer, or give items with labels in which tokens are hidden already"
-        )
-    if not 0 <= options.mask_token_id < vocab_size:
-        raise InputError(
-            f"mask_token_id={options.mask_token_id}, and {type(model).__name__} has tokens 0 to {vocab_size - 1:,}; "
-            "give the id of [MASK] in its tokenizer"
-        )
-    return TokenMasking(seed=options.seed, vocab_size=vocab_size, mask_token_id=options.mask_token_id)
 
 
 def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:

@@ -74,7 +74,9 @@ class ItemExchange:
         self._world, self._collator, self._read_items = world, collator, read_items
         self._objective, self._max_length = objective, max_length
 
-    def gather(self, items: Iterable[Any] | None, step: int) -> BroughtBatch | None:
+    def gather(
+        self, items: Iterable[Any] | None, step: int, operation: RankOperation = RankOperation.ITEMS
+    ) -> BroughtBatch | None:
         """Make one batch of the items of all ranks; None: no rank has any more, which it says by None.
 
         Raises:
@@ -82,13 +84,13 @@ class ItemExchange:
             CheckError: ranks call different things.
         """
         world, problem = self._world, None
-        found = list[list[SequenceColumns]]()
+        rows = list[list[SequenceColumns]]()
         try:
-            found = self._read_items([] if items is None else items)
+            rows = self._read_items([] if items is None else items)
         except LengthwiseError as error:
             problem = error
         said = [int(items is None)]
-        reports = sync_ranks(world, RankOperation.ITEMS, step, values=said, note=problem.marked if problem else "")
+        reports = sync_ranks(world, operation, step, values=said, note=problem.marked if problem else "")
         reports.check_same()
         if problem is not None:
             raise problem
@@ -97,15 +99,15 @@ class ItemExchange:
         if all(reports.column(0)):
             return None
         size = self._collator.slot_tokens
-        by_rank = gather_json(world, [[size * len(columns[TOKENS]) for columns in item] for item in found])
+        by_rank = gather_json(world, [[size * len(columns[TOKENS]) for columns in item] for item in rows])
         lengths = [length for item_lengths in by_rank for length in item_lengths]
         if not lengths:
             raise InputError(f"step {step}: no rank brought an item; a step has one at least")
         counts = tuple(map(len, by_rank))
         first, num_members = sum(counts[: world.rank]), len(lengths[0])
-        own = {
+        sequences = {
             (first + number) * num_members + member: columns
-            for number, item in enumerate(found)
+            for number, item in enumerate(rows)
             for member, columns in enumerate(item)
         }
         brought = BroughtBatch(
@@ -116,7 +118,7 @@ class ItemExchange:
             lengths=np.array(lengths).reshape(-1),
             counts=counts,
             first=first,
-            sequences=own,
+            sequences=sequences,
             has_units=self._collator.units is not None,
         )
         self._check_lengths(brought)
@@ -162,8 +164,10 @@ def exchange(world: DistContext, parcels: Sequence[Mapping[int, SequenceColumns]
 
     Every rank calls this. Columns of one sequence that several ranks send are put together by name.
     """
-    own, contents = parcels[world.rank], [b"" if rank == world.rank else _packed(p) for rank, p in enumerate(parcels)]
-    received: dict[int, dict[str, np.ndarray]] = {number: dict(columns) for number, columns in own.items()}
+    contents = [b"" if rank == world.rank else _packed(p) for rank, p in enumerate(parcels)]
+    received: dict[int, dict[str, np.ndarray]] = {
+        number: dict(columns) for number, columns in parcels[world.rank].items()
+    }
     if world.size == 1:
         return dict(received)
     sizes = gather_rows(torch.tensor([len(content) for content in contents], device=world.device))
@@ -187,8 +191,8 @@ def _packed(parcel: Mapping[int, SequenceColumns]) -> bytes:
 def _unpacked(content: bytes) -> dict[int, dict[str, np.ndarray]]:
     from safetensors.numpy import load
 
-    found: dict[int, dict[str, np.ndarray]] = {}
+    parcel: dict[int, dict[str, np.ndarray]] = {}
     for key, values in (load(content) if content else {}).items():
         number, _, name = key.partition("/")
-        found.setdefault(int(number), {})[name] = values
-    return found
+        parcel.setdefault(int(number), {})[name] = values
+    return parcel

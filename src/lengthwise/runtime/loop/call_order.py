@@ -35,6 +35,7 @@ class RankOperation(IntEnum):
     SAVE = 5
     RESUME = 6
     ITEMS = 7
+    SCORE = 8
 
     @property
     def call(self) -> str:
@@ -45,6 +46,7 @@ class RankOperation(IntEnum):
             RankOperation.SKIP: "step.skip()",
             RankOperation.SAVE: "run.save()",
             RankOperation.ITEMS: "run.step(items)",
+            RankOperation.SCORE: "run.score(items)",
         }
         return (calls | method).get(self, "run.resume()")
 
@@ -57,7 +59,8 @@ class RankOperation(IntEnum):
             RankOperation.SKIP: f"called step.skip() of step {step}",
             RankOperation.SAVE: f"called run.save() before step {step}",
             RankOperation.RESUME: "called run.resume()",
-            RankOperation.ITEMS: f"brought items before step {step}",
+            RankOperation.ITEMS: f"called run.step(items) of step {step}",
+            RankOperation.SCORE: f"called run.score(items) before step {step}",
         }[self]
 
 

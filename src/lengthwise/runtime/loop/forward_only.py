@@ -58,8 +58,8 @@ def forwards(
     gather, model = prepared.gather, prepared.model
     begin_plan(plan)
     rounds = [] if gather is None else own_rounds(plan, prepared.world.rank)
-    own = micro_batches_of(plan, prepared.world.rank, prepared.collator)
-    for position, (_, index, pipeline, planned) in enumerate(own):
+    own_batches = micro_batches_of(plan, prepared.world.rank, prepared.collator)
+    for position, (_, index, pipeline, planned) in enumerate(own_batches):
         if gather is not None:
             gather.begin_round(rounds[position])
         shard = make_shard(prepared, plan.step, pipeline, planned)
@@ -86,7 +86,7 @@ def forwards(
         prepared.state.clear_gradient()
 
 
-class Scores:
+class ItemScores:
     """What a model says of sequences, on the ranks that computed it, and then on those that brought the sequences."""
 
     def __init__(self, world: DistContext, brought: BroughtBatch, per: Per) -> None:
@@ -107,8 +107,8 @@ class Scores:
         if isinstance(values, Tensor) and self._per == "token" and tuple(values.shape[:2]) == (1, count):
             values = values[0]
         if not isinstance(values, Tensor) or not values.dim() or len(values) != count:
-            found = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise InputError(f"scores per {self._per} are a tensor of {count} here, [{count}, ...]; got {found}")
+            shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise InputError(f"scores per {self._per} are a tensor of {count} here, [{count}, ...]; got {shape}")
         array = _as_array(values)
         sequences = [sequence for sequence in shard.ids if sequence >= 0]
         if self._per == "sequence":
@@ -135,8 +135,8 @@ class Scores:
         received, brought = exchange(self._world, self._parcels), self._brought
         size = brought.num_members
         items = range(brought.first, brought.first + brought.counts[self._world.rank])
-        found = [[_joined(received[item * size + member]) for member in range(size)] for item in items]
-        return found if brought.has_units else [values for (values,) in found]
+        values = [[_joined(received[item * size + member]) for member in range(size)] for item in items]
+        return values if brought.has_units else [of_item for (of_item,) in values]
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def score_items(run: "ScoringRun", brought: BroughtBatch, plan: StepPlan, per: P
     scorer = PreparedModel(
         run.wrapped_model, run.world, collator=run.items.collator(brought, plan), state=run.state, seed=run.seed
     )
-    scores = Scores(run.world, brought, per)
+    scores = ItemScores(run.world, brought, per)
     for micro_batch, output, is_last in forwards(
         run.begin_plan, scorer, plan, what="scoring", way_out="give fewer or shorter items"
     ):

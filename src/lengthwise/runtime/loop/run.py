@@ -23,8 +23,8 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffers
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
-from lengthwise.runtime.loop.trained_model import TrainedModel
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
+from lengthwise.runtime.loop.watched_model import WatchedModel
 from lengthwise.runtime.loop.workers import ItemReaders, read_with_workers
 from lengthwise.runtime.state import checkpoint
 from lengthwise.runtime.train.clock import StepClock
@@ -39,7 +39,7 @@ Planner = Callable[[GlobalBatch], StepPlan]
 _log = logging.getLogger("lengthwise")
 
 
-class Run(TrainedModel):
+class Run(WatchedModel):
     """A prepared training run, as ``prepare`` returns it; every rank makes the same calls of it in the same order."""
 
     def __init__(
@@ -80,23 +80,23 @@ class Run(TrainedModel):
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
-        self.frozen_models, self.is_cuttable = prepared.frozen_models, prepared.is_cuttable
-        self._guard = prepared._guard
+        self.frozen_models, self.is_cuttable, self._guard = (
+            prepared.frozen_models,
+            prepared.is_cuttable,
+            prepared._guard,
+        )
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
         self.on_oom, self.on_finish = on_oom, on_finish
         self.keep_layers = keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
-        self.meter = DeviceMeter(self.world.device)
-        self._readers: ItemReaders | None = None
-        if workers:
-            self._readers, self.collator = read_with_workers(self.collator, workers)
+        self._readers, self.collator = read_with_workers(self.collator, workers)
         self._items, self._corpus_collator = items, self.collator
         self._brought: BroughtBatch | None = None
         """What ranks brought to the step that is not done; None: it is one of the corpus."""
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
         """Exchanges of the forwards of a micro-batch, as the loop last called them."""
-        self.loss_check = LossCheck()
+        self.loss_check, self.meter = LossCheck(), DeviceMeter(self.world.device)
         self.unprepared = UnpreparedModels(lambda: self.models, lambda: self.wrapped_model.is_plain)
         self.skipped: list[int] = []
         """Numbers of steps that ``step.skip()`` left out."""
@@ -209,7 +209,7 @@ class Run(TrainedModel):
             CheckError: a step is being computed, or ranks make different calls.
         """
         self._come_between_steps("run.score()")
-        brought = self.items.gather(items, self.next_step)
+        brought = self.items.gather(items, self.next_step, RankOperation.SCORE)
         assert brought is not None, "there are items, if none"
         plan, clock = self.planner(brought.batch), StepClock(self.world)
         sync_step(plan, clock, self.parameters.problem())

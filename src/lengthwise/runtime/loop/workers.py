@@ -87,8 +87,13 @@ class ItemReaders:
         return self._held[sequence] if sequence in self._held else self._items.read(sequence)
 
 
-def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemReaders, PackCollator]:
-    """Start ``num_workers`` readers of all columns of sequences; return them, and the collator that reads from them."""
+def read_with_workers(collator: PackCollator, num_workers: int) -> tuple[ItemReaders | None, PackCollator]:
+    """Start ``num_workers`` readers of all columns of sequences; return them, and the collator that reads from them.
+
+    Without any, None and the collator as it is.
+    """
+    if not num_workers:
+        return None, collator
     special = {} if collator.special is None else {_SPECIAL: collator.special}
     columns = {**collator.passed, **collator.loss_columns, **special}
     named = {} if collator.units is None else {"name": collator.units.name}

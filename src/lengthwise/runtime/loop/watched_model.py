@@ -17,7 +17,7 @@ from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 _log = logging.getLogger("lengthwise")
 
 
-class TrainedModel(PreparedModel):
+class WatchedModel(PreparedModel):
     """A prepared model that a loop trains, and whose weights and gradients it may change by hand."""
 
     def __init__(
