@@ -80,15 +80,11 @@ class Run(WatchedModel):
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
         )
-        self.frozen_models, self.is_cuttable, self._guard = (
-            prepared.frozen_models,
-            prepared.is_cuttable,
-            prepared._guard,
-        )
+        self.frozen_models, self.is_cuttable = prepared.frozen_models, prepared.is_cuttable
+        self._guard, self.check_ids = prepared._guard, prepared.check_ids
         self.stream, self.planner, self.lr, self.clip_norm = stream, planner, lr, clip_norm
         self.num_steps, self.next_step, self.counts_targets = num_steps, 0, counts_targets
-        self.on_oom, self.on_finish = on_oom, on_finish
-        self.keep_layers = keep_layers or (lambda plan: 0)
+        self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
         self._readers, self.collator = read_with_workers(self.collator, workers)
         self._items, self._corpus_collator = items, self.collator
@@ -103,8 +99,7 @@ class Run(WatchedModel):
         self._step: Step | None = None
         self._batch: GlobalBatch | None = None
         """The global batch of the step that is not done."""
-        self._stream_state: dict[str, Any] = {}
-        """The state of the stream before that batch."""
+        self._stream_state: dict[str, Any] = {}  # before that batch
         self._attempt, self._last_failure = 0, ""
 
     @property
