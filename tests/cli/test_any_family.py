@@ -217,7 +217,7 @@ def test_what_computes_own_models_alone_says_so(trained, options, corpus, cli, t
     code, _, error = cli("analyze", corpus, "--metric", f"loss={trained.path}")
     assert code == 2 and "trained a Gemma2ForCausalLM of transformers" in error
     with pytest.raises(InputError, match=r"`lengthwise train` measures it by itself, before its first step"):
-        measure_as_rank(load(None, options), tmp_path / "profile.json", longest=64, max_tokens=64, repeats=1)
+        measure_as_rank(load(None, options), tmp_path / "profile.json", packs=[(64,)], repeats=1)
     (tmp_path / "model.json").write_text('{"architecture": "MambaForCausalLM"}')
     with pytest.raises(InputError, match=r"trained a MambaForCausalLM, whose family has no cost model"):
         RunFolder(tmp_path).read_spec()
