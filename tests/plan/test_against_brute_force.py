@@ -1,4 +1,4 @@
-"""Bounds of policies never exceed the optimum of what they may use, and `auto` is near the optimum of everything."""
+"""Bounds of policies never exceed the optimum of what they may use, and plans are near it."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -70,6 +70,8 @@ SPACES = {
     "dcp-intra": (usable_candidates, {"most_phases": 2}, 40),
     "auto": (everything, {"most_phases": 2}, 16),
 }
+MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1.01, 1.05)}
+"""Planned time over the optimum: mean and worst."""
 
 
 @pytest.mark.parametrize("policy", SPACES)
@@ -82,7 +84,18 @@ def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy):
             assert plan.lower_bound_s <= best_s * (1 + 1e-9), seed
             ratios.append(plan.time_s / best_s)
     assert len(ratios) > cases / 2
-    assert policy != "auto" or (fmean(ratios) < 1.01 and max(ratios) < 1.05)
+    mean, worst = MOST_ABOVE[policy]
+    assert fmean(ratios) < mean and max(ratios) < worst
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("policy", ["hydraulis", "dcp-intra"])
+def test_hundreds_of_plans_of_published_policies_are_near_the_optimum_of_their_space(policy):
+    candidates_of, options, _ = SPACES[policy]
+    results = [planned(policy, seed, candidates_of, **options) for seed in range(250)]
+    ratios = [plan.time_s / best_s for plan, best_s in filter(None, results)]
+    assert len(ratios) > 200
+    assert fmean(ratios) < 1.005 and max(ratios) < 1.05
 
 
 METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS, Method.ULYSSES_Z)

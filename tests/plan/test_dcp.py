@@ -106,11 +106,11 @@ def test_inter_recomputes_everywhere_what_the_longest_sequence_of_the_run_needs(
 @settings(deadline=None, max_examples=40)
 def test_a_micro_batch_is_of_one_bucket(policy, lengths, num_devices):
     problem = problem_of(num_devices=num_devices, samples=[lengths])
-    buckets = {"dcp-inter": prepare_inter, "dcp-intra": prepare_intra}[policy](problem).buckets
-    plan = Planner(policy=policy, problem=problem)(make_batch(lengths))
-    for pipeline in plan.pipelines:
-        for micro_batch in pipeline.micro_batches:
-            assert len(set(buckets.of(np.array(micro_batch.pack.lengths)).tolist())) == 1
+    bucketed = {"dcp-inter": prepare_inter, "dcp-intra": prepare_intra}[policy](problem)
+    priced = PricedBatch(problem, make_batch(lengths))
+    for pipeline in (pipeline for phase in bucketed.phases(priced) for pipeline in phase):
+        for pack in pipeline.packs:
+            assert len(set(bucketed.buckets.of(priced.lengths[list(pack)]).tolist())) == 1
 
 
 def test_where_buckets_do_not_fit_side_by_side_the_step_has_phases():

@@ -20,15 +20,15 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     CandidateFamily,
-    ProposedCandidate,
+    StrategyCounts,
     candidate_families,
-    tile_of,
+    placed_strategy,
 )
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates
-from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch
+from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_strategies
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
 from lengthwise.plan.layerwise.paradyse import on_every_degree
@@ -47,9 +47,6 @@ SEARCHED_STRATEGIES = 3
 """Of those, how many are planned."""
 ENOUGH = 0.01
 """Gap to the bound at which splits are not tried."""
-
-Counts = Sequence[tuple[ProposedCandidate, int]]
-"""How many pipelines of each candidate."""
 
 
 def prepare(problem: PlanningProblem) -> "AutoPolicy":
@@ -73,10 +70,10 @@ class AutoPolicy:
         families = candidate_families(problem)
         self.nested_families = nested(families)
         proposed = proposals(problem, candidate_families)
-        strategies = [_placed(problem, proposal.counts) for proposal in proposed]
+        strategies = [placed_strategy(problem, proposal.counts) for proposal in proposed]
         self.strategy_candidates = StrategyCandidates(strategies)
         self.homogeneous = StrategyCandidates([s for s, of in zip(strategies, proposed) if len(of.counts) == 1])
-        self.splits = SplitSearch(_fronts(problem, families), self.strategy_candidates, self.bound)
+        self.splits = SplitSearch(front_strategies(problem, families), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
         """The fastest draft plan found, with the bound of the whole search space."""
@@ -116,12 +113,12 @@ class AutoPolicy:
         pool_s = SEARCH_S + SEQUENCE_S * len(lengths) + DEVICE_S * priced.problem.num_devices
         num_pools = min(len(self.nested_families), int(SEARCH_SHARE * min(step_s, MOST_STEP_S) / pool_s))
         problem = replace(priced.problem, samples=(lengths,), max_length=int(lengths.max()))
-        strategies: dict[Counts, PlacedStrategy] = {}
+        strategies: dict[StrategyCounts, PlacedStrategy] = {}
         for families in self.nested_families[len(self.nested_families) - num_pools :]:
             if max(family.max_tokens for family in families) >= problem.max_length:
                 for proposal in propose(problem, families, max_strategies=SEARCHED_STRATEGIES, effort=1):
                     if proposal.counts not in strategies:
-                        strategies[proposal.counts] = _placed(priced.problem, proposal.counts)
+                        strategies[proposal.counts] = placed_strategy(priced.problem, proposal.counts)
         return _drafted(StrategyCandidates(list(strategies.values())), priced)
 
 
@@ -166,24 +163,3 @@ def nested(families: Sequence[CandidateFamily]) -> list[list[CandidateFamily]]:
     prefixes = [set(present[: count + 1]) for count in range(len(present))]
     pools = [[family for family in families if methods_of[family] <= prefix] for prefix in prefixes]
     return [pool for pool in pools if pool]
-
-
-def _placed(problem: PlanningProblem, counts: Counts) -> PlacedStrategy:
-    return PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in counts])
-
-
-def _fronts(problem: PlanningProblem, candidates: list[CandidateFamily]) -> list[PlacedStrategy]:
-    """For each degree of one stage that tiles the cluster, the family that computes the longest sequence fastest."""
-    longest = np.array([problem.max_length])
-    best: dict[int, CandidateFamily] = {}
-    for candidate in candidates:
-        if (
-            candidate.num_stages > 1
-            or problem.num_devices % candidate.num_devices
-            or candidate.max_tokens < problem.max_length
-        ):
-            continue
-        fastest = best.get(candidate.num_devices)
-        if fastest is None or candidate.times_s(longest)[0] < fastest.times_s(longest)[0]:
-            best[candidate.num_devices] = candidate
-    return [_placed(problem, ((candidate, problem.num_devices // size),)) for size, candidate in sorted(best.items())]

@@ -62,10 +62,10 @@ _PREPARE = {
     "bucket": "uniform.bucket:prepare",
     "packed": "uniform.packed:prepare",
     "hotspa": "uniform.hotspa:prepare",
-    "dcp-inter": "dcp.dcp:prepare_inter",
-    "dcp-intra": "dcp.dcp:prepare_intra",
+    "dcp-inter": "heterogeneous.small_steps:prepare_dcp_inter",
+    "dcp-intra": "heterogeneous.small_steps:prepare_dcp_intra",
     "paradyse": "layerwise.paradyse:prepare",
-    "hydraulis": "heterogeneous.hydraulis:prepare",
+    "hydraulis": "heterogeneous.small_steps:prepare_hydraulis",
     "auto": "auto:prepare",
 }
 """Name -> module below ``lengthwise.plan`` and its function ``(problem) -> Policy``; imported when it is first used."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from lengthwise.core.cost import CostModel
 from lengthwise.core.pipeline_config import Method, PipelineConfig
-from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup
+from lengthwise.plan.heterogeneous.two_stage_assignment import PipelineGroup, PlacedStrategy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem
 
@@ -85,12 +85,20 @@ class CandidateFamily:
 ProposedCandidate = Candidate | CandidateFamily
 """What strategies are proposed of."""
 
+StrategyCounts = tuple[tuple[ProposedCandidate, int], ...]
+"""How many pipelines of each candidate a strategy has."""
+
 
 def tile_of(candidate: ProposedCandidate, count: int) -> PipelineGroup:
     """``count`` pipelines of ``candidate`` as the planner sees them."""
     if isinstance(candidate, CandidateFamily):
         return PipelineGroup(candidate=candidate.pivot, count=count, leaner=candidate.leaner)
     return PipelineGroup(candidate=candidate, count=count)
+
+
+def placed_strategy(problem: PlanningProblem, counts: StrategyCounts) -> PlacedStrategy:
+    """The strategy on the ranks of the cluster."""
+    return PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in counts])
 
 
 def candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:

@@ -4,13 +4,14 @@ Its space is degree x stages with one method (tensor with sequence parallel wher
 recompute (section 4, Table 3), or as little as lets the longest sequence fit.
 """
 
+from collections.abc import Sequence
+
 from lengthwise.core.errors import InfeasibleError, Setting
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
-from lengthwise.plan.heterogeneous.adaptive_pipelines import tile_of
+from lengthwise.plan.heterogeneous.adaptive_pipelines import placed_strategy
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
 from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
-from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -31,19 +32,18 @@ def prepare(problem: PlanningProblem) -> "HydraulisPolicy":
             f"{Setting.MAX_LENGTH}={leanest.max_tokens} or less with {Setting.OVER_LENGTH}=split.",
             what="the longest sequence", value=problem.max_length, limit=leanest.max_tokens, unit="tokens",
         )  # fmt: skip
-    strategies = [
-        PlacedStrategy(problem, [tile_of(candidate, count) for candidate, count in proposal.counts])
-        for proposal in proposals(problem, published_space)
-    ]
-    return HydraulisPolicy(StrategyCandidates(strategies), SearchSpaceBound(problem, candidates))
+    strategies = [placed_strategy(problem, proposal.counts) for proposal in proposals(problem, published_space)]
+    return HydraulisPolicy(StrategyCandidates(strategies), candidates, SearchSpaceBound(problem, candidates))
 
 
 class HydraulisPolicy:
     """The best of the candidates, by their bounds first."""
 
-    def __init__(self, strategy_candidates: StrategyCandidates, pool_bound: SearchSpaceBound) -> None:
-        self.strategy_candidates = strategy_candidates
-        self._pool_bound = pool_bound
+    def __init__(
+        self, strategy_candidates: StrategyCandidates, candidates: Sequence[Candidate], bound: SearchSpaceBound
+    ) -> None:
+        self.strategy_candidates, self.candidates = strategy_candidates, candidates
+        self.bound = bound
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class HydraulisPolicy:
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
         """The step's fastest candidate; bounded for all strategies of the published space."""
-        return DraftPlan(phases=self.phases(priced), lower_bound_s=self._pool_bound.step_s(priced))
+        return DraftPlan(phases=self.phases(priced), lower_bound_s=self.bound.step_s(priced))
 
     def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
         """The step's fastest candidate."""
@@ -62,7 +62,7 @@ class HydraulisPolicy:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """The bound of all candidates' candidates."""
-        return self._pool_bound.of(priced.lengths)
+        return self.bound.of(priced.lengths)
 
     def bound_s(self, priced: PricedBatch) -> float:
         """The least bound of all candidates."""

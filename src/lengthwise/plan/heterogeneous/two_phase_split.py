@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.heterogeneous.adaptive_pipelines import CandidateFamily, placed_strategy
 from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
 from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, time_s
-from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 FULL_PLANS = 2
 """Splits planned in full per step, the most promising by estimate."""
@@ -84,3 +85,16 @@ def _renumber(phase: Phase, positions: np.ndarray) -> Phase:
         )
         for pipeline in phase
     )
+
+
+def front_strategies(problem: PlanningProblem, families: Sequence[CandidateFamily]) -> list[PlacedStrategy]:
+    """For each degree of one stage that tiles the cluster, the family that computes the longest sequence fastest."""
+    longest = np.array([problem.max_length])
+    best: dict[int, CandidateFamily] = {}
+    for family in families:
+        if family.num_stages > 1 or problem.num_devices % family.num_devices or family.max_tokens < problem.max_length:
+            continue
+        fastest = best.get(family.num_devices)
+        if fastest is None or family.times_s(longest)[0] < fastest.times_s(longest)[0]:
+            best[family.num_devices] = family
+    return [placed_strategy(problem, ((family, problem.num_devices // size),)) for size, family in sorted(best.items())]

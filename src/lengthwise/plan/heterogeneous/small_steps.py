@@ -1,0 +1,163 @@
+"""Steps of few sequences, searched one by one beside what a policy has prepared for its corpus.
+
+Strategies proposed for a corpus, and buckets by length, say little of a step of a handful of sequences. For such a step
+a policy also plans strategies of its own candidates: all that tile the devices where those are few, else those that are
+proposed for this step alone, and two phases of them where the policy may switch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Protocol
+
+from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
+from lengthwise.plan.dcp import dcp
+from lengthwise.plan.heterogeneous import hydraulis
+from lengthwise.plan.heterogeneous.adaptive_pipelines import (
+    ProposedCandidate,
+    StrategyCounts,
+    candidate_families,
+    placed_strategy,
+    tile_of,
+)
+from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
+from lengthwise.plan.heterogeneous.propose import propose
+from lengthwise.plan.heterogeneous.strategy_candidates import StrategyCandidates
+from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_strategies
+from lengthwise.plan.policies import Policy
+from lengthwise.plan.space.candidate import Candidate
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, time_s
+from lengthwise.plan.space.placement import placeable
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+
+FEW_SEQUENCES = 16
+"""Most sequences of a step that is searched."""
+ENOUGH = 0.01
+"""Gap to the bound at which it is not."""
+FEW_STRATEGIES = 96
+"""If no more strategies than this tile the devices, all are looked at,"""
+PROPOSED_STRATEGIES, EFFORT = 8, 2
+"""else so many that this many local searches find."""
+
+
+class SpacePolicy(Policy, Protocol):
+    """A policy that says which candidates it plans with."""
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """What its plans may be made of."""
+        ...
+
+    @property
+    def bound(self) -> SearchSpaceBound:
+        """The lower bound of all plans of these candidates."""
+        ...
+
+
+def prepare_hydraulis(problem: PlanningProblem) -> "SmallStepPolicy":
+    """Hydraulis, which also searches steps of few sequences in its published space."""
+    return SmallStepPolicy(problem, hydraulis.prepare(problem), switches=False)
+
+
+def prepare_dcp_inter(problem: PlanningProblem) -> "SmallStepPolicy":
+    """DCP-inter, which also searches steps of few sequences among its candidates."""
+    return SmallStepPolicy(problem, dcp.prepare_inter(problem), switches=True)
+
+
+def prepare_dcp_intra(problem: PlanningProblem) -> "SmallStepPolicy":
+    """DCP-intra, which also searches steps of few sequences among its candidates."""
+    return SmallStepPolicy(problem, dcp.prepare_intra(problem), switches=True)
+
+
+class SmallStepPolicy:
+    """A policy and a search of the steps that are too small for what it has prepared."""
+
+    def __init__(self, problem: PlanningProblem, policy: SpacePolicy, *, switches: bool) -> None:
+        """``switches``: whether a step of the policy may have two phases."""
+        self.problem, self.policy, self.switches = problem, policy, switches
+        self._runs = FastestRuns(policy.candidates)
+
+    @property
+    def name(self) -> str:
+        """What the policy has chosen for the problem, as tables show it."""
+        return self.policy.name
+
+    def __call__(self, priced: PricedBatch) -> DraftPlan:
+        """The step's draft plan, bounded for all plans of the policy's candidates."""
+        return DraftPlan(phases=self.phases(priced), lower_bound_s=self.policy.bound.step_s(priced))
+
+    def phases(self, priced: PricedBatch) -> tuple[Phase, ...]:
+        """The faster of the policy's draft plan and what is found for the step alone."""
+        phases = self.policy.phases(priced)
+        if len(priced.lengths) > FEW_SEQUENCES:
+            return phases
+        best_s = time_s(priced, DraftPlan(phases=phases))
+        if best_s <= self.policy.bound.step_s(priced) * (1 + ENOUGH):
+            return phases
+        for searched in self._drafts(priced, best_s):
+            draft = self._runs.of(priced, searched)
+            if (draft_s := time_s(priced, draft)) < best_s:
+                phases, best_s = draft.phases, draft_s
+        return phases
+
+    def floor_s(self, priced: PricedBatch) -> float:
+        """Seconds that the policy's step takes at least; cheap."""
+        return self.policy.floor_s(priced)
+
+    def bound_s(self, priced: PricedBatch) -> float:
+        """Seconds that the policy's step takes at least."""
+        if len(priced.lengths) > FEW_SEQUENCES:
+            return self.policy.bound_s(priced)
+        return self.policy.bound.step_s(priced)
+
+    def _drafts(self, priced: PricedBatch, best_s: float) -> Iterator[DraftPlan]:
+        """The fastest plans of one phase, and of two, of strategies for this step alone."""
+        step = replace(
+            self.problem,
+            candidates=tuple(self.policy.candidates),
+            samples=(priced.lengths,),
+            max_length=int(priced.lengths.max()),
+        )
+        families = candidate_families(step)
+        strategies = StrategyCandidates(
+            [placed_strategy(self.problem, counts) for counts in strategies_of_step(step, families)]
+        )
+        phase, _ = strategies.best(priced, strategies.bounds_s(priced))
+        if phase is not None:
+            yield DraftPlan(phases=(phase,))
+        if self.switches:
+            splits = SplitSearch(front_strategies(step, families), strategies, self.policy.bound)
+            split, _ = splits.best(priced, best_s)
+            if split is not None:
+                yield split
+
+
+def strategies_of_step(problem: PlanningProblem, candidates: Sequence[ProposedCandidate]) -> list[StrategyCounts]:
+    """Strategies worth planning for the one step that ``problem`` samples: all where those are few."""
+    tilings = list(islice(_tilings(candidates, problem.num_devices), FEW_STRATEGIES + 1))
+    if len(tilings) <= FEW_STRATEGIES:
+        placeable_tilings = [
+            counts
+            for counts in tilings
+            if placeable(
+                [(tile_of(candidate, count).candidate, count) for candidate, count in counts],
+                problem.num_devices,
+                problem.devices_per_node,
+            )
+        ]
+        if placeable_tilings:
+            return placeable_tilings
+    proposed = propose(problem, candidates, max_strategies=PROPOSED_STRATEGIES, effort=EFFORT)
+    return [proposal.counts for proposal in proposed]
+
+
+def _tilings(candidates: Sequence[ProposedCandidate], num_devices: int) -> Iterator[StrategyCounts]:
+    """Every strategy of these candidates that occupies exactly so many devices."""
+    if not candidates:
+        if not num_devices:
+            yield ()
+        return
+    first, others = candidates[0], candidates[1:]
+    for count in range(num_devices // first.num_devices, -1, -1):
+        for counts in _tilings(others, num_devices - count * first.num_devices):
+            yield ((first, count), *counts) if count else counts
