@@ -80,7 +80,7 @@ def _packs(num_tokens: int = 32_768, count: int = 10) -> dict[str, list[tuple[in
 
 
 def _filled(name: str, seed: int, num_tokens: int) -> tuple[int, ...]:
-    ends = np.minimum(np.cumsum(synthetic_lengths(name, 4096, seed)), num_tokens)
+    ends = np.minimum(np.cumsum(synthetic_lengths(name, 4096, seed)[1:]), num_tokens)
     return (0, *np.unique(ends).tolist())
 
 

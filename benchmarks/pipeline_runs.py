@@ -59,7 +59,7 @@ class Lengths:
 def batch_of(drawn: Lengths, step: int) -> GlobalBatch:
     """``TOKENS`` tokens in all, the last sequence cut to fit."""
     lengths: list[int] = []
-    for length in np.minimum(synthetic_lengths(drawn.corpus, TOKENS // 16, step), drawn.longest).tolist():
+    for length in np.minimum(synthetic_lengths(drawn.corpus, 1 + TOKENS // 16, step)[1:], drawn.longest).tolist():
         lengths.append(min(length, TOKENS - sum(lengths)))
         if sum(lengths) == TOKENS:
             break

@@ -100,7 +100,7 @@ HOMOGENEOUS, HETEROGENEOUS = "2 x <2,1> whole, ulysses", "<2,1> sharded + 2 x <1
 def batch_of(step: int, *, seed: int) -> GlobalBatch:
     """Lengths like CommonCrawl's, cut at ``LONGEST``, of ``TOKENS`` in all; they depend on ``seed`` alone."""
     lengths: list[int] = []
-    for length in np.minimum(synthetic_lengths("commoncrawl", TOKENS, seed), LONGEST).tolist():
+    for length in np.minimum(synthetic_lengths("commoncrawl", 1 + TOKENS, seed)[1:], LONGEST).tolist():
         lengths.append(min(length, TOKENS - sum(lengths)))
         if sum(lengths) == TOKENS:
             break

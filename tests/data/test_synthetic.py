@@ -10,6 +10,7 @@ from lengthwise.data.synthetic import (
     GITHUB_CODE,
     GRCH38,
     IMAGES,
+    LONGEST,
     NAMES,
     SHORTEST,
     VIDEOS,
@@ -35,8 +36,8 @@ def test_lengths_are_whole_numbers_of_tokens(name):
 
 
 def test_draws_are_the_same_on_every_machine():
-    assert synthetic_lengths("commoncrawl", 5, 3).tolist() == [102, 971, 280, 323, 640]
-    assert synthetic_lengths("grch38", 5, 3).tolist() == [69232, 14253, 20778, 144, 12972]
+    assert synthetic_lengths("commoncrawl", 5, 3).tolist() == [32768, 971, 280, 323, 640]
+    assert synthetic_lengths("grch38", 5, 3).tolist() == [624000, 14253, 20778, 144, 12972]
 
 
 @pytest.mark.parametrize(("name", "published"), [("githubcode", GITHUB_CODE), ("grch38", GRCH38)])
@@ -45,7 +46,12 @@ def test_binned_lengths_have_the_published_shares_and_maximum(name, published):
     lengths = synthetic_lengths(name, MANY)
     found = np.histogram(lengths, bins=[*EDGES, longest + 1])[0] / MANY
     assert np.abs(found - np.array(percent) / sum(percent)).max() < SHARE_TOLERANCE
-    assert longest * 0.98 < lengths.max() <= longest
+    assert lengths.max() == longest
+
+
+@given(st.sampled_from(sorted(NAMES)), st.integers(1, 400), st.integers(0, (1 << 64) - 1))
+def test_a_sample_of_any_size_has_the_longest_published_sequence(name, count, seed):
+    assert synthetic_lengths(name, count, seed).max() == LONGEST[name]
 
 
 def test_web_text_is_as_long_as_published():

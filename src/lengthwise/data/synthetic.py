@@ -3,7 +3,8 @@
 Real lengths are better: index them, or save one integer a sequence with ``numpy.save``. Every distribution here is a
 stand-in, made to match what a paper says of its data. A draw is a function of name, seed and number of sequences alone:
 sequence i comes from raw Philox outputs 2 i and 2 i + 1 (whose stream NumPy guarantees), so fewer sequences are the
-first ones of more.
+first ones of more. The first sequence alone is not drawn: it has the longest length that is published of the data, so
+that a sample of any size reaches as far as the data does.
 """
 
 from collections.abc import Callable
@@ -47,6 +48,13 @@ NAMES = {
     "dcp-long": "the videos alone, 2K to 432K",
 }
 """Name -> what it is like."""
+LONGEST = {
+    "commoncrawl": DOCUMENTS_LONGEST,
+    "githubcode": GITHUB_CODE[1],
+    "grch38": GRCH38[1],
+    **dict.fromkeys(("dcp-short", "dcp-balanced", "dcp-long"), max(length for length, _ in VIDEOS)),
+}
+"""Name -> the longest published sequence, in tokens."""
 
 
 def synthetic_lengths(name: str, num_sequences: int, seed: int = 0) -> np.ndarray:
@@ -63,7 +71,9 @@ def synthetic_lengths(name: str, num_sequences: int, seed: int = 0) -> np.ndarra
         raise InputError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
     raw = np.random.Philox(key=np.array([seed, 0], dtype=np.uint64)).random_raw(2 * num_sequences)
     uniform = ((raw >> np.uint64(11)) + 0.5) * 2.0**-53
-    return _DRAWS[name](uniform[::2], uniform[1::2])
+    lengths = _DRAWS[name](uniform[::2], uniform[1::2])
+    lengths[0] = LONGEST[name]
+    return lengths
 
 
 def _documents(which: np.ndarray, rank: np.ndarray) -> np.ndarray:
