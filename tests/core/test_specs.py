@@ -85,6 +85,11 @@ def test_attention_along_two_axes_in_turn_reaches_the_mean_of_a_frame_and_the_nu
         assert attention_flops(spec, length) == pytest.approx(of_all / length * (256 + length / 256) / 2)
 
 
+@pytest.mark.parametrize(("name", "billions"), [("transformer-1d-5b", 5.0), ("transformer-2d-1.2b", 1.2)])
+def test_presets_of_dcp_have_its_numbers_of_parameters(name, billions):
+    assert model_preset(name).num_params / 1e9 == pytest.approx(billions, rel=0.02)
+
+
 def test_where_there_are_as_many_frames_as_tokens_in_one_attention_reaches_the_square_root_of_the_tokens():
     spec = replace(model_preset("transformer-2d-1.2b"), frame_size=0)
     assert spec.reach(np.array([4096.0])) == 64 == replace(spec, frame_size=64).reach(np.array([4096.0]))

@@ -22,6 +22,7 @@ SPECS = [
     ModelSpec(name="tied", vocab_size=37, tied_embeddings=True, qkv_bias=True, **SIZES),
     ModelSpec(name="gpt", vocab_size=37, family="gpt", tied_embeddings=True, **SIZES, **BIASED),
     ModelSpec(name="bert", vocab_size=37, family="bert", causal=False, **SIZES, **BIASED),
+    ModelSpec(name="one word", vocab_size=1, **SIZES),
 ]
 METHODS = [Method.ULYSSES, Method.MEGATRON_TS]
 

@@ -226,10 +226,11 @@ MODELS = {
             "qwen2.5-0.5b", 24, 896, 4864, 14, num_kv_heads=2, vocab_size=151_936, rope_theta=1e6, qkv_bias=True,
             tied_embeddings=True, norm_eps=1e-6,
         ),
-        # DCP, table 1.
+        # DCP, table 1. The 28 layers of its Transformer-2D are pairs (Open-Sora 1.2: a spatial and a temporal block),
+        # each with attention to a caption, whose 4 h^2 weights stand in the feed-forward: 4 h + 2 h columns.
         _llama("transformer-1d-5b", 42, 3072, 12_288, 48, gated_ffn=False, family="transformer-1d"),
         _llama(
-            "transformer-2d-1.2b", 28, 1152, 4608, 16, gated_ffn=False, family="transformer-2d", vocab_size=1,
+            "transformer-2d-1.2b", 56, 1152, 6912, 16, gated_ffn=False, family="transformer-2d", vocab_size=1,
             causal=False, frame_size=256,
         ),
         # ParaDySe, experiments: BERT-large's sizes (Devlin et al. 2019), LLaMA-65B's (Touvron et al. 2023) and GPT-3's

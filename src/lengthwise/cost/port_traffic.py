@@ -134,7 +134,7 @@ def _unit_traffic(model: ModelSpec, unit: Unit, of_ranks: tuple[UnitShard | None
     cuts = np.unique([*range(0, size, shard), size, *ends])
     sizes, owners = np.diff(cuts).astype(np.float64), cuts[:-1] // shard
     segments = {
-        part: np.concatenate([np.arange(first, end) for first, end in np.searchsorted(cuts, pieces).reshape(-1, 2)])
+        part: np.concatenate([cuts[:0], *(np.arange(a, b) for a, b in np.searchsorted(cuts, pieces).reshape(-1, 2))])
         for part, pieces in slices.items()
     }
     nodes: dict[tuple[UnitShard | None, ...], list[int]] = {}
