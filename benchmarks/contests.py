@@ -5,7 +5,7 @@ from lengthwise.core.specs import model_preset
 from lengthwise.plan.policies import POLICIES
 from lengthwise.plan.space.search_space import SearchSpace
 from lengthwise.report.pages.compare_results import ClusterResult
-from lengthwise.session.compare_policies import PolicyComparison
+from lengthwise.session.compare_policies import ComparedCluster, PolicyComparison
 from lengthwise.session.plan_lengths import TOKENS_PER_DEVICE
 from lengthwise.session.planning_args import make_cluster, open_source
 
@@ -30,14 +30,34 @@ def play(
     device: str = "H100-80GB",
     memory_gib: float | None = None,
     policies: tuple[str, ...] = tuple(POLICIES),
+    tokens_per_device: float = TOKENS_PER_DEVICE,
 ) -> ClusterResult:
     """Every policy on the same steps of one corpus; nodes of 8 devices, schemes of every degree up to 8 stages.
 
-    A step holds 3,125 tokens a device, or one sequence of the longest length.
+    A step holds ``tokens_per_device`` a device, 3,125 unless given, or one sequence of the longest length.
     """
+    comparison, entry = setting(
+        model, lengths, gpus=gpus, steps=steps, device=device, memory_gib=memory_gib, policies=policies,
+        tokens_per_device=tokens_per_device,
+    )  # fmt: skip
+    return comparison.run(entry, with_steps=False, on_step=lambda *_: None)
+
+
+def setting(
+    model: str,
+    lengths: str,
+    *,
+    gpus: int,
+    steps: int,
+    device: str = "H100-80GB",
+    memory_gib: float | None = None,
+    policies: tuple[str, ...] = tuple(POLICIES),
+    tokens_per_device: float = TOKENS_PER_DEVICE,
+) -> tuple[PolicyComparison, ComparedCluster]:
+    """What :func:`play` runs, and on which cluster."""
     cluster = make_cluster(device, gpus, devices_per_node=8, memory_gib=memory_gib)
     index = open_source(lengths, seed=SEED)
-    contest = PolicyComparison(
+    comparison = PolicyComparison(
         model=model_preset(model),
         dtype="bfloat16",
         search_space=SearchSpace(methods=METHODS),
@@ -46,6 +66,5 @@ def play(
         num_steps=steps,
         seed=SEED,
     )
-    budget = max(round(TOKENS_PER_DEVICE * gpus), index.max_length)
-    entry = contest.enter(cluster, tokens_per_step=budget)
-    return contest.run(entry, with_steps=False, on_step=lambda *_: None)
+    budget = max(round(tokens_per_device * gpus), index.max_length)
+    return comparison, comparison.enter(cluster, tokens_per_step=budget)
