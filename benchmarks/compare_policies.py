@@ -38,7 +38,7 @@ SCALING = (
     ("llama-7b", "commoncrawl", TOKENS_PER_DEVICE, (8, 32, 64, 1024)),
     ("transformer-1d-5b", "dcp-short", 54_000, (8, 16, 32, 64)),
 )
-"""Model, corpus, tokens of a step a device, and devices: the longest video has as many tokens as a step of the fewest."""
+"""Model, corpus, tokens of a step a device, devices: the longest video has as many tokens as a step of the fewest."""
 ROUNDING = 1e-6
 """Relative: the simulator's sums round differently from the plans'."""
 
