@@ -46,13 +46,15 @@ def recomputing_groups(problem: PlanningProblem, degree: int, num_layers: int) -
     return None
 
 
-def bucket_run(problem: PlanningProblem, candidate: Candidate, batches: Sequence[GlobalBatch]) -> BucketRun:
+def bucket_run(
+    problem: PlanningProblem, candidate: Candidate, batches: Sequence[GlobalBatch], *, rounds: int = STREAM_ROUNDS
+) -> BucketRun:
     """Bucket parallel as DCP describes it (section 4.1): one degree, one micro-batch of one bucket a group and step.
 
     A bucket is a length. Its batch size is chosen so that a micro-batch takes as long as the longest sequence alone, or
     memory ends it. A bucket is computed as soon as it has filled a micro-batch; what has not filled one is not counted.
     """
-    stream = [length for _ in range(STREAM_ROUNDS) for batch in batches for length in batch.lengths]
+    stream = [length for _ in range(rounds) for batch in batches for length in batch.lengths]
     edges = tuple(sorted(set(stream), reverse=True))
     sizes = dict(zip(edges, batch_sizes(candidate, edges, budget=1.0)))
     each_s = dict(zip(edges, candidate.times_s(np.array(edges)).tolist()))
