@@ -79,8 +79,12 @@ class SearchEffort:
     """Jobs on the machines that are packed while moving and swapping, per dispatch; all jobs once if that is more."""
     swaps: int = 20
     """Moves and swaps between the batches of one machine, per number of batches."""
-    exact_jobs: int = 6
-    """Most jobs for which all schedules are searched."""
+    exact_jobs: int = 8
+    """Most jobs for which all schedules are searched, of all machines or of two."""
+    exact_pairs: int = 12
+    """Pairs of machines for which they are,"""
+    paired_jobs: int = 16
+    """in problems of at most so many jobs: of more, single moves and swaps leave little."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from lengthwise.plan.solve.shop.model import (
     span,
 )
 from lengthwise.plan.solve.shop.pack import Batches
+from lengthwise.plan.solve.shop.settle_pairs import settle_pairs
 
 FIRST_STRETCH = 0.01
 """Relative distance from the bound of the first deadline that machines are filled to."""
@@ -85,6 +86,8 @@ def schedule(
     if best.makespan > goal and len(problem.sizes) <= effort.exact_jobs:
         optimum, jobs, batches = exact(problem)
         return _finish(problem, jobs, batches, max(bound, optimum * (1 - ROUNDING)))
+    if len(problem.sizes) <= effort.paired_jobs:
+        settle_pairs(best, goal=goal, most_jobs=effort.exact_jobs, most_pairs=effort.exact_pairs)
     return _finish(problem, best.jobs, best.batches, bound)
 
 
