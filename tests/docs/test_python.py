@@ -76,6 +76,8 @@ AROUND = {
 }
 """What comes before blocks that are parts of a script of the reader's."""
 NEEDS_TORCH = tuple(AROUND)
+IN_ONE_SCRIPT = ("docs/guides/objectives.md",)
+"""Pages whose blocks follow one another, as they say."""
 PARSED: dict[str, str] = {}
 """Blocks that are parsed alone, with the reason."""
 
@@ -113,7 +115,9 @@ def test_every_name_exists_and_every_option_is_taken(block):
             assert {word.arg for word in node.keywords if word.arg} <= known, ast.unparse(node)
 
 
-@pytest.mark.parametrize("block", [block for block in PYTHON if block.key not in PARSED], ids=named)
+@pytest.mark.parametrize(
+    "block", [block for block in PYTHON if block.key not in PARSED and block.page not in IN_ONE_SCRIPT], ids=named
+)
 def test_blocks_run(block, files, tmp_path, monkeypatch):
     monkeypatch.chdir(files)
     around = AROUND.get(block.key, "")
@@ -124,10 +128,23 @@ def test_blocks_run(block, files, tmp_path, monkeypatch):
     if block.key not in NEEDS_TORCH:
         exec(compile(script, block.key, "exec"), {"__name__": "block"})
         return
-    (tmp_path / "block.py").write_text(script)
-    out = tmp_path / "out"
-    home = {"HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
-    assert Command(tmp_path / "block.py", out=out, variables=home).wait(120) == 0, out.read_text()
+    run_script(script, tmp_path)
+
+
+@pytest.mark.parametrize("page", IN_ONE_SCRIPT)
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.deep)])
+def test_blocks_that_follow_one_another_run(page, num_ranks, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(files)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks)) if num_ranks > 1 else ()
+    run_script("".join(block.text for block in PYTHON if block.page == page), tmp_path, *torchrun)
+
+
+def run_script(script, folder, *before):
+    """Run a script in a process of its own, or in several."""
+    (folder / "block.py").write_text(script)
+    out = folder / "out"
+    home = {"HOME": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    assert Command(*before, folder / "block.py", out=out, variables=home).wait(120) == 0, out.read_text()
 
 
 @pytest.mark.parametrize("block", in_language("diff"), ids=named)

@@ -50,6 +50,7 @@ def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
             np.testing.assert_allclose(found[:-1], expected, rtol=1e-10)
             assert found[-1] == 0, "the last token predicts nothing"
             np.testing.assert_allclose(total, expected.sum(), rtol=1e-10)
+            assert np.shape(total) == (), "also where another rank computed it"
         brought += len(rows)
         losses.append(loss)
     assert brought == len(batches(2)[1])

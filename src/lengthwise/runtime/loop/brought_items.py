@@ -185,7 +185,7 @@ def _packed(parcel: Mapping[int, SequenceColumns]) -> bytes:
     from safetensors.numpy import save
 
     named = {f"{number}/{name}": values for number, columns in parcel.items() for name, values in columns.items()}
-    return save({name: np.ascontiguousarray(values) for name, values in named.items()}) if named else b""
+    return save({name: np.asarray(values, order="C") for name, values in named.items()}) if named else b""
 
 
 def _unpacked(content: bytes) -> dict[int, dict[str, np.ndarray]]:
