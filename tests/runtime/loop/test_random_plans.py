@@ -13,6 +13,7 @@ from tests.runtime.loop.runs import EXACT, LENGTHS, Packs, in_double, plan_of, p
 from tests.runtime.loop.test_families import CASES, llama, modernbert
 from tests.runtime.train.runs import local_world
 
+NUM_SEQUENCES = len(LENGTHS)
 METHODS = tuple(method for method in ANY_MODEL_METHODS if method is not Method.DENSE)
 
 
@@ -41,16 +42,16 @@ SWEPT = {
 }
 
 
-def random_stages(rng, num_ranks, num_layers):
+def random_stages(rng, num_ranks, num_layers, most_stages):
     """Layers of each stage of a pipeline on so many ranks; none: one stage."""
-    stages = rng.choice([n for n in range(1, num_layers + 1) if num_ranks % n == 0])
+    stages = rng.choice([n for n in range(1, min(num_layers, most_stages) + 1) if num_ranks % n == 0])
     cuts = sorted(rng.sample(range(1, num_layers), stages - 1))
     return tuple(b - a for a, b in pairwise((0, *cuts, num_layers))) if stages > 1 else ()
 
 
-def random_groups(rng, num_ranks, num_layers):
+def random_groups(rng, num_ranks, num_layers, *, num_sequences=NUM_SEQUENCES, most_stages=9):
     """Phases of disjoint pipelines of any shape with any number of packs each, of every sequence once."""
-    ids = rng.sample(range(len(LENGTHS)), len(LENGTHS))
+    ids = rng.sample(range(num_sequences), num_sequences)
     packs = []
     while ids:
         count = rng.randint(1, len(ids))
@@ -68,7 +69,7 @@ def random_groups(rng, num_ranks, num_layers):
     return tuple(
         Packs(
             ranks=ranks, packs=tuple(own), phase=phase, recompute=tuple(rng.choices([True, False], k=num_layers)),
-            method=rng.choice(METHODS), stage_layers=random_stages(rng, len(ranks), num_layers),
+            method=rng.choice(METHODS), stage_layers=random_stages(rng, len(ranks), num_layers, most_stages),
         )
         for phase, ranks, own in groups
     )  # fmt: skip

@@ -1,0 +1,98 @@
+"""Objectives over batches that ranks bring have the gradients of a plain loop on one device, whatever the plan."""
+
+import numpy as np
+import pytest
+
+from tests.session.objective_cases import (
+    OBJECTIVES,
+    gradient_errors,
+    pairs,
+    refused,
+    sequence,
+    singles,
+    step_alone,
+    troubled,
+)
+
+EXACT = 1e-10
+"""float64: sums in another order differ by rounding alone."""
+NUM_BATCHES = 4
+
+
+def assert_random_plans_are_exact(pool, names, seeds):
+    """Every objective, under the plans of all seeds."""
+    cases = [(name, seed % NUM_BATCHES, seed) for name in names for seed in seeds]
+    expected = {(name, batch): step_alone(name, batch) for name, batch, _ in cases}
+    largest = min(max(float(g.abs().max()) for g in gradients.values()) for _, gradients in expected.values())
+    assert largest > 1e-3, "every objective learns something"
+    degrees = set()
+    for errors, used in pool.run(gradient_errors, cases, expected):
+        assert len(errors) == len(cases) and max(errors)[0] <= EXACT, max(errors)
+        degrees |= used
+    return degrees
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
+def test_objectives_have_the_gradients_of_a_plain_loop(ranks, num_ranks):
+    degrees = assert_random_plans_are_exact(ranks(num_ranks), OBJECTIVES, range(3))
+    assert degrees == set(range(1, num_ranks + 1)), "sequences, pairs and groups are split over ranks"
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives_are_exact_under_many_plans(ranks, name, num_ranks):
+    for first in range(0, 28, 14):
+        assert_random_plans_are_exact(ranks(num_ranks), [name], range(first, first + 14))
+
+
+GOOD = singles(1)[0]
+LENGTH = len(GOOD["input_ids"])
+BAD_ITEMS = {
+    "no rank brought an item": [[], []],
+    f"mask of item 1 is int64 of shape ({LENGTH + 1},), and there are {LENGTH} tokens": [
+        [GOOD], [GOOD, GOOD | {"mask": np.ones(LENGTH + 1, np.int64)}],
+    ],
+    "item 0 has no column advantage, which loss_columns names": [
+        [{name: value for name, value in GOOD.items() if name != "advantage"}], [GOOD],
+    ],
+    "margin of item 0 is inf at token 0": [[], [GOOD | {"margin": np.inf}]],
+    "old_logps of item 0 is nan at token 0": [[GOOD | {"old_logps": np.full(LENGTH, np.nan)}], []],
+    "item 0 of rank 1 has 61 tokens, over 60": [[GOOD], [sequence(np.random.default_rng(0), 61)]],
+    "run.step takes a list of items": [[GOOD], GOOD],
+}  # fmt: skip
+BAD_PAIRS = {
+    "item 1 of rank 0 has 62 tokens, over 60": [
+        [pairs(1)[0], tuple(sequence(np.random.default_rng(0), 31) for _ in range(2))], [pairs(1)[0]],
+    ],
+    "item 0 has 3 members and item 0 of the corpus has 2": [[], [(GOOD, GOOD, GOOD)]],
+    "margin of member 1 of item 0 is -inf at token 0": [[(GOOD, GOOD | {"margin": -np.inf})], []],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "bad"), [(singles, BAD_ITEMS), (pairs, BAD_PAIRS)], ids=["sequences", "pairs"])
+def test_bad_items_are_refused_on_every_rank_and_the_run_goes_on(ranks, make, bad):
+    expected, _ = step_alone("dpo" if make is pairs else "kto", 1)
+    for told, loss in ranks(2).run(refused, make, list(bad.values())):
+        for message, error in zip(bad, told, strict=True):
+            assert error and error[0] == "InputError", (message, error)
+            assert message in error[1], (message, error)
+        assert loss == pytest.approx(expected, rel=EXACT)
+
+
+SAID_FIRST = {
+    "a wrong column": "no column 'nonesuch' of the items is kept for the loss",
+    "a wrong total": "no total of 'nonesuch'",
+    "an infinite loss": "are not both finite",
+    "a loss that is no number": "are not both finite",
+    "a wrong shape": "one value for each",
+}
+
+
+def test_a_loop_that_goes_wrong_on_one_rank_is_told_to_every_rank_and_the_step_comes_again(ranks):
+    of_ranks = ranks(2).run(troubled, list(SAID_FIRST))
+    assert len({str([loss for *_, loss in told]) for told in of_ranks}) == 1
+    for rank, told in enumerate(of_ranks):
+        for trouble, said, _ in told:
+            assert len(said) == 1, (trouble, rank, said)
+            assert rank or SAID_FIRST[trouble] in said[0], (trouble, said)
