@@ -1,7 +1,9 @@
 """Every example runs, and stays short enough to read."""
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.warm import Command
@@ -11,6 +13,7 @@ ON_RANKS = (
     "04_transformers",
     pytest.param("03_plain_gpt", marks=pytest.mark.deep),
     pytest.param("05_video", marks=pytest.mark.deep),
+    pytest.param("06_grpo", marks=pytest.mark.deep),
 )
 """Those that torchrun starts; python does as well."""
 ALONE = [path for path in EXAMPLES if path.stem != "04_transformers"]
@@ -37,6 +40,10 @@ def test_example_runs(path, tmp_path):
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_example_of_any_model_learns_on_two_ranks(name, tmp_path):
     told = run(next(path for path in EXAMPLES if path.stem == name), tmp_path, *TORCHRUN)
+    if "reward " in told:
+        rewards = [float(value) for value in re.findall(r"reward ([\d.]+)", told)]
+        assert len(rewards) == 8 and np.mean(rewards[-3:]) > np.mean(rewards[:3])
+        return
     losses = [float(line.split("loss ")[1].split(",")[0]) for line in told.splitlines() if "loss " in line]
     assert len(losses) >= 5 and losses[-1] < losses[0]
 
