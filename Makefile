@@ -42,6 +42,7 @@ pages: $(STAMP)
 	$(BIN)/python benchmarks/paper_tables.py $(ARGS)
 	$(BIN)/python benchmarks/compare_policies.py $(ARGS)
 	$(BIN)/python benchmarks/calibration.py $(ARGS)
+	$(BIN)/python benchmarks/figures $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/demo_policies.py

@@ -183,10 +183,12 @@ def _words(ranges: list[tuple[Method, int]]) -> str:
 def ablation(*, quick: bool) -> Section:
     """Table 5: GPT on GRCh38 with one method removed from the pool, short sequences first."""
     lengths = np.sort(synthetic_lengths("grch38", 60 if quick else SORTED_SEQUENCES, 0))
-    full = _run(METHODS, lengths)
+    full = sorted_run(METHODS, lengths, _gpt())
     rows = []
     for left_out, (published_longest, published_saving) in TABLE_5.items():
-        found = full if left_out == "full" else _run(tuple(m for m in METHODS if m is not left_out), lengths)
+        found = (
+            full if left_out == "full" else sorted_run(tuple(m for m in METHODS if m is not left_out), lengths, _gpt())
+        )
         longest, times_s = found
         shared = min(len(times_s), len(full[1]))
         saving = 1 - float(np.sum(full[1][:shared])) / float(np.sum(times_s[:shared]))
@@ -283,7 +285,7 @@ def _learned_run(make_cost: type[ProfiledCost], lengths: np.ndarray, **options: 
     schemes = [uniform_scheme(LAYERS_RUN, degree=DEGREE, method=method) for method in METHODS]
     cost = make_cost([(scheme, _measure(truth, scheme, rng)) for scheme in schemes], model=model, cluster=cluster)
     longest = max(cost.max_tokens(scheme, num_devices=DEGREE) for scheme in schemes)
-    planner = _planner(cost, lengths[lengths <= longest], METHODS)
+    planner = _planner(cost, lengths[lengths <= longest], METHODS, LAYERS_RUN)
     planner = replace(planner, problem=replace(planner.problem, **options))
     times_s, mixes = [], []
     for step, length in enumerate(lengths[lengths <= longest].tolist()):
@@ -319,24 +321,24 @@ def _space(methods: tuple[Method, ...]) -> SearchSpace:
     return SearchSpace(max_degree=DEGREE, max_stages=1, methods=methods, recompute=RecomputeMode.NONE)
 
 
-def _planner(cost: CostModel, lengths: np.ndarray, methods: tuple[Method, ...]) -> Planner:
+def _planner(cost: CostModel, lengths: np.ndarray, methods: tuple[Method, ...], num_layers: int) -> Planner:
     if not len(lengths):
         raise InfeasibleError(f"no sequence fits {CLUSTER}")
     problem = make_problem(
-        cost, cluster=cluster_preset(CLUSTER), num_layers=LAYERS_RUN, max_length=int(lengths[-1]),
+        cost, cluster=cluster_preset(CLUSTER), num_layers=num_layers, max_length=int(lengths[-1]),
         search_space=_space(methods), samples=[lengths],
     )  # fmt: skip
     return Planner(policy="paradyse", problem=problem)
 
 
-def _run(methods: tuple[Method, ...], lengths: np.ndarray) -> tuple[int, np.ndarray]:
-    """Longest sequence that fits, and seconds of each sequence up to it."""
+def sorted_run(methods: tuple[Method, ...], lengths: np.ndarray, model: ModelSpec) -> tuple[int, np.ndarray]:
+    """Longest sequence that fits, and seconds of each sequence up to it, one a step."""
     cluster = cluster_preset(CLUSTER)
-    cost = AnalyticCost(model=_gpt(), cluster=cluster)
-    schemes = _space(methods).schemes(LAYERS_RUN, cluster)
+    cost = AnalyticCost(model=model, cluster=cluster)
+    schemes = _space(methods).schemes(model.num_layers, cluster)
     longest = max(cost.max_tokens(scheme, num_devices=DEGREE) for scheme in schemes if scheme.degree == DEGREE)
     fitting = lengths[lengths <= longest]
-    planner = _planner(cost, fitting, methods)
+    planner = _planner(cost, fitting, methods, model.num_layers)
     times_s = [
         planner(GlobalBatch(step=step, ids=(0,), lengths=(int(length),))).time_s for step, length in enumerate(fitting)
     ]

@@ -35,6 +35,13 @@ def test_pages_of_simulations_are_not_stale(page):
     assert checked(f"{page}.py") == (0, "")
 
 
+@pytest.mark.parametrize(
+    "names", ["hydraulis-1,hydraulis-3,hydraulis-4,hydraulis-16a,dcp-5", pytest.param("", marks=pytest.mark.deep)]
+)
+def test_figures_of_the_papers_are_not_stale(names):
+    assert checked("figures", "--only", names) == (0, "")
+
+
 def test_a_row_that_the_code_gives_otherwise_is_named(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import pages

@@ -1,0 +1,103 @@
+"""DCP, Figures 5 and 10: communication of sequence parallel by length, and what less recompute is worth by length."""
+
+import numpy as np
+from contests import setting
+from paper_page import Figure, Row
+from plots import Panel, picture
+
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.specs import model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.dcp.recompute_levels import fastest_setting
+from lengthwise.plan.space.problem import PlanningProblem
+from lengthwise.session.planning_args import make_cluster
+
+MODEL = "transformer-1d-5b"
+DEGREES = (2, 4, 8, 16, 32)
+LENGTHS = (4096, 16_384, 65_536, 262_144)
+GAIN = (1.20, 1.25)
+"""Of DCP-intra over DCP-inter for most lengths below 200K (section 4.4)."""
+LIMIT = 200_000
+
+
+def _k(length: float) -> str:
+    return f"{length / 1024:g}K"
+
+
+def communication() -> Figure:
+    """Figure 5: the part of a micro-batch that Ulysses spends in all-to-all, by degree and length."""
+    cluster = make_cluster("H200-141GB", 32, devices_per_node=8, memory_gib=80)
+    model = model_preset(MODEL)
+    cost = AnalyticCost(model=model, cluster=cluster)
+    shares: dict[str, list[float]] = {f"{_k(length)} tokens": [] for length in LENGTHS}
+    for degree in DEGREES:
+        scheme = uniform_scheme(model.num_layers, degree=degree, method=Method.ULYSSES)
+        lengths = np.array(LENGTHS)
+        parts = cost.comm_times_s(lengths, scheme) / (cost.sequence_times_s(lengths, scheme) + cost.overhead_s(scheme))
+        for values, part in zip(shares.values(), parts.tolist()):
+            values.append(100 * part)
+    svg = picture(
+        "DCP, Figure 5: communication of sequence parallel, Transformer-1D on H200s",
+        Panel(
+            title="one sequence, forward and backward", x_title="sequence parallel size",
+            y_title="time in all-to-all (%)", bars=shares, groups=[f"SP {degree}" for degree in DEGREES],
+        ),
+        columns=1,
+    )  # fmt: skip
+    rows = tuple(
+        Row(
+            what=f"share of communication at SP {degree}, {_k(LENGTHS[0])} / {_k(LENGTHS[-1])} tokens",
+            published="figure only",
+            ours=f"{values[0][k]:.0f} % / {values[-1][k]:.0f} %",
+            why="closed forms: bytes over data-sheet bandwidth; the figure is measured",
+        )
+        for values in [list(shares.values())]
+        for k, degree in enumerate(DEGREES)
+        if degree >= 8
+    )
+    text = "Closed forms of DeepSpeed-Ulysses, nodes of 8 H200s; beyond SP 8 the all-to-all crosses nodes."
+    return Figure(svg=svg, rows=rows, text=text)
+
+
+def recompute() -> Figure:
+    """Figure 10: throughput of the best setting with free recompute over the best with full recompute, by length."""
+    _, entry = setting(
+        MODEL, "dcp-balanced", gpus=32, steps=1, device="H200-141GB", memory_gib=80, policies=("dcp-inter",)
+    )
+    assert entry.problem is not None
+    lengths = [2048 * 2**k for k in range(4)] + list(range(32_768, 425_985, 16_384))
+    gains = [(length, gain) for length in lengths if (gain := _gain(entry.problem, length))]
+    svg = picture(
+        "DCP, Figure 10: DCP-intra over DCP-inter by length, Transformer-1D on H200s of 80 GB",
+        Panel(
+            title="best setting of each", x_title="length (K tokens)", y_title="speed-up (x)",
+            lines={"DCP-intra over DCP-inter": [(length / 1024, gain) for length, gain in gains]},
+        ),
+        columns=1,
+    )  # fmt: skip
+    short = [gain for length, gain in gains if length < LIMIT]
+    inside = sum(GAIN[0] <= gain <= GAIN[1] for gain in short) / len(short)
+    rows = (
+        Row(
+            what="speed-up below 200K tokens, from least to most", published="1.20x to 1.25x, most lengths",
+            ours=f"{min(short):.2f}x to {max(short):.2f}x ({inside:.0%} within the published range)",
+            why="a forward again is a third more at most; measured steps also hold what is not repeated",
+        ),
+        Row(
+            what="speed-up of the longest sequence", published="figure only", ours=f"{gains[-1][1]:.2f}x",
+            why="in groups of 32 GPUs of 80 GB some layers need no recompute even there",
+        ),
+    )  # fmt: skip
+    return Figure(svg=svg, rows=rows, text="Algorithm 1 on closed forms, 32 GPUs: each length with its best setting.")
+
+
+def _gain(problem: PlanningProblem, length: int) -> float | None:
+    """Device-seconds of full recompute over those of the best level; None where nothing holds the sequence."""
+    ulysses = [
+        candidate
+        for candidate in problem.candidates
+        if candidate.num_stages == 1 and set(candidate.scheme.methods) <= {Method.ULYSSES, Method.DENSE}
+    ]
+    full = [candidate for candidate in ulysses if all(candidate.scheme.recompute)]
+    inter, intra = fastest_setting(length, full), fastest_setting(length, ulysses)
+    return inter.device_s / intra.device_s if inter and intra else None
