@@ -13,7 +13,7 @@ import numpy as np
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.pipeline_config import Method
 from lengthwise.plan.space.candidate import Candidate
-from lengthwise.plan.space.draft_plan import DraftPlan, pack_times_s, pipeline_time_s, step_times_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, pack_times_s, pipeline_time_s, step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.uniform.bucket import batch_sizes
 from lengthwise.plan.uniform.hotspa import HotSpaPolicy
@@ -79,21 +79,25 @@ def bucket_run(
 def padded_packs_s(problem: PlanningProblem, candidate: Candidate, batches: Iterable[GlobalBatch]) -> float:
     """Seconds of a step of Megatron-LM with packs filled up to the context, whose padding is one more sequence."""
     policy = static(problem, candidate)
-    capacity = min(problem.max_length, candidate.max_tokens)
     steps_s = []
     for batch in batches:
         priced = PricedBatch(problem, batch)
-        (pipelines,) = policy.phases(priced)
-        slowest_s = 0.0
-        for pipeline in pipelines:
-            missing = np.array([capacity - sum(batch.lengths[i] for i in pack) for pack in pipeline.packs])
-            padding_s = np.where(missing > 0, candidate.times_s(np.maximum(missing, 1)), 0.0)
-            times_s = sorted((padding_s + pack_times_s(priced, pipeline)).tolist(), reverse=True)
-            forwards = [candidate.forwards] * len(times_s)
-            end_s = pipeline_time_s(times_s, candidate.num_stages, problem.objective, forwards=forwards)
-            slowest_s = max(slowest_s, end_s)
-        steps_s.append(slowest_s + candidate.update_s)
+        steps_s.append(padded_phase_s(priced, policy.phases(priced)[0]) + candidate.update_s)
     return fmean(steps_s)
+
+
+def padded_phase_s(priced: PricedBatch, pipelines: Phase) -> float:
+    """Seconds of the slowest of some pipelines, each pack filled up to the context with one more sequence."""
+    problem, slowest_s = priced.problem, 0.0
+    for pipeline in pipelines:
+        candidate = pipeline.candidate
+        capacity = min(problem.max_length, candidate.max_tokens)
+        missing = np.array([capacity - sum(priced.batch.lengths[i] for i in pack) for pack in pipeline.packs])
+        padding_s = np.where(missing > 0, candidate.times_s(np.maximum(missing, 1)), 0.0)
+        times_s = sorted((padding_s + pack_times_s(priced, pipeline)).tolist(), reverse=True)
+        forwards = [candidate.forwards] * len(times_s)
+        slowest_s = max(slowest_s, pipeline_time_s(times_s, candidate.num_stages, problem.objective, forwards=forwards))
+    return slowest_s
 
 
 def slow_switching_s(policy: HotSpaPolicy, priced: PricedBatch) -> float:

@@ -195,13 +195,19 @@ def mean_step_s(strategy: PlacedStrategy, cell: Cell, batches: Sequence[GlobalBa
 
 def best_span_s(strategies: Sequence[PlacedStrategy], priced: PricedBatch) -> float:
     """Seconds of the micro-batches under the best of some strategies; one at least holds every sequence."""
+    return best_strategy(strategies, priced)[1]
+
+
+def best_strategy(strategies: Sequence[PlacedStrategy], priced: PricedBatch) -> tuple[int, float]:
+    """Which of some strategies takes the fewest seconds for the micro-batches, and how many."""
     bounds_s = [strategy.bound_s(priced) for strategy in strategies]
-    best_s = np.inf
-    for at in np.argsort(bounds_s, kind="stable").tolist():
-        if bounds_s[at] >= best_s or not np.isfinite(bounds_s[at]):
+    best, best_s = -1, np.inf
+    for number in np.argsort(bounds_s, kind="stable").tolist():
+        if bounds_s[number] >= best_s or not np.isfinite(bounds_s[number]):
             break
-        best_s = min(best_s, strategies[at].assign(priced)[1].makespan)
-    return float(best_s)
+        span_s = strategies[number].assign(priced)[1].makespan
+        best, best_s = (number, span_s) if span_s < best_s else (best, best_s)
+    return best, float(best_s)
 
 
 def best_homogeneous(cell: Cell, batches: Sequence[GlobalBatch]) -> PlacedStrategy:

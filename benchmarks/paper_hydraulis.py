@@ -86,19 +86,23 @@ def _outside(cell: Cell) -> tuple[str, ...]:
     )
 
 
+def even_times_s(cell: Cell, batch: GlobalBatch) -> list[float]:
+    """Seconds of every pipeline of Megatron-LM's configuration, its packs filled up and dealt in turn."""
+    priced = cell.priced(batch)
+    (pipelines,) = static(cell.problem, cell.candidate((16, 1))).phases(priced)
+    return [
+        pipeline_time_s(pack_times_s(priced, pipeline), pipeline.candidate.num_stages, cell.objective, forwards=())
+        for pipeline in pipelines
+    ]
+
+
 def _rank_gaps(cell: Cell, batches: Sequence[GlobalBatch]) -> list[tuple[str, ...]]:
     """Slowest against fastest rank, as a share of the slowest."""
-    policy = static(cell.problem, cell.candidate((16, 1)))
     even, planned = [], []
     for batch in batches:
-        priced = cell.priced(batch)
-        (lanes,) = policy.phases(priced)
-        times_s = [
-            pipeline_time_s(pack_times_s(priced, pipeline), pipeline.candidate.num_stages, cell.objective, forwards=())
-            for pipeline in lanes
-        ]
+        times_s = even_times_s(cell, batch)
         even.append(1 - min(times_s) / max(times_s))
-        spans = cell.strategy(HETEROGENEOUS).assign(priced)[1].spans
+        spans = cell.strategy(HETEROGENEOUS).assign(cell.priced(batch))[1].spans
         planned.append(1 - min(spans) / max(spans))
     return [
         (

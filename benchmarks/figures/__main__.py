@@ -12,7 +12,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dcp_settings
+import hydraulis_ablation
+import hydraulis_choice
+import hydraulis_dispatch
 import hydraulis_lengths
+import hydraulis_packing
 import hydraulis_schemes
 import paradyse_curves
 from pages import on_one_core
@@ -24,8 +28,14 @@ FIGURES = {
     "hydraulis-1": hydraulis_schemes.attention,
     "hydraulis-3": hydraulis_lengths.fluctuation,
     "hydraulis-4": hydraulis_schemes.trade_offs,
+    "hydraulis-5": hydraulis_packing.pack_contents,
+    "hydraulis-12a": hydraulis_choice.chosen_strategies,
+    "hydraulis-12b": hydraulis_choice.balance,
+    "hydraulis-13": hydraulis_ablation.throughput,
     "hydraulis-14": hydraulis_lengths.longest_of_large_steps,
+    "hydraulis-15": hydraulis_packing.fluctuation_of_time,
     "hydraulis-16a": hydraulis_schemes.efficiency,
+    "hydraulis-17": hydraulis_dispatch.greedy_over_ideal,
     "paradyse-2": paradyse_curves.cumulative_times,
 }
 """Figures by name, in the order in which they are drawn."""

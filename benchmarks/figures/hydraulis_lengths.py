@@ -11,10 +11,10 @@ ITERATION = 20
 SAMPLE = "our CommonCrawl-like lengths are drawn to match the published ranges, not the authors' sample"
 
 
-def histogram(lengths: np.ndarray) -> tuple[list[str], list[float]]:
-    """Names of the classes of ``EDGES``, and the sequences in each."""
-    names = [f"{high // 1024}K" if high >= 1024 else "0.5K" for high in EDGES[1:]]
-    return [f"≤{name}" for name in names], np.histogram(lengths, EDGES)[0].astype(float).tolist()
+def histogram(lengths: np.ndarray, edges: tuple[int, ...] = EDGES) -> dict[str, float]:
+    """The sequences of each class of lengths, by its upper edge."""
+    counts = np.histogram(lengths, edges)[0].astype(float).tolist()
+    return {f"≤{edge / 1024:.2g}K": count for edge, count in zip(edges[1:], counts)}
 
 
 def fluctuation() -> Figure:
@@ -22,7 +22,8 @@ def fluctuation() -> Figure:
     cell = Cell(model="llama-32b", num_devices=64, data="cc", tokens=100_000)
     batches = cell.batches(100)
     longest = np.array([max(batch.lengths) for batch in batches])
-    names, counts = histogram(np.array(batches[ITERATION - 1].lengths))
+    classes = histogram(np.array(batches[ITERATION - 1].lengths))
+    names, counts = list(classes), list(classes.values())
     share = sum(counts[:2]) / sum(counts)
     svg = picture(
         "Hydraulis, Figure 3: longest sequences of steps, and lengths within a step",

@@ -40,6 +40,8 @@ class Panel:
     groups: Sequence[str] = ()
     """The names of the groups of bars."""
     stacked: bool = False
+    zero: bool = True
+    """The vertical axis starts at zero."""
     log_x: bool = False
     log_y: bool = False
     x_labels: Labels = plain_labels
@@ -52,13 +54,15 @@ class Panel:
 
     @property
     def y_axis(self) -> Axis:
-        """Round numbers at both ends, from zero on unless logarithmic."""
+        """Round numbers at both ends."""
         values = [y for points in (*self.lines.values(), *self.dots.values()) for _, y in points if math.isfinite(y)]
         if self.stacked:
             values += [sum(filter(None, group)) for group in zip(*self.bars.values())]
         else:
             values += [value for series in self.bars.values() for value in series if value is not None]
-        return value_axis(values, title=self.y_title, labels=self.y_labels, zero=not self.log_y, log=self.log_y)
+        return value_axis(
+            values, title=self.y_title, labels=self.y_labels, zero=self.zero and not self.log_y, log=self.log_y
+        )
 
     @property
     def x_axis(self) -> Axis:
