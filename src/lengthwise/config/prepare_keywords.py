@@ -75,6 +75,7 @@ class PrepareKeywords(TypedDict, total=False):
     cost: CostModel | None
     frozen: list[Any]
     loss_columns: tuple[str, ...]
+    share_prefixes: bool
     step_max_length: int | None
     count_targets: bool
     check: bool

@@ -94,6 +94,9 @@ class PrepareOptions(
     """Columns of the items that the loop's loss is made of, such as advantages or log-probabilities of a policy before:
     a number for each token, or one for the sequence. They go where their tokens are computed, as
     micro_batch.column(name)."""
+    share_prefixes: bool = False
+    """Whether sequences of a unit that begin with the same tokens, such as rollouts of one prompt, compute these once:
+    the same gradients from fewer tokens. Causal models of next tokens, with labels that leave out what is shared."""
     step_max_length: int | None = Field(default=None, ge=1)
     """The longest sequence in tokens that run.step(items) and run.score(items) may get, for which plans keep memory;
     None: the corpus' longest."""

@@ -16,7 +16,7 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.session.check_sample import DistinctSlots
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, ItemRow
-from lengthwise.session.sequence_units import check_as_many
+from lengthwise.session.sequence_units import check_as_many, shared_tree
 
 READ_TWICE = 8
 """Items that are read a second time, to see whether they are the same."""
@@ -46,6 +46,8 @@ class DatasetItems:
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
     num_members: int | None = None
     """Sequences of every item, where items are units; None: they are not."""
+    num_slots: np.ndarray | None = None
+    """Slots of every unit with what its sequences share once, where they share it."""
     _last: dict[int, ItemRow] = field(default_factory=dict)
 
     def tokens(self, id: int, /) -> np.ndarray:
@@ -105,6 +107,7 @@ class _Scan:
     """Of the first item."""
     num_members: int | None = None
     """The same."""
+    num_slots: list[int] = field(default_factory=list)
     kinds: DistinctSlots = field(default_factory=DistinctSlots)
 
 
@@ -128,6 +131,8 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         state.update(b"" if row.num_members is None else repr(row.bounds).encode())
         scan.checksums.append(_checksum(row))
         _count(scan, number, row, columns.expected)
+        if columns.expected.shares_prefixes and row.num_members is not None and row.labels is not None:
+            scan.num_slots.append(shared_tree(row, columns.expected).num_slots)
         for start, end in pairwise(row.bounds):
             scan.lengths.append((end - start) * size)
             scan.numbers.append(number)
@@ -158,6 +163,7 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         largest_label=scan.largest_label if size == 1 else None,
         kinds=scan.kinds.columns(),
         num_members=scan.num_members,
+        num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
     )
 
 

@@ -206,7 +206,7 @@ def read_sequences(
         )
     if expected.needs_labels and not isinstance(store, DatasetItems):
         raise InputError("an index holds tokens alone, and the model learns from labels: give items with labels")
-    lengths = store.lengths if num_members is None else summed(store.lengths, num_members)
+    lengths = store.lengths if num_members is None else summed(store, num_members)
     if num_members is not None and max_length is not None and over_length == "error":
         _check_units(lengths, num_members, max_length)
     view = apply_max_length(lengths, max_length=max_length, rule=over_length)  # type: ignore[arg-type]
@@ -230,10 +230,12 @@ def _check_units(lengths: LengthIndex, num_members: int, max_length: int) -> Non
         )
 
 
-def summed(lengths: LengthIndex, num_members: int) -> LengthIndex:
-    """Lengths of units: the tokens of all of their members."""
-    of_units = lengths.lengths.reshape(-1, num_members).sum(axis=1)
-    return LengthIndex(lengths=of_units, corpus_digest=lengths.corpus_digest)
+def summed(store: SequenceStore, num_members: int) -> LengthIndex:
+    """Lengths of units: the tokens of all of their members, those once that members share."""
+    of_units = store.num_slots if isinstance(store, DatasetItems) else None
+    if of_units is None:
+        of_units = store.lengths.lengths.reshape(-1, num_members).sum(axis=1)
+    return LengthIndex(lengths=of_units, corpus_digest=store.lengths.corpus_digest)
 
 
 def _check_has_items(corpus: Any) -> None:

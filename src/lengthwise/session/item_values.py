@@ -52,6 +52,8 @@ class ExpectedColumns:
     """Whether the user's own ``inputs=`` makes the forward's arguments."""
     loss_columns: tuple[str, ...] = ()
     """Names of columns that are for the user's loss, with a number for each token, or one for all of the sequence."""
+    shares_prefixes: bool = False
+    """Whether sequences of a unit have what they begin with in common."""
     splits_rows: bool = True
     """Whether rows that were packed before may be split into their sequences."""
 

@@ -3,10 +3,10 @@
 from torch import nn
 
 from lengthwise.config.prepare_options import PrepareOptions
-from lengthwise.core.batch import MASKED
+from lengthwise.core.batch import MASKED, NEXT_TOKEN
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.targets import TokenMasking
-from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.collator import PackCollator, with_shared_prefixes
 from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from lengthwise.session.datasets import RunSequences
@@ -15,7 +15,7 @@ from lengthwise.session.datasets import RunSequences
 def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequences: RunSequences) -> PackCollator:
     """The collator of the corpus' packs for the model."""
     hides_tokens = wrapped_model.objective == MASKED and sequences.labels is None
-    return PackCollator(
+    collator = PackCollator(
         source=sequences,
         objective=wrapped_model.objective,
         masking=_masking(wrapped_model.model, options) if hides_tokens else None,
@@ -28,6 +28,33 @@ def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequence
         kinds=sequences.kinds() if options.slot_tokens == 1 else {},
         units=_units(sequences),
     )
+    if not options.share_prefixes:
+        return collator
+    check_can_share(wrapped_model, collator, options)
+    return with_shared_prefixes(collator)
+
+
+def check_can_share(wrapped_model: WrappedModel, collator: PackCollator, options: PrepareOptions) -> None:
+    """Raise ``InputError`` if the sequences of units cannot share what they begin with, as far as options tell.
+
+    What a model's layers do is found by computing a unit both ways (:mod:`lengthwise.runtime.verify.prefix_check`).
+    """
+    name, reason = type(wrapped_model.model).__name__, ""
+    if collator.units is None:
+        reason = "items are single sequences; give each item as a tuple of the sequences that begin alike"
+    elif collator.labels is None:
+        reason = (
+            "items have no labels, so that each token of a shared prefix is learned from; give them labels (or a "
+            f"completion_mask), {collator.ignore_index} for the tokens of the prefix"
+        )
+    elif wrapped_model.objective != NEXT_TOKEN or not wrapped_model.labels.shifts:
+        reason = f"{name} learns from each token's own label, and shared tokens would learn from several"
+    elif wrapped_model.by_sequence is not None:
+        reason = f"{name} is computed sequence by sequence"
+    elif options.workers:
+        reason = f"workers={options.workers} processes read single sequences; leave workers out"
+    if reason:
+        raise InputError(f"share_prefixes=True: {reason}; or leave share_prefixes out")
 
 
 def _units(sequences: RunSequences) -> Units | None:

@@ -71,6 +71,7 @@ def expected_columns(model: nn.Module, options: PrepareOptions) -> ExpectedColum
         labels_sequences=of_sequences,
         makes_inputs=options.inputs is not None,
         loss_columns=options.loss_columns,
+        shares_prefixes=options.share_prefixes,
     )
 
 

@@ -33,6 +33,7 @@ from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.state.optimizer import with_tensor_names
 from lengthwise.runtime.verify.compute_settings import RECOMPUTE
 from lengthwise.runtime.verify.gradient_check import check_exact
+from lengthwise.runtime.verify.prefix_check import check_shared_prefixes
 from lengthwise.runtime.verify.stage_check import check_stages
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.preserved_state import preserve_state
@@ -43,7 +44,7 @@ from lengthwise.session.collate import CollatedItems
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
-from lengthwise.session.make_collator import make_collator
+from lengthwise.session.make_collator import check_can_share, make_collator
 from lengthwise.session.model_checks import check_model, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration
@@ -208,7 +209,7 @@ def _packed_or_by_sequence(
     try:
         return learned(chosen, False)
     except (InputError, CheckError) as error:
-        if chosen.packing == "always" or chosen.weights == "by-layer":
+        if chosen.packing == "always" or chosen.weights == "by-layer" or chosen.share_prefixes:
             raise
         refusal = str(error)
     prepared = learned(chosen, True)
@@ -256,8 +257,12 @@ def _learn(
         is_known = objective == NEXT_TOKEN or (sequences.labels is not None and not makes_loss)
         prepared.check_ids = lambda token, label: lookups.check(token, label if is_known else None)
         prepared.check_ids(sequences.largest_token, sequences.largest_label)
+        if chosen.share_prefixes:
+            check_can_share(wrapped_model, prepared.collator, chosen)
         if chosen.check:
             _check(prepared, chosen, sequences.computed_lengths.max_length)
+            if chosen.share_prefixes:
+                check_shared_prefixes(prepared)
     except BaseException as error:
         wrapped_model.release()
         if prepared is not None and (prepared.gather is None or isinstance(error, LengthwiseError)):

@@ -6,14 +6,16 @@ members; what is computed are the members, each a sequence of its own, in one mi
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from lengthwise.core.errors import InfeasibleError, InputError
-from lengthwise.session.item_values import ItemRow, is_mapping
+from lengthwise.core.prefix_tree import PrefixTree
+from lengthwise.runtime.wrap.shared_prefixes import tree_of
+from lengthwise.session.item_values import ExpectedColumns, ItemRow, is_mapping
 
 _LOOKED_AT = 8
 """Members by which a unit is told from a row of token ids."""
@@ -71,6 +73,15 @@ def joined(where: str, members: list[ItemRow]) -> ItemRow:
         bounds=(0, *accumulate(len(member.tokens) for member in members)),
         num_members=len(members),
     )
+
+
+def shared_tree(row: ItemRow, expected: ExpectedColumns) -> PrefixTree:
+    """The prefix tree of a unit that has labels, whose sequences share what they begin with."""
+    columns = {name: values for name, values in row.passed.items() if name not in expected.loss_columns}
+    columns[""], spans = row.tokens, list(pairwise(row.bounds))
+    members = [{name: values[start:end] for name, values in columns.items()} for start, end in spans]
+    labels = _given(row.labels)
+    return tree_of(members, [labels[start:end] for start, end in spans], expected.ignore_index)
 
 
 @contextmanager

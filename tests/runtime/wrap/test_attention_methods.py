@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from tests.runtime.loop.runs import EXACT, Case, Packs, assert_exact, shard_of, 
 from tests.runtime.loop.test_families import CASES as FAMILIES
 from tests.runtime.parallel.cases import whole_group
 from tests.runtime.parallel.flash_on_cpu import flash_on_cpu
+from tests.runtime.parallel.test_tokens import random_tree
 from tests.runtime.wrap.test_oom_recovery import PLACES
 from tests.runtime.wrap.test_position_ids import built
 from tests.runtime.wrap.test_position_masks import CASES as MASKED
@@ -92,20 +94,43 @@ def attended(lengths, tensors, kind, group, *, recompute=False, **options):
     return [out.detach(), *grads], places, shard, (before, shard.num_exchanges - before)
 
 
-def check_draws(seeds, **changes):
+def attended_by_path(tree, tensors, kind):
+    """The same of each path of a prefix tree by itself; what paths share has the gradient of its output once."""
+    found, is_new = [torch.zeros_like(x) for x in (tensors[3], *tensors[:3])], torch.ones(tree.num_slots).double()
+    for member in range(len(tree.leaves)):
+        slots = torch.from_numpy(tree.slots_of(member))
+        of_path = [x[slots] for x in tensors]
+        of_path[3] = of_path[3] * is_new[slots, None, None]
+        out, *grads = attended((len(slots),), of_path, kind, Group(rank=0))[0]
+        found[0][slots], is_new[slots] = out, 0.0
+        for total, grad in zip(found[1:4], grads):
+            total.index_add_(0, slots, grad)
+        if kind.sinks is not None:
+            found[4:] = [sum((grads[3], *found[4:]))]
+    return found
+
+
+def check_draws(seeds, has_trees=False, **changes):
     group = whole_group()
     for seed in seeds:
         rng = random.Random(seed)
         lengths, tensors, kind = drawn_case(rng)
-        kind = replace(kind, **changes)
-        expected, *_ = attended(lengths, tensors, kind, Group(rank=0))
+        kind, tree = replace(kind, **changes), None
+        if has_trees:
+            tree = random_tree(np.random.default_rng(seed), rng.randint(1, 8))
+            lengths = (tree.num_slots,)
+            tensors = [torch.randn(tree.num_slots, *x.shape[1:], dtype=x.dtype) for x in tensors]
+        for x in tensors:
+            dist.broadcast(x, src=0)
+        expected = attended_by_path(tree, tensors, kind) if tree else attended(lengths, tensors, kind, Group(rank=0))[0]
         sharded_attention.QUERY_CHUNK = rng.choice((3, 512))
         for method in METHODS:
             group.sent.clear()
             recompute = rng.random() < 0.5
             found, places, shard, issued = attended(
-                lengths, tensors, kind, group, recompute=recompute, methods=(method,), is_causal=rng.random() < 0.5
-            )
+                lengths, tensors, kind, group, recompute=recompute, methods=(method,), tree=tree,
+                is_causal=rng.random() < 0.5,
+            )  # fmt: skip
             if kind.sinks is not None:
                 dist.all_reduce(found[4])
             for name, got, whole in zip(("output", "queries", "keys", "values", "sinks"), found, expected):
@@ -137,10 +162,24 @@ def test_any_attention_is_exact_by_the_kernels_of_gpus(ranks, num_ranks):
     ranks(num_ranks).run(check_kernels, range(50, 62))
 
 
+@pytest.mark.parametrize("num_ranks", [3, *(pytest.param(n, marks=pytest.mark.deep) for n in (2, 4))])
+def test_attention_along_prefix_trees_is_that_of_each_path(ranks, num_ranks):
+    ranks(num_ranks).run(check_draws, range(70, 82), has_trees=True, causal=True, dropout=0.0, mask=None)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_attention_along_many_more_prefix_trees_is_that_of_each_path(ranks, num_ranks):
+    for first in range(1000, 1200, 40):
+        seeds = range(first, first + 40)
+        ranks(num_ranks).run(check_draws, seeds, has_trees=True, causal=True, dropout=0.0, mask=None)
+
+
 def check_kernels(seeds):
-    """Causal and open attention, windows and sinks, for which there are kernels of blocks."""
+    """Causal and open attention, windows and sinks, and prefix trees, for which there are kernels of blocks."""
     with flash_on_cpu() as calls:
         check_draws(seeds, dropout=0.0, softcap=None, mask=None)
+        check_draws(seeds, has_trees=True, causal=True, dropout=0.0, softcap=None, mask=None)
         check_window_after_plain()
     assert calls["forward"] and calls["backward"]
 

@@ -19,7 +19,8 @@ from lengthwise.runtime.comm.collectives import all_to_all, gather_rows
 from lengthwise.runtime.comm.objects import gather_json
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
-from lengthwise.runtime.wrap.collator import PackCollator
+from lengthwise.runtime.wrap.collator import PackCollator, with_shared_prefixes
+from lengthwise.runtime.wrap.shared_prefixes import tree_of
 from lengthwise.runtime.wrap.unit_members import Units
 
 TOKENS, LABELS, SPECIAL = "tokens", "labels", "special"
@@ -99,8 +100,10 @@ class ItemExchange:
         if all(reports.column(0)):
             return None
         size = self._collator.slot_tokens
-        by_rank = gather_json(world, [[size * len(columns[TOKENS]) for columns in item] for item in rows])
-        lengths = [length for item_lengths in by_rank for length in item_lengths]
+        said_lengths = [([size * len(columns[TOKENS]) for columns in item], self._num_slots(item)) for item in rows]
+        by_rank = gather_json(world, said_lengths)
+        lengths = [length for of_rank in by_rank for length, _ in of_rank]
+        computed = [sum(length) if slots is None else slots for of_rank in by_rank for length, slots in of_rank]
         if not lengths:
             raise InputError(f"step {step}: no rank brought an item; a step has one at least")
         counts = tuple(map(len, by_rank))
@@ -112,7 +115,7 @@ class ItemExchange:
         }
         brought = BroughtBatch(
             batch=GlobalBatch(
-                step=step, ids=tuple(range(len(lengths))), lengths=tuple(map(sum, lengths)), objective=self._objective
+                step=step, ids=tuple(range(len(lengths))), lengths=tuple(computed), objective=self._objective
             ),
             num_members=num_members,
             lengths=np.array(lengths).reshape(-1),
@@ -123,6 +126,14 @@ class ItemExchange:
         )
         self._check_lengths(brought)
         return brought
+
+    def _num_slots(self, item: list[SequenceColumns]) -> int | None:
+        """The slots of a unit in which what its sequences share is once; None: nothing is shared."""
+        collator = self._collator
+        if collator.shared is None:
+            return None
+        rows = [{name: columns[name] for name in (TOKENS, *collator.passed)} for columns in item]
+        return tree_of(rows, [columns[LABELS] for columns in item], collator.ignore_index).num_slots
 
     def _check_lengths(self, brought: BroughtBatch) -> None:
         longest = int(np.argmax(brought.batch.lengths))
@@ -148,15 +159,17 @@ class ItemExchange:
         brought.received.clear()
         brought.received.update(exchange(self._world, parcels))
         before = self._collator
-        return replace(
+        collator = replace(
             before,
             source=brought,
+            shared=None,
             labels=before.labels and partial(brought.column, LABELS),
             special=before.special and partial(brought.column, SPECIAL),
             passed={name: partial(brought.column, name) for name in before.passed},
             loss_columns={name: partial(brought.column, name) for name in before.loss_columns},
             units=before.units and Units(num_members=brought.num_members, lengths=brought.lengths),
         )
+        return collator if before.shared is None else with_shared_prefixes(collator)
 
 
 def exchange(world: DistContext, parcels: Sequence[Mapping[int, SequenceColumns]]) -> dict[int, SequenceColumns]:

@@ -110,18 +110,15 @@ class ItemScores:
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise InputError(f"scores per {self._per} are a tensor of {count} here, [{count}, ...]; got {shape}")
         array = _as_array(values)
-        sequences = [sequence for sequence in shard.ids if sequence >= 0]
         if self._per == "sequence":
             if shard.group.rank == 0:
-                for sequence, value in zip(sequences, array):
+                for sequence, value in zip(micro_batch.sequence_ids, array):
                     self._parcel(sequence)["value"] = value
             return
-        numbers, positions = shard.sequences.cpu().numpy(), shard.positions.cpu().numpy()
-        for sequence in sequences:
-            is_own = numbers == sequence
-            if is_own.any():
-                self._parcel(sequence)[f"positions{shard.group.rank}"] = positions[is_own]
-                self._parcel(sequence)[f"values{shard.group.rank}"] = array[is_own]
+        for sequence, places, positions in micro_batch.own_slots():
+            if len(places):
+                self._parcel(sequence)[f"positions{shard.group.rank}"] = positions
+                self._parcel(sequence)[f"values{shard.group.rank}"] = array[places]
 
     def _parcel(self, sequence: int) -> dict[str, np.ndarray]:
         owner = self._brought.owner(sequence // self._brought.num_members)

@@ -3,8 +3,12 @@
 They are intercepted as the trained model is, compute without gradients, and are whole on every rank.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -13,6 +17,7 @@ from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.runtime.loop.run_state import MicroBatchMaker
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic
+from lengthwise.runtime.loop.synthetic_branches import branches_alone, branches_shared
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.exchange_script import Event, ExchangeScript
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
@@ -39,30 +44,35 @@ def wrap_frozen(run: MicroBatchMaker, model: nn.Module, *, layers: str | None, c
     wrapped_model = WrappedModel(model, objective=run.wrapped_model.objective, layers=layers, is_frozen=True)
     try:
         with synthetic(run, LENGTHS):
-            wrapped_model.learn(
-                [lambda: _output(run, wrapped_model, (0,)), lambda: _output(run, wrapped_model, (1,))], LENGTHS
-            )
+            outputs: list[Callable[[], Any]] = [
+                partial(_output, run, wrapped_model, _pack(run, number)) for number in (0, 1)
+            ]
+            wrapped_model.learn(outputs, LENGTHS)
             wrapped_model.script = _script(run, wrapped_model)
             if check:
                 _check(run, wrapped_model)
+        if check and run.collator.shared is not None:
+            _check_shared(run, wrapped_model)
     except BaseException:
         wrapped_model.release()
         raise
     return wrapped_model
 
 
-def _micro_batch(run: MicroBatchMaker, sequences: tuple[int, ...], events: list[Event] | None = None) -> MicroBatch:
-    lengths = tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences)
-    pack = Pack(ids=sequences, lengths=lengths)
+def _pack(run: MicroBatchMaker, *sequences: int) -> Pack:
+    return Pack(ids=sequences, lengths=tuple(LENGTHS[number] * run.collator.slot_tokens for number in sequences))
+
+
+def _micro_batch(run: MicroBatchMaker, pack: Pack, events: list[Event] | None = None) -> MicroBatch:
     shard = PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=run.alone,
-        device=run.world.device, events=events,
+        tree=run.collator.tree(pack), device=run.world.device, events=events,
     )  # fmt: skip
     return run.make(shard, pack)
 
 
-def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, sequences: tuple[int, ...]) -> Any:
-    micro_batch = _micro_batch(run, sequences)
+def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, pack: Pack) -> Any:
+    micro_batch = _micro_batch(run, pack)
     with active(micro_batch.shard):
         return wrapped_model.model(**wrapped_model.inputs_of(micro_batch))
 
@@ -70,7 +80,7 @@ def _output(run: MicroBatchMaker, wrapped_model: WrappedModel, sequences: tuple[
 def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript:
     """Trace the attention calls of a frozen model's forward; it has no backward."""
     events: list[Event] = []
-    micro_batch = _micro_batch(run, (0,), events)
+    micro_batch = _micro_batch(run, _pack(run, 0), events)
     with active(micro_batch.shard):
         wrapped_model.model(**wrapped_model.inputs_of(micro_batch))
     calls = micro_batch.shard.attended
@@ -79,25 +89,51 @@ def _script(run: MicroBatchMaker, wrapped_model: WrappedModel) -> ExchangeScript
 
 def _check(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
     """Raise ``CheckError`` unless the outputs of a pack are those of its sequences by themselves."""
-    model, training = wrapped_model.model, wrapped_model.model.training
-    model.eval()
-    try:
-        packed = _slots(_output(run, wrapped_model, (0, 1)), sum(LENGTHS))
+    with _evaluated(wrapped_model.model) as model:
+        packed = _slots(_output(run, wrapped_model, _pack(run, 0, 1)), sum(LENGTHS))
         alone = []
         for number in (0, 1):
             with wrapped_model.plain():
-                alone.append(_slots(_output(run, wrapped_model, (number,)), LENGTHS[number]))
+                alone.append(_slots(_output(run, wrapped_model, _pack(run, number)), LENGTHS[number]))
+    if not all(_are_close(of_pack, torch.cat(parts)) for of_pack, *parts in zip(packed, *alone)):
+        raise CheckError(
+            f"{type(model).__name__} computes other outputs for two sequences in one pack than for each alone; its "
+            "tokens meet elsewhere than in attention. Call it on whole sequences before the run, and keep what it "
+            "says as a column of the corpus"
+        )
+
+
+def _check_shared(run: MicroBatchMaker, wrapped_model: WrappedModel) -> None:
+    """Raise ``CheckError`` unless outputs of sequences that begin alike are the same with what they share once."""
+    with _evaluated(wrapped_model.model) as model:
+        with branches_alone(run) as pack:
+            alone = _slots(_output(run, wrapped_model, pack), pack.num_tokens)
+        with branches_shared(run) as pack:
+            shared = _slots(_output(run, wrapped_model, pack), pack.num_tokens)
+            tree = run.collator.tree(pack)
+    assert tree is not None, "sequences share what they begin with"
+    slots = torch.from_numpy(np.concatenate([tree.slots_of(member) for member in range(len(tree.leaves))]))
+    if not all(_are_close(together[slots.to(together.device)], apart) for together, apart in zip(shared, alone)):
+        raise CheckError(
+            f"{type(model).__name__} computes other outputs for sequences that begin alike where what they share is "
+            "computed once; leave share_prefixes out"
+        )
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[nn.Module]:
+    training = model.training
+    model.eval()
+    try:
+        yield model
     finally:
         model.train(training)
-    for of_pack, *parts in zip(packed, *alone):
-        together, apart = of_pack.detach(), torch.cat(parts).detach()
-        limit = TOLERANCE.get(together.dtype, LOW_PRECISION)
-        if not float((together - apart).abs().max()) <= limit * max(1e-6, float(apart.abs().max())):
-            raise CheckError(
-                f"{type(model).__name__} computes other outputs for two sequences in one pack than for each alone; its "
-                "tokens meet elsewhere than in attention. Call it on whole sequences before the run, and keep what it "
-                "says as a column of the corpus"
-            )
+
+
+def _are_close(together: Tensor, apart: Tensor) -> bool:
+    together, apart = together.detach(), apart.detach()
+    limit = TOLERANCE.get(together.dtype, LOW_PRECISION)
+    return float((together - apart).abs().max()) <= limit * max(1e-6, float(apart.abs().max()))
 
 
 def _slots(output: Any, num_slots: int) -> list[Tensor]:

@@ -50,6 +50,11 @@ class Weighing:
                 self.by_target += loss.detach().double() * count
         elif mean_over == "tokens":
             totals.check_exact("tokens")
+            if micro_batch.shard.tree is not None:
+                raise InputError(
+                    "mean_over='tokens' takes the mean of this rank's tokens, of which sequences share some: with "
+                    "share_prefixes=True give micro_batch.mean(values, over='tokens') with mean_over='step'"
+                )
             if num_slots := int((micro_batch.shard.sequences >= 0).sum()):
                 terms.append(self._direct(loss, num_slots / totals.slots))
         elif mean_over == "units":

@@ -37,6 +37,7 @@ def make_shard(
         seed=run.seed,
         ids=tuple(ids),
         cu_seqlens=collator.cu_seqlens(pack),
+        tree=collator.tree(pack),
         group=group,
         device=world.device,
         recompute=pipeline.recompute_of(planned),

@@ -56,7 +56,7 @@ def column_totals(own: OwnMicroBatches, run: RunState) -> ColumnTotals:
     sums = torch.zeros(len(columns), 2, dtype=torch.float64)
     packs = [planned.pack for _, _, pipeline, planned in own if run.world.rank == min(pipeline.ranks)]
     for number, values_of in enumerate(columns.values()):
-        for values in (values_of(sequence) for pack in packs for sequence in pack.ids):
+        for values in (values_of(sequence) for pack in packs for sequence in run.collator.members(pack)):
             sums[number] += torch.tensor([values.sum(), values[0].sum()], dtype=torch.float64)
     by_column = sum_over_ranks(sums.to(run.world.device)).tolist()
     return ColumnTotals({name: (total, of_sequences) for name, (total, of_sequences) in zip(columns, by_column)})

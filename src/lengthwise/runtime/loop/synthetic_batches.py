@@ -103,6 +103,7 @@ def synthetic_of_all_kinds(run: MicroBatchMaker, lengths: tuple[int, ...]) -> It
         passed={name: partial(source.column, name) for name in before.passed},
         loss_columns=_repeated(before, lengths),
         special=None,
+        shared=None,
     )
     try:
         yield
@@ -128,6 +129,7 @@ def synthetic(run: MicroBatchMaker, lengths: tuple[int, ...]) -> Iterator[None]:
         passed=passed,
         loss_columns=_repeated(before, lengths),
         special=None,
+        shared=None,
     )
     try:
         yield
@@ -153,6 +155,7 @@ def whole_shard(run: MicroBatchMaker, pack: Pack) -> PackShard:
     """The shard of a pack that this rank computes alone, without noise."""
     return PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=run.alone,
+        tree=run.collator.tree(pack),
         device=run.world.device, has_noise=False,
     )  # fmt: skip
 

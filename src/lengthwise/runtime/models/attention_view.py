@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from lengthwise.core.errors import InputError, Setting
+from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.core.specs import ModelSpec
 
 
@@ -24,6 +25,9 @@ class AttentionView:
     """No token sees a later one of this order."""
     order: np.ndarray | None = None
     """[T] where in the pack each token of this order is; None: the pack's own order."""
+    tree: PrefixTree | None = None
+    """Where sequences share what they begin with: the segments between ``cu_seqlens``, each of which also sees all of
+    those that it continues. In the pack's own order alone."""
 
     @property
     def num_tokens(self) -> int:
@@ -42,13 +46,15 @@ class AttentionView:
     @cached_property
     def offsets(self) -> np.ndarray:
         """Position within its sequence of each token of the pack, [T]."""
+        if self.tree is not None:
+            return self.tree.positions
         starts = np.repeat(self.cu_seqlens[:-1], [end - start for start, end in pairwise(self.cu_seqlens)])
         return (np.arange(self.num_tokens) - starts)[self.places]
 
 
-def in_order(cu_seqlens: tuple[int, ...], *, causal: bool) -> AttentionView:
-    """View in the pack's own order."""
-    return AttentionView(cu_seqlens=cu_seqlens, causal=causal)
+def in_order(cu_seqlens: tuple[int, ...], *, causal: bool, tree: PrefixTree | None = None) -> AttentionView:
+    """View in the pack's own order; ``tree``: of its sequences, where they share what they begin with."""
+    return AttentionView(cu_seqlens=cu_seqlens if tree is None else tree.bounds, causal=causal, tree=tree)
 
 
 def check_positions(cu_seqlens: tuple[int, ...], spec: ModelSpec) -> None:

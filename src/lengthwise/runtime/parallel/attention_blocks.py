@@ -8,13 +8,15 @@ however large the logits (online softmax, Milakov & Gimelshein 2018). The backwa
 of the whole alone (FlashAttention, Dao et al. 2022).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.parallel.tokens import TokenShards
@@ -133,7 +135,7 @@ Rows = slice | Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedTask:
-    """All tasks between two ranks as one launch of the flash kernel, by the offsets of their blocks. Q queries."""
+    """Tasks between two ranks as one launch of the flash kernel, by the offsets of their blocks. Q queries."""
 
     query_rows: Rows
     """Neighbouring ones, or an index; a query is there once at most."""
@@ -187,28 +189,35 @@ class PackedTask:
 
 
 def packed(tasks: Sequence[Task], device: torch.device) -> tuple[PackedTask, ...]:
-    """One task of all of ``tasks``, which are causal or not alike; none of none."""
-    if not tasks:
-        return ()
-    assert len({task.causal for task in tasks}) == 1, "tasks between two ranks are of one kind"
+    """Pack ``tasks`` into as few launches as can be: each is causal or not, and has a query once at most."""
+    launches: list[list[Task]] = []
+    for task in tasks:
+        for launch in launches:
+            last = launch[-1]
+            if last.causal == task.causal and last.query + last.count * last.num_queries <= task.query:
+                launch.append(task)
+                break
+        else:
+            launches.append([task])
+    return tuple(_packed(launch, device) for launch in launches)
+
+
+def _packed(tasks: Sequence[Task], device: torch.device) -> PackedTask:
     queries = np.repeat([task.num_queries for task in tasks], [task.count for task in tasks])
     keys = np.repeat([task.num_keys for task in tasks], [task.count for task in tasks])
-    return (
-        PackedTask(
-            query_rows=_rows([(task.query, task.count * task.num_queries) for task in tasks], device),
-            key_rows=_rows([(task.key, task.count * task.num_keys) for task in tasks], device),
-            query_offsets=_offsets(queries, device),
-            key_offsets=_offsets(keys, device),
-            longest=(int(queries.max()), int(keys.max())),
-            causal=tasks[0].causal,
-        ),
+    return PackedTask(
+        query_rows=_rows([(task.query, task.count * task.num_queries) for task in tasks], device),
+        key_rows=_rows([(task.key, task.count * task.num_keys) for task in tasks], device),
+        query_offsets=_offsets(queries, device),
+        key_offsets=_offsets(keys, device),
+        longest=(int(queries.max()), int(keys.max())),
+        causal=tasks[0].causal,
     )
 
 
 def _rows(runs: Sequence[tuple[int, int]], device: torch.device) -> Rows:
-    first, last = runs[0][0], runs[-1][0] + runs[-1][1]
-    if sum(length for _, length in runs) == last - first:
-        return slice(first, last)
+    if all(start + length == after for (start, length), (after, _) in pairwise(runs)):
+        return slice(runs[0][0], runs[-1][0] + runs[-1][1])
     return to_device(np.concatenate([np.arange(start, start + length) for start, length in runs]), device)
 
 
@@ -226,13 +235,31 @@ def _add(x: Tensor, rows: Rows, values: Tensor) -> None:
 def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: int) -> tuple[Task, ...]:
     """Attention tasks between the queries of ``rank`` and the keys of ``source``, both in the order of ``view``.
 
-    Every query is in one task at most: what it sees of another rank's keys of its sequence are the first ones.
+    Every query is in one task at most: what it sees of another rank's keys of its sequence are the first ones. In a
+    prefix tree it is also in one for each segment that its own continues, and sees all of that one's keys.
     """
     queries, keys = (np.sort(view.places[shards.places[shard_rank]]) for shard_rank in (rank, source))
+    within = _tasks_within(view, queries, keys, is_local=rank == source)
+    return tuple(within if view.tree is None else [*within, *_tasks_before(view.tree, queries, keys)])
+
+
+def _tasks_before(tree: PrefixTree, queries: np.ndarray, keys: np.ndarray) -> Iterator[Task]:
+    """The task of each segment that others continue: all of their queries see all of its keys."""
+    for segment, end in enumerate(tree.ends):
+        rows = np.searchsorted(queries, [tree.bounds[segment + 1], tree.bounds[end]]).tolist()
+        columns = np.searchsorted(keys, tree.bounds[segment : segment + 2]).tolist()
+        if rows[0] < rows[1] and columns[0] < columns[1]:
+            yield Task(
+                query=rows[0], num_queries=rows[1] - rows[0], key=columns[0], num_keys=columns[1] - columns[0]
+            )  # fmt: skip
+
+
+def _tasks_within(view: AttentionView, queries: np.ndarray, keys: np.ndarray, *, is_local: bool) -> list[Task]:
+    """The tasks of each sequence, or segment of a tree, by itself; ``is_local``: queries and keys are of one rank."""
     bounds = np.asarray(view.cu_seqlens)
     sequence = np.searchsorted(bounds, queries, side="right") - 1
     starts = np.searchsorted(keys, bounds[sequence])
-    is_local_causal = view.causal and rank == source
+    is_local_causal = view.causal and is_local
     ends = np.searchsorted(keys, queries if view.causal and not is_local_causal else bounds[sequence + 1])
     changes = np.flatnonzero((np.diff(sequence, prepend=-1) != 0) | (np.diff(ends, prepend=-1) != 0))
     tasks: list[Task] = []
@@ -243,7 +270,7 @@ def block_tasks(view: AttentionView, shards: TokenShards, *, rank: int, source: 
         )  # fmt: skip
         if task.num_keys:
             tasks.append(task)
-    return tuple(_joined(tasks))
+    return _joined(tasks)
 
 
 def _joined(tasks: Sequence[Task]) -> list[Task]:

@@ -37,11 +37,11 @@ class Ring:
     back: Tensor | None = None
     """[t] index that undoes ``into``."""
     packed_tasks: dict[int, tuple[PackedTask, ...]] = field(default_factory=dict)
-    """``tasks`` as one launch for each rank, made at first use."""
+    """``tasks`` as few launches for each rank, made at first use."""
 
     def tasks_of(self, source: int, q: Tensor) -> tuple[Task | PackedTask, ...]:
-        """What our queries ``q`` see of the keys of ``source``: one launch, where the flash kernel takes them, else one
-        for each run of equal blocks.
+        """What our queries ``q`` see of the keys of ``source``: as few launches as can be, where the flash kernel takes
+        them, else one for each run of equal blocks.
         """
         tasks = self.tasks[source]
         if not uses_flash(q) or any(isinstance(task, LaunchedAlone) for task in tasks):

@@ -6,7 +6,7 @@ to attend (zigzag, as in Llama 3's context parallelism; Grattafiori et al. 2024)
 divide are dealt to the ranks in turn, so ranks differ by one token at most, whatever the lengths.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,10 @@ class TokenRun:
     """The row of the first one among all tokens of the rank."""
     positions: range
     """Their positions in the sequence."""
+
+    def after(self, start: int) -> "TokenRun":
+        """The run with its positions counted from ``start`` on."""
+        return replace(self, positions=range(self.positions.start + start, self.positions.stop + start))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

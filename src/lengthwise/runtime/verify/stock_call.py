@@ -45,7 +45,8 @@ def shard_for(run: PreparedModel, pack: Pack, group: Group, **options: Any) -> P
     """The shard with this rank's slots of a pack, computed without noise by the ranks of ``group``."""
     return PackShard(
         step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
-        device=run.world.device, has_noise=False, is_causal=run.collator.objective == NEXT_TOKEN, **options,
+        tree=run.collator.tree(pack), device=run.world.device,
+        has_noise=False, is_causal=run.collator.objective == NEXT_TOKEN, **options,
     )  # fmt: skip
 
 

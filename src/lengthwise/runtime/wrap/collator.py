@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from lengthwise.core.batch import EVERY_TOKEN, Pack
 from lengthwise.core.errors import InputError
+from lengthwise.core.prefix_tree import PrefixTree, in_pack
 from lengthwise.runtime.models.targets import IGNORE, TokenMasking
+from lengthwise.runtime.wrap.shared_prefixes import SharedPrefixes
 from lengthwise.runtime.wrap.unit_members import Units
 
 
@@ -48,9 +51,32 @@ class PackCollator:
     units: Units | None = None
     """Of which sequences those consist that are planned; None: of one each."""
 
+    shared: SharedPrefixes | None = None
+    """Lays units out as one sequence each, with what their sequences share once; ``source``, ``labels`` and ``passed``
+    are by unit then, ``loss_columns`` by sequence as ever."""
+
     def computed(self, pack: Pack) -> Pack:
-        """The pack of the sequences that are computed, from a planned pack of units."""
-        return pack if self.units is None else self.units.members(pack)
+        """The pack that is computed, from a planned pack: of units, that of their sequences."""
+        return pack if self.units is None or self.shared is not None else self.units.members(pack)
+
+    def members(self, pack: Pack) -> list[int]:
+        """The numbers of the single sequences of a pack that is computed."""
+        return list(pack.ids) if self.shared is None else self.shared.ids(pack.ids)
+
+    def lengths(self, pack: Pack) -> tuple[int, ...]:
+        """The tokens of each of :meth:`members`, whatever they share."""
+        if self.shared is None or self.units is None:
+            return pack.lengths
+        return tuple(self.units.lengths[self.members(pack)].tolist())
+
+    def tree(self, pack: Pack) -> PrefixTree | None:
+        """The prefix tree of a pack's slots; None: no item shares anything."""
+        if self.shared is None:
+            return None
+        trees = [(start, self.shared.tree(unit)) for start, unit in zip(pack.cu_seqlens, pack.ids)]
+        by_start = dict(trees)
+        bounds = self.cu_seqlens(pack)
+        return in_pack([by_start.get(start) for start in bounds[:-1]], bounds)
 
     @property
     def has_all_targets(self) -> bool:
@@ -61,6 +87,17 @@ class PackCollator:
         """Sequence boundaries of a pack in slots. Padding is a sequence of its own: models may attend both ways."""
         ends = {start + length for start, length in zip(pack.cu_seqlens, pack.lengths)}
         return tuple(bound // self.slot_tokens for bound in sorted({*pack.cu_seqlens, *ends}))
+
+
+def with_shared_prefixes(collator: PackCollator) -> PackCollator:
+    """The collator of units that are laid out as one sequence, from that of their sequences, which have labels."""
+    assert collator.units is not None and collator.labels is not None, "checked where options are read"
+    shared = SharedPrefixes(
+        collator.source.tokens, collator.labels, collator.passed, num_members=collator.units.num_members,
+        ignore_index=collator.ignore_index,
+    )  # fmt: skip
+    passed = {name: partial(shared.passed, name) for name in collator.passed}
+    return replace(collator, source=shared, labels=shared.labels, passed=passed, shared=shared)
 
 
 def pad_to_degree(pack: Pack, degree: int, collator: PackCollator) -> Pack:

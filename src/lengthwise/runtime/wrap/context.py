@@ -19,11 +19,14 @@ from torch.autograd.graph import GradientEdge
 
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
+from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.attention_view import in_order
+from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
+from lengthwise.runtime.parallel.ring_attention import Ring
 from lengthwise.runtime.parallel.stage_shard import StageView
-from lengthwise.runtime.parallel.tokens import shard_tokens
+from lengthwise.runtime.parallel.tokens import TokenShards, shard_tokens
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange, Event, ExchangeScript, SlotGather
 from lengthwise.runtime.wrap.loss_check import NotedLoss
 from lengthwise.runtime.wrap.stage_pass import StagedForward
@@ -83,6 +86,9 @@ class PackShard:
     """Offsets of the sequence boundaries in slots."""
     group: Group
     device: torch.device
+    tree: PrefixTree | None = None
+    """Where items are units whose sequences share what they begin with: the segments of all of them. What is called a
+    sequence of the pack is then a unit."""
     recompute: tuple[bool, ...] = ()
     """One flag per layer, or none for no layer."""
     methods: tuple[Method, ...] = ()
@@ -127,20 +133,23 @@ class PackShard:
     _stages: dict[bool, StageView] = field(default_factory=dict)
     """The stages of causal and of other attentions."""
 
-    def alone_with(self, ids: tuple[int, ...], cu_seqlens: tuple[int, ...]) -> "PackShard":
+    def alone_with(
+        self, ids: tuple[int, ...], cu_seqlens: tuple[int, ...], tree: PrefixTree | None = None
+    ) -> "PackShard":
         """A shard of sequences of this micro-batch that this rank computes alone."""
         return PackShard(
             step=self.step, seed=self.seed, ids=ids, cu_seqlens=cu_seqlens, group=Group(rank=0), device=self.device,
-            dtype=self.dtype, has_noise=self.has_noise, scalar=self.scalar,
+            tree=tree, dtype=self.dtype, has_noise=self.has_noise, scalar=self.scalar,
         )  # fmt: skip
 
     @cached_property
     def stage(self) -> StageView:
         """Which rank of the group holds which slots."""
         is_zigzag = self.is_causal and any(method is not Method.ULYSSES for method in self.methods)
+        view = in_order(self.cu_seqlens, causal=False, tree=self.tree)
         return StageView(
-            view=in_order(self.cu_seqlens, causal=False),
-            shards=shard_tokens(self.cu_seqlens, degree=self.group.size, causal=is_zigzag),
+            view=view,
+            shards=shard_tokens(view.cu_seqlens, degree=self.group.size, causal=is_zigzag),
             group=self.group,
             device=self.device,
             make_tables=lambda offsets: None,
@@ -151,10 +160,18 @@ class PackShard:
     ) -> AttentionSharing:
         """How the ranks share an attention of so many heads in ``layer``; outside of layers, as in the first."""
         if causal not in self._stages:
-            self._stages[causal] = replace(self.stage, view=in_order(self.cu_seqlens, causal=causal))
+            self._stages[causal] = replace(self.stage, view=replace(self.stage.view, causal=causal))
         # Teachers may have more layers than the model that plans are for.
         method = self.methods[min(layer or 0, len(self.methods) - 1)] if self.methods else Method.ULYSSES
         return self._stages[causal].sharing(method, num_heads, num_kv_heads)
+
+    @cached_property
+    def ring_alone(self) -> Ring:
+        """A causal attention of the whole pack on one rank, as tasks: of sequences that share what they begin with."""
+        view = replace(self.stage.view, causal=True)
+        shards = TokenShards(places=(np.arange(view.num_tokens),))
+        tasks = block_tasks(view, shards, rank=0, source=0)
+        return Ring(group=Group(rank=0), sizes=shards.sizes, tasks=(tasks,))
 
     @cached_property
     def places(self) -> np.ndarray:
@@ -169,7 +186,7 @@ class PackShard:
     @cached_property
     def positions(self) -> Tensor:
         """[t] position in its sequence of each slot of this rank."""
-        return torch.from_numpy(self.stage.view.offsets[self.places]).to(self.device)
+        return self._own(self.stage.view.offsets)
 
     @property
     def num_exchanges(self) -> int:
@@ -184,14 +201,34 @@ class PackShard:
     @cached_property
     def longest(self) -> int:
         """The number of slots of the longest sequence."""
+        if self.tree is not None:
+            return 1 + int(self.tree.positions.max())
         return max(end - start for start, end in pairwise(self.cu_seqlens))
 
     @cached_property
     def sequences(self) -> Tensor:
         """[t] id of the sequence of each slot of this rank; -1 for padding."""
         ids = [*self.ids, *[-1] * (len(self.cu_seqlens) - 1 - len(self.ids))]
-        of_slot = np.repeat(ids, [end - start for start, end in pairwise(self.cu_seqlens)])
-        return torch.from_numpy(of_slot[self.places]).to(self.device)
+        return self._own(np.repeat(ids, np.diff(self.cu_seqlens)))
+
+    @cached_property
+    def num_members(self) -> Tensor:
+        """[t] float64: how many sequences each slot of this rank is part of; 0 for padding."""
+        if self.tree is None:
+            return (self.sequences >= 0).double()
+        return self._own(self.tree.summed(np.ones(len(self.tree.leaves))))
+
+    @cached_property
+    def inverse_lengths(self) -> Tensor:
+        """[t] float64: the sum of 1 / length over the sequences that each slot of this rank is part of."""
+        if self.tree is not None:
+            return self._own(self.tree.summed(1.0 / self.tree.lengths))
+        lengths = np.diff(self.cu_seqlens)
+        return self._own(np.repeat(1.0 / np.maximum(lengths, 1), lengths))
+
+    def _own(self, values_T: np.ndarray) -> Tensor:
+        """This rank's slots of values of the pack."""
+        return torch.from_numpy(values_T[self.places]).to(self.device)
 
     def note_attention(self, out: Tensor) -> None:
         """Record an attention over slots with output ``out`` among the events, and later its backward."""

@@ -1,10 +1,8 @@
 """Shares of loss terms that are means over the whole step, for each rank and micro-batch."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,10 +36,11 @@ class LossTotals:
         packs, is_exact = [collator.computed(pack) for pack in planned], collator.labels is None
         if targets is None and collator.units is not None and is_exact:  # members have other targets than their sum
             targets = sum(num_targets(pack.lengths, objective=collator.objective) for pack in packs)
+        lengths = [length for pack in packs for length in collator.lengths(pack)]
         return cls(
             targets=max(1, plan.loss_normaliser if targets is None else targets),
-            slots=sum(sum(pack.lengths) for pack in packs) // collator.slot_tokens,
-            sequences=sum(len(pack.ids) for pack in packs),
+            slots=sum(lengths) // collator.slot_tokens,
+            sequences=len(lengths),
             units=sum(len(pack.ids) for pack in planned),
             is_exact=is_exact or targets is not None,
         )
@@ -114,10 +113,9 @@ def share_of_mean(micro_batch: StepShare, values: Tensor, over: Over) -> Tensor:
         totals.check_exact(over)
         mask = is_real
         if over == "tokens":
-            weights = torch.full_like(values.detach(), 1.0 / totals.slots)
+            weights = shard.num_members.to(values) / totals.slots
         else:
-            lengths = torch.from_numpy(lengths_of_slots(shard.cu_seqlens, shard.places)).to(values.device)
-            weights = 1.0 / (lengths.to(values.dtype) * totals.sequences)
+            weights = shard.inverse_lengths.to(values) / totals.sequences
     weights = weights.reshape(values.shape)
     return torch.where(mask.to(values.device).reshape(values.shape), values * weights, values.new_zeros(())).sum()
 
@@ -135,8 +133,8 @@ def share_of_sum(micro_batch: StepShare, values: Tensor, over: Literal["tokens",
     if over != "tokens":
         raise InputError(f"a sum is over 'tokens' or 'units', not over {over!r}")
     _check_by_slot(micro_batch.shard, values, "a sum over tokens")
-    is_real = (micro_batch.shard.sequences.to(values.device) >= 0).reshape(values.shape)
-    return torch.where(is_real, values, values.new_zeros(())).sum()
+    counts = micro_batch.shard.num_members.to(values).reshape(values.shape)
+    return torch.where(counts > 0, values * counts, values.new_zeros(())).sum()
 
 
 def _check_by_slot(shard: PackShard, values: Tensor, what: str) -> None:
@@ -156,9 +154,3 @@ def _share_of_units(micro_batch: StepShare, values: Tensor) -> Tensor:
             f"[{num_units}]; got {list(values.shape)}"
         )
     return values.sum() / (micro_batch.totals.units * micro_batch.degree)
-
-
-def lengths_of_slots(cu_seqlens: tuple[int, ...], places: np.ndarray) -> np.ndarray:
-    """[t] the length in slots of the sequence that each place of a pack is in."""
-    lengths = np.array([end - start for start, end in pairwise(cu_seqlens)])
-    return np.asarray(lengths[np.searchsorted(cu_seqlens, places, side="right") - 1])

@@ -1,7 +1,8 @@
 """What the user's loop is given: one micro-batch, this rank's share of it, ready for the model's forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -34,8 +35,8 @@ class MicroBatch:
         self.shard, self.pack = shard, pack
         self._collator, self._make_inputs = collator, make_inputs
         self.totals = LossTotals(
-            targets=max(1, sum(pack.lengths)), slots=sum(pack.lengths) // collator.slot_tokens,
-            sequences=len(pack.ids), units=max(1, len(pack.ids) // self._num_members),
+            targets=max(1, sum(pack.lengths)), slots=sum(collator.lengths(pack)) // collator.slot_tokens,
+            sequences=len(members := collator.members(pack)), units=max(1, len(members) // self._num_members),
         )  # fmt: skip
         """Totals by which means over the step divide; those of the micro-batch itself where it belongs to no step."""
         self.means: set[Over | Literal["sum"]] = set()
@@ -50,13 +51,13 @@ class MicroBatch:
 
     def whole(self) -> "MicroBatch":
         """Return a micro-batch of the same pack with all of its slots on this rank."""
-        alone = self.shard.alone_with(self.shard.ids, self.shard.cu_seqlens)
+        alone = self.shard.alone_with(self.shard.ids, self.shard.cu_seqlens, self.shard.tree)
         return MicroBatch(alone, self.pack, self._collator, make_inputs=self._make_inputs)
 
     def _alone(self, number: int) -> "MicroBatch":
         """Return a micro-batch of the sequence with this number in the pack, with all of its slots on this rank."""
         pack = Pack(ids=(self.pack.ids[number],), lengths=(self.pack.lengths[number],))
-        shard = self.shard.alone_with(pack.ids, self._collator.cu_seqlens(pack))
+        shard = self.shard.alone_with(pack.ids, self._collator.cu_seqlens(pack), self._collator.tree(pack))
         return MicroBatch(shard, pack, self._collator, make_inputs=self._make_inputs)
 
     @property
@@ -76,8 +77,26 @@ class MicroBatch:
 
     @cached_property
     def sequences(self) -> list[np.ndarray]:
-        """The sequences of the whole pack, as the corpus has them."""
+        """The sequences of the whole pack, as the corpus has them; units with shared prefixes as they are laid out."""
         return [self._collator.source.tokens(sequence) for sequence in self.pack.ids]
+
+    @property
+    def sequence_ids(self) -> list[int]:
+        """The numbers of the sequences of this micro-batch, in the order of :meth:`per_sequence`."""
+        return self._collator.members(self.pack)
+
+    def own_slots(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """For each sequence its number, which of this rank's slots it has, and their positions in it."""
+        shard = self.shard
+        offsets = shard.stage.view.offsets[shard.places]
+        if shard.tree is None:
+            numbers = shard.sequences.cpu().numpy()
+            masks = ((sequence, numbers == sequence) for sequence in self.sequence_ids)
+        else:
+            segments, paths = shard.tree.segments[shard.places], [shard.tree.paths[leaf] for leaf in shard.tree.leaves]
+            masks = ((sequence, np.isin(segments, path)) for sequence, path in zip(self.sequence_ids, paths))
+        for sequence, is_own in masks:
+            yield sequence, np.flatnonzero(is_own), offsets[is_own]
 
     def own(self, whole: Tensor | np.ndarray) -> Tensor:
         """Select this rank's slots ``[t, ...]``, on its device, of a tensor ``[T, ...]`` for the whole pack.
@@ -90,6 +109,11 @@ class MicroBatch:
             places = [place for start, length in starts for place in range(start // size, (start + length) // size)]
             values = values.new_zeros(self.shard.cu_seqlens[-1], *values.shape[1:]).index_copy(
                 0, torch.tensor(places, device=values.device), values
+            )
+        if len(values) != self.shard.cu_seqlens[-1]:
+            raise InputError(
+                f"own() selects of one value for each of the {self.shard.cu_seqlens[-1]:,} slots of a micro-batch; got "
+                f"{len(values):,}"
             )
         return values[torch.from_numpy(self.shard.places).to(values.device)].to(self.shard.device)
 
@@ -147,14 +171,17 @@ class MicroBatch:
     @cached_property
     def passed(self) -> dict[str, Tensor]:
         """Further columns of the items by name, with one value for each slot of this rank: [t, ...]."""
-        values = {name: self._values(values_of) for name, values_of in self._collator.passed.items()}
-        return {name: self._spread([array.astype(np.int64) for array in arrays]) for name, arrays in values.items()}
+        return {
+            name: self._spread([np.asarray(values_of(sequence)).astype(np.int64) for sequence in self.pack.ids])
+            for name, values_of in self._collator.passed.items()
+        }
 
     def column(self, name: str, *, of: Literal["tokens", "targets"] = "tokens") -> Tensor:
         """[t, ...] the values of one of ``loss_columns=`` for this rank's slots, 0 for padding.
 
         ``of``: "tokens", each slot has the value of its own token; "targets", that of the token that it predicts, the
-        next one of its sequence (0 at its end), or with other objectives its own.
+        next one of its sequence (0 at its end), or with other objectives its own. A slot that sequences share has the
+        mean of their values.
 
         Raises:
             InputError: there is no such column.
@@ -162,6 +189,9 @@ class MicroBatch:
         values = self._values(self._loss_column(name))
         if of == "targets" and self._predicts_next:
             values = [np.concatenate([array[1:], np.zeros_like(array[:1])]) for array in values]
+        if (shared := self._collator.shared) is not None:
+            rows, trees = iter(values), [shared.tree(unit) for unit in self.pack.ids]
+            values = [tree.mean(list(islice(rows, len(tree.leaves)))) for tree in trees]
         return self._spread(values)
 
     def column_by_sequence(self, name: str) -> Tensor:
@@ -183,7 +213,7 @@ class MicroBatch:
         return columns[name]
 
     def _values(self, values_of: Callable[[int], np.ndarray]) -> list[np.ndarray]:
-        return [np.asarray(values_of(sequence)) for sequence in self.pack.ids]
+        return [np.asarray(values_of(sequence)) for sequence in self._collator.members(self.pack)]
 
     def _spread(self, values: list[np.ndarray]) -> Tensor:
         """[t, ...] this rank's slots of values of all sequences, [length, ...] each."""
@@ -197,7 +227,8 @@ class MicroBatch:
         """This rank's share of a sum over the whole step, of one value for each of its slots, [t] or [1, t].
 
         The sum over micro-batches and ranks is that sum. Divide it by any number that is the same on every rank, such
-        as ``step.total(column)``, and give it as ``step.backward(..., mean_over="step")``. Padding is left out.
+        as ``step.total(column)``, and give it as ``step.backward(..., mean_over="step")``. Padding is left out, and a
+        slot counts once for each sequence that shares it.
         ``over``: "units", of one value for each of the u units of this micro-batch instead, [u].
 
         Raises:
@@ -256,7 +287,9 @@ class MicroBatch:
     @cached_property
     def is_last(self) -> Tensor:
         """[t] bool: whether each slot of this rank is the last one of its sequence."""
-        ends = np.asarray(self.shard.cu_seqlens[1:]) - 1
+        tree = self.shard.tree
+        bounds = self.shard.cu_seqlens[1:] if tree is None else [tree.bounds[leaf + 1] for leaf in tree.leaves]
+        ends = np.asarray(bounds) - 1
         return torch.from_numpy(np.isin(self.shard.places, ends)).to(self.shard.device) & (self.shard.sequences >= 0)
 
     @property

@@ -99,6 +99,11 @@ class StockPositions:
             self._is_learned = True
         if self._rule is None:
             return shard.positions
+        if shard.tree is not None:
+            raise InputError(
+                f"share_prefixes=True: {type(self._model).__name__} derives positions from all of a sequence's tokens, "
+                "and here some are shared; leave share_prefixes out"
+            )
         tokens_T = micro_batch.whole().tokens
         whole_T = shard.positions.new_empty(shard.cu_seqlens[-1])
         for start, end in pairwise(shard.cu_seqlens):

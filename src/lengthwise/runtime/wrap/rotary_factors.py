@@ -81,6 +81,11 @@ class _Rotary:
             return self._of_shard(shards.current(), *args, **kwargs)
 
     def _of_shard(self, shard: PackShard, *args: Any, **kwargs: Any) -> Any:
+        if shard.tree is not None:
+            raise InputError(
+                f"share_prefixes=True: {type(self._module).__name__} scales its rotary factors by the length of a "
+                "sequence, and shared tokens are in sequences of several lengths; leave share_prefixes out"
+            )
         bound = signature(self._forward).bind(*args, **kwargs)
         position_ids = bound.arguments[_POSITIONS]
         if not bool((position_ids == shard.positions).all()):

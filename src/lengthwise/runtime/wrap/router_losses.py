@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lengthwise.core.errors import InputError
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.exchange_script import SlotGather
 from lengthwise.runtime.wrap.zero_collectives import gather_sizes
@@ -55,6 +56,11 @@ def _balance(function: Any, shard: PackShard, gate_logits: Any, *args: Any, **kw
     """The mean of a load-balancing loss over the sequences, weighted by their targets."""
     if not isinstance(gate_logits, tuple) or any(len(logits) != shard.num_slots for logits in gate_logits):
         return function(gate_logits, *args, **kwargs)
+    if shard.tree is not None:
+        raise InputError(
+            "share_prefixes=True: the load-balancing loss of the model's router is a mean over all tokens of each "
+            "sequence, of which some are shared; set output_router_logits=False, or leave share_prefixes out"
+        )
     widths = [logits.shape[1] for logits in gate_logits]
     logits_TW = gather_slots(torch.cat(gate_logits, dim=1), shard)
     losses, weights = [], []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript, Summed
 from lengthwise.runtime.wrap.oom_recovery import MissingTensor
@@ -38,14 +39,21 @@ def sums_by_sequence(shard: PackShard, values: Tensor, num_members: int) -> Tens
     forward, dtype = _begin(shard), torch.promote_types(by_slot.dtype, torch.float32)
     numbers = torch.from_numpy(sequence_numbers(shard)[shard.places]).to(by_slot.device)
     is_real = numbers >= 0  # what a model makes of padding may be anything
-    zeros = torch.zeros(num_sequences(shard), *by_slot.shape[1:], dtype=dtype, device=by_slot.device)
+    count = num_sequences(shard) if shard.tree is None else len(shard.tree.parents)
+    zeros = torch.zeros(count, *by_slot.shape[1:], dtype=dtype, device=by_slot.device)
     sums: Tensor = zeros.index_add(0, numbers[is_real], by_slot[is_real].to(dtype))
     if shard.group.size > 1 and _all_have(shard, sums):
         forward.script = ExchangeScript(calls={0: Summed(count=sums.numel(), dtype=dtype)})
         sums = _SumOverRanks.apply(sums, shard)
         forward.script = ExchangeScript(calls={0: Summed()})
     forward.ended = shard.num_exchanges
-    return sums
+    return sums if shard.tree is None else _along_paths(sums, shard.tree)
+
+
+def _along_paths(sums: Tensor, tree: PrefixTree) -> Tensor:
+    """[M, ...] sums over sequences, of those over the segments of their prefix tree."""
+    segments, members = (torch.from_numpy(numbers).to(sums.device) for numbers in tree.members)
+    return sums.new_zeros(len(tree.leaves), *sums.shape[1:]).index_add(0, members, sums[segments])
 
 
 def _all_have(shard: PackShard, sums: Tensor) -> bool:
@@ -74,7 +82,10 @@ def _all_have(shard: PackShard, sums: Tensor) -> bool:
 
 
 def sequence_numbers(shard: PackShard) -> np.ndarray:
-    """[T] the number in the micro-batch of each slot's sequence, from 0; -1 for padding."""
+    """[T] the number in the micro-batch of each slot's sequence, or segment of a tree, from 0; -1 for padding."""
+    if shard.tree is not None:
+        is_member = np.isin(np.arange(len(shard.tree.parents)), shard.tree.members[0])
+        return np.where(is_member, np.arange(len(is_member)), -1)[shard.tree.segments]
     padded = np.full(len(shard.cu_seqlens) - 1, -1)
     padded[: len(shard.ids)] = shard.ids
     numbers = np.where(padded >= 0, np.cumsum(padded >= 0) - 1, -1)
@@ -83,6 +94,8 @@ def sequence_numbers(shard: PackShard) -> np.ndarray:
 
 def num_sequences(shard: PackShard) -> int:
     """The number s of sequences in the micro-batch."""
+    if shard.tree is not None:
+        return len(shard.tree.leaves)
     return sum(sequence >= 0 for sequence in shard.ids)
 
 

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.runtime.models.varlen_attention import attend
 from lengthwise.runtime.parallel.attention_blocks import LaunchedAlone, MaskedTask, Task
 from lengthwise.runtime.parallel.ring_attention import Ring, ring_attention
-from lengthwise.runtime.parallel.tokens import TokenRun
+from lengthwise.runtime.parallel.tokens import TokenRun, TokenShards
 from lengthwise.runtime.wrap.context import PackShard
 from lengthwise.runtime.wrap.counter_rng import attention_keep
 from lengthwise.runtime.wrap.exchange_script import AttentionExchange
@@ -77,6 +78,12 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionReq
             f"attention of queries {tuple(q_tNH.shape)} over keys {tuple(k_tKH.shape)} and values "
             f"{tuple(v_tKH.shape)}: only self-attention, of each slot over its own sequence, can be prepared"
         )
+    if shard.tree is not None and (kind.mask is not None or not kind.causal):
+        raise InputError(
+            "share_prefixes=True is for causal attention, where no token sees a later one: this model's attention "
+            + ("has masks or biases of its own" if kind.causal or kind.mask is not None else "looks both ways")
+            + "; leave share_prefixes out"
+        )
     if kind.dropout and not shard.has_noise:
         kind = replace(kind, dropout=0.0)
     size, value_size = q_tNH.shape[2], v_tKH.shape[2]
@@ -109,6 +116,8 @@ def attend_shard(q_tNH: Tensor, k_tKH: Tensor, v_tKH: Tensor, kind: AttentionReq
 def _attend_whole(
     q_TnH: Tensor, k_TkH: Tensor, v_TkH: Tensor, first_head: int, *, kind: AttentionRequest, shard: PackShard
 ) -> Tensor:
+    if shard.tree is not None:
+        return _attend_in_ring(q_TnH, k_TkH, v_TkH, first_head, kind=kind, shard=shard, ring=shard.ring_alone)
     cu_seqlens = shard.cu_seqlens
     if kind.window is None and kind.is_plain:
         return attend(q_TnH, k_TkH, v_TkH, cu_seqlens, causal=kind.causal)
@@ -143,15 +152,30 @@ def _attend_in_ring(
 
 def _tasks(ring: Ring, source: int, heads: range, kind: AttentionRequest, shard: PackShard) -> Iterator[Task]:
     """Attention tasks between the queries of this rank and the keys of ``source``, some queries at a time."""
-    shares = shard.stage.shards.merged(shard.group.size // ring.group.size)
-    query_runs, key_runs = (shares.runs(shard.cu_seqlens, rank) for rank in (ring.group.rank, source))
+    if ring is shard.ring_alone:
+        shares = TokenShards(places=(np.arange(shard.cu_seqlens[-1]),))
+    else:
+        shares = shard.stage.shards.merged(shard.group.size // ring.group.size)
+    query_runs, key_runs = (_runs(shard, shares, rank) for rank in (ring.group.rank, source))
     keys_by_sequence: dict[int, list[TokenRun]] = {}
     for run in key_runs:
         keys_by_sequence.setdefault(run.sequence, []).append(run)
     for query_run in query_runs:
-        sequence = _Sequence.of(query_run.sequence, heads, kind=kind, shard=shard)
-        for key_run in keys_by_sequence.get(query_run.sequence, []):
+        number = query_run.sequence
+        path: tuple[int, ...] = (number,)
+        if shard.tree is not None:
+            path = shard.tree.paths[number]
+            number = int(np.searchsorted(shard.cu_seqlens, shard.tree.bounds[number], side="right")) - 1
+        sequence = _Sequence.of(number, heads, kind=kind, shard=shard)
+        for key_run in (run for segment in path for run in keys_by_sequence.get(segment, [])):
             yield from sequence.tasks(query_run, key_run)
+
+
+def _runs(shard: PackShard, shares: TokenShards, rank: int) -> list[TokenRun]:
+    """The tokens of a rank as runs; in a prefix tree of its segments, whose positions go on."""
+    if shard.tree is None:
+        return shares.runs(shard.cu_seqlens, rank)
+    return [run.after(shard.tree.starts[run.sequence]) for run in shares.runs(shard.tree.bounds, rank)]
 
 
 def _narrower(kind: AttentionRequest, longest: int) -> tuple[int, int] | None:

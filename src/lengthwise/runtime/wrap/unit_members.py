@@ -1,7 +1,8 @@
 """Units: groups of sequences that share a micro-batch, planned as one sequence and computed as several.
 
 To sampler and planner a unit is one sequence, as long as all of its members. In a forward each member is a sequence of
-its own: positions from 0, attention within it, no label across its border. M members of every unit.
+its own: positions from 0, attention within it, no label across its border. Where members share what they begin with,
+see :mod:`lengthwise.runtime.wrap.shared_prefixes`. M members of every unit.
 """
 
 from dataclasses import dataclass

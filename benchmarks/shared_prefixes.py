@@ -1,0 +1,150 @@
+"""Groups of rollouts with one prompt: seconds of a step with the prompt computed once, over every sequence by itself.
+
+    python benchmarks/shared_prefixes.py [--rounds 3] [--ranks 2]
+
+A small Llama on ranks of one thread joined by Gloo, the loss of GRPO over columns. Answers are lognormal, and prompts
+have the share of all tokens that a row says. Sides take turns in every round, each planned by `auto` from its own
+measured profile; figures are medians of ratios within a round, and losses are compared.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+from method_ranks import Ranks
+from pages import Goal, Section, at_least, at_most, write
+
+SIZES = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": 2048}
+GROUPS, STEPS = 4, 4
+"""Groups of a step, and steps, of which the first is not counted."""
+CASES = ((8, 0.5), (8, 0.8), (16, 0.8), (16, 0.9))
+"""Rollouts of a prompt, and the share of all tokens that are prompts'."""
+ANSWER = 128
+"""Median tokens of an answer."""
+
+
+def groups(members: int, share: float) -> list[tuple[dict, ...]]:
+    """Units of rollouts for all steps."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(GROUPS * STEPS):
+        answers = np.clip(rng.lognormal(np.log(ANSWER), 0.6, members), 4, 4 * ANSWER).astype(int)
+        length = round(float(answers.mean()) * share / (1 - share))
+        prompt = rng.integers(0, SIZES["vocab_size"], length)
+        unit = []
+        for answer in answers.tolist():
+            tokens = np.concatenate([prompt, rng.integers(0, SIZES["vocab_size"], answer)])
+            mask = (np.arange(len(tokens)) >= length).astype(np.int64)
+            columns = {"answer": mask, "advantage": float(rng.normal()), "completion_mask": mask}
+            unit.append({"input_ids": tokens, **columns})
+        found.append(tuple(unit))
+    return found
+
+
+def train(members: int, share: float, shares_prefixes: bool, folder: str) -> dict[str, float]:
+    """Seconds of the median step after the first, its losses, and the tokens that were computed."""
+    import torch
+    from torch.nn import functional as F
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import lengthwise
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=4, use_cache=False))
+    profile = Path(folder, f"{members}-{share}-{shares_prefixes}.json")
+    run = lengthwise.prepare(
+        model, groups(members, share), sequences_per_step=GROUPS, steps=STEPS, policy="auto", recompute="none",
+        loss_columns=("answer", "advantage"), share_prefixes=shares_prefixes, device="cpu",
+        check=False, verbose=False, profile=profile, memory_gib=8,
+    )  # fmt: skip
+    seconds, losses, tokens = [], [], 0
+    for step in run.steps():
+        began = time.perf_counter()
+        for micro_batch in step:
+            logits = model(**micro_batch.inputs).logits[0]
+            logps = -F.cross_entropy(logits, micro_batch.labels, reduction="none")
+            losses_t = -(logps - logps.detach()).exp() * micro_batch.column("advantage", of="targets")
+            masked_t = losses_t * micro_batch.column("answer", of="targets")
+            step.backward(micro_batch.sum(masked_t) / step.total("answer"), mean_over="step")
+        losses.append(step.update().loss)
+        seconds.append(time.perf_counter() - began)
+        tokens += sum(m.pack.num_tokens for pipeline in step.plan.pipelines for m in pipeline.micro_batches)
+    run.close()
+    return {"seconds": median(seconds[1:]), "loss": losses[-1], "tokens": tokens}
+
+
+def unique_tokens(members: int, share: float) -> int:
+    """Distinct tokens: prompts once, and answers."""
+    units = groups(members, share)
+    prompts = sum(len(unit[0]["input_ids"]) - int(unit[0]["answer"].sum()) for unit in units)
+    return prompts + sum(int(member["answer"].sum()) for unit in units for member in unit)
+
+
+def measure(num_ranks: int, members: int, share: float, rounds: int) -> tuple[list[float], float, float, float]:
+    """Ratios of seconds by round; tokens apart over those computed; those over distinct ones; difference of losses."""
+    ratios, found = [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for side in (False, True):
+                ranks = Ranks(num_ranks)
+                try:
+                    found[side] = ranks.run(train, members, share, side, folder)[0]
+                finally:
+                    ranks.close()
+            ratios.append(found[False]["seconds"] / found[True]["seconds"])
+            print(members, share, ratios[-1], found, flush=True)
+    apart, shared = found[False], found[True]
+    error = abs(apart["loss"] - shared["loss"]) / abs(apart["loss"])
+    return ratios, apart["tokens"] / shared["tokens"], shared["tokens"] / unique_tokens(members, share), error
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows, goals = [], list[Goal]()
+    for members, share in CASES:
+        ratios, tokens, computed, error = measure(options.ranks, members, share, options.rounds)
+        assert error < 1e-3, f"the losses differ by {error:.1e}"
+        faster = median(ratios)
+        between = f"{min(ratios):.2f} to {max(ratios):.2f}"
+        rows.append((members, f"{share:.0%}", f"{tokens:.2f}x", f"{computed:.4f}", f"{faster:.2f}x", between))
+        if share == 0.8:
+            goals.append(at_least(f"prompts of 80 % of all tokens, {members} rollouts, seconds", faster, 3.0, "x"))
+        goals.append(
+            at_most(f"tokens computed over distinct ones, {members} rollouts, {share:.0%}", computed, 1.01, "x")
+        )
+    write(
+        "shared_prefixes",
+        title="Shared prefixes",
+        first=(
+            f"Measured on {options.ranks} CPU ranks of one thread, both sides in turn in one run, median of "
+            f"{options.rounds} rounds: a step of {GROUPS} groups of rollouts under GRPO with `share_prefixes=True`, "
+            "over the same step with every sequence by itself."
+        ),
+        sections=[
+            Section(
+                title="Steps of groups of rollouts",
+                text=(
+                    "Fewer tokens bounds what the step can gain where all operators but attention count; what branches "
+                    "attend to is the same on both sides. The last token of a prompt, which predicts the answer, is "
+                    "computed by every branch."
+                ),
+                head=("rollouts of a prompt", "prompts' tokens", "fewer tokens", "over distinct", "faster", "rounds"),
+                rows=rows,
+                goals=tuple(goals),
+                measured=("faster", "rounds"),
+            )
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()
