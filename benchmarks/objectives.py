@@ -1,0 +1,197 @@
+"""Plans of rollouts that ranks bring, beside verl's balancing by sequence length and TRL's fixed micro-batches.
+
+    python benchmarks/objectives.py [--quick]
+
+Rollouts: lengths lognormal, a fifth at the cap, 8 or 16 to a prompt. Simulated on 64 H100, and trained by GRPO's loss
+on two ranks of this machine, processes of one thread joined by Gloo. Writes objectives.md and results/objectives.json.
+"""
+
+import argparse
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean, median
+from time import perf_counter
+
+import numpy as np
+import rollout_runs
+from balanced_dynamic_batches import recomputing, tuned
+from method_ranks import Ranks
+from pages import Section, at_least, at_most, say, write
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.specs import model_preset
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.policies import prepare
+from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
+from lengthwise.plan.space.search_space import SearchSpace, make_problem
+from lengthwise.session.planning_args import find_cluster
+
+TITLE = "Batches of one's own: plans of rollouts"
+CLUSTER, SHORTEST, CAP = "8x8xH100-80GB", 1024, 32_768
+MODELS = ("llama-7b", "llama-13b")
+ROLLOUTS = ((16, 8), (64, 8), (32, 16))
+"""Prompts of a step, and rollouts of each."""
+FIRST = (
+    "Rollouts: lengths lognormal around an eighth of the cap, a fifth of them at the cap. **Simulated**: "
+    f"{SHORTEST:,} to {CAP:,} tokens on {CLUSTER}, costs from data sheets, the same for all sides. **Measured**: "
+    f"{rollout_runs.SHORTEST} to {rollout_runs.CAP:,} tokens, a Llama of six layers in float32 on two ranks of this "
+    "machine. *verl*: its balancer, written from its description (balanced_dynamic_batches.py): the largest "
+    "differencing method over ranks, then micro-batches balanced under a limit of tokens; every layer recomputed, as "
+    "its examples are configured. *verl, tuned*: the same with any fixed degree, method, stages and recomputation. "
+    "Each side's fixed configuration and limit are the fastest for typical batches. *static*: a fixed configuration, "
+    "packs filled by first fit. *padded*: a fixed number of sequences padded, as TRL's trainers do. verl and TRL "
+    "themselves have not been run."
+)
+SCARCE = "little memory"
+SIDES = ("auto", "verl", "verl, tuned", "static", "padded")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer steps; for a look")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    steps = 1 if options.quick else 4
+    sections = [say(simulated(steps)), say(planning_times()), *map(say, measured(steps))]
+    write("objectives", title=TITLE, first=FIRST + (" **A quick run.**" if options.quick else ""), sections=sections)
+
+
+def problem_of(model: str, num_sequences: int) -> PlanningProblem:
+    """The planning problem of steps of so many rollouts."""
+    cluster, spec, rng = find_cluster(CLUSTER), model_preset(model), np.random.default_rng(1)
+    return make_problem(
+        AnalyticCost(model=spec, cluster=cluster, dtype="bfloat16"), cluster=cluster, num_layers=spec.num_layers,
+        max_length=CAP, search_space=SearchSpace(head_layers=spec.head_layers),
+        samples=[drawn(rng, num_sequences) for _ in range(8)],
+    )  # fmt: skip
+
+
+def drawn(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Lengths of the rollouts of a step."""
+    return rollout_runs.drawn(rng, count, shortest=SHORTEST, cap=CAP)
+
+
+def priced(problem: PlanningProblem, samples: Sequence[np.ndarray]) -> list[PricedBatch]:
+    """Batches of sequences of these lengths."""
+    return [
+        PricedBatch(problem, GlobalBatch(step=step, ids=tuple(range(len(lengths))), lengths=tuple(lengths.tolist())))
+        for step, lengths in enumerate(samples)
+    ]
+
+
+def simulated(steps: int) -> Section:
+    """Every side on the same steps of each model and number of rollouts."""
+    rows, over = [], {side: list[float]() for side in SIDES}
+    for model in MODELS:
+        for prompts, group in ROLLOUTS:
+            problem, rng = problem_of(model, prompts * group), np.random.default_rng(0)
+            batches = priced(problem, [drawn(rng, prompts * group) for _ in range(steps)])
+            times_s, gap = side_times_s(problem, batches)
+            rows.append((model, prompts, group, f"{times_s['auto']:.2f} s", f"{gap * 100:.1f} %"))
+            for side in SIDES[1:]:
+                over[side].append(times_s[side] / times_s["auto"])
+                rows[-1] += (f"{over[side][-1]:.3f}x",)
+    means = {side: float(np.exp(fmean(np.log(ratios)))) for side, ratios in over.items() if ratios}
+    return Section(
+        title="Simulated on 64 H100",
+        text="Seconds of a step of `auto`, its gap to a bound that no plan of the search space beats, and how many "
+        f"times as long the others take; means over {steps} steps. No side's ranks wait for one another before the "
+        "update (under FSDP verl's do, at every micro-batch), and gathering weights costs nothing.",
+        head=("model", "prompts", "rollouts each", "auto", "gap", *SIDES[1:]),
+        rows=rows,
+        goals=(
+            at_least("`auto` over verl's balancer, recomputing (simulated)", means["verl"], 1.3, "x"),
+            at_least("`auto` over verl's balancer, tuned (simulated)", means["verl, tuned"], 1.3, "x"),
+        ),
+        after="What `auto` gains over verl as configured is mostly recomputation, which it decides pack by pack. Where "
+        "somebody has found the best fixed configuration for these lengths, the gap of `auto` to the bound shows how "
+        "little is left: no balancer could be much faster.",
+    )
+
+
+def side_times_s(problem: PlanningProblem, batches: Sequence[PricedBatch]) -> tuple[dict[str, float], float]:
+    """Mean seconds of a step of each side, and the mean gap of `auto`."""
+    typical, times_s = priced(problem, problem.samples[:2]), dict[str, float]()
+    for side, candidates in (("verl", recomputing(problem.candidates)), ("verl, tuned", problem.candidates)):
+        policy = tuned(problem, candidates, typical)
+        assert policy is not None, "some configuration holds the longest sequence"
+        times_s[side] = fmean(policy.step_s(batch) for batch in batches)
+    gap = 0.0
+    for side in ("auto", "static", "padded"):
+        planner = Planner(policy=side, problem=problem)
+        plans = [planner(batch.batch) for batch in batches]
+        times_s[side] = fmean(plan.time_s for plan in plans)
+        gap = fmean(float(plan.gap) for plan in plans) if side == "auto" else gap
+    return times_s, gap
+
+
+def planning_times() -> Section:
+    """How long `auto` plans a step of 512 sequences on 64 ranks."""
+    rows, slowest = [], 0.0
+    for model in MODELS:
+        problem, rng = problem_of(model, 512), np.random.default_rng(2)
+        prepare("auto", problem)
+        planner, seconds = Planner(policy="auto", problem=problem), []
+        for batch in priced(problem, [drawn(rng, 512) for _ in range(9)]):
+            start_s = perf_counter()
+            planner(batch.batch)
+            seconds.append(perf_counter() - start_s)
+        rows.append((model, f"{median(seconds) * 1e3:.0f} ms", f"{max(seconds) * 1e3:.0f} ms"))
+        slowest = max(slowest, median(seconds))
+    return Section(
+        title="Planning time",
+        text="Measured: seconds of one core to plan a step of 512 rollouts on 64 ranks, as every rank does in "
+        f"`run.step`. Nine steps; load average {os.getloadavg()[0]:.1f} on two cores.",
+        head=("model", "median", "longest"),
+        rows=rows,
+        goals=(at_most("planning 512 sequences on 64 ranks, median", slowest, 0.05, "ms"),),
+    )
+
+
+def measured(steps: int) -> list[Section]:
+    """Every side on two ranks, where memory is scarce and where it is not."""
+    ranks, sections = Ranks(2), []
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            limit = ranks.run(rollout_runs.limit_gib, work)[0]
+            for limit_gib, name in ((limit, SCARCE), (None, "memory for all")):
+                seconds = ranks.run(rollout_runs.train, SIDES, steps, limit_gib, work)[0]
+                sections.append(measured_section(seconds, steps, name))
+    finally:
+        ranks.close()
+    return sections
+
+
+def measured_section(seconds: dict[str, dict[str, list]], steps: int, name: str) -> Section:
+    """Ratios of the sides' times, step by step."""
+    rows, over, auto = [], dict[str, float](), seconds["auto"]
+    for side, of_side in seconds.items():
+        wall, over[side] = (
+            median(theirs / ours for theirs, ours in zip(of_side[kind], auto[kind])) for kind in ("wall", "cpu")
+        )
+        schemes = ", ".join(f"{scheme} ({count})" for scheme, count in Counter(of_side["schemes"]).most_common(4))
+        rows.append((side, f"{over[side]:.3f}x", f"{wall:.2f}x", schemes))
+    memory = (
+        "A device has memory for the longest sequence shared by both ranks, half of its layers recomputed, no more."
+    )
+    return Section(
+        title=f"Measured on two CPU ranks, {name}",
+        text=f"{rollout_runs.ROLLOUTS} rollouts a step by `run.step(items)`, {steps} steps after one that is not "
+        "timed; sides take turns step by step. Medians of ratios to `auto` in the same step. *Processor*: seconds of "
+        "the busiest rank; *wall*: of the slower one, beside other programs (load average "
+        f"{os.getloadavg()[0]:.1f} on two cores). " + (memory if name == SCARCE else "Memory is not limited."),
+        head=("side", "processor", "wall", "parallel configurations (micro-batches)"),
+        rows=rows,
+        goals=tuple(
+            at_least(f"`auto` over verl's balancer{of}, two CPU ranks, {name} (processor)", over[side], 1.15, "x")
+            for side, of in (("verl", ", recomputing"), ("verl, tuned", ", tuned"))
+        ),
+        measured=("processor", "wall", "parallel configurations (micro-batches)"),
+    )
+
+
+if __name__ == "__main__":
+    main()

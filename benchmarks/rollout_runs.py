@@ -1,0 +1,143 @@
+"""What the benchmark of own batches trains on its ranks: rollouts by run.step under our plans or those of others."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from any_model_runs import VOCABULARY, make_llama
+from balanced_dynamic_batches import recomputing, tuned
+from torch.nn import functional as F
+
+import lengthwise
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.plan.space.draft_plan import to_plan
+from lengthwise.plan.space.problem import PricedBatch
+from lengthwise.runtime.comm.collectives import gather_rows
+from lengthwise.runtime.loop.run import Run
+
+SHORTEST, CAP, AT_CAP = 32, 1024, 0.2
+"""Tokens on the ranks of this machine: a 32nd of those that are simulated."""
+ROLLOUTS = 32
+COLUMNS = ("mask", "advantage", "old")
+
+
+def drawn(rng: np.random.Generator, count: int, *, shortest: int, cap: int) -> np.ndarray:
+    """Lengths of rollouts: lognormal, a fifth of them at the cap."""
+    lengths = rng.lognormal(np.log(cap / 8), 0.9, count)
+    lengths[rng.random(count) < AT_CAP] = cap
+    return np.clip(lengths, shortest, cap).astype(np.int64)
+
+
+def rollouts(step: int) -> list[dict[str, Any]]:
+    """The rollouts of a step, of all ranks."""
+    rng = np.random.default_rng([11, step])
+    return [
+        {
+            "input_ids": rng.integers(0, VOCABULARY, length),
+            "mask": (np.arange(length) >= length // 4).astype(np.int64),
+            "advantage": float(rng.normal()),
+            "old": np.full(length, -6.2, dtype=np.float32),
+        }
+        for length in drawn(rng, ROLLOUTS, shortest=SHORTEST, cap=CAP)
+    ]
+
+
+def prepared(policy: str, work: str, **options: Any) -> Run:
+    """A run of rollouts; what two layers cost is measured once for all."""
+    logging.getLogger("lengthwise").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    return lengthwise.prepare(
+        make_llama(), rollouts(0), policy=policy, sequences_per_step=ROLLOUTS, device="cpu", loss_columns=COLUMNS,
+        step_max_length=CAP, profile=Path(work) / "rollouts.json", verbose=False, check=False, max_stages=1, **options,
+    )  # fmt: skip
+
+
+def balancer(run: Run, *, is_recomputing: bool) -> Any:
+    """A planner that balances as verl does, its configuration tuned on the costs that were measured."""
+    problem = run.planner.problem  # type: ignore[attr-defined]
+    batches = [
+        PricedBatch(problem, GlobalBatch(step=0, ids=tuple(range(len(sample))), lengths=tuple(sample.tolist())))
+        for sample in problem.samples[:4]
+    ]
+    candidates = recomputing(problem.candidates) if is_recomputing else problem.candidates
+    policy = tuned(problem, candidates, batches)
+    assert policy is not None, "some configuration holds the longest sequence"
+
+    def plan(batch: GlobalBatch) -> StepPlan:
+        priced = PricedBatch(problem, batch)
+        draft = policy.draft(priced)
+        assert draft is not None, "it holds the longest sequence"
+        return to_plan(priced, draft, policy="balanced dynamic batches")
+
+    return plan
+
+
+def train(sides: Sequence[str], steps: int, limit_gib: float | None, work: str) -> dict[str, dict[str, Any]]:
+    """Seconds of each step of each side after the first, planning and exchange of items included.
+
+    Sides take turns step by step, on the same rollouts. ``wall``: of the slowest rank; ``cpu``: processor seconds of
+    the busiest rank, which other programs hardly change; ``begin``: until a step has its plan and its items.
+    """
+    runs = {side: run_of(side, limit_gib, work) for side in sides}
+    seconds: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": [], "begin": [], "schemes": []} for side in sides}
+    for number in range(steps + 1):
+        items = rollouts(1 + number)
+        for turn in range(len(sides)):
+            side = sides[(turn + number) % len(sides)]
+            row, schemes = step_of(runs[side], items)
+            if number:
+                for name, values in zip(("wall", "cpu", "begin"), gather_rows(row).T.tolist()):
+                    seconds[side][name].append(max(values))
+                seconds[side]["schemes"] += schemes
+    for run in runs.values():
+        run.close()
+    return seconds
+
+
+def run_of(side: str, limit_gib: float | None, work: str) -> Run:
+    """The run of a policy, or of verl's balancer."""
+    run = prepared("auto" if side.startswith("verl") else side, work, memory_gib=limit_gib)
+    if side.startswith("verl"):
+        run.planner, run.on_finish = balancer(run, is_recomputing=side == "verl"), None
+    return run
+
+
+def step_of(run: Run, items: list[dict[str, Any]]) -> tuple[torch.Tensor, list[str]]:
+    """Wall, processor and first seconds of a step on this rank, and the schemes of its plan."""
+    start_s, cpu_s = time.perf_counter(), time.process_time()
+    step = run.step(items[run.world.rank :: run.world.size])
+    begin_s = time.perf_counter() - start_s
+    for micro_batch in step:
+        step.backward(loss_of(run, step, micro_batch), mean_over="step")
+    step.update()
+    times = [time.perf_counter() - start_s, time.process_time() - cpu_s, begin_s]
+    schemes = [m.scheme.name for m in step.plan.pipelines for _ in m.micro_batches]
+    return torch.tensor(times, dtype=torch.float64), schemes
+
+
+def loss_of(run: Run, step: Any, micro_batch: Any) -> torch.Tensor:
+    """The clipped surrogate of GRPO, a mean over all tokens of answers."""
+    logits = run.model(**micro_batch.inputs).logits[0]
+    logps = -F.cross_entropy(logits, micro_batch.labels, reduction="none")
+    mask, advantage, old = (micro_batch.column(name, of="targets") for name in COLUMNS)
+    ratio = (logps - old).exp()
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    share: torch.Tensor = -micro_batch.sum(surrogate * mask) / step.total("mask")
+    return share
+
+
+def limit_gib(work: str) -> float:
+    """Memory for the longest sequence shared by all ranks, half of its layers recomputed, and no more."""
+    run = prepared("static", work)
+    cost = run.on_finish.__self__.cost.base  # type: ignore[union-attr]
+    degree, layers = run.world.size, run.wrapped_model.structure.num_layers
+    candidates = run.planner.problem.candidates  # type: ignore[attr-defined]
+    state = min(int(cost.peak_bytes(0, candidate.scheme, num_devices=degree)) for candidate in candidates)
+    needed = cost.predict((CAP,), degree, layers // 2)[1]
+    run.close()
+    return float(state + 1.05 * needed) / 2**30
