@@ -32,7 +32,7 @@ from lengthwise.session.planning_args import find_cluster
 TITLE = "Batches of one's own: plans of rollouts"
 CLUSTER, SHORTEST, CAP = "8x8xH100-80GB", 1024, 32_768
 MODELS = ("llama-7b", "llama-13b")
-ROLLOUTS = ((16, 8), (64, 8), (32, 16))
+ROLLOUTS = ((16, 8), (64, 8), (64, 16))
 """Prompts of a step, and rollouts of each."""
 FIRST = (
     "Rollouts: lengths lognormal around an eighth of the cap, a fifth of them at the cap. **Simulated**: "
