@@ -42,6 +42,8 @@ class Cell:
     objective: Objective = Objective.FLOW_SHOP
     context: int = CONTEXT_TOKENS
     """Longer sequences are cut there."""
+    drops_longer: bool = False
+    """Longer sequences are left out instead."""
     tokens: int = 0
     """Of a global batch; 0: ``TOKENS_PER_DEVICE`` a device."""
 
@@ -58,8 +60,8 @@ class Cell:
 
     @property
     def corpus(self) -> LengthIndex:
-        """Lengths of the corpus, cut at the context length."""
-        return corpus(self.data, self.context)
+        """Lengths of the corpus, none longer than the context."""
+        return corpus(self.data, self.context, drops_longer=self.drops_longer)
 
     @property
     def problem(self) -> PlanningProblem:
@@ -129,10 +131,10 @@ def _problem(cell: Cell) -> PlanningProblem:
 
 
 @lru_cache(maxsize=8)
-def corpus(data: str, context: int = CONTEXT_TOKENS) -> LengthIndex:
-    """Lengths of ``cc`` or ``gh``, cut at the context length."""
+def corpus(data: str, context: int = CONTEXT_TOKENS, *, drops_longer: bool = False) -> LengthIndex:
+    """Lengths of ``cc`` or ``gh``, longer sequences cut at the context length or left out."""
     lengths = synthetic_lengths(NAMES[data], CORPUS_SEQUENCES, SEED)
-    return LengthIndex(lengths=np.minimum(lengths, context))
+    return LengthIndex(lengths=lengths[lengths <= context] if drops_longer else np.minimum(lengths, context))
 
 
 def a800s(num_devices: int) -> ClusterSpec:

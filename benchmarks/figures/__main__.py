@@ -12,23 +12,31 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import dcp_settings
+import dcp_throughput
 import hydraulis_ablation
 import hydraulis_choice
 import hydraulis_dispatch
 import hydraulis_lengths
 import hydraulis_packing
+import hydraulis_scaling
 import hydraulis_schemes
+import hydraulis_sensitivity
 import paradyse_curves
 from pages import on_one_core
 from paper_page import written
 
 FIGURES = {
+    "dcp-4": dcp_throughput.imbalance,
     "dcp-5": dcp_settings.communication,
+    "dcp-8": dcp_throughput.throughput,
+    "dcp-9": dcp_throughput.weak_scaling,
     "dcp-10": dcp_settings.recompute,
     "hydraulis-1": hydraulis_schemes.attention,
     "hydraulis-3": hydraulis_lengths.fluctuation,
     "hydraulis-4": hydraulis_schemes.trade_offs,
     "hydraulis-5": hydraulis_packing.pack_contents,
+    "hydraulis-10": hydraulis_sensitivity.gains,
+    "hydraulis-11": hydraulis_scaling.scaling,
     "hydraulis-12a": hydraulis_choice.chosen_strategies,
     "hydraulis-12b": hydraulis_choice.balance,
     "hydraulis-13": hydraulis_ablation.throughput,
