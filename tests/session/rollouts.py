@@ -159,3 +159,22 @@ def score_beside_step(options):
     finally:
         run.close()
     return None
+
+
+def degrees_of_forwards(options):
+    """Degrees by which a step and scores of the same items are computed, and whether scores recompute layers."""
+    run = prepared([{"input_ids": row} for row in models.rows(12)], sequences_per_step=8, step_max_length=48, **options)
+    own = of_rank([{"input_ids": item["input_ids"]} for item in batches(2)[1]], run.world.rank, run.world.size)
+    recomputed = []
+
+    def degrees(output, micro_batch):
+        recomputed.extend(micro_batch.shard.recompute)
+        return torch.full((micro_batch.shard.num_slots,), float(micro_batch.degree))
+
+    scored = {int(value) for values in run.score(own, degrees) for value in values}
+    step = run.step(own)
+    for micro_batch in step:
+        step.backward(run.model(**micro_batch.inputs)[1])
+    step.update()
+    run.close()
+    return {p.scheme.degree for p in step.plan.pipelines if p.micro_batches}, scored, any(recomputed)

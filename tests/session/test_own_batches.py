@@ -6,7 +6,16 @@ import torch
 
 from tests.plan.costs import SimpleCost
 from tests.session import models
-from tests.session.rollouts import batches, bring, score, score_beside_step, token_logps, train_grpo, train_grpo_alone
+from tests.session.rollouts import (
+    batches,
+    bring,
+    degrees_of_forwards,
+    score,
+    score_beside_step,
+    token_logps,
+    train_grpo,
+    train_grpo_alone,
+)
 from tests.session.test_prepare import assert_equal_weights
 
 EXACT = 1e-11
@@ -55,6 +64,14 @@ def test_scores_come_back_to_the_rank_that_brought_the_items(ranks, options):
         losses.append(loss)
     assert brought == len(batches(2)[1])
     assert len(set(losses)) == 1
+
+
+def test_forwards_have_plans_of_their_own(ranks):
+    """What a backward would keep needs two ranks for the longest items; a forward fits one."""
+    options = {"cost": SimpleCost(capacity=34), "recompute": "none"}
+    for of_steps, of_scores, recomputes in ranks(2).run(degrees_of_forwards, options):
+        assert max(of_steps) == 2 and of_scores == {1}
+        assert not recomputes
 
 
 ROW = {"input_ids": [1, 2, 3]}

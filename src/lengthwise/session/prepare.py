@@ -48,7 +48,7 @@ from lengthwise.session.make_collator import check_can_share, make_collator
 from lengthwise.session.model_checks import check_model, forward_errors_named
 from lengthwise.session.objectives import expected_columns, labels_sequences
 from lengthwise.session.online_calibration import OnlineCalibration
-from lengthwise.session.prepare_planning import form, make_planner, stream_of, with_metric_of
+from lengthwise.session.prepare_planning import ForwardPlanner, form, make_planner, stream_of, with_metric_of
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
 from lengthwise.session.stage_limit import head_layers, most_stages
@@ -100,7 +100,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     prepared, chosen = learn_model(model, chosen, world, sequences, objective, memory_bytes=memory_bytes)
     try:
         with units_named(sequences.num_members):
-            planner, keep_layers = _planner(prepared, chosen, sequences)
+            planner, plan_forwards, keep_layers = _planner(prepared, chosen, sequences)
             if chosen.form_batches:
                 stream, num_steps = form(chosen, planner.problem, sequences.lengths, objective)
         for frozen in chosen.frozen:
@@ -125,6 +125,7 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
                 read_items=ItemReader(sequences, expected_columns(model, chosen), prepared.check_ids),
                 objective=objective,
                 max_length=chosen.step_max_length or sequences.lengths.max_length,
+                plan_forwards=plan_forwards,
             ),
         )
         if keep_layers is not None:
@@ -312,15 +313,15 @@ def _check(prepared: PreparedModel, options: PrepareOptions, longest: int) -> No
 
 def _planner(
     prepared: PreparedModel, options: PrepareOptions, sequences: RunSequences
-) -> tuple[Planner | OnlineCalibration, KeepLayers | None]:
-    """Find out what things cost; return the planner, and what a step keeps where weights are gathered by layer."""
+) -> tuple[Planner | OnlineCalibration, ForwardPlanner, KeepLayers | None]:
+    """Find out what things cost; return the planners of steps and of forwards alone, and what a step keeps where
+    weights are gathered by layer."""
     cluster = _cluster(options, prepared.world)
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
     max_stages = most_stages(prepared, options, cluster.device.memory_bytes)
     plan_with = partial(
         make_planner,
-        options,
         cluster=cluster,
         num_layers=prepared.wrapped_model.structure.num_layers,
         lengths=sequences.lengths,
@@ -328,10 +329,15 @@ def _planner(
         head_layers=head_layers(cost),
     )
 
-    def plan_as_cut(cost: CostModel) -> Planner:
-        return plan_with(cost, max_stages=1 if prepared.stage_problem else max_stages)
+    def plan_as_cut(options: PrepareOptions, cost: CostModel) -> Planner:
+        return plan_with(options, cost, max_stages=1 if prepared.stage_problem else max_stages)
 
-    return calibrated(prepared, cost, plan_as_cut), keep_layers
+    planner = calibrated(prepared, cost, partial(plan_as_cut, options))
+    forwards = options.model_copy(update={"recompute": "none", "lr_scaling": "none"})
+    plan_forwards = ForwardPlanner(
+        partial(plan_as_cut, forwards), lambda: planner if isinstance(planner, Planner) else planner.planner
+    )
+    return planner, plan_forwards, keep_layers
 
 
 def calibrated(

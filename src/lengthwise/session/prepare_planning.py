@@ -1,5 +1,6 @@
 """Makes the stream of batches and the planner of a prepared run from lengths and costs."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.specs import ClusterSpec
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.forward_cost import ForwardOnlyCost
 from lengthwise.data.max_length import CorpusView
 from lengthwise.data.order import Order, OrderSettings, Shuffled, make_order
 from lengthwise.data.sampler import Sampler
@@ -92,6 +95,23 @@ def form(
         return FormedBatches(stream, problem, g_min=options.g_min, g_max=options.g_max)
 
     return formed(), options.steps or sum(1 for _ in formed())
+
+
+class ForwardPlanner:
+    """Plans forwards without a backward, under costs as they are known at the time."""
+
+    def __init__(self, plan_with: Callable[[CostModel], Planner], training: Callable[[], Planner]) -> None:
+        """``plan_with``: the planner under a cost model; ``training``: gives the present planner of steps."""
+        self._plan_with, self._training = plan_with, training
+        self._made: tuple[Planner, Planner] | None = None
+        """The planner of steps, and that of forwards under the same costs."""
+
+    def __call__(self, batch: GlobalBatch) -> StepPlan:
+        """The plan of a batch."""
+        training = self._training()
+        if self._made is None or self._made[0] is not training:
+            self._made = training, self._plan_with(ForwardOnlyCost(training=training.problem.cost))
+        return self._made[1](batch)
 
 
 def make_planner(

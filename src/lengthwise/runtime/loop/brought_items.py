@@ -69,9 +69,19 @@ class ItemExchange:
     """Gathers what ranks bring, and sends items to the ranks that compute them. Every rank makes the same calls."""
 
     def __init__(
-        self, world: DistContext, collator: PackCollator, *, read_items: ReadItems, objective: str, max_length: int
+        self,
+        world: DistContext,
+        collator: PackCollator,
+        *,
+        read_items: ReadItems,
+        objective: str,
+        max_length: int,
+        plan_forwards: Callable[[GlobalBatch], StepPlan],
     ) -> None:
-        """``collator``: that of the corpus, whose columns items have; ``max_length``: of an item, in tokens."""
+        """``collator``: that of the corpus, whose columns items have; ``max_length``: of an item, in tokens;
+        ``plan_forwards``: plans forwards of items without a backward.
+        """
+        self.plan_forwards = plan_forwards
         self._world, self._collator, self._read_items = world, collator, read_items
         self._objective, self._max_length = objective, max_length
 

@@ -206,7 +206,7 @@ class Run(WatchedModel):
         self._come_between_steps("run.score()")
         brought = self.items.gather(items, self.next_step, RankOperation.SCORE)
         assert brought is not None, "there are items, if none"
-        plan, clock = self.planner(brought.batch), StepClock(self.world)
+        plan, clock = self.items.plan_forwards(brought.batch), StepClock(self.world)
         sync_step(plan, clock, self.parameters.problem())
         return score_items(self, brought, plan, per, values_of)
 
