@@ -62,6 +62,7 @@ def test_every_command_is_taken(block, words):
             assert others[start] == "lengthwise", place
             check_lengthwise(others[start + 1], others[start + 2 :], place)
         case ["torchrun" | "python" | ".venv/bin/python", *others]:
+            others = [f"{word}/__main__.py" if (ROOT / word).is_dir() else word for word in others]
             scripts = [word for word in others if word.endswith(".py")]
             assert scripts and all((ROOT / script).exists() or "/" not in script for script in scripts), place
             text = "".join((ROOT / script).read_text() for script in scripts if (ROOT / script).exists())
