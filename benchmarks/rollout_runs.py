@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,26 @@ from torch.nn import functional as F
 
 import lengthwise
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.core.wording import GIB
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.space.draft_plan import to_plan
 from lengthwise.plan.space.problem import PricedBatch
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.loop.run import Run
+from lengthwise.session.planning_args import find_cluster
 
 SHORTEST, CAP, AT_CAP = 32, 1024, 0.2
 """Tokens on the ranks of this machine: a 32nd of those that are simulated."""
 ROLLOUTS = 32
 COLUMNS = ("mask", "advantage", "old")
+SPEC = ModelSpec(
+    name="llama of six layers", num_layers=6, hidden_size=128, ffn_size=352, num_heads=8, num_kv_heads=4, head_size=16,
+    vocab_size=VOCABULARY,
+)  # fmt: skip
+"""What ``make_llama`` makes."""
 
 
 def drawn(rng: np.random.Generator, count: int, *, shortest: int, cap: int) -> np.ndarray:
@@ -47,13 +57,21 @@ def rollouts(step: int) -> list[dict[str, Any]]:
     ]
 
 
-def prepared(policy: str, work: str, **options: Any) -> Run:
-    """A run of rollouts; what two layers cost is measured once for all."""
+def cost_of(limit_gib: float | None) -> AnalyticCost:
+    """Costs on two cores from a data sheet: what is measured beside other programs misleads every side."""
+    cluster = find_cluster("1x2xcpu")
+    if limit_gib is not None:
+        cluster = replace(cluster, device=replace(cluster.device, memory_bytes=round(limit_gib * GIB)))
+    return AnalyticCost(model=SPEC, cluster=cluster, dtype="float32")
+
+
+def prepared(policy: str, **options: Any) -> Run:
+    """A run of rollouts."""
     logging.getLogger("lengthwise").setLevel(logging.ERROR)
     torch.manual_seed(0)
     return lengthwise.prepare(
         make_llama(), rollouts(0), policy=policy, sequences_per_step=ROLLOUTS, device="cpu", loss_columns=COLUMNS,
-        step_max_length=CAP, profile=Path(work) / "rollouts.json", verbose=False, check=False, max_stages=1, **options,
+        step_max_length=CAP, verbose=False, check=False, max_stages=1, **options,
     )  # fmt: skip
 
 
@@ -77,13 +95,13 @@ def balancer(run: Run, *, is_recomputing: bool) -> Any:
     return plan
 
 
-def train(sides: Sequence[str], steps: int, limit_gib: float | None, work: str) -> dict[str, dict[str, Any]]:
+def train(sides: Sequence[str], steps: int, limit_gib: float | None) -> dict[str, dict[str, Any]]:
     """Seconds of each step of each side after the first, planning and exchange of items included.
 
     Sides take turns step by step, on the same rollouts. ``wall``: of the slowest rank; ``cpu``: processor seconds of
     the busiest rank, which other programs hardly change; ``begin``: until a step has its plan and its items.
     """
-    runs = {side: run_of(side, limit_gib, work) for side in sides}
+    runs = {side: run_of(side, limit_gib) for side in sides}
     seconds: dict[str, dict[str, Any]] = {side: {"wall": [], "cpu": [], "begin": [], "schemes": []} for side in sides}
     for number in range(steps + 1):
         items = rollouts(1 + number)
@@ -99,11 +117,12 @@ def train(sides: Sequence[str], steps: int, limit_gib: float | None, work: str) 
     return seconds
 
 
-def run_of(side: str, limit_gib: float | None, work: str) -> Run:
-    """The run of a policy, or of verl's balancer."""
-    run = prepared("auto" if side.startswith("verl") else side, work, memory_gib=limit_gib)
+def run_of(side: str, limit_gib: float | None) -> Run:
+    """The run of a policy, or of verl's balancer; no step changes what its costs are thought to be."""
+    run = prepared("auto" if side.startswith("verl") else side, cost=cost_of(limit_gib), memory_gib=limit_gib)
+    run.on_finish = None
     if side.startswith("verl"):
-        run.planner, run.on_finish = balancer(run, is_recomputing=side == "verl"), None
+        run.planner = balancer(run, is_recomputing=side == "verl")
     return run
 
 
@@ -131,13 +150,8 @@ def loss_of(run: Run, step: Any, micro_batch: Any) -> torch.Tensor:
     return share
 
 
-def limit_gib(work: str) -> float:
-    """Memory for the longest sequence shared by all ranks, half of its layers recomputed, and no more."""
-    run = prepared("static", work)
-    cost = run.on_finish.__self__.cost.base  # type: ignore[union-attr]
-    degree, layers = run.world.size, run.wrapped_model.structure.num_layers
-    candidates = run.planner.problem.candidates  # type: ignore[attr-defined]
-    state = min(int(cost.peak_bytes(0, candidate.scheme, num_devices=degree)) for candidate in candidates)
-    needed = cost.predict((CAP,), degree, layers // 2)[1]
-    run.close()
-    return float(state + 1.05 * needed) / 2**30
+def least_gib() -> float:
+    """Memory for the longest sequence shared by both ranks, half of its layers recomputed, and no more."""
+    layers = SPEC.num_layers
+    scheme = uniform_scheme(layers, degree=2, stages=1, method=Method.ULYSSES, recomputed=layers // 2)
+    return 1.02 * float(cost_of(None).peak_bytes(np.asarray(CAP), scheme, num_devices=2)) / GIB
