@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lengthwise.integrations.dataloader import BatchSampler
     from lengthwise.integrations.hf_trainer import Trainer, TrainerCallback
     from lengthwise.integrations.padding import pad
+    from lengthwise.integrations.stream_batches import StreamBatches
     from lengthwise.runtime.compile.padded_model import compile
     from lengthwise.runtime.loop.run import Run
     from lengthwise.runtime.loop.step import Step
@@ -34,6 +35,7 @@ __all__ = [
     "Run",
     "ScaledLR",
     "Step",
+    "StreamBatches",
     "Trainer",
     "TrainerCallback",
     "__version__",
@@ -54,6 +56,7 @@ _HOMES = {
     "prepare": "lengthwise.session.prepare",
     "BatchSampler": "lengthwise.integrations.dataloader",
     "pad": "lengthwise.integrations.padding",
+    "StreamBatches": "lengthwise.integrations.stream_batches",
     "compile": "lengthwise.runtime.compile.padded_model",
     "recompute": "lengthwise.runtime.wrap.recompute_layers",
     "ScaledLR": "lengthwise.runtime.train.scaled_lr",

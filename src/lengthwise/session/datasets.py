@@ -254,7 +254,7 @@ def _check_has_items(corpus: Any) -> None:
         raise InputError(f"a corpus has items by number; {name} has columns: give its rows, table.to_pylist()")
     if hasattr(corpus, "__len__") and hasattr(corpus, "__getitem__"):
         return
-    stream = " (a stream: write it to disk, or list(...) it, for steps are planned by lengths)"
+    stream = " (a stream: give examples of its items, and the stream to run.steps(lengthwise.StreamBatches(...)))"
     is_stream = hasattr(corpus, "__iter__")
     raise InputError(
         f"a corpus is a folder made by `lengthwise index`, or has items and a number of them; {name} has not"
