@@ -183,11 +183,11 @@ def _words(ranges: list[tuple[Method, int]]) -> str:
 def ablation(*, quick: bool) -> Section:
     """Table 5: GPT on GRCh38 with one method removed from the pool, short sequences first."""
     lengths = np.sort(synthetic_lengths("grch38", 60 if quick else SORTED_SEQUENCES, 0))
-    full = sorted_run(METHODS, lengths, _gpt())
+    full = sorted_run(METHODS, lengths, gpt())
     rows = []
     for left_out, (published_longest, published_saving) in TABLE_5.items():
         found = (
-            full if left_out == "full" else sorted_run(tuple(m for m in METHODS if m is not left_out), lengths, _gpt())
+            full if left_out == "full" else sorted_run(tuple(m for m in METHODS if m is not left_out), lengths, gpt())
         )
         longest, times_s = found
         shared = min(len(times_s), len(full[1]))
@@ -243,9 +243,9 @@ def choices(*, quick: bool) -> Section:
     lengths = np.sort(synthetic_lengths("grch38", 60 if quick else SORTED_SEQUENCES, 0))
     rows: list[tuple[str, ...]] = []
     runs = {
-        "": _learned_run(HybridCost, lengths),
-        FOREST: _learned_run(FittedCost, lengths),
-        SMOOTHING: _learned_run(HybridCost, lengths, smoothing=0.0),
+        "": learned_run(HybridCost, lengths),
+        FOREST: learned_run(FittedCost, lengths),
+        SMOOTHING: learned_run(HybridCost, lengths, smoothing=0.0),
     }
     longest, full_s, switches = runs[""]
     rows.append(("all: longest sequence", f"{TABLE_5['full'][0]:,}", f"{longest:,}", "", _LONGEST))
@@ -278,9 +278,9 @@ def choices(*, quick: bool) -> Section:
 _LONGEST = "what the learned bytes let a device hold beyond the measured lengths"
 
 
-def _learned_run(make_cost: type[ProfiledCost], lengths: np.ndarray, **options: float) -> tuple[int, np.ndarray, int]:
+def learned_run(make_cost: type[ProfiledCost], lengths: np.ndarray, **options: float) -> tuple[int, np.ndarray, int]:
     """Longest sequence that is planned, its seconds and those of all before it in truth, and switches of methods."""
-    model, cluster = _gpt(), cluster_preset(CLUSTER)
+    model, cluster = gpt(), cluster_preset(CLUSTER)
     truth, rng = AnalyticCost(model=model, cluster=cluster), np.random.default_rng(0)
     schemes = [uniform_scheme(LAYERS_RUN, degree=DEGREE, method=method) for method in METHODS]
     cost = make_cost([(scheme, _measure(truth, scheme, rng)) for scheme in schemes], model=model, cluster=cluster)
@@ -313,7 +313,7 @@ def _measure(truth: AnalyticCost, scheme: PipelineConfig, rng: np.random.Generat
     )  # fmt: skip
 
 
-def _gpt() -> ModelSpec:
+def gpt() -> ModelSpec:
     return replace(model_preset("gpt-12288"), num_layers=LAYERS_RUN, causal=False)
 
 

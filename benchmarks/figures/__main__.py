@@ -21,7 +21,10 @@ import hydraulis_packing
 import hydraulis_scaling
 import hydraulis_schemes
 import hydraulis_sensitivity
+import paradyse_algorithm
 import paradyse_curves
+import paradyse_forest
+import paradyse_smoothing
 from pages import on_one_core
 from paper_page import written
 
@@ -45,6 +48,9 @@ FIGURES = {
     "hydraulis-16a": hydraulis_schemes.efficiency,
     "hydraulis-17": hydraulis_dispatch.greedy_over_ideal,
     "paradyse-2": paradyse_curves.cumulative_times,
+    "paradyse-algorithm-1": paradyse_algorithm.excess,
+    "paradyse-forest": paradyse_forest.importance,
+    "paradyse-smoothing": paradyse_smoothing.sensitivity,
 }
 """Figures by name, in the order in which they are drawn."""
 

@@ -126,7 +126,7 @@ def weak_scaling() -> Figure:
                     what=f"{model}: {name}, tokens/s per GPU on {last[0]} GPUs over {first[0]}",
                     published="near 1 (near-linear)" if name.startswith("dcp") else "decays",
                     ours=f"{last[1] / last[0] / (first[1] / first[0]):.2f}",
-                    why=WAITS if "SP" in name else "larger steps have more to choose from, which outweighs the links",
+                    why=WAITS if "SP" in name else "the links of more nodes cost, larger steps are easier to balance",
                 )
             )  # fmt: skip
     svg = picture("DCP, Figure 9: weak scaling, corpus dcp-balanced, H200s of 80 GB, simulated", *panels)

@@ -53,7 +53,7 @@ def block(name: str, figure: Figure) -> str:
     table = markdown_table(HEAD, [row.cells for row in figure.rows])
     label = re.search(r'aria-label="([^"]*)"', figure.svg)
     image = f"![{label[1] if label else name}](images/papers/{name}.svg)"
-    return "\n".join(["", figure.text, f"`python benchmarks/figures --only {name}`", "", image, "", *table, ""])
+    return "\n".join(["", figure.text, "", f"`python benchmarks/figures --only {name}`", "", image, "", *table, ""])
 
 
 def put(page: str, name: str, lines: str) -> str:
