@@ -20,6 +20,8 @@ LONG = 256
 NUM_POINTS = 10
 CLAMP = (0.25, 4.0)
 ORDERS = {"shuffled": {"order": "shuffled"}, "curriculum": {"order": "curriculum", "pacing": "root"}}
+FIRST_EPOCH = {"curriculum, first epoch": {**ORDERS["curriculum"], "curriculum_epochs": 1}}
+"""What is shuffled from the second epoch on."""
 SCALINGS = ("none", "sqrt", "linear")
 
 
@@ -34,6 +36,7 @@ class Study:
     num_held_out: int
     """Documents."""
     lr: float
+    epochs: int = 1
 
     def rows(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Sequences to train on, longer ones in pieces, and beginnings of held-out documents."""
@@ -85,20 +88,24 @@ def _train(study: Study, order: str, scaling: str, seed: int) -> dict[str, Any]:
     run = lw.prepare(
         model, rows, policy="static", tokens_per_step=study.tokens_per_step, seed=seed, device="cpu", verbose=False,
         cost=cost, lr=lambda step: study.lr * min(1.0, (step + 1) / 10, max(0.1, 1.1 - step / run.num_steps)),
-        lr_scaling=scaling, lr_scaling_by="sequences", lr_clamp=CLAMP, **ORDERS[order],
+        lr_scaling=scaling, lr_scaling_by="sequences", lr_clamp=CLAMP, epochs=study.epochs,
+        **{**ORDERS, **FIRST_EPOCH}[order],
     )  # fmt: skip
     points, train_losses, factors, num_tokens = [evaluate(run, held_out, 0)], [], [], 0
+    grad_norms: list[float] = []
     for step in run.steps():
         for micro_batch in step:
             step.backward(model(**micro_batch.inputs).loss)
         result = step.update()
         num_tokens += sum(sum(m.pack.lengths) for p in step.plan.pipelines for m in p.micro_batches)
         train_losses.append(result.loss)
+        grad_norms.append(result.grad_norm)
         factors.append(step.plan.lr_factor)
         if len(points) * run.num_steps <= NUM_POINTS * run.next_step:
             points.append(evaluate(run, held_out, num_tokens))
     run.close()
-    return {"points": points, "train": train_losses, "factors": factors, "num_sequences": len(rows)}
+    curves = {"points": points, "train": train_losses, "factors": factors, "grad_norms": grad_norms}
+    return {**curves, "num_sequences": len(rows)}
 
 
 def evaluate(run: Any, held_out: list[np.ndarray], num_tokens: int) -> dict[str, float]:
