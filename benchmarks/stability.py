@@ -45,9 +45,9 @@ def main() -> None:
         print(rate, order, seed, curves["points"][-1], flush=True)
     steps = len(next(iter(trainings.values()))[0]["train"])
     first = (
-        f"A Llama of {SIZES['num_hidden_layers']} layers of {SIZES['hidden_size']}, on one of {options.every} documents "
-        f"of Python's standard library in pieces of at most {MAX_LENGTH:,} tokens; 8,192 tokens a step, {EPOCHS} epochs, "
-        f"{steps} steps; {options.seeds} seeds of weights and order; gradients clipped to a norm of 1."
+        f"A Llama of {SIZES['num_hidden_layers']} layers of {SIZES['hidden_size']}, on one of {options.every} "
+        f"documents of Python's standard library in pieces of at most {MAX_LENGTH:,} tokens; 8,192 tokens a step, "
+        f"{EPOCHS} epochs, {steps} steps; {options.seeds} seeds of weights and order; gradients clipped to a norm of 1."
     )
     write("stability", title="Order and stability at high rates", first=first, sections=[say(table(trainings))])
 
