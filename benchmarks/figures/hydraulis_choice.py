@@ -47,7 +47,7 @@ def chosen_strategies() -> Figure:
     rows = (
         Row(
             what=f"strategies chosen in {STEPS} steps", published="at least 4 (S0 to S3)", ours=f"{len(counts)}",
-            why="our proposer lists strategies with pipeline stages that the paper's scripts do not",
+            why="candidates of our proposer for lengths like theirs",
         ),
         Row(
             what=f"seconds of {HOMOGENEOUS} over the chosen strategies, mean", published="figure only",

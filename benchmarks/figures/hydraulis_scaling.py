@@ -35,7 +35,7 @@ def scaling() -> Figure:
                 Row(
                     what=f"{name}, {factor} {places[0]:g} to {places[-1]:g}", published=SAID[factor].get(name, ""),
                     ours=f"{times_s[-1][name] / times_s[0][name]:.2f}x the seconds",
-                    why="the figure has no numbers in its text; costs are the published fits, predicted",
+                    why=WHY[factor],
                 )
             )  # fmt: skip
     svg = picture("Hydraulis, Figure 11: scaling of LLaMA 7B, CommonCrawl", *panels)
@@ -56,6 +56,11 @@ SAID = {
     },
 }  # fmt: skip
 """What its text says of each line."""
+WHY = {
+    "GPUs": "predicted by the published fits; sums of gradients are closed forms",
+    "longest sequence (K tokens)": "longer sequences need wider pipelines, which short ones pay for in the baselines",
+    "tokens a step (K)": "a small step leaves devices of the baselines idle, so that they begin higher and grow less",
+}
 
 
 def _place(factor: str, cell: Cell) -> float:
