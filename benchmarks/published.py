@@ -1,4 +1,4 @@
-"""Published planners, written anew from their papers: Hydraulis' Algorithm 1 and Eq. (1), DCP's accumulation search."""
+"""Published planners, written anew: Hydraulis' Algorithm 1 and Eq. (1), DCP's accumulation, ParaDySe's Algorithm 1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -150,3 +150,36 @@ def accumulation(times_s: np.ndarray, most: int) -> np.ndarray:
 def _distance(times_s: np.ndarray, target_s: float) -> np.ndarray:
     late_s = times_s - target_s
     return np.where(late_s > 0, OVER_TARGET * late_s, -late_s)
+
+
+def layer_methods(
+    times_s: Sequence[float], num_bytes: Sequence[float], *, num_layers: int, budget: float, resets: bool = False
+) -> list[int]:
+    """ParaDySe's Algorithm 1: the method of each layer, methods numbered as given.
+
+    Methods are tried by rising time. As printed, ``strategies`` is not reset for the next k, so that later exchanges
+    start from what the last one left; ``resets`` puts that right. Options are copied when they are kept, which its
+    code does not do.
+    """
+    order = sorted(range(len(times_s)), key=lambda method: (times_s[method], num_bytes[method]))
+    useful: list[int] = []
+    for method in order:  # line 1: what another beats in time and bytes is left out
+        if not useful or num_bytes[method] < num_bytes[useful[-1]]:
+            useful.append(method)
+    options: list[list[int]] = []
+    for number, method in enumerate(useful):
+        strategies = [method] * num_layers
+        if sum(num_bytes[m] for m in strategies) <= budget:
+            if number == 0:
+                return strategies
+            options.append(list(strategies))
+            continue
+        for other in useful[number + 1 :]:
+            strategies = [method] * num_layers if resets else strategies
+            for _ in range(num_layers):
+                strategies = [*strategies[1:], other]
+                if sum(num_bytes[m] for m in strategies) <= budget:
+                    options.append(list(strategies))
+    if options:
+        return min(options, key=lambda strategies: sum(times_s[m] for m in strategies))
+    return [min(useful, key=lambda method: num_bytes[method])] * num_layers

@@ -1,12 +1,12 @@
 """ParaDySe, Algorithm 1 as printed beside the exact optimum: methods of the layers of one stage."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 from paper_page import Figure, Row
 from paper_paradyse import CLUSTER, DEGREE, LAYERS_RUN, METHODS
 from plots import Panel, picture
+from published import layer_methods
 
 from lengthwise.core.pipeline_config import uniform_scheme
 from lengthwise.core.specs import cluster_preset, model_preset
@@ -18,39 +18,6 @@ LAYERS = (8, 96)
 EDGES = (-np.inf, 1e-9, 0.01, 0.02, 0.05, 0.1, np.inf)
 NAMES = ("0", "≤1 %", "≤2 %", "≤5 %", "≤10 %", ">10 %")
 SIZES = tuple(range(8192, 330_000, 8192))
-
-
-def algorithm_1(
-    times_s: Sequence[float], num_bytes: Sequence[float], *, num_layers: int, budget: float, resets: bool = False
-) -> list[int]:
-    """ParaDySe's Algorithm 1: the method of each layer, methods numbered as given.
-
-    Methods are tried by rising time. As printed, ``strategies`` is not reset for the next k, so that later exchanges
-    start from what the last one left; ``resets`` puts that right. Options are copied when they are kept, which its
-    code does not do.
-    """
-    order = sorted(range(len(times_s)), key=lambda method: (times_s[method], num_bytes[method]))
-    useful: list[int] = []
-    for method in order:  # line 1: what another beats in time and bytes is left out
-        if not useful or num_bytes[method] < num_bytes[useful[-1]]:
-            useful.append(method)
-    options: list[list[int]] = []
-    for number, method in enumerate(useful):
-        strategies = [method] * num_layers
-        if sum(num_bytes[m] for m in strategies) <= budget:
-            if number == 0:
-                return strategies
-            options.append(list(strategies))
-            continue
-        for other in useful[number + 1 :]:
-            strategies = [method] * num_layers if resets else strategies
-            for _ in range(num_layers):
-                strategies = [*strategies[1:], other]
-                if sum(num_bytes[m] for m in strategies) <= budget:
-                    options.append(list(strategies))
-    if options:
-        return min(options, key=lambda strategies: sum(times_s[m] for m in strategies))
-    return [min(useful, key=lambda method: num_bytes[method])] * num_layers
 
 
 def excess() -> Figure:
@@ -113,7 +80,7 @@ def _ratio(
 ) -> float:
     counts = best_counts(times_s.tolist(), num_bytes.tolist(), num_layers=num_layers, budget_bytes=budget)
     assert counts is not None, "no method fits"
-    theirs = algorithm_1(times_s.tolist(), num_bytes.tolist(), num_layers=num_layers, budget=budget, resets=resets)
+    theirs = layer_methods(times_s.tolist(), num_bytes.tolist(), num_layers=num_layers, budget=budget, resets=resets)
     return sum(float(times_s[m]) for m in theirs) / float(times_s @ counts)
 
 
