@@ -280,10 +280,7 @@ _LONGEST = "what the learned bytes let a device hold beyond the measured lengths
 
 def learned_run(make_cost: type[ProfiledCost], lengths: np.ndarray, **options: float) -> tuple[int, np.ndarray, int]:
     """Longest sequence that is planned, its seconds and those of all before it in truth, and switches of methods."""
-    model, cluster = gpt(), cluster_preset(CLUSTER)
-    truth, rng = AnalyticCost(model=model, cluster=cluster), np.random.default_rng(0)
-    schemes = [uniform_scheme(LAYERS_RUN, degree=DEGREE, method=method) for method in METHODS]
-    cost = make_cost([(scheme, _measure(truth, scheme, rng)) for scheme in schemes], model=model, cluster=cluster)
+    cost, truth, schemes = learned_costs(make_cost)
     longest = max(cost.max_tokens(scheme, num_devices=DEGREE) for scheme in schemes)
     planner = _planner(cost, lengths[lengths <= longest], METHODS, LAYERS_RUN)
     planner = replace(planner, problem=replace(planner.problem, **options))
@@ -294,6 +291,15 @@ def learned_run(make_cost: type[ProfiledCost], lengths: np.ndarray, **options: f
         times_s.append(truth.time_s([length], replace(pipeline.scheme, methods=methods)))
         mixes.append(sorted(methods))
     return int(longest), np.array(times_s), sum(a != b for a, b in pairwise(mixes))
+
+
+def learned_costs(make_cost: type[ProfiledCost]) -> tuple[ProfiledCost, AnalyticCost, list[PipelineConfig]]:
+    """Costs learned from measured lengths of every method, those they are learned from, and the methods' schemes."""
+    model, cluster = gpt(), cluster_preset(CLUSTER)
+    truth, rng = AnalyticCost(model=model, cluster=cluster), np.random.default_rng(0)
+    schemes = [uniform_scheme(LAYERS_RUN, degree=DEGREE, method=method) for method in METHODS]
+    cost = make_cost([(scheme, _measure(truth, scheme, rng)) for scheme in schemes], model=model, cluster=cluster)
+    return cost, truth, schemes
 
 
 def _measure(truth: AnalyticCost, scheme: PipelineConfig, rng: np.random.Generator) -> ProfileTable:
