@@ -52,6 +52,13 @@ def test_a_file_says_what_a_data_sheet_says(write):
     assert device.price_per_hour == 2.5
 
 
+def test_a_file_may_say_which_shares_of_the_peak_rate_are_reached(write):
+    text = "matmul_share: 0.5\nmatmul_half_size: 1024\nattention_share: 0.25\n"
+    device = read_device(write(SMALLEST + text))
+    assert device.matmul_flops_per_s("bfloat16", hidden_size=1024) == pytest.approx(0.25 * 503.8e12)
+    assert device.attention_flops_per_s("bfloat16") == pytest.approx(0.25 * 503.8e12)
+
+
 def test_what_a_file_leaves_out_is_as_in_presets(write):
     device, preset = read_device(write(SMALLEST)), DEVICES["H100-80GB"]
     assert device.name == "my-gpu" and device.price_per_hour is None
@@ -89,6 +96,7 @@ def test_a_cluster_of_devices_from_a_file(write):
         (SMALLEST.replace("96", "much"), "memory_gib must be a number above 0"),
         (SMALLEST.replace("96", ".nan"), "memory_gib must be a number above 0"),
         (SMALLEST + "devices_per_node: 2.5\n", "devices_per_node must be a whole number from 1 and at most 65,536"),
+        (SMALLEST + "attention_share: 1.5\n", "attention_share must be a number above 0 and at most 1, not 1.5"),
         (SMALLEST + "price_per_hour: true\n", "price_per_hour must be a number above 0"),
         (SMALLEST + "name: cpu\n", "not cpu, but is 'cpu'"),
         (SMALLEST + "name: a b\n", "name must be letters, digits"),

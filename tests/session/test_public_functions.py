@@ -103,6 +103,24 @@ def test_a_sweep_of_steps_and_networks_with_the_price_of_a_training(lengths):
         assert row["cost"] == pytest.approx(1e9 / row["tokens_per_s"] / 3600 * 4 * 2)
 
 
+def test_what_links_noise_and_hidden_updates_change_is_simulated_and_said(lengths):
+    def document(**given):
+        return lengthwise.compare(lengths, policies=["static"], steps=1, **CLUSTER, **given).to_json()
+
+    plain, slow, noisy, hidden = (
+        document(),
+        document(link_gbyte_per_s=1e-3),
+        document(jitter=0.3),
+        document(overlap=1.0),
+    )
+    (before,), (after,) = plain["policies"], hidden["policies"]
+    assert slow["link_gbyte_per_s"] == 1e-3 and "0.001 Gbyte/s within nodes" in slow["cluster"]
+    assert slow["policies"][0]["step_time_s"] > before["step_time_s"]
+    assert noisy["jitter"] == 0.3 and noisy["policies"][0]["step_time_s"] != before["step_time_s"]
+    assert hidden["overlap"] == 1.0 and after["step_time_s"] < before["step_time_s"]
+    assert after["strategies"] == before["strategies"] and after["bound_s"] == before["bound_s"]
+
+
 def test_simulated_speed_is_that_of_the_comparison(lengths):
     steps = lengthwise.simulate(lengthwise.plan(lengths, policy="static", steps=2, **CLUSTER), timelines=True)
     result = lengthwise.compare(lengths, policies=["static"], steps=2, **CLUSTER).clusters[0].ranked[0]

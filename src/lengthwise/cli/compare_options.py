@@ -39,10 +39,22 @@ Network = Annotated[
     str | None,
     typer.Option(metavar="GBIT[,GBIT...]", help="Gbit/s of each device's network port; default: as the device has."),
 ]
+Link = Annotated[
+    str | None,
+    typer.Option(
+        metavar="GBYTE[,GBYTE...]",
+        help="Gbyte/s and direction of each device to the others of its node; default: as the device has.",
+    ),
+]
 Tokens = Annotated[str | None, typer.Option(metavar="TOKENS", help="Tokens of the whole training, such as 10B: hours.")]
 PricePerHour = Annotated[
     float | None,
     typer.Option(metavar="PRICE", help="Of one device, for the cost of --tokens; default: that of the device file."),
+]
+Jitter = Annotated[float, typer.Option(metavar="SIGMA", help="Lognormal noise on every micro-batch, such as 0.1.")]
+Overlap = Annotated[
+    float,
+    typer.Option(metavar="SHARE", help="Share of every update, in simulation, that computation hides, such as 0.5."),
 ]
 Steps = Annotated[int, typer.Option(min=1, max=10_000, help="Global batches that every policy plans.")]
 Policies = Annotated[str | None, typer.Option(metavar="A,B", help="Only these; default: all.")]

@@ -240,6 +240,11 @@ class ClusterFields(Fields):
     gpus: int
     cluster: str
     tokens_per_step: int
+    token_budget: int
+    """Most tokens of a global batch."""
+    network_gbit_per_s: float
+    link_gbyte_per_s: float
+    """Of each device to the others of its node, per direction."""
     policies: list[PolicyFields]
 
 
@@ -253,6 +258,9 @@ class CompareDocument(JsonDocument):
     dtype: str
     seed: int
     speed_error: float | None
+    jitter: float
+    overlap: float
+    """The share of every update that computation hides in simulation."""
     search_space: dict[str, Any]
     """Limits of the schemes that policies may use; null: the cluster's."""
     ledger: dict[str, Any]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from lengthwise.core.device_spec import DEVICES, GBIT, DeviceSpec
+from lengthwise.core.device_spec import DEVICES, GBIT, GBYTE, DeviceSpec
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief, read_text
 from lengthwise.core.read_yaml import parse_yaml
@@ -31,11 +31,14 @@ _FIELDS = {
     "bfloat16_tflops": _Field(sets="flops_per_s", unit=1e12, maximum=1e9),
     "float32_tflops": _Field(sets="float32_flops_per_s", unit=1e12, maximum=1e9, required=False),
     "memory_gbyte_per_s": _Field(sets="memory_bytes_per_s", unit=1e9, maximum=1e9),
-    "link_gbyte_per_s": _Field(sets="link_bytes_per_s", unit=1e9, maximum=1e9),
+    "link_gbyte_per_s": _Field(sets="link_bytes_per_s", unit=GBYTE, maximum=1e9),
     "network_gbit_per_s": _Field(sets="network_bytes_per_s", unit=GBIT, maximum=1e9),
     "link_latency_us": _Field(sets="link_call_s", unit=1e-6, maximum=1e6, required=False),
     "network_latency_us": _Field(sets="network_call_s", unit=1e-6, maximum=1e6, required=False),
     "devices_per_node": _Field(sets="devices_per_node", unit=1, maximum=1 << 16, required=False),
+    "matmul_share": _Field(sets="matmul_share", unit=1, maximum=1, required=False),
+    "matmul_half_size": _Field(sets="matmul_half_size", unit=1, maximum=1e6, required=False),
+    "attention_share": _Field(sets="attention_share", unit=1, maximum=1, required=False),
     "price_per_hour": _Field(sets="price_per_hour", unit=1, maximum=1e9, required=False),
 }
 _WHOLE = ("devices_per_node",)

@@ -20,6 +20,8 @@ PCIE_4, PCIE_5 = 32e9, 64e9
 """Bytes per second and direction of sixteen lanes."""
 GBIT = 1e9 / 8
 """Bytes per second of a network of 1 Gbit/s."""
+GBYTE = 1e9
+"""Bytes per second of a link of 1 Gbyte/s."""
 
 
 @dataclass(frozen=True, kw_only=True)

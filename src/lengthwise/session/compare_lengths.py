@@ -21,6 +21,7 @@ from lengthwise.session.plan_lengths import DEFAULT_STEPS, PlanningOptions, comp
 from lengthwise.session.planning_args import MOST_DEVICES, PYTHON, find_cluster
 from lengthwise.session.provenance import provenance
 from lengthwise.session.sweep import SweepPoint, as_list, make_budget, sweep_points
+from lengthwise.sim.sim_options import SimOptions
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -33,6 +34,9 @@ class CompareOptions(PlanningOptions, total=False):
     """Keyword arguments of `lengthwise.compare` alone, beside those of planning; each may be left out."""
 
     network_gbit_per_s: float | Sequence[float] | None
+    link_gbyte_per_s: float | Sequence[float] | None
+    jitter: float
+    overlap: float
     tokens: int | None
     price_per_hour: float | None
 
@@ -69,6 +73,9 @@ def compare(
         tokens_per_step: most tokens of a global batch, one or several; by default 3,125 a device, or the longest
             sequence.
         network_gbit_per_s: rate of each device's network port instead of the device's own; one or several.
+        link_gbyte_per_s: rate and direction of each device to the others of its node, likewise.
+        jitter: sigma of a lognormal factor of mean 1 on the time of every simulated micro-batch; by default 0.
+        overlap: share of every update that computation hides in simulation; by default 0. Plans reckon with none.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
         options: max_length, over_length, max_degree, max_stages, methods, recompute, memory_margin, dtype and seed, as
@@ -83,14 +90,18 @@ def compare(
         InputError: a name is not known, or a value is out of its range; the message says what is.
         InfeasibleError: no policy can run on any of the clusters.
     """
-    networks, tokens = options.pop("network_gbit_per_s", None), options.pop("tokens", None)
-    budget = make_budget(PYTHON, tokens=tokens, price_per_hour=options.pop("price_per_hour", None))
+    networks, links = options.pop("network_gbit_per_s", None), options.pop("link_gbyte_per_s", None)
+    tokens, price_per_hour = options.pop("tokens", None), options.pop("price_per_hour", None)
+    budget = make_budget(PYTHON, tokens=tokens, price_per_hour=price_per_hour)
+    jitter, overlap = options.pop("jitter", 0.0), options.pop("overlap", 0.0)
+    simulation = SimOptions(jitter=jitter, overlap=overlap, seed=options.get("seed", 0))
     margin = options.pop("memory_margin", None)
     planning: PlanningOptions = options
     contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
     clusters = _clusters_of(cluster, margin)
-    points = sweep_points(clusters, as_list(tokens_per_step), as_list(networks), PYTHON)
-    results = compare_points(replace(contest, budget=budget), points)
+    points = sweep_points(clusters, as_list(tokens_per_step), PYTHON, networks=as_list(networks), links=as_list(links))
+    contest = replace(contest, budget=budget, simulation=simulation)
+    results = compare_points(contest, points)
     source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
     return comparison_page(contest, clusters, results, source=source, ledger=ledger)
 
@@ -169,6 +180,8 @@ def comparison_page(
             "speed_error": clusters[0].device.speed_error,
             "dtype": contest.dtype,
             "seed": contest.seed,
+            "jitter": contest.simulation.jitter,
+            "overlap": contest.simulation.overlap,
             "search_space": {
                 "max_degree": contest.search_space.max_degree,
                 "max_stages": contest.search_space.max_stages,
@@ -216,6 +229,8 @@ def _facts(
     methods = [*map(str, search_space.methods or DEFAULT_METHODS)]
     yield "Schemes", ", ".join([*methods, f"recompute {search_space.recompute}", *limits])
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
+    if contest.simulation.in_words:
+        yield "Simulated with", contest.simulation.in_words
     for name in contest.policies:
         yield name, POLICIES.get(name, "a policy of your own")
 

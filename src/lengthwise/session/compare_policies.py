@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
-from lengthwise.core.device_spec import DEVICES, GBIT
+from lengthwise.core.device_spec import DEVICES, GBIT, GBYTE
 from lengthwise.core.errors import InfeasibleError, LengthwiseError, first_line
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -28,6 +28,7 @@ from lengthwise.plan.space.search_space import SearchSpace, first_batches, make_
 from lengthwise.report.pages.compare_results import NO_BUDGET, ClusterResult, ComparedStep, PolicyResult, TrainingBudget
 from lengthwise.session.planning_args import COMMAND_LINE, Spelling, check_longest
 from lengthwise.sim.engine import simulate
+from lengthwise.sim.sim_options import EXACT, SimOptions
 from lengthwise.sim.step_summary import SimulatedStep, summary
 
 WORTH_OTHER_PROCESSES = 32
@@ -57,6 +58,9 @@ class PolicyComparison:
     """How errors name settings."""
     budget: TrainingBudget = NO_BUDGET
     """Tokens of the whole training, and the price of a device where it is not the device's own."""
+
+    simulation: SimOptions = EXACT
+    """How plans are executed in virtual time."""
 
     def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
         """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
@@ -116,7 +120,9 @@ class PolicyComparison:
             for name in self.policies:
                 planners[name] = Planner(policy=name, problem=entry.problem)
                 try:
-                    results.append(play(planners[name], batches, spelling=self.spelling, on_step=on_step))
+                    results.append(
+                        play(planners[name], batches, self.simulation, spelling=self.spelling, on_step=on_step)
+                    )
                 except Exception as error:  # of whatever class: the other policies are compared
                     if len(self.policies) == 1:
                         raise
@@ -131,11 +137,12 @@ class PolicyComparison:
             policies=tuple(results),
             token_budget=entry.tokens_per_step,
             network_gbit_per_s=device.network_bytes_per_s / GBIT,
+            link_gbyte_per_s=device.link_bytes_per_s / GBYTE,
             flops_per_token=flops / num_tokens,
             peak_flops_per_s=device.peak_flops_per_s(self.dtype),
             budget=replace(self.budget, price_per_hour=device.price_per_hour if price is None else price),
         )
-        return _with_steps(cluster_result, planners, batches) if with_steps else cluster_result
+        return _with_steps(cluster_result, planners, batches, self.simulation) if with_steps else cluster_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +157,21 @@ class ComparedCluster:
 
     @property
     def name(self) -> str:
-        """The cluster's name, with memory and network of its devices where they are not those of the preset."""
+        """The cluster's name, with memory, network and links of its devices where they are not those of the preset."""
         device = self.cluster.device
         preset, changes = DEVICES.get(device.name, device.without_margin()), []
         if device.without_margin().memory_bytes != preset.memory_bytes:
             changes.append(f"{device.memory_bytes / GIB:g} GiB")
         if device.network_bytes_per_s != preset.network_bytes_per_s:
             changes.append(f"{device.network_bytes_per_s / GBIT:g} Gbit/s")
-        return f"{self.cluster.name} at {' and '.join(changes)}" if changes else self.cluster.name
+        if device.link_bytes_per_s != preset.link_bytes_per_s:
+            changes.append(f"{device.link_bytes_per_s / GBYTE:g} Gbyte/s within nodes")
+        return f"{self.cluster.name} at {', '.join(changes)}" if changes else self.cluster.name
 
 
-def play(planner: Planner, batches: Sequence[PricedBatch], *, spelling: Spelling, on_step: OnStep) -> PolicyResult:
+def play(
+    planner: Planner, batches: Sequence[PricedBatch], simulation: SimOptions, *, spelling: Spelling, on_step: OnStep
+) -> PolicyResult:
     """One policy on all batches, or why it cannot run."""
     name = planner.policy
     played: list[_Played] = []
@@ -176,7 +187,7 @@ def play(planner: Planner, batches: Sequence[PricedBatch], *, spelling: Spelling
             start_s = perf_counter()
             plan = planner.plan(batch)
             times_s.append(perf_counter() - start_s)
-            played.append(_Played.of(plan, planner.problem))
+            played.append(_Played.of(plan, planner.problem, simulation))
             on_step(name, 1)
     except InfeasibleError as error:
         on_step(name, len(batches) - len(played))
@@ -200,8 +211,8 @@ class _Played:
     num_used: int
 
     @classmethod
-    def of(cls, plan: StepPlan, problem: PlanningProblem) -> "_Played":
-        step = summary(plan)
+    def of(cls, plan: StepPlan, problem: PlanningProblem, simulation: SimOptions) -> "_Played":
+        step = summary(plan, simulation)
         return cls(
             summary=step,
             device_s=step.step_time_s * plan.num_devices,
@@ -259,7 +270,9 @@ def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Playe
     )
 
 
-def _with_steps(cluster: ClusterResult, planners: dict[str, Planner], batches: Sequence[PricedBatch]) -> ClusterResult:
+def _with_steps(
+    cluster: ClusterResult, planners: dict[str, Planner], batches: Sequence[PricedBatch], simulation: SimOptions
+) -> ClusterResult:
     """With the step whose time under the fastest policy is nearest to the median, under every policy that can run."""
     if not cluster.ranked:
         return cluster
@@ -267,5 +280,6 @@ def _with_steps(cluster: ClusterResult, planners: dict[str, Planner], batches: S
     typical = min(range(len(times_s)), key=lambda k: abs(times_s[k] - median(times_s)))
     plans = {result.policy: planners[result.policy].plan(batches[typical]) for result in cluster.ranked}
     return replace(
-        cluster, steps={name: ComparedStep(plan=plan, timeline=simulate(plan)) for name, plan in plans.items()}
+        cluster,
+        steps={name: ComparedStep(plan=plan, timeline=simulate(plan, simulation)) for name, plan in plans.items()},
     )

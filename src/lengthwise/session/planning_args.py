@@ -218,14 +218,32 @@ def parse_counts(words: str, option: str) -> list[int]:
     return list(dict.fromkeys(count for count in counts if count))
 
 
-def check_compared(counts: Sequence[int], device: str) -> None:
-    """Raise ``InputError`` if comparing policies on so many devices would take too long."""
+def clusters_of(
+    device: str,
+    gpus: str,
+    *,
+    devices_per_node: int | None = None,
+    memory_gib: float | None = None,
+    memory_margin: float | None = None,
+) -> list[ClusterSpec]:
+    """Clusters of the sizes in ``64,128``, as ``make_cluster`` makes each, none of them too large to compare.
+
+    Raises:
+        InputError: that is no such list, one cannot be made, or comparing policies on it would take too long.
+    """
+    counts = parse_counts(gpus, "--gpus")
     if max(counts) > MOST_DEVICES:
         raise InputError(
             f"--gpus {max(counts)}: at most {MOST_DEVICES:,} devices are compared, for the time that all policies plan "
             "them grows faster than their number; for more, plan and simulate one policy (lengthwise simulate CONFIG "
             f"plan.policy=NAME cluster.name=NxMx{device})"
         )
+    return [
+        make_cluster(
+            device, count, devices_per_node=devices_per_node, memory_gib=memory_gib, memory_margin=memory_margin
+        )
+        for count in counts
+    ]
 
 
 def parse_names(words: str | None, known: Sequence[str], option: str) -> list[str]:

@@ -23,6 +23,7 @@ def simulate(
     *,
     jitter: float = 0.0,
     stragglers: Mapping[int, float] | None = None,
+    overlap: float = 0.0,
     seed: int = 0,
     timelines: bool = False,
 ) -> list[SimulatedStep]:
@@ -35,6 +36,8 @@ def simulate(
         plans: what `lengthwise.plan` returned, or a file of plans: plans.jsonl of a run or of `lengthwise plan --out`.
         jitter: sigma of a lognormal factor of mean 1 on the time of every micro-batch, such as 0.1.
         stragglers: rank -> how many times slower it computes, at least 1.
+        overlap: share of the update that runs beneath computation, from 0 to 1. Plans and their bounds reckon with
+            none, and Lengthwise's own updates hide nothing.
         seed: decides the jitter.
         timelines: also make the timeline of each step: which rank does what when, and its memory.
 
@@ -45,7 +48,7 @@ def simulate(
     Raises:
         InputError: there is no plan, a value is out of its range, or a straggler is not a rank of the plans.
     """
-    options = SimOptions(jitter=jitter, stragglers=dict(stragglers or {}), seed=seed)
+    options = SimOptions(jitter=jitter, stragglers=dict(stragglers or {}), overlap=overlap, seed=seed)
     if isinstance(plans, str | Path):
         plans = read_plans(Path(plans))
     if not timelines:

@@ -84,10 +84,7 @@ def _parts(document: dict[str, Any]) -> tuple[tuple[str, str, float], ...]:
 
 def _conditions(num_steps: int, options: SimOptions) -> list[str]:
     parts = ["1 step" if num_steps == 1 else f"{num_steps:,} steps"]
-    if options.jitter:
-        parts.append(f"jitter {options.jitter:g}")
-    parts += [f"rank {rank} slower by {factor:g}x" for rank, factor in options.stragglers.items()]
-    return parts
+    return [*parts, options.in_words] if options.in_words else parts
 
 
 def _row(plan: StepPlan, step: SimulatedStep) -> tuple[str, ...]:

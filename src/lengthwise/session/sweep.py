@@ -1,4 +1,4 @@
-"""What is compared: clusters of several sizes and networks, steps of several sizes; and a whole training's tokens."""
+"""What is compared: clusters of several sizes, networks and links, steps of several sizes; a training's tokens."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
 
-from lengthwise.core.device_spec import GBIT
+from lengthwise.core.device_spec import GBIT, GBYTE
 from lengthwise.core.errors import InputError
 from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec
@@ -17,7 +17,8 @@ from lengthwise.session.planning_args import COMMAND_LINE, Spelling
 MAX_POINTS = 64
 """Comparisons of one sweep."""
 MAX_TOKENS_PER_STEP = 1 << 40
-MAX_GBIT_PER_S = 1e6
+MAX_RATE = 1e6
+"""Gbit/s of a network port, or Gbyte/s of a link."""
 
 Value = TypeVar("Value", int, float)
 
@@ -32,15 +33,21 @@ class SweepPoint:
 
 
 def sweep_points(
-    clusters: Sequence[ClusterSpec], tokens_per_step: Sequence[int], networks: Sequence[float], spelling: Spelling
+    clusters: Sequence[ClusterSpec],
+    tokens_per_step: Sequence[int],
+    spelling: Spelling,
+    *,
+    networks: Sequence[float] = (),
+    links: Sequence[float] = (),
 ) -> list[SweepPoint]:
-    """Every cluster with every network and every size of a step; an empty list leaves the default.
+    """Every cluster with every network, every link and every size of a step; an empty list leaves the default.
 
     Args:
         clusters: at least one.
         tokens_per_step: most tokens of a global batch.
-        networks: rates of each device's network port, in Gbit/s.
         spelling: how errors name settings.
+        networks: rates of each device's network port, in Gbit/s.
+        links: rates of each device to the others of its node, in Gbyte/s a direction.
 
     Raises:
         InputError: a value is out of its range, or there are too many comparisons.
@@ -48,11 +55,12 @@ def sweep_points(
     for tokens in tokens_per_step:
         if not 1 <= tokens <= MAX_TOKENS_PER_STEP:
             raise InputError(f"{spelling('tokens_per_step')} must be from 1 to {MAX_TOKENS_PER_STEP:,}, not {tokens:,}")
-    for rate in networks:
-        if not 0 < rate <= MAX_GBIT_PER_S:
-            setting = "--network" if spelling.is_option else "network_gbit_per_s"
-            raise InputError(f"{setting} must be above 0 and at most {MAX_GBIT_PER_S:,.0f} Gbit/s, not {rate:g}")
-    variants = [_with_network(cluster, rate) for cluster in clusters for rate in networks] if networks else clusters
+    _check_rates(networks, "--network" if spelling.is_option else "network_gbit_per_s", unit="Gbit/s")
+    _check_rates(links, "--link" if spelling.is_option else "link_gbyte_per_s", unit="Gbyte/s")
+    variants = [
+        _with_rates(cluster, gbit_per_s=network, gbyte_per_s=link)
+        for cluster, network, link in product(clusters, networks or (None,), links or (None,))
+    ]
     budgets: list[int | None] = [*tokens_per_step] or [None]
     points = [SweepPoint(cluster=cluster, tokens_per_step=tokens) for cluster, tokens in product(variants, budgets)]
     if len(points) > MAX_POINTS:
@@ -62,8 +70,21 @@ def sweep_points(
     return points
 
 
-def _with_network(cluster: ClusterSpec, gbit_per_s: float) -> ClusterSpec:
-    return replace(cluster, device=replace(cluster.device, network_bytes_per_s=gbit_per_s * GBIT))
+def _check_rates(rates: Sequence[float], setting: str, *, unit: str) -> None:
+    """Raise ``InputError`` for a rate that no device has."""
+    for rate in rates:
+        if not 0 < rate <= MAX_RATE:
+            raise InputError(f"{setting} must be above 0 and at most {MAX_RATE:,.0f} {unit}, not {rate:g}")
+
+
+def _with_rates(cluster: ClusterSpec, *, gbit_per_s: float | None, gbyte_per_s: float | None) -> ClusterSpec:
+    """The cluster with other network ports and other links within nodes; None: its own."""
+    device = cluster.device
+    if gbit_per_s is not None:
+        device = replace(device, network_bytes_per_s=gbit_per_s * GBIT)
+    if gbyte_per_s is not None:
+        device = replace(device, link_bytes_per_s=gbyte_per_s * GBYTE)
+    return replace(cluster, device=device)
 
 
 def as_list(values: Value | Sequence[Value] | None) -> list[Value]:
@@ -111,7 +132,7 @@ def _tokens(text: str, option: str) -> int:
     return number
 
 
-def parse_rates(text: str | None, option: str) -> list[float]:
+def parse_rates(text: str | None, option: str, *, unit: str) -> list[float]:
     """Numbers from ``100,400``, each once; none for None.
 
     Raises:
@@ -120,4 +141,4 @@ def parse_rates(text: str | None, option: str) -> list[float]:
     try:
         return list(dict.fromkeys(float(part) for part in text.split(","))) if text is not None else []
     except ValueError:
-        raise InputError(f"{option} {brief(text)} is not a list of Gbit/s, such as 400 or 100,400") from None
+        raise InputError(f"{option} {brief(text)} is not a list of {unit}, such as 400 or 100,400") from None

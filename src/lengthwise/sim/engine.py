@@ -6,7 +6,7 @@ from lengthwise.core.one_f_one_b import StagePass
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import MemorySample, Span, SpanKind, Timeline
 from lengthwise.sim.pipeline import PipelineRun
-from lengthwise.sim.sim_options import SimOptions
+from lengthwise.sim.sim_options import EXACT, SimOptions
 from lengthwise.sim.simulate_step import PhaseRun, run_step
 
 BUBBLE = "bubble"
@@ -19,10 +19,8 @@ SWITCH = "switch"
 RankActivity = tuple[float, float, SpanKind, str]
 """Start, end, kind and name of what all ranks of a stage do."""
 
-_EXACT = SimOptions()
 
-
-def simulate(plan: StepPlan, options: SimOptions = _EXACT) -> Timeline:
+def simulate(plan: StepPlan, options: SimOptions = EXACT) -> Timeline:
     """Execute a plan in virtual time: what every rank does when, and the bytes it holds.
 
     The spans of a rank follow one another without gaps, from the start of the step to its end. Memory is sampled at the

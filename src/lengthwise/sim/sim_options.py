@@ -44,3 +44,14 @@ class SimOptions:
                     f"straggler {rank} must be slower by a finite factor of at least 1, not {factor}; the most is "
                     f"{MAX_FACTOR:g}"
                 )
+
+    @property
+    def in_words(self) -> str:
+        """What differs from an execution as predicted, such as "jitter 0.1 · rank 1 slower by 2x"; empty: nothing."""
+        words = [f"jitter {self.jitter:g}"] if self.jitter else []
+        words += [f"{self.overlap:.0%} of the update hidden beneath computation"] if self.overlap else []
+        return " · ".join([*words, *(f"rank {rank} slower by {factor:g}x" for rank, factor in self.stragglers.items())])
+
+
+EXACT = SimOptions()
+"""Executes a plan exactly as its costs predict it."""

@@ -7,11 +7,9 @@ import numpy as np
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import Timeline
 from lengthwise.sim.pipeline import PipelineRun
-from lengthwise.sim.sim_options import SimOptions
+from lengthwise.sim.sim_options import EXACT, SimOptions
 from lengthwise.sim.simulate_step import StepRun, run_step
 from lengthwise.sim.time_losses import Losses
-
-_EXACT = SimOptions()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,7 +37,7 @@ class SimulatedStep:
         return self.losses.bubble
 
 
-def summary(plan: StepPlan, options: SimOptions = _EXACT) -> SimulatedStep:
+def summary(plan: StepPlan, options: SimOptions = EXACT) -> SimulatedStep:
     """Execute a plan as :func:`lengthwise.sim.engine.simulate` does, and return its figures alone.
 
     Raises:

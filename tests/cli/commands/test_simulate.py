@@ -126,6 +126,7 @@ def test_a_page_shows_timeline_and_memory_and_every_step(cli, staged, tmp_path):
         (["--straggler", "9:2"], "no rank 9 to be slow"),
         (["--straggler", "1:0.5"], "at least 1, not 0.5"),
         (["--jitter", "-1"], "jitter must be finite and at least 0"),
+        (["--overlap", "-0.1"], "overlap is a share of the update between 0 and 1, not -0.1"),
         (["--html", "nowhere/page.html"], "cannot write nowhere/page.html"),
     ],
 )

@@ -6,7 +6,7 @@ from lengthwise.cli import compare_options as its
 from lengthwise.cli import shared_options as shared
 from lengthwise.plan.space.search_space import RecomputeMode
 from lengthwise.session.console import emit_json
-from lengthwise.session.planning_args import COMMAND_LINE, check_compared, make_cluster, parse_counts, split_names
+from lengthwise.session.planning_args import COMMAND_LINE, clusters_of, split_names
 
 
 def run(
@@ -18,8 +18,11 @@ def run(
     over_length: its.OverLengthOption = its.OverLength.SPLIT,
     tokens_per_step: its.TokensPerStep = None,
     network: its.Network = None,
+    link: its.Link = None,
     tokens: its.Tokens = None,
     price_per_hour: its.PricePerHour = None,
+    jitter: its.Jitter = 0.0,
+    overlap: its.Overlap = 0.0,
     steps: its.Steps = 8,
     policies: its.Policies = None,
     hbm: shared.MemoryGib = None,
@@ -40,18 +43,14 @@ def run(
     from lengthwise.session.compare_lengths import compare_points, comparison_page, write_page
     from lengthwise.session.plan_lengths import comparison_of
     from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
+    from lengthwise.sim.sim_options import SimOptions
 
-    counts = parse_counts(gpus, "--gpus")
-    check_compared(counts, device)
-    clusters = [
-        make_cluster(device, count, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin)
-        for count in counts
-    ]
+    clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin)
     points = sweep_points(
-        clusters, parse_token_counts(tokens_per_step, "--tokens-per-step"), parse_rates(network, "--network"),
-        COMMAND_LINE,
+        clusters, parse_token_counts(tokens_per_step, "--tokens-per-step"), COMMAND_LINE,
+        networks=parse_rates(network, "--network", unit="Gbit/s"), links=parse_rates(link, "--link", unit="Gbyte/s"),
     )  # fmt: skip
-    budget = parse_budget(tokens, price_per_hour)
+    budget, simulation = parse_budget(tokens, price_per_hour), SimOptions(jitter=jitter, overlap=overlap, seed=seed)
     check_place(html, "--html")
     contest, ledger = comparison_of(
         lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,
@@ -59,8 +58,9 @@ def run(
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
         dtype=dtype.value, seed=seed,
     )  # fmt: skip
+    contest = replace(contest, budget=budget, simulation=simulation)
     with planning_progress(len(points) * len(contest.policies) * steps) as on_step:
-        results = compare_points(replace(contest, budget=budget), points, with_steps=html is not None, on_step=on_step)
+        results = compare_points(contest, points, with_steps=html is not None, on_step=on_step)
     comparison = comparison_page(contest, clusters, results, source=lengths, ledger=ledger)
     if html is not None:
         write_page(comparison, html)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lengthwise.cli.compare_options import PricePerHour, Tokens
+from lengthwise.cli.compare_options import Overlap, PricePerHour, Tokens
 from lengthwise.cli.launch import split_arguments
 from lengthwise.cli.shared_options import Json, KinetoFolder, TraceRanks, TraceSteps
 from lengthwise.config.limits import MAX_STEPS
@@ -25,6 +25,7 @@ def run(
     steps: Steps = None,
     jitter: Jitter = 0.0,
     straggler: Straggler = None,
+    overlap: Overlap = 0.0,
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace (.json.gz) here")] = None,
     trace_steps: TraceSteps = None,
     trace_ranks: TraceRanks = None,
@@ -58,7 +59,7 @@ def run(
     check_folder(chakra, "--chakra")
     budget = parse_budget(tokens, price_per_hour)
     choice = TraceChoice.parse(trace_steps, trace_ranks)
-    options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])))
+    options = SimOptions(jitter=jitter, stragglers=dict(map(parse_straggler, straggler or [])), overlap=overlap)
     path, changes = split_arguments(source, overrides)
     plans = plans_of(path, changes, steps=steps)
     simulated = [summary(plan, options) for plan in plans]

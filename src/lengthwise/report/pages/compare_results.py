@@ -123,6 +123,8 @@ class ClusterResult:
     """Most tokens of a global batch."""
     network_gbit_per_s: float = 0.0
     """Rate of each device's network port."""
+    link_gbyte_per_s: float = 0.0
+    """Rate and direction of each device to the others of its node."""
     flops_per_token: float = 0.0
     """Model FLOPs of forward and backward, without recompute; 0: not known."""
     peak_flops_per_s: float = 0.0
@@ -180,6 +182,7 @@ class ClusterResult:
             "tokens_per_step": self.tokens_per_step,
             "token_budget": self.token_budget,
             "network_gbit_per_s": self.network_gbit_per_s,
+            "link_gbyte_per_s": self.link_gbyte_per_s,
             "policies": [{**result.to_json(), **self._compared(result)} for result in self.policies],
         }
 
