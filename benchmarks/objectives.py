@@ -45,8 +45,10 @@ FIRST = (
     "packs filled by first fit. *padded*: a fixed number of sequences padded, as TRL's trainers do. verl and TRL "
     "themselves have not been run."
 )
-SCARCE = "little memory"
+SCARCE = "the longest needs two devices"
 SIDES = ("auto", "verl", "verl, tuned", "static", "padded")
+MEASURED_SIDES = ("auto", "verl 1", "verl 2", "verl, tuned 1", "verl, tuned 2", "static", "padded")
+"""verl's with the sequence parallel size, so that what is tuned is what is measured."""
 
 
 def main() -> None:
@@ -164,7 +166,8 @@ def measured(steps: int) -> list[Section]:
     ranks, sections = Ranks(2), []
     try:
         for limit_gib, name in ((rollout_runs.least_gib(), SCARCE), (None, "memory for all")):
-            seconds = ranks.run(rollout_runs.train, SIDES, steps, limit_gib)[0]
+            sides = [side for side in MEASURED_SIDES if limit_gib is None or not side.endswith("1")]
+            seconds = ranks.run(rollout_runs.train, sides, steps, limit_gib)[0]
             sections.append(measured_section(seconds, steps, name))
     finally:
         ranks.close()
@@ -180,25 +183,25 @@ def measured_section(seconds: dict[str, dict[str, list]], steps: int, name: str)
         )
         schemes = ", ".join(f"{scheme} ({count})" for scheme, count in Counter(of_side["schemes"]).most_common(4))
         rows.append((side, f"{over[side]:.3f}x", f"{wall:.2f}x", schemes))
-    memory = (
-        "A device has memory for the longest sequence shared by both ranks, half of its layers recomputed, no more."
-    )
+    memory = "A device holds 0.95 of what the longest sequence needs with all layers recomputed, so two share it."
     return Section(
         title=f"Measured on two CPU ranks, {name}",
         text=f"{rollout_runs.ROLLOUTS} rollouts a step by `run.step(items)`, plans by a data sheet of the cores; "
         f"{steps} steps after one that is not timed, sides take turns step by step. Medians of ratios to `auto` in the "
-        "same step. *Processor*: seconds of the busiest rank; *wall*: of the slower one, beside other programs (load "
-        f"average {os.getloadavg()[0]:.1f} on two cores). " + (memory if name == SCARCE else "Memory is not limited."),
+        "same step. *verl 1*, *verl 2*: with sequence parallel size 1 and 2. *Processor*: seconds of the busiest rank; "
+        f"*wall*: of the slower one, beside other programs (load average {os.getloadavg()[0]:.1f} on two cores). "
+        + (memory if name == SCARCE else "Memory is not limited."),
         head=("side", "processor", "wall", "parallel configurations (micro-batches)"),
         rows=rows,
         goals=tuple(
-            at_least(f"`auto` over verl's balancer{of}, two CPU ranks, {name} (processor)", over[side], 1.15, "x")
+            at_least(
+                f"`auto` over verl's balancer{of}, the faster size, two CPU ranks, {name} (processor)",
+                min(ratio for name_of, ratio in over.items() if name_of[:-2] == side),
+                1.15,
+                "x",
+            )
             for side, of in (("verl", ", recomputing"), ("verl, tuned", ", tuned"))
         ),
-        after=""
-        if name == SCARCE
-        else "verl's balancer is tuned by the same data sheet, which has it share sequences; `static`, one rank to a "
-        "sequence, shows that a fixed configuration is as fast as `auto` where memory is no limit.",
         measured=("processor", "wall", "parallel configurations (micro-batches)"),
     )
 

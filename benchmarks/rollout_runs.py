@@ -75,16 +75,17 @@ def prepared(policy: str, **options: Any) -> Run:
     )  # fmt: skip
 
 
-def balancer(run: Run, *, is_recomputing: bool) -> Any:
-    """A planner that balances as verl does, its configuration tuned on the costs that were measured."""
+def balancer(run: Run, *, degree: int, is_recomputing: bool) -> Any:
+    """A planner that balances as verl does, with the fastest configuration of a degree by the same costs."""
     problem = run.planner.problem  # type: ignore[attr-defined]
     batches = [
         PricedBatch(problem, GlobalBatch(step=0, ids=tuple(range(len(sample))), lengths=tuple(sample.tolist())))
         for sample in problem.samples[:4]
     ]
-    candidates = recomputing(problem.candidates) if is_recomputing else problem.candidates
+    candidates = [candidate for candidate in problem.candidates if candidate.scheme.degree == degree]
+    candidates = recomputing(candidates) if is_recomputing else candidates
     policy = tuned(problem, candidates, batches)
-    assert policy is not None, "some configuration holds the longest sequence"
+    assert policy is not None, "a configuration of this degree holds the longest sequence"
 
     def plan(batch: GlobalBatch) -> StepPlan:
         priced = PricedBatch(problem, batch)
@@ -122,7 +123,7 @@ def run_of(side: str, limit_gib: float | None) -> Run:
     run = prepared("auto" if side.startswith("verl") else side, cost=cost_of(limit_gib), memory_gib=limit_gib)
     run.on_finish = None
     if side.startswith("verl"):
-        run.planner = balancer(run, is_recomputing=side == "verl")
+        run.planner = balancer(run, degree=int(side[-1]), is_recomputing="tuned" not in side)
     return run
 
 
@@ -151,7 +152,6 @@ def loss_of(run: Run, step: Any, micro_batch: Any) -> torch.Tensor:
 
 
 def least_gib() -> float:
-    """Memory for the longest sequence shared by both ranks, half of its layers recomputed, and no more."""
-    layers = SPEC.num_layers
-    scheme = uniform_scheme(layers, degree=2, stages=1, method=Method.ULYSSES, recomputed=layers // 2)
-    return 1.02 * float(cost_of(None).peak_bytes(np.asarray(CAP), scheme, num_devices=2)) / GIB
+    """A little less memory than a rank needs that computes the longest sequence alone, all layers recomputed."""
+    scheme = uniform_scheme(SPEC.num_layers, degree=1, stages=1, method=Method.DENSE, recomputed=SPEC.num_layers)
+    return 0.95 * float(cost_of(None).peak_bytes(np.asarray(CAP), scheme, num_devices=2)) / GIB
