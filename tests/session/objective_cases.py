@@ -259,7 +259,7 @@ def step_alone(name, seed):
     return float(loss.detach()), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def gradient_errors(cases, expected):
+def gradient_errors(cases, expected, most_stages=1):
     """The largest error of loss and of this rank's share of the gradient, for each case, and the degrees of plans.
 
     ``cases``: names of objectives, seeds of batches and seeds of plans; ``expected``: by name and seed of a batch.
@@ -269,10 +269,11 @@ def gradient_errors(cases, expected):
         of_kind = [case for case in cases if OBJECTIVES[case[0]].batch is make]
         if not of_kind:
             continue
-        run = learning_run(make, frozen=[teacher()] if make is singles else [])
+        options = {"check": True} if most_stages > 1 else {"frozen": [teacher()] if make is singles else []}
+        run = learning_run(make, **options)
         for name, seed, plan_seed in of_kind:
             loss, gradients = expected[name, seed]
-            result, pushed, used = planned_step(run, OBJECTIVES[name], make(seed), plan_seed)
+            result, pushed, used = planned_step(run, OBJECTIVES[name], make(seed), plan_seed, most_stages)
             error = float((pushed - own_share(run, gradients)).abs().max())
             errors.append((max(abs(result.loss - loss), error), name, seed, plan_seed))
             degrees |= used
@@ -280,13 +281,13 @@ def gradient_errors(cases, expected):
     return errors, degrees
 
 
-def planned_step(run, objective, items, plan_seed):
+def planned_step(run, objective, items, plan_seed, most_stages=1):
     """A step of items that are anywhere under a plan that is any: its result, gradient and degrees."""
     rng, num_layers, size = random.Random(plan_seed), run.wrapped_model.structure.num_layers, run.world.size
     owners = [rng.randrange(size) for _ in items]
     if rng.random() < 0.2:
         owners = [rng.randrange(size)] * len(items)  # one rank has all
-    groups = random_groups(rng, size, num_layers, num_sequences=len(items), most_stages=1)
+    groups = random_groups(rng, size, num_layers, num_sequences=len(items), most_stages=most_stages)
     run.planner = lambda batch: plan_of(batch, groups, num_layers)
     seen = []
     run.on_finish = lambda step: seen.append(run.state.pushed.clone())

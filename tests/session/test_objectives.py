@@ -19,14 +19,14 @@ EXACT = 1e-10
 NUM_BATCHES = 4
 
 
-def assert_random_plans_are_exact(pool, names, seeds):
+def assert_random_plans_are_exact(pool, names, seeds, **options):
     """Every objective, under the plans of all seeds."""
     cases = [(name, seed % NUM_BATCHES, seed) for name in names for seed in seeds]
     expected = {(name, batch): step_alone(name, batch) for name, batch, _ in cases}
     largest = min(max(float(g.abs().max()) for g in gradients.values()) for _, gradients in expected.values())
     assert largest > 1e-3, "every objective learns something"
     degrees = set()
-    for errors, used in pool.run(gradient_errors, cases, expected):
+    for errors, used in pool.run(gradient_errors, cases, expected, **options):
         assert len(errors) == len(cases) and max(errors)[0] <= EXACT, max(errors)
         degrees |= used
     return degrees
@@ -44,6 +44,12 @@ def test_objectives_have_the_gradients_of_a_plain_loop(ranks, num_ranks):
 def test_objectives_are_exact_under_many_plans(ranks, name, num_ranks):
     for first in range(0, 28, 14):
         assert_random_plans_are_exact(ranks(num_ranks), [name], range(first, first + 14))
+
+
+@pytest.mark.deep
+def test_losses_of_tokens_are_exact_in_stages(ranks):
+    names = ["ppo", "top of a teacher", "grpo by tokens", "grpo by constant"]
+    assert_random_plans_are_exact(ranks(3), names, range(20), most_stages=3)
 
 
 GOOD = singles(1)[0]
