@@ -1,6 +1,6 @@
 """Is a curriculum of rising length more stable at high learning-rates, over several epochs? Measured, not assumed.
 
-    python benchmarks/stability.py [--seeds 2] [--every 48] [--rates 0.003 0.03] [--work DIR]
+    python benchmarks/stability.py [--rates 0.003 0.03] [--seeds 2 2] [--every 48] [--work DIR]
 
 The model and corpus of convergence.py, three epochs, a learning-rate that suits and one ten times as high. Trainings
 that are done are kept in the work folder. Writes stability.md and results/stability.json.
@@ -28,7 +28,7 @@ RISE = 1.1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", nargs="*", type=int, default=(2, 2), help="how many, for each rate")
     parser.add_argument("--every", type=int, default=48, help="one document of so many is trained on")
     parser.add_argument("--rates", nargs="*", type=float, default=(0.003, 0.03))
     parser.add_argument("--work", type=Path, default=Path("outputs/benchmarks/stability"))
@@ -36,7 +36,10 @@ def main() -> None:
     index = options.work / "index"
     build_index(IndexSettings(source=None, train_bpe=1024), index, workers=1)
     trainings: dict[tuple[float, str], list[dict[str, Any]]] = {}
-    for seed, rate, order in product(range(options.seeds), options.rates, ARMS):
+    counts = dict(zip(options.rates, options.seeds, strict=True))
+    for seed, rate, order in product(range(max(options.seeds)), options.rates, ARMS):
+        if seed >= counts[rate]:
+            continue
         study = Study(
             index=str(index), every=options.every, tokens_per_step=8192, num_held_out=40, lr=rate, epochs=EPOCHS
         )
@@ -47,7 +50,7 @@ def main() -> None:
     first = (
         f"A Llama of {SIZES['num_hidden_layers']} layers of {SIZES['hidden_size']}, on one of {options.every} "
         f"documents of Python's standard library in pieces of at most {MAX_LENGTH:,} tokens; 8,192 tokens a step, "
-        f"{EPOCHS} epochs, {steps} steps; {options.seeds} seeds of weights and order; gradients clipped to a norm of 1."
+        f"{EPOCHS} epochs, {steps} steps; seeds of weights and order; gradients clipped to a norm of 1."
     )
     write("stability", title="Order and stability at high rates", first=first, sections=[say(table(trainings))])
 
@@ -60,7 +63,8 @@ def table(trainings: dict[tuple[float, str], list[dict[str, Any]]]) -> Section:
         norms = [float(np.max(one["grad_norms"][10:])) for one in curves]
         ends = [[point["all"] for point in one["points"]] for one in curves]
         rows.append((
-            f"{rate:g}", order, spread([losses[-1] for losses in ends]), spread([min(losses) for losses in ends]),
+            f"{rate:g}", order, str(len(curves)), spread([losses[-1] for losses in ends]),
+            spread([min(losses) for losses in ends]),
             spread([float((ratio > RISE).mean()) * 100 for ratio in ratios]),
             spread([float(ratio.max()) for ratio in ratios]), spread(norms),
         ))  # fmt: skip
@@ -71,9 +75,18 @@ def table(trainings: dict[tuple[float, str], list[dict[str, Any]]]) -> Section:
             f"{RISE:g} times the least before it, in per cent, and the largest ratio. In a curriculum a step of longer "
             "sequences also has another loss, so that not every rise is one of the weights."
         ),
-        head=("rate", "order", "loss at the end", "least", "unstable (%)", "largest ratio", "largest gradient norm"),
+        head=(
+            "rate",
+            "order",
+            "seeds",
+            "loss at the end",
+            "least",
+            "unstable (%)",
+            "largest ratio",
+            "largest gradient norm",
+        ),
         rows=rows,
-    )
+    )  # fmt: skip
 
 
 def loss_ratios(losses: Sequence[float]) -> np.ndarray:
