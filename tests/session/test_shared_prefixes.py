@@ -8,6 +8,8 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.prefix_tree import prefix_tree
 from lengthwise.data.sampler import Sampler
+from lengthwise.session.datasets import read_sequences
+from lengthwise.session.item_values import ExpectedColumns
 from tests.plan.costs import SimpleCost
 from tests.runtime.wrap.test_position_masks import CASES
 from tests.session import models
@@ -135,6 +137,18 @@ def test_windows_soft_caps_and_sinks_see_what_goes_before(ranks, num_ranks):
             assert max(degrees) == num_ranks
             for key, value in apart.items():  # their norms are in float32
                 np.testing.assert_allclose(shared[key], value, rtol=0, atol=1e-7, err_msg=f"{name}: {key}")
+
+
+def test_what_is_shared_is_told_and_that_nothing_is(caplog):
+    said, expected = [], ExpectedColumns(shares_prefixes=True, loss_columns=COLUMNS)
+    read_sequences(groups(), expected=expected, say=said.append)
+    tokens = sum(len(member["input_ids"]) for unit in groups() for member in unit)
+    shared = tokens - sum(map(unique_tokens, groups()))
+    assert any(line.startswith(f"{shared:,} of {tokens:,} tokens (") for line in said), said
+    assert not caplog.records
+    learned = [tuple(member | {"labels": member["input_ids"]} for member in unit) for unit in groups()]
+    assert read_sequences(learned, expected=expected).lengths.lengths.sum() == tokens
+    assert "nothing is shared; give the prompt's tokens labels of -100" in caplog.text
 
 
 def test_means_over_own_tokens_are_refused():

@@ -1,6 +1,7 @@
 """Items of a dataset as sequences: read once for their lengths and columns, and again when they are computed."""
 
 import hashlib
+import logging
 import time
 import zlib
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from lengthwise.session.check_sample import DistinctSlots
 from lengthwise.session.item_columns import ItemColumns
 from lengthwise.session.item_values import ExpectedColumns, ItemRow
 from lengthwise.session.sequence_units import check_as_many, shared_tree
+
+_log = logging.getLogger("lengthwise")
 
 READ_TWICE = 8
 """Items that are read a second time, to see whether they are the same."""
@@ -151,6 +154,8 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
             )
         )
     _report(columns, count, len(scan.lengths), scan.num_members, say)
+    if scan.num_slots:
+        _report_shared(sum(scan.lengths), sum(scan.num_slots), columns.expected, say)
     return DatasetItems(
         items=corpus,
         columns=columns,
@@ -245,6 +250,19 @@ def _checksum(row: ItemRow) -> int:
     for values in (row.tokens, row.labels, row.special, *row.passed.values()):
         checksum = checksum if values is None else zlib.crc32(np.ascontiguousarray(values).data, checksum)
     return checksum
+
+
+def _report_shared(num_tokens: int, num_slots: int, expected: ExpectedColumns, say: Callable[[str], None]) -> None:
+    """Say how many tokens sequences share; warn if it is none."""
+    if num_slots < num_tokens:
+        shared = num_tokens - num_slots
+        say(f"{shared:,} of {num_tokens:,} tokens ({shared / num_tokens:.0%}) begin several sequences, and are shared")
+        return
+    _log.warning(
+        "share_prefixes=True, but no two sequences of an item begin with the same tokens without a loss, so nothing is "
+        "shared; give the prompt's tokens labels of %d (or a completion_mask), and sequences of one prompt as one item",
+        expected.ignore_index,
+    )
 
 
 def _report(
