@@ -71,6 +71,7 @@ class PrepareKeywords(TypedDict, total=False):
     packing: Packing
     weights: HeldWeights
     recompute: Literal[Recompute, "selective"]
+    feed_forward_tile: int | None
     profile: str | PathLike[str] | None
     cost: CostModel | None
     frozen: list[Any]

@@ -83,6 +83,9 @@ class PrepareOptions(
     recompute: Literal[Recompute, "selective"] = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as fit; selective: the
     same, but what attention computed is kept. (Configurations have no selective.)"""
+    feed_forward_tile: int | None = Field(default=None, ge=1)
+    """Tokens that feed-forward modules compute at once, forward and backward: they keep their input alone and compute
+    each tile again in the backward, so that longer sequences fit. None: all tokens."""
     profile: str | PathLike[str] | None = None
     """The file that keeps the measurements; None: one in ~/.cache/lengthwise. (A configuration's plan.profile is
     measured beforehand by `lengthwise profile`.)"""

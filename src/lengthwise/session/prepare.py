@@ -210,7 +210,8 @@ def _packed_or_by_sequence(
     try:
         return learned(chosen, False)
     except (InputError, CheckError) as error:
-        if chosen.packing == "always" or chosen.weights == "by-layer" or chosen.share_prefixes:
+        needs_packs = chosen.weights == "by-layer" or chosen.share_prefixes or chosen.feed_forward_tile is not None
+        if chosen.packing == "always" or needs_packs:
             raise
         refusal = str(error)
     prepared = learned(chosen, True)
@@ -241,9 +242,15 @@ def _learn(
         context=selective_contexts() if chosen.recompute == "selective" else None,
         by_sequence=by_sequence,
         labels_sequences=labels_sequences(model, chosen),
+        tile=chosen.feed_forward_tile,
     )
     prepared: PreparedModel | None = None
     try:
+        if by_sequence and chosen.feed_forward_tile is not None:
+            raise InputError(
+                f"feed_forward_tile={chosen.feed_forward_tile}: {type(model).__name__} is computed sequence by "
+                "sequence, by its stock forward; leave it out"
+            )
         prepared = PreparedModel.with_optimizer(
             wrapped_model,
             world,

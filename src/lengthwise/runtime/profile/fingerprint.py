@@ -114,6 +114,7 @@ def _digest(run: PreparedModel) -> str:
         "config": _config(model),
         "training": model.training,
         "by_sequence": wrapped_model.by_sequence is not None,
+        "tile": None if wrapped_model.tiles is None else wrapped_model.tiles.tile,
     }
     text = json.dumps(described, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

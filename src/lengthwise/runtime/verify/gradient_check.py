@@ -37,6 +37,7 @@ from lengthwise.runtime.verify.stock_call import (
 )
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import ALMOST_ONE
+from lengthwise.runtime.wrap.tiled_modules import short_tiles
 
 _log = logging.getLogger("lengthwise")
 
@@ -105,7 +106,7 @@ def check_exact(
     dtypes = dtypes_of(run)
     for dtype in dtypes:
         try:
-            with noise_free(run, dtype):
+            with noise_free(run, dtype), short_tiles(run.wrapped_model.tiles):
                 _compare(run, settings, tolerance_of(dtype, run.state.compute_dtype), on_progress)
             return
         except NotInThisDtype as error:

@@ -33,6 +33,7 @@ from lengthwise.runtime.wrap.sequence_by_sequence import SequenceBySequence
 from lengthwise.runtime.wrap.sequence_labels import with_label_of_sequence
 from lengthwise.runtime.wrap.stage_pass import StageEndError
 from lengthwise.runtime.wrap.structure import find_structure
+from lengthwise.runtime.wrap.tiled_modules import TiledModules
 from lengthwise.runtime.wrap.torch_function_mode import InterceptCalls
 from lengthwise.runtime.wrap.zero_collectives import finish_forward
 
@@ -60,11 +61,13 @@ class WrappedModel:
         by_sequence: bool = False,
         labels_sequences: bool = False,
         is_frozen: bool = False,
+        tile: int | None = None,
     ) -> None:
         """``loss``: from what the forward returns to the mean loss of this rank's targets; ``inputs``: from a
         micro-batch to the forward's arguments; ``context``: see :class:`HookedLayers`; ``by_sequence``: compute the
         stock forward once for each sequence, which this rank has whole, instead of packs and shards;
-        ``labels_sequences``: the model takes one label for each sequence; ``is_frozen``: it has no gradients.
+        ``labels_sequences``: the model takes one label for each sequence; ``is_frozen``: it has no gradients;
+        ``tile``: slots that feed-forward modules compute at once, None: all.
 
         Raises:
             InputError: its layers are not known, or its parameters are of several dtypes.
@@ -98,6 +101,7 @@ class WrappedModel:
         self.by_sequence = SequenceBySequence(self._forward, type(model).__name__) if by_sequence else None
         """Computes micro-batches sequence by sequence; None: they are computed in packs."""
         self.layers = HookedLayers(self.structure.layers, context=context)
+        self.tiles = None if tile is None else TiledModules(self.structure.layers, tile, lambda: self.is_plain)
         self._positions = None if by_sequence else StockPositions(model, self._forward, self.layers)
         self._rotary = None if by_sequence else LengthwiseRotary(model, is_plain=lambda: self._plain > 0)
         self._head = None if by_sequence else DeferredHead(model, is_plain=lambda: self._plain > 0)
@@ -148,7 +152,7 @@ class WrappedModel:
         if self._prepared is not None:
             self._prepared.release()
         self.layers.release()
-        for patched in (self._rotary, self._head):
+        for patched in (self._rotary, self._head, self.tiles):
             if patched is not None:
                 patched.release()
         for switch in self._switches:
