@@ -16,7 +16,7 @@ from lengthwise.config.run_config import check, load
 from lengthwise.core.read_yaml import parse_yaml
 from lengthwise.session.demo_settings import POLICIES
 from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, commands, in_language, unfenced, write_modules
-from tests.docs.user_files import write_tokenizer
+from tests.docs.user_files import write_profile, write_tokenizer
 from tests.report.fake_run import make_run
 
 SHELL = in_language("bash")
@@ -113,6 +113,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     numbers = np.random.default_rng(0)
     write_modules(folder)
+    write_profile(folder / "profile.json")
     np.save(folder / "lengths.npy", np.minimum(numbers.lognormal(6, 1, 400).astype(np.int64) + 2, 4096))
     for source in ("SRC", "corpora/web"):
         (folder / source).mkdir(parents=True)

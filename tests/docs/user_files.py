@@ -5,6 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from lengthwise.core.cost import ProfileRow, ProfileTable
+from lengthwise.core.specs import model_preset
+
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 TALK = ("How long is a coastline?", "It depends on the ruler.", "And a genome?", "Three billion letters. " * 3)
 
@@ -41,3 +44,16 @@ def write_model(folder: Path) -> None:
     write_tokenizer(folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=4096, **sizes)).save_pretrained(folder)
+
+
+def write_profile(path: Path) -> None:
+    """Measurements of llama-7b as an H100 might give them."""
+    model = model_preset("llama-7b")
+    rows = tuple(
+        ProfileRow(lengths=(n,), time_s=0.01 + 1e-4 * n + 1e-9 * n * n, spread_s=0.0, kept_bytes=200_000 * n)
+        for n in (512, 1024, 4096)
+    )
+    ProfileTable(
+        model_digest=model.digest, model_name=model.name, device="NVIDIA H100 80GB HBM3", dtype="bfloat16",
+        recompute=False, num_ranks=8, update_s=0.1, rows=rows,
+    ).save(path)  # fmt: skip

@@ -51,6 +51,10 @@ PricePerHour = Annotated[
     float | None,
     typer.Option(metavar="PRICE", help="Of one device, for the cost of --tokens; default: that of the device file."),
 ]
+ProfilePath = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Costs measured by `lengthwise profile`; default: data sheet."),
+]
 Jitter = Annotated[float, typer.Option(metavar="SIGMA", help="Lognormal noise on every micro-batch, such as 0.1.")]
 Overlap = Annotated[
     float,

@@ -226,6 +226,10 @@ class PolicyFields(Fields):
     strategies: list[str] | None
     """The pipelines of each step in words."""
     mfu: float | None
+    hours: float | None
+    """Of the whole training."""
+    cost: float | None
+    """Of the whole training, in the currency of ``price_per_hour``."""
     planning_s: float | None
     preparing_s: float | None
     peak_gib: float | None
@@ -245,6 +249,10 @@ class ClusterFields(Fields):
     network_gbit_per_s: float
     link_gbyte_per_s: float
     """Of each device to the others of its node, per direction."""
+    tokens: int | None
+    """Of the whole training, where that was given."""
+    price_per_hour: float | None
+    """Of one device; null: not known."""
     policies: list[PolicyFields]
 
 
@@ -258,6 +266,9 @@ class CompareDocument(JsonDocument):
     dtype: str
     seed: int
     speed_error: float | None
+    """Relative error that nine of ten predicted times stay within; null: not known."""
+    profile: str | None
+    """The file of measurements that costs are fitted to; null: they come from the data sheet of the device."""
     jitter: float
     overlap: float
     """The share of every update that computation hides in simulation."""

@@ -106,7 +106,8 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
     from lengthwise.cli.verify import verify_corpus
     from lengthwise.core.specs import ModelSpec
     from lengthwise.data.corpus import open_corpus
-    from lengthwise.session.planning import check_num_ranks, make_sampler, open_plans, open_profile, with_steps
+    from lengthwise.session.measured_profile import MeasuredProfile
+    from lengthwise.session.planning import check_num_ranks, make_sampler, open_plans, with_steps
     from lengthwise.session.sample_prompts import text_sampling
     from lengthwise.session.trained_model import trained_model
     from lengthwise.session.validation_set import validation_corpus
@@ -120,7 +121,7 @@ def _check(config: Config, *, nproc: int, is_resumed: bool) -> None:
     text_sampling(config, corpus, model)
     check_num_ranks(config, nproc)
     if config.plan.profile and isinstance(model, ModelSpec):
-        open_profile(config)
+        MeasuredProfile.open(config.plan.profile, dtype=config.train.dtype, recompute=config.plan.recompute)
     for checked in (corpus, validation):
         if checked is not None:
             verify_corpus(config, checked)

@@ -41,6 +41,7 @@ class Setting(StrEnum):
     BATCH_SIZE = "plan.batch_size"
     SHAPES = "plan.shapes"
     COST = "plan.cost"
+    PROFILE = "plan.profile"
     OPTIMIZER = "optim.name"
     LR = "optim.lr"
     LR_REFERENCE = "optim.lr_reference"
@@ -49,6 +50,7 @@ class Setting(StrEnum):
     MOMENTUM = "optim.momentum"
     STEPS = "train.steps"
     DEVICE = "train.device"
+    DTYPE = "train.dtype"
     COMPILE = "train.compile"
     TIMEOUT_S = "train.timeout_s"
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
+from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
@@ -56,7 +57,7 @@ def compare(
 ) -> Comparison:
     """Plan and simulate the same global batches under every scheduling policy.
 
-    Costs come from the data sheet of the device: nothing is measured, and no GPU is needed.
+    Costs come from the data sheet of the device, or from a `profile`: no GPU is needed.
 
         comparison = lengthwise.compare("commoncrawl", model="llama-7b", cluster="8xH100-80GB", steps=2)
         for result in comparison.clusters[0].ranked:
@@ -78,8 +79,8 @@ def compare(
         overlap: share of every update that computation hides in simulation; by default 0. Plans reckon with none.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
-        options: max_length, over_length, max_degree, max_stages, methods, recompute, memory_margin, dtype and seed, as
-            in `lengthwise.plan`.
+        options: max_length, over_length, max_degree, max_stages, methods, recompute, memory_margin, dtype, profile and
+            seed, as in `lengthwise.plan`.
 
     Returns:
         A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one
@@ -91,16 +92,16 @@ def compare(
         InfeasibleError: no policy can run on any of the clusters.
     """
     networks, links = options.pop("network_gbit_per_s", None), options.pop("link_gbyte_per_s", None)
+    rates = {"networks": as_list(networks), "links": as_list(links)}
     tokens, price_per_hour = options.pop("tokens", None), options.pop("price_per_hour", None)
     budget = make_budget(PYTHON, tokens=tokens, price_per_hour=price_per_hour)
     jitter, overlap = options.pop("jitter", 0.0), options.pop("overlap", 0.0)
     simulation = SimOptions(jitter=jitter, overlap=overlap, seed=options.get("seed", 0))
-    margin = options.pop("memory_margin", None)
+    clusters = _clusters_of(cluster, options.pop("memory_margin", None))
     planning: PlanningOptions = options
     contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
-    clusters = _clusters_of(cluster, margin)
-    points = sweep_points(clusters, as_list(tokens_per_step), PYTHON, networks=as_list(networks), links=as_list(links))
     contest = replace(contest, budget=budget, simulation=simulation)
+    points = sweep_points(clusters, as_list(tokens_per_step), PYTHON, **rates, profile=contest.profile)
     results = compare_points(contest, points)
     source = str(lengths) if isinstance(lengths, str | Path) else "lengths of the caller"
     return comparison_page(contest, clusters, results, source=source, ledger=ledger)
@@ -164,12 +165,13 @@ def comparison_page(
     ledger: LengthLedger,
 ) -> Comparison:
     """The results with what was asked, as the page shows them and ``to_json`` gives them."""
+    error = contest.cost(clusters[0]).error
     return Comparison(
         model=contest.model.name,
         device=clusters[0].device.name,
         source=source,
         num_steps=contest.num_steps,
-        facts=tuple(_facts(contest, clusters, source, ledger)),
+        facts=tuple(_facts(contest, clusters, source, ledger, error)),
         clusters=tuple(results),
         length_bins=tuple(
             LengthBin(low=bin.low, high=bin.high, num_sequences=bin.num_sequences, num_tokens=bin.num_tokens)
@@ -177,7 +179,8 @@ def comparison_page(
         ),
         settings={
             "not_priced": contest.model.unpriced or None,
-            "speed_error": clusters[0].device.speed_error,
+            "speed_error": error.of_times if error else None,
+            "profile": contest.profile and contest.profile.path,
             "dtype": contest.dtype,
             "seed": contest.seed,
             "jitter": contest.simulation.jitter,
@@ -209,7 +212,11 @@ def ledger_words(ledger: LengthLedger) -> str:
 
 
 def _facts(
-    contest: PolicyComparison, clusters: Sequence[ClusterSpec], source: str, ledger: LengthLedger
+    contest: PolicyComparison,
+    clusters: Sequence[ClusterSpec],
+    source: str,
+    ledger: LengthLedger,
+    error: CostError | None,
 ) -> Iterator[tuple[str, str]]:
     """What was asked, in words."""
     lengths, search_space, device = contest.lengths, contest.search_space, clusters[0].device
@@ -223,7 +230,7 @@ def _facts(
         yield "Not priced", contest.model.unpriced
     names = dict.fromkeys(cluster.name for cluster in clusters)
     yield "Clusters", f"{', '.join(names)}, {device.memory_in_words} a device"
-    yield "Costs", device.error_in_words
+    yield "Costs", contest.profile.in_words(error) if contest.profile else device.error_in_words
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
     methods = [*map(str, search_space.methods or DEFAULT_METHODS)]

@@ -12,12 +12,13 @@ import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.device_spec import DEVICES, GBIT, GBYTE
-from lengthwise.core.errors import InfeasibleError, LengthwiseError, first_line
+from lengthwise.core.errors import InfeasibleError, LengthwiseError, errors_spelt, first_line
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.heterogeneous.propose.beforehand import Space, searching
@@ -26,6 +27,7 @@ from lengthwise.plan.policies import prepare
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, first_batches, make_problem, sample_lengths
 from lengthwise.report.pages.compare_results import NO_BUDGET, ClusterResult, ComparedStep, PolicyResult, TrainingBudget
+from lengthwise.session.measured_profile import MeasuredProfile
 from lengthwise.session.planning_args import COMMAND_LINE, Spelling, check_longest
 from lengthwise.sim.engine import simulate
 from lengthwise.sim.sim_options import EXACT, SimOptions
@@ -61,13 +63,22 @@ class PolicyComparison:
 
     simulation: SimOptions = EXACT
     """How plans are executed in virtual time."""
+    profile: MeasuredProfile | None = None
+    """Measurements that costs are fitted to; None: costs come from the data sheet of the device."""
+
+    def cost(self, cluster: ClusterSpec) -> SeparableCost:
+        """The costs of the model on a cluster."""
+        if self.profile is None:
+            return AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype)
+        with errors_spelt(self.spelling):
+            return self.profile.cost(self.model, cluster)
 
     def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
         """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
         problem, refused = None, None
         try:
             problem = make_problem(
-                AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype),
+                self.cost(cluster),
                 cluster=cluster,
                 num_layers=self.model.num_layers,
                 max_length=self.lengths.max_length,

@@ -35,6 +35,7 @@ class PlanningOptions(TypedDict, total=False):
     recompute: Literal["auto", "none", "all"]
     memory_margin: float | None
     dtype: Literal["bfloat16", "float32"]
+    profile: str | Path | None
     seed: int
 
 
@@ -51,8 +52,7 @@ def plan(
     """Plan the first steps of training on sequences of these lengths.
 
     Each plan says which ranks compute which sequences in which micro-batches, under which parallel configuration, how
-    long that takes, and a time that no plan can beat. Costs come from the data sheet of the device: nothing is
-    measured, and no GPU is needed.
+    long that takes, and a time that no plan can beat. Costs come from the data sheet, and no GPU is needed.
 
         plans = lengthwise.plan([700, 90, 4000, 350], model="llama-7b", cluster="1x8xH100-80GB", steps=1)
         print(plans[0].time_s, plans[0].gap)
@@ -75,6 +75,7 @@ def plan(
         memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
+        profile: a file of `lengthwise profile` that costs are fitted to; schemes that it did not measure are left out.
         seed: decides the order of the sequences; 0 by default.
 
     Returns:
@@ -120,6 +121,7 @@ def comparison_of(
     from lengthwise.plan.policies import POLICIES, check_policies
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
     from lengthwise.session.compare_policies import PolicyComparison
+    from lengthwise.session.measured_profile import MeasuredProfile
     from lengthwise.session.planning_args import METHODS, check_names, check_positions, find_lengths, find_model
 
     _check(options, steps)
@@ -139,9 +141,12 @@ def comparison_of(
             rule=options.get("over_length", "split"),
         )
         check_positions(spec.name, spec.max_positions, longest=view.lengths.max_length)
+        dtype, path = options.get("dtype", "bfloat16"), options.get("profile")
+        profile = MeasuredProfile.open(path, dtype=dtype, recompute=str(space.recompute)) if path is not None else None
     comparison = PolicyComparison(
         model=spec,
-        dtype=options.get("dtype", "bfloat16"),
+        dtype=dtype,
+        profile=profile,
         search_space=space,
         policies=tuple(names),
         lengths=view.lengths,

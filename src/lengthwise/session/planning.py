@@ -10,18 +10,14 @@ import numpy as np
 from lengthwise.config.limits import DEFAULT_TOKENS_PER_STEP
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import BatchStream, GlobalBatch
-from lengthwise.core.cost import CostModel, ProfileTable
+from lengthwise.core.cost import CostModel
 from lengthwise.core.errors import InputError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.lr_scaling import LrScaling, mean_size
 from lengthwise.core.pipeline_config import Method
-from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.links import with_measured_links
-from lengthwise.cost.profiled.fitted import FittedCost
-from lengthwise.cost.profiled.measured_schemes import tables_by_scheme
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.corpus import Corpus
@@ -43,6 +39,7 @@ from lengthwise.plan.space.search_space import (
 )
 from lengthwise.plan.static_shapes import with_shapes
 from lengthwise.session.console import progress
+from lengthwise.session.measured_profile import MeasuredProfile
 from lengthwise.session.method_choice import RANDOM, check_methods, compiled_methods, methods_of
 from lengthwise.session.trained_model import objective_of
 
@@ -138,48 +135,13 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> Separabl
     """Fitted to or learned from ``plan.profile`` where there is one, else analytic.
 
     Raises:
-        InputError: the profile is of another model, dtype or recompute setting.
+        InputError: the profile is of another model, device, dtype or recompute setting.
     """
-    if not config.plan.profile:
+    plan = config.plan
+    if not plan.profile:
         return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
-    table = open_profile(config)
-    _check_device(config, table, cluster)
-    cluster, tables = with_measured_links(cluster, table.links), tables_by_scheme(table, num_layers=spec.num_layers)
-    if config.plan.cost == "hybrid":
-        from lengthwise.cost.profiled.hybrid import HybridCost
-
-        return HybridCost(tables, model=spec, cluster=cluster)
-    return FittedCost(tables, model=spec, cluster=cluster)
-
-
-def open_profile(config: Config) -> ProfileTable:
-    """The profile that ``plan.profile`` names.
-
-    Raises:
-        InputError: it is damaged, or of another dtype or recompute setting than the run's.
-    """
-    table = ProfileTable.load(Path(config.plan.profile))
-    if table.dtype != config.train.dtype:
-        raise InputError(
-            f"{config.plan.profile} was measured in {table.dtype}, the run computes in {config.train.dtype}; "
-            "profile again with the run's train.dtype"
-        )
-    if config.plan.recompute not in ("auto", measured := "all" if table.recompute else "none"):
-        raise InputError(
-            f"{config.plan.profile} was measured with plan.recompute={measured}, the run has "
-            f"plan.recompute={config.plan.recompute}; profile again with the run's setting"
-        )
-    return table
-
-
-def _check_device(config: Config, table: ProfileTable, cluster: ClusterSpec) -> None:
-    """Raise ``InputError`` if the profile was taken on another kind of device than the cluster's."""
-    family = cluster.device.name.partition("-")[0]
-    if family.lower() not in table.device.lower():
-        raise InputError(
-            f"{config.plan.profile} was measured on {brief(table.device)}, the run is on {cluster.device.name}; "
-            "profile again on its devices, or set plan.profile= (empty) for analytic costs"
-        )
+    profile = MeasuredProfile.open(plan.profile, dtype=config.train.dtype, recompute=plan.recompute)
+    return profile.cost(spec, cluster, is_learned=plan.cost == "hybrid")
 
 
 class LayerStack(Protocol):

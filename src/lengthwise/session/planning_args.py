@@ -59,6 +59,8 @@ _ARGUMENTS = {
     Setting.METHOD: "methods",
     Setting.METHODS: "methods",
     Setting.RECOMPUTE: "recompute",
+    Setting.PROFILE: "profile",
+    Setting.DTYPE: "dtype",
 }
 """The settings that `lengthwise.compare` and the command of that name have too."""
 

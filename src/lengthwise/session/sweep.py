@@ -12,6 +12,7 @@ from lengthwise.core.read_file import brief
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import parse_tokens
 from lengthwise.report.pages.compare_results import TrainingBudget
+from lengthwise.session.measured_profile import MeasuredProfile
 from lengthwise.session.planning_args import COMMAND_LINE, Spelling
 
 MAX_POINTS = 64
@@ -39,6 +40,7 @@ def sweep_points(
     *,
     networks: Sequence[float] = (),
     links: Sequence[float] = (),
+    profile: MeasuredProfile | None = None,
 ) -> list[SweepPoint]:
     """Every cluster with every network, every link and every size of a step; an empty list leaves the default.
 
@@ -48,15 +50,18 @@ def sweep_points(
         spelling: how errors name settings.
         networks: rates of each device's network port, in Gbit/s.
         links: rates of each device to the others of its node, in Gbyte/s a direction.
+        profile: what costs are fitted to, with rates of its own.
 
     Raises:
-        InputError: a value is out of its range, or there are too many comparisons.
+        InputError: a value is out of its range, rates are given beside a profile, or there are too many comparisons.
     """
     for tokens in tokens_per_step:
         if not 1 <= tokens <= MAX_TOKENS_PER_STEP:
             raise InputError(f"{spelling('tokens_per_step')} must be from 1 to {MAX_TOKENS_PER_STEP:,}, not {tokens:,}")
-    _check_rates(networks, "--network" if spelling.is_option else "network_gbit_per_s", unit="Gbit/s")
-    _check_rates(links, "--link" if spelling.is_option else "link_gbyte_per_s", unit="Gbyte/s")
+    for rates, option, argument, unit in (
+        (networks, "--network", "network_gbit_per_s", "Gbit/s"), (links, "--link", "link_gbyte_per_s", "Gbyte/s")
+    ):  # fmt: skip
+        _check_rates(rates, option if spelling.is_option else argument, unit=unit, profile=profile)
     variants = [
         _with_rates(cluster, gbit_per_s=network, gbyte_per_s=link)
         for cluster, network, link in product(clusters, networks or (None,), links or (None,))
@@ -70,8 +75,13 @@ def sweep_points(
     return points
 
 
-def _check_rates(rates: Sequence[float], setting: str, *, unit: str) -> None:
-    """Raise ``InputError`` for a rate that no device has."""
+def _check_rates(rates: Sequence[float], setting: str, *, unit: str, profile: MeasuredProfile | None) -> None:
+    """Raise ``InputError`` for a rate that no device has, and for any where times of micro-batches are measured."""
+    if rates and profile is not None:
+        raise InputError(
+            f"{setting} is for costs from a data sheet; {profile.path} holds micro-batches measured over the links of "
+            f"its ranks. Leave {setting} or the profile out"
+        )
     for rate in rates:
         if not 0 < rate <= MAX_RATE:
             raise InputError(f"{setting} must be above 0 and at most {MAX_RATE:,.0f} {unit}, not {rate:g}")

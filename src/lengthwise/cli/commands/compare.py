@@ -21,6 +21,7 @@ def run(
     link: its.Link = None,
     tokens: its.Tokens = None,
     price_per_hour: its.PricePerHour = None,
+    profile: its.ProfilePath = None,
     jitter: its.Jitter = 0.0,
     overlap: its.Overlap = 0.0,
     steps: its.Steps = 8,
@@ -46,18 +47,17 @@ def run(
     from lengthwise.sim.sim_options import SimOptions
 
     clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin)
-    points = sweep_points(
-        clusters, parse_token_counts(tokens_per_step, "--tokens-per-step"), COMMAND_LINE,
-        networks=parse_rates(network, "--network", unit="Gbit/s"), links=parse_rates(link, "--link", unit="Gbyte/s"),
-    )  # fmt: skip
-    budget, simulation = parse_budget(tokens, price_per_hour), SimOptions(jitter=jitter, overlap=overlap, seed=seed)
+    simulation, budget = SimOptions(jitter=jitter, overlap=overlap, seed=seed), parse_budget(tokens, price_per_hour)
     check_place(html, "--html")
+    networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
     contest, ledger = comparison_of(
         lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,
         spelling=COMMAND_LINE, max_length=max_length, over_length=over_length.value, max_degree=max_degree,
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
-        dtype=dtype.value, seed=seed,
+        dtype=dtype.value, profile=profile, seed=seed,
     )  # fmt: skip
+    sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
+    points = sweep_points(clusters, sizes, COMMAND_LINE, networks=networks, links=links, profile=contest.profile)
     contest = replace(contest, budget=budget, simulation=simulation)
     with planning_progress(len(points) * len(contest.policies) * steps) as on_step:
         results = compare_points(contest, points, with_steps=html is not None, on_step=on_step)

@@ -48,9 +48,8 @@ def print_comparison(comparison: Comparison, ledger: LengthLedger, html: Path | 
     if is_sweep and not by_gpus:
         for why in dict.fromkeys(why for result in comparison.clusters for why in result.refusals):
             console.print(f"refused: {why}", soft_wrap=True)
-    console.print(
-        "simulated on an analytic cost model, not measured; each gap is to one bound for all policies", soft_wrap=True
-    )
+    model = "costs fitted to measured micro-batches" if comparison.settings.get("profile") else "an analytic cost model"
+    console.print(f"simulated on {model}, not measured; each gap is to one bound for all policies", soft_wrap=True)
     console.print(dict(comparison.facts)["Costs"], soft_wrap=True)
     if unpriced := comparison.settings.get("not_priced"):
         console.print(f"not priced in {comparison.model}: {unpriced}", soft_wrap=True)

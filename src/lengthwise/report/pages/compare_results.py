@@ -183,6 +183,8 @@ class ClusterResult:
             "token_budget": self.token_budget,
             "network_gbit_per_s": self.network_gbit_per_s,
             "link_gbyte_per_s": self.link_gbyte_per_s,
+            "tokens": self.budget.num_tokens,
+            "price_per_hour": self.budget.price_per_hour,
             "policies": [{**result.to_json(), **self._compared(result)} for result in self.policies],
         }
 
