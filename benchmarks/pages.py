@@ -98,6 +98,35 @@ def write(name: str, *, title: str, first: str, sections: Sequence[Section]) -> 
     (RESULTS / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
+def rewrite(name: str, sections: Sequence[Section]) -> None:
+    """Replace these sections of ``NAME.md`` and ``results/NAME.json``, and their goals; each says how it was made.
+
+    Args:
+        name: of both files, which ``write`` has made.
+        sections: new ones come last.
+    """
+    page, results = FOLDER / f"{name}.md", RESULTS / f"{name}.json"
+    head, *blocks = page.read_text().split("\n## ")
+    by_title = {block.partition("\n")[0]: block.rstrip() for block in blocks}
+    document = json.loads(results.read_text())
+    goals = {goal["goal"]: goal for goal in document["goals"]}
+    tables = {table["title"]: table for table in document["tables"]}
+    for section in sections:
+        where = _where(provenance())
+        parts = [section.title, "", section.text, "", where, "", *markdown_table(section.head, section.rows)]
+        by_title[section.title] = "\n".join([*parts, *(["", section.after] if section.after else [])])
+        tables[section.title] = {"title": section.title, "head": section.head, "rows": section.rows}
+        for g in section.goals:
+            goals[g.what] = {"goal": g.what, "aim": g.aim, "measured": g.measured, "met": g.met}
+    document |= {"goals": list(goals.values()), "tables": list(tables.values())}
+    shown = [
+        _row(Goal(what=g["goal"], **{name: g[name] for name in ("aim", "measured", "met")})) for g in goals.values()
+    ]
+    by_title["Goals"] = "\n".join(["Goals", "", *markdown_table(("goal", "aim", "measured", ""), shown)])
+    page.write_text("\n\n## ".join([head.rstrip(), *by_title.values()]) + "\n")
+    results.write_text(json.dumps(document, indent=1) + "\n")
+
+
 def stale_rows(name: str, sections: Sequence[Section]) -> list[str]:
     """Rows of these sections that ``results/NAME.json`` has otherwise or not at all, each in a line."""
     tables = {table["title"]: table for table in json.loads((RESULTS / f"{name}.json").read_text())["tables"]}

@@ -1,7 +1,7 @@
 """How fast and how good planning is: beside bounds, exact solvers, the published planner and other projects' packers.
 
     pip install --no-deps --target DIR -r benchmarks/peers.txt
-    python benchmarks/planning.py --peers DIR [--quick] [--only pipeline,optimum]
+    python benchmarks/planning.py --peers DIR [--quick] [--only pipeline,optimum [--rewrite]]
 
 Everything runs on one core, in one run, on the same inputs. Peers that cannot be loaded are reported as not run.
 Writes planning.md and results/planning.json.
@@ -18,7 +18,7 @@ import plan_cells
 import plan_growth
 import plan_proposals
 import plan_scale
-from pages import Section, on_one_core, say, write
+from pages import Section, on_one_core, rewrite, say, write
 
 from lengthwise.plan.solve.shop import Objective
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer settings, steps and seconds; for a look")
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with the packages of peers.txt")
     parser.add_argument("--only", default="", metavar="A,B", help="only these sections; writes no page")
+    parser.add_argument("--rewrite", action="store_true", help="with --only: write these sections into the page")
     options = parser.parse_args()
     on_one_core()
     parts = makers(options.peers, quick=options.quick)
@@ -44,7 +45,9 @@ def main() -> None:
     if unknown := set(wanted) - set(parts):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
     sections = [say(parts[name]()) for name in wanted]
-    if not options.only:
+    if options.only and options.rewrite:
+        rewrite("planning", sections)
+    elif not options.only:
         write("planning", title=TITLE, first=FIRST + (" **A quick run.**" if options.quick else ""), sections=sections)
 
 

@@ -156,7 +156,12 @@ def test_equal_pipelines_whose_weights_lie_alike_are_priced_once(monkeypatch):
         for recomputed in range(9)
     ]
     assert len({mover.update_s(homogeneous(scheme, 32)) for scheme in schemes}) == 1
-    assert len(priced) == len(schemes) + 1  # each strategy itself, and equal pipelines
+    assert len(priced) == 1
+    pair = homogeneous(schemes[0], 32)
+    turned = Strategy(schemes=pair.schemes, ranks=pair.ranks[::-1])
+    assert pair.is_homogeneous and not turned.is_homogeneous
+    mover.update_s(turned)
+    assert priced[1:] == [turned]
 
 
 def test_no_update_is_faster_than_that_of_equal_pipelines_of_one_of_its_schemes():

@@ -266,6 +266,18 @@ class Strategy:
         """Devices of the cluster, idle ones included."""
         return sum(map(len, self.ranks)) + self.num_idle
 
+    @property
+    def distinct_schemes(self) -> tuple[PipelineConfig, ...]:
+        """Each scheme once, in the order of its first pipeline."""
+        objects = {id(scheme): scheme for scheme in self.schemes}  # of thousands mostly a few, and hashing one is slow
+        return tuple(dict.fromkeys(objects.values()))
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether these are pipelines of one scheme on consecutive ranks, as :func:`homogeneous` makes them."""
+        used = self.num_devices - self.num_idle
+        return len(self.distinct_schemes) == 1 and list(chain.from_iterable(self.ranks)) == list(range(used))
+
 
 def homogeneous(scheme: PipelineConfig, num_devices: int, *, num_idle: int = 0) -> Strategy:
     """The strategy of as many pipelines of one scheme as ``num_devices`` holds, on consecutive ranks.

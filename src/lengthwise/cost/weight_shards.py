@@ -82,11 +82,11 @@ class WeightTraffic:
         num_devices = strategy.num_devices
         equal_s = [
             self._equal_exchange_s(scheme, num_devices, num_idle, master + width)
-            for scheme in dict.fromkeys(strategy.schemes)
+            for scheme in strategy.distinct_schemes
             for num_idle in {0, strategy.num_idle}
             if (num_devices - num_idle) % scheme.num_devices == 0
         ]
-        moved_s = max([self.exchange_s(strategy, master + width), *equal_s])
+        moved_s = max(equal_s if strategy.is_homogeneous else [self.exchange_s(strategy, master + width), *equal_s])
         touched = 8 * master * self.model.num_params / num_devices
         return moved_s + touched / self.cluster.device.memory_bytes_per_s
 

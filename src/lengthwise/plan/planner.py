@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.garbage import collection_paused
 from lengthwise.core.lr_scaling import LrScaling
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.plan.outside_policy import OutsidePolicy, refused
@@ -32,6 +33,7 @@ class Planner:
         """
         return self.plan(PricedBatch(self.problem, batch))
 
+    @collection_paused()
     def plan(self, priced: PricedBatch) -> StepPlan:
         """The plan for a batch that other policies may have priced already; their work is not repeated."""
         self.problem.check_fits(priced.lengths, np.asarray(priced.batch.ids))

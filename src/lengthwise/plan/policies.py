@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Protocol
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.garbage import collection_paused
 from lengthwise.core.plugins import POLICIES as PLUGIN_POLICIES
 from lengthwise.core.plugins import is_label, registered
 from lengthwise.core.read_file import brief
@@ -71,6 +72,7 @@ _PREPARE = {
 """Name -> module below ``lengthwise.plan`` and its function ``(problem) -> Policy``; imported when it is first used."""
 
 
+@collection_paused()
 def prepare(name: str, problem: PlanningProblem) -> Policy:
     """The policy called ``name``, ready for ``problem``.
 

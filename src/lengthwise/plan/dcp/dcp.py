@@ -12,7 +12,7 @@ freely within it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import combinations, islice, pairwise
 
 import numpy as np
 
@@ -270,7 +270,7 @@ class _Step:
             mine = range(len(pipelines), len(pipelines) + count)
             runs = iter(ladder.runs(self.priced, [pack for group in mine for pack in packs[group]]))
             for group in mine:
-                candidate, runs_of_group = idle[group].candidate, tuple(next(runs) for _ in packs[group])
+                candidate, runs_of_group = idle[group].candidate, tuple(islice(runs, len(packs[group])))
                 runs_of_group = () if all(run is candidate for run in runs_of_group) else runs_of_group
                 pipelines.append(
                     PipelineDraft(

@@ -8,6 +8,7 @@ greatest throughput b s / (p T(b, p, r)) of Eq. (1), with the smallest r that fi
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class RecomputeLadder:
         """
         if not packs:
             return ()
-        flat = np.concatenate([np.asarray(pack) for pack in packs])
+        flat = np.fromiter(chain.from_iterable(packs), dtype=np.int64)
         starts = np.cumsum([0, *map(len, packs)])[:-1]
         tokens = np.add.reduceat(priced.lengths[flat], starts)
         if self.is_chain or len(self.candidates) == 1:

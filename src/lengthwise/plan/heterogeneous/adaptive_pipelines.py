@@ -109,6 +109,10 @@ def candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:
     Packs of one pipeline that recompute different shares of their layers have different shares of forward in their
     time. In 1F1B they may then take longer than the flow shop says, so pipelines of several stages keep to one.
     """
+    return problem.once("candidate families", lambda: _candidate_families(problem))
+
+
+def _candidate_families(problem: PlanningProblem) -> list[CandidateFamily]:
     lengths = np.concatenate(problem.samples) if problem.samples else np.array([problem.max_length])
     if len(lengths) > MOST_COMPARED:
         lengths = np.sort(lengths)[:: -len(lengths) // MOST_COMPARED]  # from the longest

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.heterogeneous.adaptive_pipelines import fastest_first
 from lengthwise.plan.space.candidate import Candidate, Family
-from lengthwise.plan.space.draft_plan import DraftPlan, PipelineDraft, pack_times_s, pipeline_time_s, time_s
+from lengthwise.plan.space.draft_plan import DraftPlan, Phase, PipelineDraft, pack_times_s, pipeline_time_s, time_s
 from lengthwise.plan.space.problem import PricedBatch
 
 
@@ -28,18 +29,30 @@ class FastestRuns:
 
     def of(self, priced: PricedBatch, draft: DraftPlan) -> DraftPlan:
         """Return the same packs on the same pipelines, each run as fast as its family allows."""
-        phases = tuple(tuple(self._pipeline(priced, pipeline) for pipeline in phase) for phase in draft.phases)
-        return DraftPlan(phases=phases)
+        return DraftPlan(phases=tuple(self._phase(priced, phase) for phase in draft.phases))
 
-    def _pipeline(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
-        """The pipeline with its packs; those of several stages run all packs as one candidate."""
-        if not pipeline.packs or pipeline.padded_to:
-            return pipeline
-        family = pipeline.candidate.family
-        if pipeline.candidate.num_stages == 1:
+    def _phase(self, priced: PricedBatch, phase: Phase) -> Phase:
+        """The pipelines with their packs; packs on one stage are looked at together, family by family."""
+        improved, of_family = list(phase), dict[Family, list[int]]()
+        for number, pipeline in enumerate(phase):
+            if not pipeline.packs or pipeline.padded_to:
+                continue
+            if pipeline.candidate.num_stages > 1:
+                improved[number] = self._staged(priced, pipeline)
+            else:
+                of_family.setdefault(pipeline.candidate.family, []).append(number)
+        for family, numbers in of_family.items():
             if family not in self._ladders:
                 self._ladders[family] = RecomputeLadder(self._families[family])
-            return replace(pipeline, runs=self._ladders[family].runs(priced, pipeline.packs))
+            packs = [pack for number in numbers for pack in phase[number].packs]
+            runs = iter(self._ladders[family].runs(priced, packs))
+            for number in numbers:
+                improved[number] = replace(phase[number], runs=tuple(islice(runs, len(phase[number].packs))))
+        return tuple(improved)
+
+    def _staged(self, priced: PricedBatch, pipeline: PipelineDraft) -> PipelineDraft:
+        """A pipeline of several stages, which runs all its packs as one candidate."""
+        family = pipeline.candidate.family
         if family not in self._alone:
             by_methods: dict[object, list[Candidate]] = {}
             for candidate in self._families[family]:

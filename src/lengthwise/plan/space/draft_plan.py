@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
+from typing import NoReturn
 
 import numpy as np
 
@@ -47,29 +48,55 @@ class DraftPlan:
 
 def pack_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
     """Seconds per stage of each pack of the pipeline, overhead included."""
-    times_s = _times_without_filler_s(priced, pipeline)
+    return phase_times_s(priced, (pipeline,))[0]
+
+
+def phase_times_s(priced: PricedBatch, phase: Phase) -> list[list[float]]:
+    """Seconds per stage of each pack of each pipeline, overhead included."""
+    times_s = _times_without_filler_s(priced, phase)
     if priced.problem.lattice is None:
         return times_s
-    return [time_s + more_s for time_s, more_s in zip(times_s, _filler_times_s(priced, pipeline))]
+    return [
+        [time_s + more_s for time_s, more_s in zip(packs_s, _filler_times_s(priced, pipeline))]
+        for pipeline, packs_s in zip(phase, times_s)
+    ]
 
 
-def _times_without_filler_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
-    if pipeline.padded_to:
-        each_s = pipeline.candidate.times_s(np.array(pipeline.padded_to)).tolist()
-        overhead_s, per_sequence = pipeline.candidate.overhead_s, priced.problem.overhead_per_sequence
-        counts = [max(pipeline.rows, len(pack)) for pack in pipeline.packs]
-        return [time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)]
-    runs = pipeline.runs or (pipeline.candidate,) * len(pipeline.packs)
-    sums_s = np.zeros(len(runs))
-    for candidate in dict.fromkeys(runs):
-        mine = [number for number, run in enumerate(runs) if run is candidate]
-        packs = [pipeline.packs[number] for number in mine]
-        starts = [0, *accumulate(map(len, packs))][:-1]
-        sums_s[mine] = np.add.reduceat(priced.times_s(candidate)[list(chain(*packs))], starts) + priced.overhead_s(
-            candidate
-        )
-    times_s: list[float] = sums_s.tolist()
-    return times_s
+def _times_without_filler_s(priced: PricedBatch, phase: Phase) -> list[list[float]]:
+    """The packs of all pipelines that run as one candidate are priced together."""
+    packs = [pack for pipeline in phase if not pipeline.padded_to for pack in pipeline.packs]
+    runs = [run for pipeline in phase if not pipeline.padded_to for run in runs_of(pipeline)]
+    sums_s = np.zeros(len(packs))
+    for candidate, mine in numbers_by_candidate(runs).items():
+        packs_of_candidate = [packs[number] for number in mine]
+        starts = [0, *accumulate(map(len, packs_of_candidate))][:-1]
+        positions = list(chain.from_iterable(packs_of_candidate))
+        sums_s[mine] = np.add.reduceat(priced.times_s(candidate)[positions], starts) + priced.overhead_s(candidate)
+    each_s = iter(sums_s.tolist())
+    return [
+        _padded_times_s(priced, pipeline) if pipeline.padded_to else list(islice(each_s, len(pipeline.packs)))
+        for pipeline in phase
+    ]
+
+
+def _padded_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]:
+    each_s = pipeline.candidate.times_s(np.array(pipeline.padded_to)).tolist()
+    overhead_s, per_sequence = pipeline.candidate.overhead_s, priced.problem.overhead_per_sequence
+    counts = [max(pipeline.rows, len(pack)) for pack in pipeline.packs]
+    return [time_s * count + overhead_s * (count if per_sequence else 1) for time_s, count in zip(each_s, counts)]
+
+
+def runs_of(pipeline: PipelineDraft) -> tuple[Candidate, ...]:
+    """The candidate that each pack runs as."""
+    return pipeline.runs or (pipeline.candidate,) * len(pipeline.packs)
+
+
+def numbers_by_candidate(runs: Sequence[Candidate]) -> dict[Candidate, list[int]]:
+    """Which packs run as each candidate."""
+    numbers: dict[Candidate, list[int]] = {}
+    for number, run in enumerate(runs):
+        numbers.setdefault(run, []).append(number)
+    return numbers
 
 
 def _laid_out(priced: PricedBatch, pipeline: PipelineDraft) -> Iterator[tuple[int, int]]:
@@ -95,10 +122,8 @@ def _filler_times_s(priced: PricedBatch, pipeline: PipelineDraft) -> list[float]
     """Seconds per stage that filling up adds to each pack of the pipeline."""
     longest = np.array([longest for _, longest in _laid_out(priced, pipeline)], dtype=np.int64)
     wholes, rests = np.divmod(np.array(fillers(priced, pipeline), dtype=np.int64), longest)
-    runs = pipeline.runs or (pipeline.candidate,) * len(pipeline.packs)
     added_s = np.zeros(len(pipeline.packs))
-    for candidate in dict.fromkeys(runs):
-        mine = np.array([run is candidate for run in runs])
+    for candidate, mine in numbers_by_candidate(runs_of(pipeline)).items():
         rests_s = np.where(rests[mine] > 0, candidate.times_s(np.maximum(rests[mine], 1)), 0.0)
         added_s[mine] = wholes[mine] * candidate.times_s(longest[mine]) + rests_s
     each_s: list[float] = added_s.tolist()
@@ -134,7 +159,7 @@ def _phase_time_s(priced: PricedBatch, phase: Phase, all_times_s: list[list[floa
         if most_s[number] <= slowest_s and objective is Objective.FLOW_SHOP:
             break
         pipeline, times_s = phase[number], all_times_s[number]
-        runs = pipeline.runs or (pipeline.candidate,) * len(times_s)
+        runs = runs_of(pipeline)
         order = list(range(len(times_s)))
         if pipeline.candidate.num_stages > 1:
             order = sorted(order, key=lambda k: (-times_s[k], tuple([priced.batch.ids[i] for i in pipeline.packs[k]])))
@@ -155,7 +180,7 @@ def step_times_s(priced: PricedBatch, draft: DraftPlan) -> tuple[float, float, f
 
 def _times_s(priced: PricedBatch, draft: DraftPlan) -> list[list[list[float]]]:
     """Seconds of each phase, each pipeline, each pack."""
-    return [[pack_times_s(priced, pipeline) for pipeline in phase] for phase in draft.phases]
+    return [phase_times_s(priced, phase) for phase in draft.phases]
 
 
 def _step_times_s(
@@ -193,6 +218,8 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
     phases_s, switch_s, update_s = _step_times_s(priced, draft, times_s)
     time_s, bound_s = phases_s + switch_s + update_s, max(draft.lower_bound_s, update_s)
     assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
+    packs = [[_packs(priced, pipeline) for pipeline in phase] for phase in draft.phases]
+    figures = iter(_figures(priced, draft, packs, policy))
     plan = StepPlan(
         step=batch.step,
         policy=policy,
@@ -200,12 +227,12 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
             Pipeline(
                 ranks=pipeline.ranks,
                 scheme=pipeline.candidate.scheme,
-                micro_batches=_micro_batches(priced, pipeline, packs_s, policy),
+                micro_batches=_micro_batches(pipeline, packs[number][index], times_s[number][index], figures),
                 phase=number,
                 state_bytes=pipeline.candidate.state_bytes,
             )
             for number, phase in enumerate(draft.phases)
-            for pipeline, packs_s in zip(phase, times_s[number])
+            for index, pipeline in enumerate(phase)
         ),
         loss_normaliser=max(1, batch.num_targets),
         update_s=update_s,
@@ -218,13 +245,9 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
     return plan
 
 
-def _micro_batches(
-    priced: PricedBatch, pipeline: PipelineDraft, times_s: list[float], policy: str
-) -> tuple[PlannedMicroBatch, ...]:
-    if not pipeline.packs:
-        return ()
-    batch, runs = priced.batch, pipeline.runs or (pipeline.candidate,) * len(pipeline.packs)
-    packs = [
+def _packs(priced: PricedBatch, pipeline: PipelineDraft) -> list[Pack]:
+    batch = priced.batch
+    return [
         Pack(
             ids=tuple([batch.ids[i] for i in positions]),
             lengths=tuple([batch.lengths[i] for i in positions]),
@@ -234,39 +257,53 @@ def _micro_batches(
         )
         for number, (positions, filler) in enumerate(zip(pipeline.packs, fillers(priced, pipeline)))
     ]
-    tokens = np.array([pack.num_tokens for pack in packs])
-    comm_s, peaks = np.zeros(len(packs)), np.zeros(len(packs), dtype=np.int64)
-    for candidate in dict.fromkeys(runs):
-        mine = np.array([run is candidate for run in runs])
-        _check_fits(priced.problem, candidate, [pack for pack, is_mine in zip(packs, mine) if is_mine], policy)
+
+
+def _figures(
+    priced: PricedBatch, draft: DraftPlan, packs: list[list[list[Pack]]], policy: str
+) -> list[tuple[float, int]]:
+    """Seconds of exposed communication and peak bytes of every pack of a draft plan, checked to fit."""
+    runs = [run for phase in draft.phases for pipeline in phase for run in runs_of(pipeline)]
+    flat = [pack for phase in packs for pipeline in phase for pack in pipeline]
+    tokens = np.array([pack.num_tokens for pack in flat], dtype=np.int64)
+    comm_s, peaks = np.zeros(len(flat)), np.zeros(len(flat), dtype=np.int64)
+    for candidate, mine in numbers_by_candidate(runs).items():
+        if (longest := int(tokens[mine].max())) > candidate.max_tokens:
+            _refuse(priced.problem, candidate, flat[mine[int(tokens[mine].argmax())]], longest, policy)
         peaks[mine] = candidate.peak_bytes(tokens[mine])
-        pack_lengths = [pack.computed_lengths for pack, is_mine in zip(packs, mine) if is_mine]
-        flat = candidate.cost.comm_times_s(
-            np.fromiter(chain.from_iterable(pack_lengths), dtype=np.int64), candidate.scheme
+        lengths = [flat[number].computed_lengths for number in mine]
+        each_s = candidate.cost.comm_times_s(
+            np.fromiter(chain.from_iterable(lengths), dtype=np.int64), candidate.scheme
         )
-        comm_s[mine] = np.add.reduceat(flat, np.cumsum([0, *map(len, pack_lengths)])[:-1])
+        comm_s[mine] = np.add.reduceat(each_s, [0, *accumulate(map(len, lengths))][:-1])
+    return list(zip(comm_s.tolist(), peaks.tolist()))
+
+
+def _micro_batches(
+    pipeline: PipelineDraft, packs: list[Pack], times_s: list[float], figures: Iterator[tuple[float, int]]
+) -> tuple[PlannedMicroBatch, ...]:
+    """The packs of a pipeline in issue order; takes one item of ``figures`` for each."""
     scheme = pipeline.candidate.scheme
     micro_batches = [
         PlannedMicroBatch(
             pack=pack,
             time_s=time_s,
-            comm_s=float(comm),
-            peak_bytes=int(peak),
+            comm_s=comm_s,
+            peak_bytes=peak_bytes,
             methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,
             recompute=None if run.scheme.recompute == scheme.recompute else run.scheme.recompute,
         )
-        for pack, run, time_s, comm, peak in zip(packs, runs, times_s, comm_s, peaks)
+        for pack, run, time_s, (comm_s, peak_bytes) in zip(packs, runs_of(pipeline), times_s, figures)
     ]
     return tuple(sorted(micro_batches, key=lambda m: (-m.time_s, m.pack.ids)))
 
 
-def _check_fits(problem: PlanningProblem, candidate: Candidate, packs: list[Pack], policy: str) -> None:
-    for pack in packs:
-        if pack.num_tokens > candidate.max_tokens:
-            padded = f" padded to {pack.padded_to:,} tokens ({pack.num_tokens:,} in all)" if pack.padded_to else ""
-            smaller = f"{Setting.BATCH_SIZE} or " if problem.batch_size else ""
-            raise InfeasibleError(
-                f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
-                f"{problem.needs(candidate, pack.num_tokens)} Lower {smaller}{Setting.MAX_LENGTH}.",
-                what="a micro-batch", value=pack.num_tokens, limit=candidate.max_tokens, unit="tokens",
-            )  # fmt: skip
+def _refuse(problem: PlanningProblem, candidate: Candidate, pack: Pack, num_tokens: int, policy: str) -> NoReturn:
+    """Say that a pack fits under no scheme that the policy may run it as."""
+    padded = f" padded to {pack.padded_to:,} tokens ({num_tokens:,} in all)" if pack.padded_to else ""
+    smaller = f"{Setting.BATCH_SIZE} or " if problem.batch_size else ""
+    raise InfeasibleError(
+        f"policy {policy}: a micro-batch of {len(pack.ids)} sequences{padded} "
+        f"{problem.needs(candidate, num_tokens)} Lower {smaller}{Setting.MAX_LENGTH}.",
+        what="a micro-batch", value=num_tokens, limit=candidate.max_tokens, unit="tokens",
+    )  # fmt: skip

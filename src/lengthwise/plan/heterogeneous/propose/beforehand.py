@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from signal import SIG_IGN, SIGINT, signal
 from threading import current_thread, main_thread
 
+from lengthwise.core.garbage import collection_paused
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose import Proposal, propose
 from lengthwise.plan.space.problem import PlanningProblem
@@ -67,6 +68,7 @@ def _key(space: Space) -> str:
     return f"{space.__module__}.{space.__qualname__}"
 
 
+@collection_paused()
 def _search(problem: PlanningProblem, space: Space) -> Found:
     candidates = space(problem)
     numbers = {candidate: number for number, candidate in enumerate(candidates)}
