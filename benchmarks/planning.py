@@ -8,6 +8,7 @@ Writes planning.md and results/planning.json.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import against_peers
 import against_published
 import plan_cells
 import plan_growth
+import plan_optimum
 import plan_proposals
 import plan_scale
 from pages import Section, on_one_core, rewrite, say, write
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rewrite", action="store_true", help="with --only: write these sections into the page")
     options = parser.parse_args()
     on_one_core()
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # small instances are those of tests
     parts = makers(options.peers, quick=options.quick)
     wanted = options.only.split(",") if options.only else list(parts)
     if unknown := set(wanted) - set(parts):
@@ -61,6 +64,8 @@ def makers(folder: Path | None, *, quick: bool) -> dict[str, Make]:
         "optimum": lambda: against_packers.optimum(folder, quick=quick),
         "growth": lambda: plan_growth.growth(quick=quick),
         "scale": lambda: plan_scale.scale(quick=quick),
+        "policies": lambda: plan_optimum.policies(quick=quick),
+        "assignments": lambda: plan_optimum.assignments(quick=quick),
         "splits": lambda: against_peers.splits(folder, quick=quick),
         "packs": lambda: against_packers.packs(folder, quick=quick),
         "hybrid": lambda: against_peers.hybrid(folder, quick=quick),

@@ -27,7 +27,8 @@ class BruteForce:
     Pipelines of one stage run each pack as any candidate of their family; those of several run all as one candidate.
     """
 
-    def __init__(self, problem, candidates, lengths, *, most_phases=1):
+    def __init__(self, problem, candidates, lengths, *, most_phases=1, may_idle=False):
+        self.may_idle = may_idle
         self.problem, self.lengths, self.most_phases = problem, np.array(lengths), most_phases
         groups = {}
         for candidate in candidates:
@@ -60,11 +61,12 @@ class BruteForce:
 
     @property
     def strategies(self):
-        """Every multiset of kinds that tiles the cluster."""
+        """Every multiset of kinds that tiles the cluster, or some of its devices where others may be idle."""
         num_devices = self.problem.num_devices
         for count in range(1, num_devices + 1):
             for kinds in combinations_with_replacement(range(len(self.kinds)), count):
-                if sum(self.kinds[kind][0].num_devices for kind in kinds) == num_devices:
+                used = sum(self.kinds[kind][0].num_devices for kind in kinds)
+                if used == num_devices or (self.may_idle and used < num_devices):
                     yield kinds
 
     def phase_s(self, kinds):
@@ -90,7 +92,7 @@ class BruteForce:
             schemes = tuple(self.kinds[kind][0].scheme for kind in kinds)
             ends = np.cumsum([scheme.num_devices for scheme in schemes]).tolist()
             ranks = tuple(tuple(range(end - scheme.num_devices, end)) for scheme, end in zip(schemes, ends))
-            strategy = Strategy(schemes=schemes, ranks=ranks)
+            strategy = Strategy(schemes=schemes, ranks=ranks, num_idle=self.problem.num_devices - ends[-1])
             planned.append((strategy, self.phase_s(kinds), cost.update_s(strategy)))
         best_s = min(times_s[self.everything] + update_s for _, times_s, update_s in planned)
         if self.most_phases > 1:

@@ -68,9 +68,9 @@ def everything(problem):
 SPACES = {
     "hydraulis": (published_space, {}, 24),
     "dcp-intra": (usable_candidates, {"most_phases": 2}, 40),
-    "auto": (everything, {"most_phases": 2}, 16),
+    "auto": (everything, {"most_phases": 2, "may_idle": True}, 16),
 }
-MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1.01, 1.05)}
+MOST_ABOVE = {"hydraulis": (1.005, 1.05), "dcp-intra": (1.005, 1.05), "auto": (1.005, 1.05)}
 """Planned time over the optimum: mean and worst."""
 
 
@@ -89,8 +89,8 @@ def test_the_bound_of_a_policy_holds_for_all_plans_of_its_space(policy):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("policy", ["hydraulis", "dcp-intra"])
-def test_hundreds_of_plans_of_published_policies_are_near_the_optimum_of_their_space(policy):
+@pytest.mark.parametrize("policy", SPACES)
+def test_hundreds_of_plans_are_near_the_optimum_of_their_space(policy):
     candidates_of, options, _ = SPACES[policy]
     results = [planned(policy, seed, candidates_of, **options) for seed in range(250)]
     ratios = [plan.time_s / best_s for plan, best_s in filter(None, results)]

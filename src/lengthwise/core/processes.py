@@ -3,7 +3,11 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
+from typing import Any
 
 from lengthwise.core.errors import InputError
 
@@ -31,6 +35,26 @@ def follow_parent() -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+
+
+class _WithoutScript(SpawnProcess):
+    """A spawned process that does not run the user's script again, as it else would where that lacks a main guard."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802 - multiprocessing's name
+        script = sys.modules["__main__"]
+        hidden = {name: script.__dict__.pop(name) for name in ("__spec__", "__file__") if name in script.__dict__}
+        script.__spec__ = None
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            vars(script).update(**hidden)
+
+
+class LibraryContext(SpawnContext):
+    """Spawned processes that need nothing of the user's script: what they are sent is this library's own."""
+
+    Process = _WithoutScript
 
 
 def _end_with_parent() -> None:

@@ -27,6 +27,7 @@ from lengthwise.plan.heterogeneous.adaptive_pipelines import (
 from lengthwise.plan.heterogeneous.fastest_runs import FastestRuns
 from lengthwise.plan.heterogeneous.propose import propose
 from lengthwise.plan.heterogeneous.propose.beforehand import proposals
+from lengthwise.plan.heterogeneous.small_steps import FEW_SEQUENCES, drafts_of_step
 from lengthwise.plan.heterogeneous.strategy_candidates import SLACK, StrategyCandidates
 from lengthwise.plan.heterogeneous.two_phase_split import SplitSearch, front_strategies
 from lengthwise.plan.heterogeneous.two_stage_assignment import PlacedStrategy
@@ -64,8 +65,8 @@ class AutoPolicy:
     """The fastest plan that all moves together find."""
 
     def __init__(self, problem: PlanningProblem, others: dict[str, Policy]) -> None:
-        every = (*problem.candidates, *mixed_candidates(problem))
-        self.bound, self.runs = SearchSpaceBound(problem, every), FastestRuns(every)
+        self.candidates = (*problem.candidates, *mixed_candidates(problem))
+        self.bound, self.runs = SearchSpaceBound(problem, self.candidates), FastestRuns(self.candidates)
         self.others = others
         families = candidate_families(problem)
         self.nested_families = nested(families)
@@ -86,6 +87,8 @@ class AutoPolicy:
         if (best_s := _least_s(drafts)) > bound_s * (1 + ENOUGH):
             split, split_s = self.splits.best(priced, best_s)
             drafts += [] if split is None else [(split, split_s)]
+        if len(priced.lengths) <= FEW_SEQUENCES and _least_s(drafts) > bound_s * (1 + ENOUGH):
+            drafts += drafts_of_step(priced, self.candidates, self.runs)
         if margin > 1:
             drafts += _drafted(self.homogeneous, priced)
         if priced.problem.lattice is not None:  # the searches above do not see what fills packs up

@@ -7,16 +7,20 @@ proposed for this step alone, and two phases of them where the policy may switch
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Protocol
+
+import numpy as np
 
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.dcp import dcp
 from lengthwise.plan.heterogeneous import hydraulis
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
+    CandidateFamily,
     ProposedCandidate,
     StrategyCounts,
     candidate_families,
+    fastest_first,
     placed_strategy,
     tile_of,
 )
@@ -34,8 +38,12 @@ FEW_SEQUENCES = 16
 """Most sequences of a step that is searched."""
 ENOUGH = 0.01
 """Gap to the bound at which it is not."""
+MOST_PLANNED = 24
+"""Strategies of a step that `auto` plans, those of the least floors."""
 FEW_STRATEGIES = 96
 """If no more strategies than this tile the devices, all are looked at,"""
+MOST_RUNGS = 5
+"""Members of a family that are tried as pivots."""
 PROPOSED_STRATEGIES, EFFORT = 8, 2
 """else so many that this many local searches find."""
 
@@ -132,23 +140,72 @@ class SmallStepPolicy:
                 yield split
 
 
+def drafts_of_step(
+    priced: PricedBatch, candidates: Sequence[Candidate], runs: FastestRuns
+) -> list[tuple[DraftPlan, float]]:
+    """Draft plans of one phase for a step of few sequences alone, and their seconds; none where strategies are many.
+
+    Args:
+        priced: the step.
+        candidates: what its plan may be made of.
+        runs: chooses among them, pack by pack.
+    """
+    step = replace(priced.problem, samples=(priced.lengths,), max_length=int(priced.lengths.max()))
+    families = candidate_families(step)
+    counts = [*few_strategies(step, rungs(families, candidates)), *few_strategies(step, families, least_used=1)]
+    strategies = [placed_strategy(priced.problem, of) for of in dict.fromkeys(counts)]
+    bounds_s = [strategy.floor_s(priced) + strategy.update_s for strategy in strategies]
+    drafts = []
+    for number in np.argsort(bounds_s, kind="stable").tolist()[:MOST_PLANNED]:
+        if np.isfinite(bounds_s[number]):
+            draft = runs.of(priced, DraftPlan(phases=(strategies[number].planned(priced)[0],)))
+            drafts.append((draft, time_s(priced, draft)))
+    return drafts
+
+
+def rungs(families: Sequence[CandidateFamily], candidates: Sequence[Candidate]) -> list[CandidateFamily]:
+    """These families, and those of all candidates with some of their other members as pivots.
+
+    A leaner pivot recomputes more and holds larger packs, which pays where an overhead weighs more than recompute.
+    Pipelines of several stages run all packs as one candidate.
+    """
+    by_family: dict[object, list[Candidate]] = {}
+    for candidate in candidates:
+        by_family.setdefault(candidate.family, []).append(candidate)
+    by_members = {(family.pivot, *family.leaner): family for family in families}
+    for members in by_family.values():
+        ladder = fastest_first(members)
+        for start in sorted({len(ladder) * number // MOST_RUNGS for number in range(MOST_RUNGS)}):
+            leaner = ladder[start + 1 :] if ladder[start].num_stages == 1 else []
+            family = CandidateFamily(pivot=ladder[start], leaner=tuple(leaner))
+            by_members.setdefault((family.pivot, *family.leaner), family)
+    return list(by_members.values())
+
+
 def strategies_of_step(problem: PlanningProblem, candidates: Sequence[ProposedCandidate]) -> list[StrategyCounts]:
     """Strategies worth planning for the one step that ``problem`` samples: all where those are few."""
-    tilings = list(islice(_tilings(candidates, problem.num_devices), FEW_STRATEGIES + 1))
-    if len(tilings) <= FEW_STRATEGIES:
-        placeable_tilings = [
-            counts
-            for counts in tilings
-            if placeable(
-                [(tile_of(candidate, count).candidate, count) for candidate, count in counts],
-                problem.num_devices,
-                problem.devices_per_node,
-            )
-        ]
-        if placeable_tilings:
-            return placeable_tilings
+    if strategies := few_strategies(problem, candidates):
+        return strategies
     proposed = propose(problem, candidates, max_strategies=PROPOSED_STRATEGIES, effort=EFFORT)
     return [proposal.counts for proposal in proposed]
+
+
+def few_strategies(
+    problem: PlanningProblem, candidates: Sequence[ProposedCandidate], *, least_used: int = 0
+) -> list[StrategyCounts]:
+    """All strategies of these candidates that tile the devices, or none if they are more than ``FEW_STRATEGIES``.
+
+    Those too that use but ``least_used`` devices, if that is not 0.
+    """
+    used = range(problem.num_devices, (least_used or problem.num_devices) - 1, -1)
+    tilings = list(islice(chain.from_iterable(_tilings(candidates, count) for count in used), FEW_STRATEGIES + 1))
+    return [counts for counts in tilings if _is_placeable(problem, counts)] if len(tilings) <= FEW_STRATEGIES else []
+
+
+def _is_placeable(problem: PlanningProblem, counts: StrategyCounts) -> bool:
+    pipelines = [(tile_of(candidate, count).candidate, count) for candidate, count in counts]
+    used = sum(candidate.num_devices * count for candidate, count in pipelines)
+    return placeable(pipelines, used, problem.devices_per_node)
 
 
 def _tilings(candidates: Sequence[ProposedCandidate], num_devices: int) -> Iterator[StrategyCounts]:

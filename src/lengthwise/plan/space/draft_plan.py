@@ -216,7 +216,7 @@ def to_plan(priced: PricedBatch, draft: DraftPlan, *, policy: str) -> StepPlan:
     batch = priced.batch
     times_s = _times_s(priced, draft)
     phases_s, switch_s, update_s = _step_times_s(priced, draft, times_s)
-    time_s, bound_s = phases_s + switch_s + update_s, max(draft.lower_bound_s, update_s)
+    time_s, bound_s = phases_s + switch_s + update_s, draft.lower_bound_s or update_s
     assert bound_s <= time_s * (1 + 1e-9), f"the bound {bound_s} exceeds the plan it bounds, {time_s}"
     packs = [[_packs(priced, pipeline) for pipeline in phase] for phase in draft.phases]
     figures = iter(_figures(priced, draft, packs, policy))

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from multiprocessing import get_context
 from signal import SIG_IGN, SIGINT, signal
 from threading import current_thread, main_thread
 
 from lengthwise.core.garbage import collection_paused
+from lengthwise.core.processes import LibraryContext
 from lengthwise.plan.heterogeneous.adaptive_pipelines import ProposedCandidate
 from lengthwise.plan.heterogeneous.propose import Proposal, propose
 from lengthwise.plan.space.problem import PlanningProblem
@@ -23,7 +23,7 @@ Found = list[tuple[tuple[tuple[int, int], ...], float]]
 @contextmanager
 def searching(problems: Sequence[PlanningProblem], spaces: Sequence[Space], *, workers: int) -> Iterator[None]:
     """Have ``workers`` processes search every space of every problem, for ``proposals`` to ask for while this lasts."""
-    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, LibraryContext()) as pool:
         with _interrupts_ignored():
             for problem in problems:
                 sent = deepcopy(problem)  # the executor's thread pickles it while planners go on with the original

@@ -87,5 +87,6 @@ def whole_batches(problem: ShopProblem, deadline: float | np.ndarray) -> np.ndar
         more = left + (batches + 1 - count) * problem.setup
         least = np.where((batches > 0) & (more > 0), np.minimum(least, left / np.where(more > 0, more, 1.0)), least)
     linear = problem.density * problem.taken
-    shares: np.ndarray = np.where(np.isfinite(problem.work), (linear + least * (problem.work - linear)) / rest, 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):  # no time is left for any batch
+        shares: np.ndarray = np.where(np.isfinite(problem.work), (linear + least * (problem.work - linear)) / rest, 0.0)
     return shares
