@@ -32,7 +32,7 @@ def policies(*, quick: bool) -> Section:
             seeds = range(first, first + (20 if quick else count))
             results = [planned(name, seed, candidates_of, **options) for seed in seeds]
             above = np.array([plan.time_s / best_s - 1 for plan, best_s in filter(None, results)])
-            broken = sum(plan.lower_bound_s > best_s * (1 + 1e-9) for plan, best_s in filter(None, results))
+            broken = sum(bool(plan.lower_bound_s > best_s * (1 + 1e-9)) for plan, best_s in filter(None, results))
             seen = "tuned on" if first == 0 else "others"
             rows.append(
                 (name, seen, len(above), number(float(above.mean()), "%"), number(float(above.max()), "%"),
@@ -86,7 +86,7 @@ def assignments(*, quick: bool) -> Section:
         count = 50 if quick else INSTANCES if jobs[1] < 9 else INSTANCES // 50
         over: dict[Objective, list[float]] = ratios(np.random.default_rng(25), count, *jobs)
         for objective, values in over.items():
-            above = [value - 1 for value in values]
+            above = [float(value) - 1 for value in values]
             words = "flow shop" if objective is Objective.FLOW_SHOP else "Eq. (1)"
             rows.append(
                 (f"{jobs[0]} to {jobs[1]}" if jobs[0] < jobs[1] else jobs[0], words, len(above),
