@@ -3,7 +3,7 @@
 from statistics import fmean
 
 import numpy as np
-from pages import Goal, Section, number
+from pages import Goal, Section, at_most, number
 
 from lengthwise.plan.solve.shop import Objective
 
@@ -13,7 +13,7 @@ MEAN_ABOVE = {"hydraulis": 0.02, "dcp-intra": 0.02, "auto": 0.005}
 WORST_ABOVE = 0.05
 NOT_TUNED_ON = 500
 """The first of the cases that nothing was mended by."""
-INSTANCES, ASSIGNED_ABOVE = 5_000, 0.03
+INSTANCES, ASSIGNED_ABOVE = 10_000, 0.03
 """Instances of each objective."""
 JOBS = ((2, 8), (9, 9))
 
@@ -81,9 +81,9 @@ def assignments(*, quick: bool) -> Section:
     from tests.plan.shop.test_small_instances import ratios
 
     rows: list[Row] = []
-    worst: list[float] = []
+    goals: list[Goal] = []
     for jobs in JOBS:
-        count = 50 if quick else INSTANCES if jobs[1] < 9 else INSTANCES // 50
+        count = 50 if quick else INSTANCES if jobs[1] < 9 else INSTANCES // 100
         over: dict[Objective, list[float]] = ratios(np.random.default_rng(25), count, *jobs)
         for objective, values in over.items():
             above = [float(value) - 1 for value in values]
@@ -92,7 +92,11 @@ def assignments(*, quick: bool) -> Section:
                 (f"{jobs[0]} to {jobs[1]}" if jobs[0] < jobs[1] else jobs[0], words, len(above),
                  number(fmean(above), "%"), number(max(above), "%"), sum(value > 1e-9 for value in above))
             )  # fmt: skip
-            worst += above
+            if objective is Objective.FLOW_SHOP:
+                goals.append(
+                    at_most(f"assignment of {jobs[0]} to {jobs[1]} jobs above the best schedule, flow shop, worst",
+                            max(above), ASSIGNED_ABOVE, "%")
+                )  # fmt: skip
     return Section(
         title="Assignment beside all schedules of a few jobs",
         text="Up to four machines of up to three types, 1, 2 or 4 stages, a constant for each batch, for each job, or "
@@ -100,8 +104,7 @@ def assignments(*, quick: bool) -> Section:
         "by a search that a test compares with the definition.",
         head=("jobs", "objective", "instances", "mean above", "worst above", "above the best"),
         rows=rows,
-        goals=(
-            Goal(what="assignment above the best schedule, worst", aim=f"at most {number(ASSIGNED_ABOVE, '%')}",
-                 measured=number(max(worst), "%"), met=max(worst) <= ASSIGNED_ABOVE),
-        ),
-    )  # fmt: skip
+        goals=tuple(goals),
+        after="To eight jobs all schedules are searched; beyond, what exchanges leave is settled for the slowest pipeline "
+        "and one other.",
+    )

@@ -118,7 +118,20 @@ def test_what_links_noise_and_hidden_updates_change_is_simulated_and_said(length
     assert slow["policies"][0]["step_time_s"] > before["step_time_s"]
     assert noisy["jitter"] == 0.3 and noisy["policies"][0]["step_time_s"] != before["step_time_s"]
     assert hidden["overlap"] == 1.0 and after["step_time_s"] < before["step_time_s"]
-    assert after["strategies"] == before["strategies"] and after["bound_s"] == before["bound_s"]
+    assert after["bound_s"] < before["bound_s"] and after["bound_s"] <= after["step_time_s"]
+
+
+def test_one_overlap_is_planned_simulated_and_shown(lengths):
+    """What plans reckon with is what simulation hides of the same plans afterwards."""
+    given = {**CLUSTER, "steps": 2, "policy": "static"}
+    for overlap in (0.3, 1.0):
+        plain, hidden = lengthwise.plan(lengths, **given), lengthwise.plan(lengths, **given, overlap=overlap)
+        assert [plan.pipelines for plan in plain] == [plan.pipelines for plan in hidden]
+        shown = [step.step_time_s for step in lengthwise.simulate(plain, overlap=overlap)]
+        assert shown == pytest.approx([plan.time_s for plan in hidden])
+        assert shown == pytest.approx([step.step_time_s for step in lengthwise.simulate(hidden)])
+    with pytest.raises(InputError, match="overlap is a share of the update between 0 and 1, not 2"):
+        lengthwise.plan(lengths, **given, overlap=2)
 
 
 def test_simulated_speed_is_that_of_the_comparison(lengths):

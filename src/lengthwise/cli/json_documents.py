@@ -271,7 +271,7 @@ class CompareDocument(JsonDocument):
     """The file of measurements that costs are fitted to; null: they come from the data sheet of the device."""
     jitter: float
     overlap: float
-    """The share of every update that computation hides in simulation."""
+    """The share of every update that computation hides, in plans as in simulation."""
     search_space: dict[str, Any]
     """Limits of the schemes that policies may use; null: the cluster's."""
     ledger: dict[str, Any]

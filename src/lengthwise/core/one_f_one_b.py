@@ -52,6 +52,24 @@ def pipeline_end_s(times_s: Sequence[float], forwards: Sequence[float], num_stag
     return max(passes[-1].end_s for passes in run_stages([(forwards_s, backwards_s)] * num_stages))
 
 
+def update_cover_s(times_s: Sequence[float], forwards: Sequence[float]) -> float:
+    """Seconds of passes that an update may run beneath: the step's last backward, the next one's first forward.
+
+    Gradients are pushed beneath the last backward of the first stage, weights are pulled beneath the first forward of
+    the next step, which is taken to be as long as that of this one.
+
+    Args:
+        times_s: [V] seconds of each micro-batch on a stage, in issue order, of the pipeline that ends last.
+        forwards: [V] how many forwards each of them takes as long as.
+    """
+    return times_s[0] / forwards[0] + times_s[-1] * (1 - 1 / forwards[-1]) if len(times_s) else 0.0
+
+
+def exposed_update_s(update_s: float, cover_s: float, overlap: float) -> float:
+    """Seconds of an update that nothing hides, where a share ``overlap`` of it runs beneath ``cover_s`` of passes."""
+    return update_s - min(overlap * update_s, cover_s)
+
+
 def run_stages(
     times: Sequence[tuple[list[float], list[float]]], start_s: float = 0.0, transfer_s: float = 0.0
 ) -> tuple[tuple[StagePass, ...], ...]:

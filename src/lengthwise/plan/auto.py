@@ -17,6 +17,7 @@ import numpy as np
 from lengthwise.core.cost import error_of
 from lengthwise.core.errors import LengthwiseError, first_line
 from lengthwise.core.pipeline_config import Method
+from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.plan.bounds.search_space_bound import SearchSpaceBound
 from lengthwise.plan.heterogeneous.adaptive_pipelines import (
     CandidateFamily,
@@ -91,7 +92,8 @@ class AutoPolicy:
             drafts += drafts_of_step(priced, self.candidates, self.runs)
         if margin > 1:
             drafts += _drafted(self.homogeneous, priced)
-        if priced.problem.lattice is not None:  # the searches above do not see what fills packs up
+        if priced.problem.lattice is not None or isinstance(priced.problem.cost, OverlappedCost):
+            # the searches above see neither what fills packs up nor how much of an update passes can hide
             drafts = [(draft, sum(step_times_s(priced, draft))) for draft, _ in drafts]
         best_s = _least_s(drafts)
         for name, policy in self.others.items():

@@ -37,7 +37,6 @@ class CompareOptions(PlanningOptions, total=False):
     network_gbit_per_s: float | Sequence[float] | None
     link_gbyte_per_s: float | Sequence[float] | None
     jitter: float
-    overlap: float
     tokens: int | None
     price_per_hour: float | None
 
@@ -76,11 +75,10 @@ def compare(
         network_gbit_per_s: rate of each device's network port instead of the device's own; one or several.
         link_gbyte_per_s: rate and direction of each device to the others of its node, likewise.
         jitter: sigma of a lognormal factor of mean 1 on the time of every simulated micro-batch; by default 0.
-        overlap: share of every update that computation hides in simulation; by default 0. Plans reckon with none.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
-        options: max_length, over_length, max_degree, max_stages, methods, recompute, memory_margin, dtype, profile and
-            seed, as in `lengthwise.plan`.
+        options: max_length, over_length, max_degree, max_stages, methods, recompute, memory_margin, dtype, profile,
+            overlap and seed, as in `lengthwise.plan`.
 
     Returns:
         A `Comparison`. Its `clusters` hold a result for each cluster, network and size of step, whose `ranked` has one
@@ -95,8 +93,7 @@ def compare(
     rates = {"networks": as_list(networks), "links": as_list(links)}
     tokens, price_per_hour = options.pop("tokens", None), options.pop("price_per_hour", None)
     budget = make_budget(PYTHON, tokens=tokens, price_per_hour=price_per_hour)
-    jitter, overlap = options.pop("jitter", 0.0), options.pop("overlap", 0.0)
-    simulation = SimOptions(jitter=jitter, overlap=overlap, seed=options.get("seed", 0))
+    simulation = SimOptions(jitter=options.pop("jitter", 0.0), seed=options.get("seed", 0))
     clusters = _clusters_of(cluster, options.pop("memory_margin", None))
     planning: PlanningOptions = options
     contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
@@ -184,7 +181,7 @@ def comparison_page(
             "dtype": contest.dtype,
             "seed": contest.seed,
             "jitter": contest.simulation.jitter,
-            "overlap": contest.simulation.overlap,
+            "overlap": contest.overlap,
             "search_space": {
                 "max_degree": contest.search_space.max_degree,
                 "max_stages": contest.search_space.max_stages,
@@ -236,6 +233,11 @@ def _facts(
     methods = [*map(str, search_space.methods or DEFAULT_METHODS)]
     yield "Schemes", ", ".join([*methods, f"recompute {search_space.recompute}", *limits])
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
+    if contest.overlap:
+        yield (
+            "Overlap",
+            f"{contest.overlap:.0%} of every update runs beneath computation, as far as passes are long enough",
+        )
     if contest.simulation.in_words:
         yield "Simulated with", contest.simulation.in_words
     for name in contest.policies:

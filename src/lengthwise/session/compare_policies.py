@@ -18,6 +18,7 @@ from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.plan.heterogeneous.adaptive_pipelines import candidate_families
 from lengthwise.plan.heterogeneous.hydraulis import published_space
@@ -66,12 +67,18 @@ class PolicyComparison:
     profile: MeasuredProfile | None = None
     """Measurements that costs are fitted to; None: costs come from the data sheet of the device."""
 
-    def cost(self, cluster: ClusterSpec) -> SeparableCost:
+    overlap: float = 0.0
+    """The share of every update that computation hides, in plans as in simulation."""
+
+    def cost(self, cluster: ClusterSpec) -> SeparableCost | OverlappedCost:
         """The costs of the model on a cluster."""
-        if self.profile is None:
-            return AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype)
         with errors_spelt(self.spelling):
-            return self.profile.cost(self.model, cluster)
+            base: SeparableCost = (
+                self.profile.cost(self.model, cluster)
+                if self.profile
+                else AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype)
+            )
+            return OverlappedCost(base, self.overlap) if self.overlap else base
 
     def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
         """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""

@@ -36,6 +36,7 @@ class PlanningOptions(TypedDict, total=False):
     memory_margin: float | None
     dtype: Literal["bfloat16", "float32"]
     profile: str | Path | None
+    overlap: float
     seed: int
 
 
@@ -76,6 +77,7 @@ def plan(
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
         profile: a file of `lengthwise profile` that costs are fitted to; schemes that it did not measure are left out.
+        overlap: share of every update that runs beneath computation, from 0 (the default) to 1.
         seed: decides the order of the sequences; 0 by default.
 
     Returns:
@@ -147,6 +149,7 @@ def comparison_of(
         model=spec,
         dtype=dtype,
         profile=profile,
+        overlap=options.get("overlap", 0.0),
         search_space=space,
         policies=tuple(names),
         lengths=view.lengths,

@@ -26,7 +26,7 @@ class SimOptions:
     transfer_s: float = 0.0
     """Seconds from the end of a forward or backward until the neighbouring stage has its result."""
     overlap: float = 0.0
-    """Share of the update that runs beneath computation; see :func:`lengthwise.sim.simulate_step.exposed_update_s`."""
+    """Share of the update that runs beneath computation; see :func:`lengthwise.core.one_f_one_b.exposed_update_s`."""
 
     def __post_init__(self) -> None:
         for name in ("jitter", "transfer_s"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.errors import InputError
+from lengthwise.core.one_f_one_b import exposed_update_s
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.sim.pipeline import PipelineRun, run_pipeline
 from lengthwise.sim.sim_options import SimOptions
@@ -62,23 +63,14 @@ def run_step(plan: StepPlan, options: SimOptions) -> StepRun:
         next_s = end_s if number == plan.num_phases - 1 else end_s + switch_s
         phases.append(PhaseRun(start_s=start_s, end_s=end_s, pipelines=runs, switch_end_s=next_s))
         start_s = next_s
-    end_s = start_s + exposed_update_s(plan.update_s, phases[-1], options.overlap)
+    end_s = start_s + exposed_update_s(plan.update_s, _cover_s(phases[-1]), options.overlap)
     return StepRun(plan=plan, phases=tuple(phases), end_s=end_s)
 
 
-def exposed_update_s(update_s: float, phase: PhaseRun, overlap: float) -> float:
-    """Seconds of the update that nothing hides.
-
-    ``overlap`` of the update may run beneath computation: gradients are pushed beneath the last backward, weights are
-    pulled beneath the first forward of the next step, which is taken to be as long as that of this one. It hides no
-    longer than those two passes of the pipeline that ends last.
-    """
-    slowest = max(phase.pipelines, key=lambda run: run.end_s)
-    passes = slowest.stages[0]
-    if not passes or not overlap:
-        return update_s
-    cover_s = (passes[0].end_s - passes[0].start_s) + (passes[-1].end_s - passes[-1].start_s)
-    return update_s - min(overlap * update_s, cover_s)
+def _cover_s(phase: PhaseRun) -> float:
+    """Seconds of the two passes that may hide the update, of the pipeline that ends last; see ``update_cover_s``."""
+    passes = max(phase.pipelines, key=lambda run: run.end_s).stages[0]
+    return passes[0].end_s - passes[0].start_s + passes[-1].end_s - passes[-1].start_s if passes else 0.0
 
 
 def _slowdowns(plan: StepPlan, options: SimOptions) -> list[Sequence[Sequence[float]]]:

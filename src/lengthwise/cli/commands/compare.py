@@ -47,14 +47,14 @@ def run(
     from lengthwise.sim.sim_options import SimOptions
 
     clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin)
-    simulation, budget = SimOptions(jitter=jitter, overlap=overlap, seed=seed), parse_budget(tokens, price_per_hour)
+    simulation, budget = SimOptions(jitter=jitter, seed=seed), parse_budget(tokens, price_per_hour)
     check_place(html, "--html")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
     contest, ledger = comparison_of(
         lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,
         spelling=COMMAND_LINE, max_length=max_length, over_length=over_length.value, max_degree=max_degree,
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
-        dtype=dtype.value, profile=profile, seed=seed,
+        dtype=dtype.value, profile=profile, overlap=overlap, seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     points = sweep_points(clusters, sizes, COMMAND_LINE, networks=networks, links=links, profile=contest.profile)

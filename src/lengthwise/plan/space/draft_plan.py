@@ -9,9 +9,10 @@ import numpy as np
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InfeasibleError, Setting
-from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, pipeline_end_s
+from lengthwise.core.one_f_one_b import MIXED_RECOMPUTE, pipeline_end_s, update_cover_s
 from lengthwise.core.pipeline_config import Strategy
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
+from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.plan.solve.shop import Objective
 from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
@@ -148,9 +149,12 @@ def pipeline_time_s(
     return pipeline_end_s(times_s, forwards, num_stages)
 
 
-def _phase_time_s(priced: PricedBatch, phase: Phase, all_times_s: list[list[float]]) -> float:
-    """Seconds of the slowest pipeline; those that the flow shop proves to be faster are not looked at."""
-    most_s = []
+def _phase_time_s(priced: PricedBatch, phase: Phase, all_times_s: list[list[float]]) -> tuple[float, float]:
+    """Seconds of the slowest pipeline, and of its passes that may hide an update.
+
+    Pipelines that the flow shop proves to be faster are not looked at.
+    """
+    cover_s, most_s = 0.0, []
     for pipeline, times_s in zip(phase, all_times_s):
         flow_s = sum(times_s) + (pipeline.candidate.num_stages - 1) * max(times_s, default=0.0)
         most_s.append(flow_s * MIXED_RECOMPUTE if pipeline.runs else flow_s)
@@ -163,14 +167,11 @@ def _phase_time_s(priced: PricedBatch, phase: Phase, all_times_s: list[list[floa
         order = list(range(len(times_s)))
         if pipeline.candidate.num_stages > 1:
             order = sorted(order, key=lambda k: (-times_s[k], tuple([priced.batch.ids[i] for i in pipeline.packs[k]])))
-        time_s = pipeline_time_s(
-            [times_s[k] for k in order],
-            pipeline.candidate.num_stages,
-            objective,
-            forwards=[runs[k].forwards for k in order],
-        )
-        slowest_s = max(slowest_s, time_s)
-    return slowest_s
+        ordered_s, forwards = [times_s[k] for k in order], [runs[k].forwards for k in order]
+        time_s = pipeline_time_s(ordered_s, pipeline.candidate.num_stages, objective, forwards=forwards)
+        if time_s > slowest_s:
+            slowest_s, cover_s = time_s, update_cover_s(ordered_s, forwards)
+    return slowest_s, cover_s
 
 
 def step_times_s(priced: PricedBatch, draft: DraftPlan) -> tuple[float, float, float]:
@@ -186,10 +187,12 @@ def _times_s(priced: PricedBatch, draft: DraftPlan) -> list[list[list[float]]]:
 def _step_times_s(
     priced: PricedBatch, draft: DraftPlan, times_s: list[list[list[float]]]
 ) -> tuple[float, float, float]:
-    phases_s = sum(_phase_time_s(priced, phase, pipelines_s) for phase, pipelines_s in zip(draft.phases, times_s))
-    cost = priced.problem.cost
+    phases = [_phase_time_s(priced, phase, pipelines_s) for phase, pipelines_s in zip(draft.phases, times_s)]
+    phases_s, cost = sum(time_s for time_s, _ in phases), priced.problem.cost
     strategies = [strategy_of(phase, priced.problem.num_devices) for phase in draft.phases]
     switch_s = sum(cost.switch_s(before, after) for before, after in pairwise(strategies))
+    if isinstance(cost, OverlappedCost):
+        return phases_s, switch_s, max(cost.exposed_s(strategy, phases[-1][1]) for strategy in strategies)
     return phases_s, switch_s, max(cost.update_s(strategy) for strategy in strategies)
 
 
