@@ -105,6 +105,6 @@ def assignments(*, quick: bool) -> Section:
         head=("jobs", "objective", "instances", "mean above", "worst above", "above the best"),
         rows=rows,
         goals=tuple(goals),
-        after="To eight jobs all schedules are searched; beyond, what exchanges leave is settled for the slowest pipeline "
-        "and one other.",
+        after="To eight jobs all schedules are searched; beyond, what exchanges leave is settled for the slowest "
+        "machine and one other.",
     )

@@ -70,8 +70,7 @@ def plan(
         over_length: what becomes of sequences over `max_length`: "split" (the default), "truncate", "drop", "error".
         max_degree: most devices that share a layer; by default any number.
         max_stages: most pipeline stages; by default 8.
-        methods: how devices share a layer; by default "ulysses", "ring" and "megatron_ts", and where these do not hold
-            the longest sequence, also the other methods on sharded weights.
+        methods: how devices share a layer; by default ulysses, ring and megatron_ts, or all to hold the longest.
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
         memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
