@@ -256,3 +256,10 @@ def test_auto_is_slower_than_a_policy_by_no_more_than_the_error_of_measured_cost
         with suppress(InfeasibleError):
             other = Planner(policy=policy, problem=problem)(make_batch(lengths))
             assert best.time_s <= other.time_s * (1 + of_ratios) * (1 + 1e-8), policy
+
+
+def test_equal_pipelines_that_others_were_tuned_to_are_strategies_whose_packs_it_deals_itself():
+    problem = make_problem(num_devices=4, samples=[np.array([90, 40, 30, 20, 10] * 4)])
+    tuned = policies.prepare("static", problem).candidate
+    strategies = policies.prepare("auto", problem).strategy_candidates.strategies
+    assert any([tile.candidate for tile in strategy.tiles] == [tuned] for strategy in strategies)

@@ -8,7 +8,7 @@ where the prediction that it is slower lies within that error.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -36,9 +36,12 @@ from lengthwise.plan.layerwise.layer_assignment import mixed_candidates
 from lengthwise.plan.layerwise.paradyse import on_every_degree
 from lengthwise.plan.policies import POLICIES, Policy
 from lengthwise.plan.policies import prepare as prepare_policy
+from lengthwise.plan.space.candidate import Candidate
 from lengthwise.plan.space.draft_plan import DraftPlan, step_times_s
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
+TUNED = ("static", "packed", "hotspa")
+"""Policies whose equal pipelines are strategies too."""
 WORTH_SEARCHING = 0.05
 """Gap to the bound from which on strategies are searched for the step alone,"""
 SEARCH_S, SEQUENCE_S, DEVICE_S, SEARCH_SHARE = 0.1, 1e-3, 1e-3, 0.25
@@ -71,10 +74,11 @@ class AutoPolicy:
         self.others = others
         families = candidate_families(problem)
         self.nested_families = nested(families)
-        proposed = proposals(problem, candidate_families)
-        strategies = [placed_strategy(problem, proposal.counts) for proposal in proposed]
+        proposed = [proposal.counts for proposal in proposals(problem, candidate_families)]
+        proposed += [counts for counts in tuned_strategies(problem, others) if counts not in proposed]
+        strategies = [placed_strategy(problem, counts) for counts in proposed]
         self.strategy_candidates = StrategyCandidates(strategies)
-        self.homogeneous = StrategyCandidates([s for s, of in zip(strategies, proposed) if len(of.counts) == 1])
+        self.homogeneous = StrategyCandidates([s for s, counts in zip(strategies, proposed) if len(counts) == 1])
         self.splits = SplitSearch(front_strategies(problem, families), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
@@ -137,6 +141,16 @@ def _goes_on_without(policy: str) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
         warnings.warn(f"policy auto goes on without policy {policy}, which fails: {reason}", stacklevel=3)
+
+
+def tuned_strategies(problem: PlanningProblem, policies: Mapping[str, Policy]) -> list[StrategyCounts]:
+    """The equal pipelines that policies were tuned to: their packs can be dealt better than these policies do."""
+    candidates = {getattr(policies.get(name), "candidate", None): None for name in TUNED}
+    return [
+        ((candidate, problem.num_devices // candidate.num_devices),)
+        for candidate in candidates
+        if isinstance(candidate, Candidate)
+    ]
 
 
 def _drafted(candidates: StrategyCandidates, priced: PricedBatch) -> list[tuple[DraftPlan, float]]:
