@@ -52,14 +52,16 @@ def run_to_compare(
     validation: "Corpus | None" = None,
 ) -> dict[str, Any]:
     """What those settings stand for on this rank: the content of files, the model's first weights, the devices."""
+    from lengthwise.runtime.models.base import Transformer
     from lengthwise.runtime.models.checksum import weight_checksums
 
+    first = model.first_weights if isinstance(model, Transformer) else None
     is_own = isinstance(spec, ModelSpec)  # other models have the first rank's profile, which may not be there yet
     files = {"plan.file": config.plan.file, "plan.profile": config.plan.profile if is_own else ""}
     return {
         "data": _corpus(corpus),
         "validation": validation and _corpus(validation),
-        "model": {"digest": spec.digest, "weights": weight_checksums(model)},
+        "model": {"digest": spec.digest, "weights": first.identity() if first else weight_checksums(model)},
         "files": {name: _file_digest(Path(path)) for name, path in files.items() if path},
         "cluster": asdict(cluster),
         "policy": policy_digest(config.plan.policy),

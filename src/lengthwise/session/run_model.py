@@ -1,7 +1,5 @@
 """The model of a configured run, with its first weights."""
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -11,16 +9,14 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.models.stock_model import StockModel
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
-from lengthwise.runtime.models.hf_folder import load_weights
-from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.models.first_weights import DrawnWeights, model_to_fill
+from lengthwise.runtime.models.hf_folder import HfWeights
 
 
 def build(config: Config, spec: ModelSpec, world: DistContext) -> Transformer:
-    """The model with its first weights: from ``model.hf``, or drawn from the seed."""
-    model = build_model(spec, dtype=getattr(torch, config.train.dtype), device=world.device, seed=config.seed)
-    if config.model.hf:
-        load_weights(model, Path(config.model.hf))
-    return model
+    """The model whose ranks take shares of its first weights: those of ``model.hf``, or drawn from the seed."""
+    weights = HfWeights(spec, config.model.hf) if config.model.hf else DrawnWeights(spec, seed=config.seed)
+    return model_to_fill(spec, weights, dtype=getattr(torch, config.train.dtype), device=world.device)
 
 
 def load_stock(config: Config, stock: StockModel) -> nn.Module:

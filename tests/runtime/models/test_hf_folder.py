@@ -11,6 +11,7 @@ from lengthwise.core.specs import model_preset
 from lengthwise.models.hf_config import hf_config, read_spec
 from lengthwise.models.hf_names import naming_of
 from lengthwise.runtime.models.hf_folder import (
+    HfWeights,
     check_tensors,
     fuse_weight,
     load_weights,
@@ -145,6 +146,21 @@ def test_save_then_load_changes_no_bit(tmp_path, spec, max_shard_bytes):
     again = build_model(read_spec(tmp_path / "saved"), dtype=torch.float64, seed=9)
     load_weights(again, tmp_path / "saved")
     assert_same(again.state_dict(), model.state_dict(), tolerance=0)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 20_000])
+def test_weights_of_a_folder_are_read_by_name_and_told_apart_by_every_byte(tmp_path, spec, max_shard_bytes):
+    model = model_of(spec)
+    save_pretrained(model, tmp_path / "saved", max_shard_bytes=max_shard_bytes)
+    weights = HfWeights(spec, tmp_path / "saved")
+    for name, weight in model.state_dict().items():
+        assert_same(weights.value(name), weight, tolerance=0)
+    name, changed = next((name, weight) for name, weight in model.named_parameters() if weight.ndim > 1)
+    with torch.no_grad():
+        changed[-1, -1] += 1
+    save_pretrained(model, tmp_path / "other", max_shard_bytes=max_shard_bytes)
+    one, other = weights.identity(), HfWeights(spec, tmp_path / "other").identity()
+    assert [key for key in one if one[key] != other[key]] == [name]
 
 
 def test_shards_of_ours_load_in_transformers(transformers, tmp_path):

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.layout import sharded_by_unit
 from lengthwise.core.pipeline_config import WeightShard
-from lengthwise.runtime.models.registry import build_model
+from lengthwise.runtime.models.first_weights import DrawnWeights, model_to_fill
+from lengthwise.runtime.models.registry import build_model, empty_model
+from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.state.sharded_weights import MAX_ROUTES
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import run_step
@@ -51,6 +53,32 @@ def _check_ownership(settings):
         assert segment.parameter.data_ptr() == state.master[at:].data_ptr(), "a view, in order, without gaps"
         at += segment.parameter.numel()
     assert at == len(state.master)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_first_weights_are_taken_one_at_a_time_by_the_ranks_that_own_a_share(ranks, num_ranks, dtype):
+    asked = ranks(num_ranks).run(_check_first_weights, dtype)
+    assert {name for names in asked for name in names} == {name for name, _ in empty_model(SPEC).named_parameters()}
+    assert num_ranks == 1 or max(map(len, asked)) < len({*asked[0], *asked[1], *asked[2]})
+
+
+def _check_first_weights(dtype):
+    world, asked = local_world(), []
+    _, expected = new_state(world, dtype)
+
+    class Asked(DrawnWeights):
+        def value(self, name):
+            asked.append(name)
+            return super().value(name)
+
+    model = model_to_fill(SPEC, Asked(SPEC, seed=1), dtype=dtype, device="cpu")
+    assert sum(weight.untyped_storage().nbytes() for weight in model.parameters()) < 1000
+    assert all(weight.isnan().all() for weight in model.parameters())
+    state = ShardedState(model, world, SETTINGS)
+    assert torch.equal(state.master, expected.master)
+    assert len(asked) == len(set(asked)), "none is drawn twice"
+    return asked
 
 
 def test_everything_can_be_held_by_all_at_once(ranks):

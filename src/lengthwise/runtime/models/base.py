@@ -5,7 +5,7 @@ T tokens of the pack, t of them on this rank, D hidden size, V vocabulary.
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,18 @@ def run_eagerly(layer: nn.Module, x_tD: Tensor, /, operators: Operators) -> Tens
     return out_tD
 
 
+class FirstWeights(Protocol):
+    """The weights that a model starts with, by name."""
+
+    def value(self, name: str) -> Tensor:
+        """One whole weight, in host memory."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What is the same on ranks that start with the same weights."""
+        ...
+
+
 class Transformer(nn.Module, ABC):
     """Embedding, layers, norm, head. Calling it gives the *sum* of the losses of a pack.
 
@@ -47,6 +59,8 @@ class Transformer(nn.Module, ABC):
         super().__init__()
         self.spec = spec
         self.run_layer: RunLayer = run_eagerly
+        self.first_weights: FirstWeights | None = None
+        """Where weights come from; None: the parameters have them."""
 
     @abstractmethod
     def views(self, cu_seqlens: tuple[int, ...]) -> tuple[AttentionView, ...]:

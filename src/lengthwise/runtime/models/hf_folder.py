@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lengthwise.models.hf_config import write_config
 from lengthwise.models.hf_names import naming_of
 from lengthwise.models.weight_files import INDEX, WHOLE, weight_files
 from lengthwise.runtime.models.base import Transformer
+from lengthwise.runtime.models.checksum import checksum
 from lengthwise.runtime.models.registry import empty_model
 
 _FUSED = ("qkv", "qkv_bias")
@@ -84,32 +84,51 @@ def hf_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_weights(model: Transformer, folder: str | Path) -> None:
-    """Overwrite the model's weights with those of a Hugging Face folder, one weight in memory at a time.
-
-    Reads ``model.safetensors`` or the shards of its index; casts to the model's dtype.
+class HfWeights:
+    """The weights of a Hugging Face folder: ``model.safetensors`` or the shards of its index, mapped and not copied.
 
     Raises:
         InputError: no safetensors there, a file is missing, or names or shapes do not fit; all are listed.
     """
-    from safetensors import SafetensorError, safe_open
 
-    folder, naming = Path(folder), naming_of(model.spec)
-    with ExitStack() as stack:
-        tensors: dict[str, tuple[Any, str]] = {}  # by present name: file and name in it
+    def __init__(self, spec: ModelSpec, folder: str | Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        folder, self._spec, self._naming = Path(folder), spec, naming_of(spec)
+        self._tensors: dict[str, tuple[Any, str]] = {}
+        """By present name: the file, and the name in it."""
         for file in weight_files(folder):
             try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
+                handle = safe_open(file, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{file} cannot be read as safetensors: {error}") from None
-            tensors.update({naming.today(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
-        shapes = {name: tuple(handle.get_slice(stored).get_shape()) for name, (handle, stored) in tensors.items()}
-        check_tensors(model.spec, shapes, f"the weights in {folder}")
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                stored = {theirs: tensors[theirs] for theirs in naming.of(name)}
-                parts = {theirs: handle.get_tensor(name_there) for theirs, (handle, name_there) in stored.items()}
-                weight.copy_(fuse_weight(model.spec, name, parts))
+            self._tensors.update({self._naming.today(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
+        shapes = {name: tuple(handle.get_slice(stored).get_shape()) for name, (handle, stored) in self._tensors.items()}
+        check_tensors(spec, shapes, f"the weights in {folder}")
+
+    def value(self, name: str) -> Tensor:
+        """This library's weight ``name``, in the dtype of the files."""
+        stored = {theirs: self._tensors[theirs] for theirs in self._naming.of(name)}
+        parts = {theirs: handle.get_tensor(name_there) for theirs, (handle, name_there) in stored.items()}
+        return fuse_weight(self._spec, name, parts)
+
+    def identity(self) -> dict[str, str]:
+        """A checksum of every weight. Reads every byte once."""
+        return {name: checksum(self.value(name)) for name in weight_shapes(self._spec)}
+
+
+def load_weights(model: Transformer, folder: str | Path) -> None:
+    """Overwrite the model's weights with those of a Hugging Face folder, one weight in memory at a time.
+
+    Casts to the model's dtype.
+
+    Raises:
+        InputError: as :class:`HfWeights`.
+    """
+    weights = HfWeights(model.spec, folder)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(weights.value(name))
 
 
 def save_pretrained(

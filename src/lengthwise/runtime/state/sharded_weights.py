@@ -1,6 +1,6 @@
 """Weights of which every rank owns a share, and the routes by which they come to the ranks that compute with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from lengthwise.core.layout import Layout
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.group import Traffic
 from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.propagation import Routes, routes
 from lengthwise.runtime.state.table import ParameterTable
 
@@ -39,11 +40,14 @@ class ShardedWeights:
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
         self._routes: dict[tuple[bool, tuple[WeightShard | None, ...]], Routes] = {}
-        self.master = self._owned_values()
+        first = model.first_weights if isinstance(model, Transformer) else None
+        self.master = self._owned_values(self._present_value if first is None else first.value)
+        if isinstance(model, Transformer):
+            model.first_weights = None
 
     def adopt(self) -> None:
         """Take this rank's share from the parameters, which are whole."""
-        self.master = self._owned_values()
+        self.master = self._owned_values(self._present_value)
 
     def routes_to(self, holdings: Sequence[WeightShard | None], *, is_direct: bool = False) -> Routes:
         """The routes from owners to ranks that compute with these shards; those of recent calls are remembered.
@@ -77,8 +81,11 @@ class ShardedWeights:
                     offset += size
         return pieces
 
-    def _owned_values(self) -> Tensor:
-        """Values of this rank's share of the model's current weights."""
+    def _present_value(self, name: str) -> Tensor:
+        return self.named[name].detach()
+
+    def _owned_values(self, value_of: Callable[[str], Tensor]) -> Tensor:
+        """Values of this rank's share of weights, one of which is in memory at a time."""
         rank, filled = self.world.rank, 0
         values = torch.empty(self.owned_layout.num_held(rank), dtype=self.master_dtype, device=self.world.device)
         for start, end in self.owned_layout.intervals[rank]:
@@ -86,6 +93,7 @@ class ShardedWeights:
                 size = min(end, last) - max(start, first)
                 if size > 0:
                     begin = max(start, first) - first
-                    values[filled : filled + size] = self.named[name].detach().flatten()[begin : begin + size]
+                    share = value_of(name).flatten()[begin : begin + size]
+                    values[filled : filled + size] = share.to(self.compute_dtype)
                     filled += size
         return values
