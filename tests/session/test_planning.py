@@ -15,6 +15,7 @@ from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.run_folder import RunFolder
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.corrected import CorrectedCost
 from lengthwise.cost.links import call_s, collective_bytes_per_s, with_measured_links
 from lengthwise.data.corpus import Corpus, CorpusPart, open_corpus
 from lengthwise.data.max_length import apply_max_length
@@ -24,6 +25,8 @@ from lengthwise.session.compile_sizes import CACHE_VARIABLE, compiled_layers, si
 from lengthwise.session.planning import make_cost, make_planner, make_sampler, open_plans
 from lengthwise.session.profile_model import packs_to_measure, shared_schemes
 from lengthwise.session.trained_model import resolve_model
+from lengthwise.sim.engine import simulate
+from lengthwise.sim.sim_options import SimOptions
 from tests.index.build import build
 
 TWO_SEQUENCES = Corpus(
@@ -190,6 +193,24 @@ def test_compiled_runs_plan_a_few_sizes_that_divide_by_every_degree_with_methods
     assert len(sizes) <= 2 and all(size % 256 == 0 for size in sizes)
     assert set(sizes_of(config, planner)) == {size // degree for size in sizes for degree in (1, 2, 4)}
     assert sizes_of(load(None, settings[:2]), planner) == ()
+
+
+def test_plans_of_a_run_hide_the_share_of_the_update_that_its_settings_name():
+    cluster, spec, batch = (
+        cluster_preset("4xcpu"),
+        model_preset("llama-tiny"),
+        GlobalBatch(step=0, ids=(0, 1), lengths=(5, 9)),
+    )
+    plans = []
+    for settings in ([], ["plan.overlap=1"]):
+        config = load(None, ["plan.policy=packed", *settings])
+        cost = CorrectedCost(make_cost(config, spec, cluster))  # as training has it
+        plans.append(make_planner(config, cost, spec=spec, cluster=cluster, corpus=TWO_SEQUENCES)(batch))
+    shown, hidden = plans
+    assert shown.pipelines == hidden.pipelines and hidden.update_s < shown.update_s
+    assert simulate(shown, SimOptions(overlap=1.0)).step_time_s == pytest.approx(hidden.time_s)
+    with pytest.raises(InputError, match=r"plan\.overlap"):
+        load(None, ["plan.overlap=1.5"])
 
 
 def test_compiled_runs_from_a_file_of_plans_need_as_few_sizes_in_it(tmp_path):

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -42,14 +43,14 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 TUNED = ("static", "packed", "hotspa")
 """Policies whose equal pipelines are strategies too."""
-WORTH_SEARCHING = 0.05
+WORTH_SEARCHING = 0.02
 """Gap to the bound from which on strategies are searched for the step alone,"""
-SEARCH_S, SEQUENCE_S, DEVICE_S, SEARCH_SHARE = 0.1, 1e-3, 1e-3, 0.25
+SEARCH_S, SEQUENCE_S, DEVICE_S, SEARCH_SHARE = 0.06, 2e-4, 1e-4, 0.25
 """if about so many seconds a pool, and for each sequence and device, are at most this share of the step."""
+FEW_DEVICES = 128
+"""Devices up to which strategies are proposed for the corpus of parts of the search space too."""
 MOST_STEP_S = 60.0
 """Seconds of a step beyond which it is not searched for longer; without a plan so far, it counts as so long."""
-SEARCHED_STRATEGIES = 3
-"""Of those, how many are planned."""
 ENOUGH = 0.01
 """Gap to the bound at which splits are not tried."""
 
@@ -73,12 +74,15 @@ class AutoPolicy:
         self.bound, self.runs = SearchSpaceBound(problem, self.candidates), FastestRuns(self.candidates)
         self.others = others
         families = candidate_families(problem)
-        self.nested_families = nested(families)
-        proposed = [proposal.counts for proposal in proposals(problem, candidate_families)]
-        proposed += [counts for counts in tuned_strategies(problem, others) if counts not in proposed]
-        strategies = [placed_strategy(problem, counts) for counts in proposed]
+        self.pools = pools_of_methods(families)
+        proposed = proposals(problem, candidate_families)
+        if problem.num_devices <= FEW_DEVICES:
+            one_less = pools_of_methods(families, most_without=1)[1:]
+            proposed += [proposal for pool in holding(one_less, problem) for proposal in propose(problem, pool)]
+        each = list(dict.fromkeys([*(p.counts for p in proposed), *tuned_strategies(problem, others)]))
+        strategies = [placed_strategy(problem, counts) for counts in each]
         self.strategy_candidates = StrategyCandidates(strategies)
-        self.homogeneous = StrategyCandidates([s for s, counts in zip(strategies, proposed) if len(counts) == 1])
+        self.homogeneous = StrategyCandidates([s for s, counts in zip(strategies, each) if len(counts) == 1])
         self.splits = SplitSearch(front_strategies(problem, families), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
@@ -115,19 +119,18 @@ class AutoPolicy:
     def _search(self, priced: PricedBatch, step_s: float) -> list[tuple[DraftPlan, float]]:
         """The fastest plan of strategies that are proposed for this step alone, and its seconds, if there is one.
 
-        They are proposed of the search space, and of its methods one less at a time, since what is found of few is not
-        always found of many; of as many of these pools as a step of ``step_s`` seconds allows.
+        They are proposed of the search space and of parts of it, since what is found of few methods is not always found
+        of many; of as many of these pools as a step of ``step_s`` seconds allows.
         """
         lengths = priced.lengths
         pool_s = SEARCH_S + SEQUENCE_S * len(lengths) + DEVICE_S * priced.problem.num_devices
-        num_pools = min(len(self.nested_families), int(SEARCH_SHARE * min(step_s, MOST_STEP_S) / pool_s))
+        num_pools = int(SEARCH_SHARE * min(step_s, MOST_STEP_S) / pool_s)
         problem = replace(priced.problem, samples=(lengths,), max_length=int(lengths.max()))
         strategies: dict[StrategyCounts, PlacedStrategy] = {}
-        for families in self.nested_families[len(self.nested_families) - num_pools :]:
-            if max(family.max_tokens for family in families) >= problem.max_length:
-                for proposal in propose(problem, families, max_strategies=SEARCHED_STRATEGIES, effort=1):
-                    if proposal.counts not in strategies:
-                        strategies[proposal.counts] = placed_strategy(priced.problem, proposal.counts)
+        for families in holding(self.pools[:num_pools], problem):
+            for proposal in propose(problem, families):
+                if proposal.counts not in strategies:
+                    strategies[proposal.counts] = placed_strategy(priced.problem, proposal.counts)
         return _drafted(StrategyCandidates(list(strategies.values())), priced)
 
 
@@ -175,10 +178,20 @@ def can_win(policy: Policy, priced: PricedBatch, limit_s: float) -> bool:
     return policy.floor_s(priced) < limit_s and policy.bound_s(priced) < limit_s
 
 
-def nested(families: Sequence[CandidateFamily]) -> list[list[CandidateFamily]]:
-    """The families of the first method of all, of the first two, and so on; of the methods that these have."""
+def pools_of_methods(
+    families: Sequence[CandidateFamily], *, most_without: int = len(Method)
+) -> list[list[CandidateFamily]]:
+    """All families, those without one of the methods that share layers, then without two, three and so on."""
     methods_of = {family: {m for k in (family.pivot, *family.leaner) for m in k.scheme.methods} for family in families}
     present = [method for method in Method if any(method in methods for methods in methods_of.values())]
-    prefixes = [set(present[: count + 1]) for count in range(len(present))]
-    pools = [[family for family in families if methods_of[family] <= prefix] for prefix in prefixes]
-    return [pool for pool in pools if pool]
+    shared = [method for method in present if method is not Method.DENSE]
+    pools: dict[tuple[CandidateFamily, ...], None] = {}
+    for num_without in range(min(most_without, len(shared)) + 1):
+        for without in combinations(reversed(shared), num_without):
+            pools[tuple([family for family in families if methods_of[family].isdisjoint(without)])] = None
+    return [list(pool) for pool in pools if pool]
+
+
+def holding(pools: Sequence[list[CandidateFamily]], problem: PlanningProblem) -> list[list[CandidateFamily]]:
+    """The pools that hold the longest sequence of ``problem``."""
+    return [pool for pool in pools if max(family.max_tokens for family in pool) >= problem.max_length]

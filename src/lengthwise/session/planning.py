@@ -18,6 +18,7 @@ from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec, ModelSpec, cluster_preset
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.overlapped import OverlappedCost
 from lengthwise.cost.separable import SeparableCost
 from lengthwise.data.batch_budget import Budget
 from lengthwise.data.corpus import Corpus
@@ -186,6 +187,8 @@ def make_planner(
     if config.train.compile:
         methods = compiled_methods(config, methods)
     check_methods(config, cost, cluster)
+    if plan.overlap:
+        cost = OverlappedCost(cost, plan.overlap)
     search_space = SearchSpace(
         max_degree=plan.degree or plan.max_degree,
         max_stages=plan.max_stages,

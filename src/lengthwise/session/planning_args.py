@@ -29,8 +29,8 @@ METHODS = tuple(str(method) for method in Method if method is not Method.DENSE)
 """Names of the methods that share a layer among devices."""
 MAX_SIZES = 16
 """Sizes of a cluster that one table compares."""
-MOST_DEVICES = 1024
-"""All ten policies plan a step of so many devices in a quarter of a minute of processor time; of more, in minutes."""
+MOST_DEVICES = 16_384
+"""All policies are prepared and plan a few steps of so many devices in about a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +236,8 @@ def clusters_of(
     counts = parse_counts(gpus, "--gpus")
     if max(counts) > MOST_DEVICES:
         raise InputError(
-            f"--gpus {max(counts)}: at most {MOST_DEVICES:,} devices are compared, for the time that all policies plan "
-            "them grows faster than their number; for more, plan and simulate one policy (lengthwise simulate CONFIG "
-            f"plan.policy=NAME cluster.name=NxMx{device})"
+            f"--gpus {max(counts)}: at most {MOST_DEVICES:,} devices are compared, which takes a minute; for more, "
+            f"plan and simulate one policy (lengthwise simulate CONFIG plan.policy=NAME cluster.name=NxMx{device})"
         )
     return [
         make_cluster(
