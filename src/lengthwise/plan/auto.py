@@ -79,10 +79,10 @@ class AutoPolicy:
         if problem.num_devices <= FEW_DEVICES:
             one_less = pools_of_methods(families, most_without=1)[1:]
             proposed += [proposal for pool in holding(one_less, problem) for proposal in propose(problem, pool)]
-        each = list(dict.fromkeys([*(p.counts for p in proposed), *tuned_strategies(problem, others)]))
-        strategies = [placed_strategy(problem, counts) for counts in each]
+        strategy_counts = list(dict.fromkeys([*(p.counts for p in proposed), *tuned_strategies(problem, others)]))
+        strategies = [placed_strategy(problem, counts) for counts in strategy_counts]
         self.strategy_candidates = StrategyCandidates(strategies)
-        self.homogeneous = StrategyCandidates([s for s, counts in zip(strategies, each) if len(counts) == 1])
+        self.homogeneous = StrategyCandidates([s for s, counts in zip(strategies, strategy_counts) if len(counts) == 1])
         self.splits = SplitSearch(front_strategies(problem, families), self.strategy_candidates, self.bound)
 
     def __call__(self, priced: PricedBatch) -> DraftPlan:
