@@ -1,6 +1,7 @@
 """What planning costs grows about as a step does, not with its square: operations are counted, not seconds."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,23 @@ def test_a_step_four_times_as_large_takes_about_four_times_as_many_operations(po
         batch = make_batch(lengths_of_step(size, seed=9))
         counts.append(calls(lambda batch=batch: planner.plan(PricedBatch(problem, batch)).to_json()))
     assert counts[1] < MOST_GROWTH * counts[0], counts
+
+
+def test_a_plan_that_training_waits_for_takes_fewer_operations_and_is_hardly_slower():
+    problem = make_problem(
+        num_devices=8, samples=[lengths_of_step(200, seed=seed) for seed in range(4)], recomputed=(0, 4),
+        methods=(Method.ULYSSES, Method.RING), stages=(1, 2),
+    )  # fmt: skip
+    waited = replace(problem, is_waited_for=True)
+    batches = [make_batch(lengths_of_step(200, seed=seed)) for seed in range(10, 14)]
+    times_s, counts = [], []
+    for asked in (problem, waited):
+        planner = Planner(policy="auto", problem=asked)
+        plans = [planner(batch) for batch in batches]  # and prepared
+        times_s.append([plan.time_s for plan in plans])
+        counts.append(calls(lambda planner=planner: [planner(batch) for batch in batches]))
+    assert counts[1] < 0.5 * counts[0], counts
+    assert all(late_s <= early_s * 1.02 for early_s, late_s in zip(*times_s)), times_s
 
 
 def test_padding_is_tuned_without_a_schedule_of_every_pipeline(monkeypatch):

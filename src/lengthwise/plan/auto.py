@@ -43,16 +43,18 @@ from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 
 TUNED = ("static", "packed", "hotspa")
 """Policies whose equal pipelines are strategies too."""
-WORTH_SEARCHING = 0.02
-"""Gap to the bound from which on strategies are searched for the step alone,"""
-SEARCH_S, SEQUENCE_S, DEVICE_S, SEARCH_SHARE = 0.06, 2e-4, 1e-4, 0.25
-"""if about so many seconds a pool, and for each sequence and device, are at most this share of the step."""
+ENOUGH = 0.01
+"""Gap to the bound at which no more is searched; where training waits for the plan, nothing more is tried."""
+SEARCH_S, SEQUENCE_S, DEVICE_S = 0.06, 2e-4, 1e-4
+"""About so many seconds a search for a step alone takes: for a pool, and for each sequence and device."""
+SEARCH_SHARE, WAITED_SHARE = 1.0, 0.1
+"""The share that searching may take of the seconds that the bound leaves to gain, and where training waits for it."""
 FEW_DEVICES = 128
 """Devices up to which strategies are proposed for the corpus of parts of the search space too."""
-MOST_STEP_S = 60.0
-"""Seconds of a step beyond which it is not searched for longer; without a plan so far, it counts as so long."""
-ENOUGH = 0.01
-"""Gap to the bound at which splits are not tried."""
+WAITED_STRATEGIES = 2
+"""How many strategies of the corpus are planned at most where training waits, the most promising first."""
+MOST_GAIN_S = 60.0
+"""Most seconds to gain that count, as where there is no plan so far."""
 
 
 def prepare(problem: PlanningProblem) -> "AutoPolicy":
@@ -90,10 +92,11 @@ class AutoPolicy:
         bound_s = self.bound.step_s(priced)
         error = error_of(priced.problem.cost)
         margin = 1 + (error.of_ratios if error else 0.0)
-        drafts = _drafted(self.strategy_candidates, priced)
-        if (best_s := _least_s(drafts)) > bound_s * (1 + WORTH_SEARCHING):
-            drafts += self._search(priced, best_s)
-        if (best_s := _least_s(drafts)) > bound_s * (1 + ENOUGH):
+        enough_s, is_waited_for = bound_s * (1 + ENOUGH), priced.problem.is_waited_for
+        drafts = _drafted(self.strategy_candidates, priced, enough_s=enough_s if is_waited_for else None)
+        if num_pools := _num_pools(priced, _least_s(drafts) - bound_s):
+            drafts += self._search(priced, num_pools)
+        if (best_s := _least_s(drafts)) > enough_s and (not is_waited_for or _num_pools(priced, best_s - bound_s)):
             split, split_s = self.splits.best(priced, best_s)
             drafts += [] if split is None else [(split, split_s)]
         if len(priced.lengths) <= FEW_SEQUENCES and _least_s(drafts) > bound_s * (1 + ENOUGH):
@@ -105,6 +108,8 @@ class AutoPolicy:
             drafts = [(draft, sum(step_times_s(priced, draft))) for draft, _ in drafts]
         best_s = _least_s(drafts)
         for name, policy in self.others.items():
+            if is_waited_for and best_s <= enough_s:
+                break
             with _goes_on_without(name):
                 if name in priced.drafted_by_policy or can_win(policy, priced, best_s * margin * (1 - SLACK)):
                     draft = priced.drafted_by_policy.get(name) or DraftPlan(phases=policy.phases(priced))
@@ -116,15 +121,13 @@ class AutoPolicy:
         best, _ = self.runs.improve(priced, best, best_s)
         return DraftPlan(phases=best.phases, lower_bound_s=bound_s)
 
-    def _search(self, priced: PricedBatch, step_s: float) -> list[tuple[DraftPlan, float]]:
+    def _search(self, priced: PricedBatch, num_pools: int) -> list[tuple[DraftPlan, float]]:
         """The fastest plan of strategies that are proposed for this step alone, and its seconds, if there is one.
 
         They are proposed of the search space and of parts of it, since what is found of few methods is not always found
-        of many; of as many of these pools as a step of ``step_s`` seconds allows.
+        of many; of ``num_pools`` at most.
         """
         lengths = priced.lengths
-        pool_s = SEARCH_S + SEQUENCE_S * len(lengths) + DEVICE_S * priced.problem.num_devices
-        num_pools = int(SEARCH_SHARE * min(step_s, MOST_STEP_S) / pool_s)
         problem = replace(priced.problem, samples=(lengths,), max_length=int(lengths.max()))
         strategies: dict[StrategyCounts, PlacedStrategy] = {}
         for families in holding(self.pools[:num_pools], problem):
@@ -156,9 +159,25 @@ def tuned_strategies(problem: PlanningProblem, policies: Mapping[str, Policy]) -
     ]
 
 
-def _drafted(candidates: StrategyCandidates, priced: PricedBatch) -> list[tuple[DraftPlan, float]]:
-    """The fastest plan of candidate strategies and its seconds; empty where none holds every sequence."""
-    phase, phase_s = candidates.best(priced, candidates.bounds_s(priced))
+def _num_pools(priced: PricedBatch, gain_s: float) -> int:
+    """How many pools are worth searching for a step that may become ``gain_s`` seconds faster."""
+    pool_s = SEARCH_S + SEQUENCE_S * len(priced.lengths) + DEVICE_S * priced.problem.num_devices
+    share = WAITED_SHARE if priced.problem.is_waited_for else SEARCH_SHARE
+    return int(share * min(gain_s, MOST_GAIN_S) / pool_s)
+
+
+def _drafted(
+    candidates: StrategyCandidates, priced: PricedBatch, *, enough_s: float | None = None
+) -> list[tuple[DraftPlan, float]]:
+    """The fastest plan of candidate strategies and its seconds; empty where none holds every sequence.
+
+    With ``enough_s``, of the most promising few, the first that takes at most so long.
+    """
+    bounds_s = candidates.bounds_s(priced)
+    if enough_s is None:
+        phase, phase_s = candidates.best(priced, bounds_s)
+    else:
+        phase, phase_s = candidates.best(priced, bounds_s, enough_s=enough_s, most_planned=WAITED_STRATEGIES)
     return [] if phase is None else [(DraftPlan(phases=(phase,)), phase_s)]
 
 

@@ -1,6 +1,7 @@
 """Makes the stream of batches and the planner of a prepared run from lengths and costs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -154,6 +155,7 @@ def make_planner(
         samples=lengths_of(typical),
     )
     problem.check_fits(lengths.lengths)
+    problem = replace(problem, is_waited_for=True)
     return Planner(policy=options.policy, problem=problem, lr_scaling=_lr_scaling(options, lengths, objective))
 
 

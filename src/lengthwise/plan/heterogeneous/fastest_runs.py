@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import islice
+from math import inf
 
+from lengthwise.core.one_f_one_b import least_stages
 from lengthwise.plan.dcp.recompute_levels import RecomputeLadder
 from lengthwise.plan.heterogeneous.adaptive_pipelines import fastest_first
 from lengthwise.plan.space.candidate import Candidate, Family
@@ -62,12 +64,20 @@ class FastestRuns:
         fitting = [candidate for candidate in self._alone[family] if candidate.max_tokens >= longest]
         if pipeline.runs or not fitting:
             return pipeline
-        options = [replace(pipeline, candidate=candidate) for candidate in (pipeline.candidate, *fitting)]
-        return min(options, key=lambda option: _time_s(priced, option))
+        best, best_s = pipeline, _time_s(priced, pipeline)
+        for candidate in fitting:
+            option = replace(pipeline, candidate=candidate)
+            if (time_s := _time_s(priced, option, limit_s=best_s)) < best_s:
+                best, best_s = option, time_s
+        return best
 
 
-def _time_s(priced: PricedBatch, pipeline: PipelineDraft) -> float:
+def _time_s(priced: PricedBatch, pipeline: PipelineDraft, *, limit_s: float = inf) -> float:
+    """Seconds of the pipeline's packs; where a bound of them is ``limit_s`` or more, that bound."""
     times_s = sorted(pack_times_s(priced, pipeline), reverse=True)
     candidate = pipeline.candidate
+    bound_s = sum(times_s) + (least_stages(candidate.scheme) - 1) * times_s[0]
+    if bound_s >= limit_s:
+        return bound_s
     forwards = [candidate.forwards] * len(times_s)
     return pipeline_time_s(times_s, candidate.num_stages, priced.problem.objective, forwards=forwards)

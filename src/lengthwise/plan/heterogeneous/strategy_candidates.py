@@ -8,6 +8,7 @@ from lengthwise.plan.heterogeneous.two_stage_assignment import SLACK, PlacedStra
 from lengthwise.plan.space.draft_plan import Phase
 from lengthwise.plan.space.problem import PricedBatch
 
+MANY = 1 << 30
 CLEARLY = 1.03
 """Plans end at most about this factor above their bound."""
 
@@ -32,22 +33,27 @@ class StrategyCandidates:
             least_s = min(least_s, bounds_s[number])
         return bounds_s
 
-    def best(self, priced: PricedBatch, bounds_s: Sequence[float]) -> tuple[Phase | None, float]:
+    def best(
+        self, priced: PricedBatch, bounds_s: Sequence[float], *, enough_s: float = 0.0, most_planned: int = MANY
+    ) -> tuple[Phase | None, float]:
         """The fastest strategy's pipelines and seconds; None and inf where none holds every sequence.
 
         Args:
             priced: the batch.
             bounds_s: what :meth:`bounds_s` said of it.
+            enough_s: seconds at which no faster one is looked for.
+            most_planned: how many strategies are planned at most.
         """
         best: Phase | None = None
-        limit_s = np.inf
+        limit_s, num_planned = np.inf, 0
         for number in np.argsort(bounds_s, kind="stable").tolist():
-            if bounds_s[number] >= limit_s * (1 - SLACK):
+            if bounds_s[number] >= limit_s * (1 - SLACK) or limit_s <= enough_s or num_planned >= most_planned:
                 break
             strategy = self.strategies[number]
             if strategy.bound_s(priced) + strategy.update_s >= limit_s * (1 - SLACK):
                 continue
             phase, time_s = strategy.planned(priced)
+            num_planned += 1
             if time_s + strategy.update_s < limit_s:
                 best, limit_s = phase, time_s + strategy.update_s
         return best, limit_s
