@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lengthwise.core.batch import attention_length
 from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InfeasibleError
 from lengthwise.core.pipeline_config import Method
+from lengthwise.core.prefix_tree import ROOT, PrefixTree
 from lengthwise.plan import auto, policies
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import POLICIES
@@ -95,6 +97,36 @@ def test_every_sequence_is_planned_once_within_memory_and_above_the_bound(case, 
     capacity = problem.cost.capacity * 2**30
     assert all(m.peak_bytes <= capacity for pipeline in plan.pipelines for m in pipeline.micro_batches)
     assert plan.digest == Planner(policy=policy, problem=problem)(batch).digest
+
+
+@settings(max_examples=10, deadline=None)
+@given(problems(), st.sampled_from(["auto", "hydraulis", "dcp-inter", "packed"]), st.randoms(use_true_random=False))
+def test_units_are_priced_by_what_they_attend_to_and_above_their_bound(case, policy, random):
+    problem, lengths = case
+    batch = make_batch(lengths)
+    units = replace(batch, attention_lengths=tuple(random.randint(1, length) for length in lengths))
+    with suppress(InfeasibleError):
+        plan, whole = (Planner(policy=policy, problem=problem)(asked) for asked in (units, batch))
+        plan.check_covers(units)
+        assert 0 < plan.lower_bound_s <= plan.time_s
+        assert plan.lower_bound_s <= whole.time_s * (1 + 1e-9), "what attends to less takes no longer"
+        assert plan.time_s == pytest.approx(simulate(plan).step_time_s, rel=1e-12)
+
+
+def test_a_unit_takes_as_long_as_sequences_that_attend_as_far():
+    """Two branches of 30 tokens after a prompt of 60: its 120 tokens attend as far as those of a sequence of 105."""
+    tree = PrefixTree(bounds=(0, 60, 90, 120), parents=(ROOT, 0, 0), leaves=(1, 2))
+    assert tree.num_pairs == 60 * 61 // 2 + 2 * (30 * 60 + 30 * 31 // 2)
+    alike = attention_length(tree.num_slots, tree.num_pairs)
+    assert alike == 105
+    problem = make_problem(SimpleCost(a_s=1e-2, b_s=1.0), num_devices=1)
+    candidate = problem.candidates[0]
+    batch = replace(make_batch([120, 40]), attention_lengths=(alike, 40))
+    times_s = PricedBatch(problem, batch).times_s(candidate)
+    linear_s = SimpleCost(a_s=0.0, b_s=1.0).sequence_times_s([120], candidate.scheme)[0]
+    squared_s = SimpleCost(a_s=1e-2, b_s=0.0).sequence_times_s([1], candidate.scheme)[0] * 2 * tree.num_pairs
+    assert times_s[0] == pytest.approx(linear_s + squared_s, rel=0.01)
+    assert times_s[1] == candidate.times_s(np.array([40]))[0]
 
 
 def test_one_long_sequence_goes_first_on_all_devices_and_the_short_ones_after_it_on_one_each():

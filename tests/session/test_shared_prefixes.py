@@ -151,6 +151,26 @@ def test_what_is_shared_is_told_and_that_nothing_is(caplog):
     assert "nothing is shared; give the prompt's tokens labels of -100" in caplog.text
 
 
+def attended(unit, *, shares):
+    """The length whose tokens attend to as many on average as those of a unit, by counting its distinct beginnings."""
+    pairs = {}
+    for number, member in enumerate(unit):
+        is_shared, tokens = shares, member["input_ids"]
+        for place in range(len(tokens)):
+            is_shared = is_shared and place + 1 < len(tokens) and member["labels"][place + 1] == -100
+            pairs[(tokens[: place + 1].tobytes() if is_shared else number, place)] = place + 1
+    return max(1, round(2 * sum(pairs.values()) / len(pairs) - 1))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_units_are_planned_with_the_attention_that_they_take(shares):
+    expected = ExpectedColumns(shares_prefixes=shares, loss_columns=COLUMNS)
+    sequences = read_sequences(groups(), expected=expected, say=lambda line: None)
+    batch = next(Sampler(sequences.lengths, seed=3, sequences_per_step=len(groups())))
+    assert list(batch.attention_lengths) == [attended(groups()[number], shares=shares) for number in batch.ids]
+    assert all(alike < length for alike, length in zip(batch.attention_lengths, batch.lengths))
+
+
 def test_means_over_own_tokens_are_refused():
     run = _prepared(groups(), count_targets=True)
     step = next(iter(run.steps()))

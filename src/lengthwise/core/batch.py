@@ -39,6 +39,9 @@ class GlobalBatch:
     """One of ``OBJECTIVES``; decides how many tokens have a loss."""
     targets: tuple[int, ...] | None = None
     """Tokens of each sequence that have a loss, where the data says which; None: those that the objective says."""
+    attention_lengths: tuple[int, ...] | None = None
+    """Length of a sequence whose tokens attend to as many on average as those of each; None: its own. See
+    :func:`attention_length`."""
 
     def __post_init__(self) -> None:
         if self.objective not in OBJECTIVES:
@@ -47,6 +50,10 @@ class GlobalBatch:
             raise InputError(f"step {self.step}: {len(self.ids)} ids but {len(self.lengths)} lengths")
         if self.targets is not None and len(self.targets) != len(self.ids):
             raise InputError(f"step {self.step}: {len(self.ids)} ids but {len(self.targets)} counts of targets")
+        if self.attention_lengths is not None and len(self.attention_lengths) != len(self.ids):
+            raise InputError(
+                f"step {self.step}: {len(self.ids)} ids but {len(self.attention_lengths)} lengths of attention"
+            )
         if not self.ids:
             raise InputError(f"step {self.step}: a global batch needs at least one sequence")
         if min(self.lengths) < 1:
@@ -64,6 +71,19 @@ class GlobalBatch:
         if self.targets is not None:
             return sum(self.targets)
         return num_targets(self.lengths, objective=self.objective)
+
+
+def attention_length(num_tokens: int, num_pairs: int) -> int:
+    """Length x of a causal sequence whose tokens attend to as many on average: a unit costs ``num_tokens`` / x such.
+
+    A unit of several sequences, or a prefix tree, is planned as one sequence of ``num_tokens``, and attention in it is
+    cheaper than in such a sequence. A cost of a x^2 + b x for a sequence of x tokens makes it a x T + b T for T tokens.
+
+    Args:
+        num_tokens: of the unit.
+        num_pairs: of a token and one that it attends to, itself included.
+    """
+    return min(num_tokens, max(1, round(2 * num_pairs / num_tokens - 1)))
 
 
 def filler_lengths(filler: int, longest: int) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ class LengthIndex:
     """Digest of the tokens themselves; empty when only lengths are known."""
     targets: np.ndarray | None = None
     """[num_sequences] tokens that have a loss; None: those that the model's objective says."""
+    attention_lengths: np.ndarray | None = None
+    """[num_sequences] as in ``GlobalBatch``; None: those of ordinary sequences."""
 
     def __post_init__(self) -> None:
         if self.lengths.ndim != 1 or not np.issubdtype(self.lengths.dtype, np.integer):
@@ -57,7 +59,11 @@ class LengthIndex:
 
     def select(self, ids: np.ndarray) -> "LengthIndex":
         """The sequences ``ids`` as lengths of their own."""
-        return LengthIndex(lengths=self.lengths[ids], targets=None if self.targets is None else self.targets[ids])
+        return LengthIndex(
+            lengths=self.lengths[ids],
+            targets=None if self.targets is None else self.targets[ids],
+            attention_lengths=None if self.attention_lengths is None else self.attention_lengths[ids],
+        )
 
     @cached_property
     def num_tokens(self) -> int:

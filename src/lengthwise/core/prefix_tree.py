@@ -32,6 +32,11 @@ class PrefixTree:
         """The number T of slots: of what the sequences share, each counts once."""
         return self.bounds[-1]
 
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a slot and a slot that it attends to, itself included."""
+        return int(self.positions.sum()) + self.num_slots
+
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """[S] the position in its sequences of each segment's first slot."""

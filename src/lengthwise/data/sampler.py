@@ -65,13 +65,14 @@ class Sampler:
     def __next__(self) -> GlobalBatch:
         self._arrange_epoch()
         ids = self._ids[self._position : self._ends[self._number]]
-        targets = self._lengths.targets
+        targets, attention_lengths = self._lengths.targets, self._lengths.attention_lengths
         batch = GlobalBatch(
             step=self._step,
             ids=tuple(ids.tolist()),
             lengths=tuple(self._lengths.lengths[ids].tolist()),
             objective=self._objective,
             targets=None if targets is None else tuple(targets[ids].tolist()),
+            attention_lengths=None if attention_lengths is None else tuple(attention_lengths[ids].tolist()),
         )
         self._advance()
         return batch

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lengthwise.core.batch import NEXT_TOKEN
+from lengthwise.core.batch import NEXT_TOKEN, attention_length
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.session.check_sample import DistinctSlots
@@ -51,6 +51,8 @@ class DatasetItems:
     """Sequences of every item, where items are units; None: they are not."""
     num_slots: np.ndarray | None = None
     """Slots of every unit with what its sequences share once, where they share it."""
+    attention_lengths: np.ndarray | None = None
+    """Of every unit, as in ``GlobalBatch``; None: items are single sequences."""
     _last: dict[int, ItemRow] = field(default_factory=dict)
 
     def tokens(self, id: int, /) -> np.ndarray:
@@ -111,6 +113,7 @@ class _Scan:
     num_members: int | None = None
     """The same."""
     num_slots: list[int] = field(default_factory=list)
+    attention_lengths: list[int] = field(default_factory=list)
     kinds: DistinctSlots = field(default_factory=DistinctSlots)
 
 
@@ -134,8 +137,8 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         state.update(b"" if row.num_members is None else repr(row.bounds).encode())
         scan.checksums.append(_checksum(row))
         _count(scan, number, row, columns.expected)
-        if columns.expected.shares_prefixes and row.num_members is not None and row.labels is not None:
-            scan.num_slots.append(shared_tree(row, columns.expected).num_slots)
+        if row.num_members is not None:
+            _count_unit(scan, row, columns.expected)
         for start, end in pairwise(row.bounds):
             scan.lengths.append((end - start) * size)
             scan.numbers.append(number)
@@ -169,7 +172,18 @@ def read_items(corpus: Any, columns: ItemColumns, say: Callable[[str], None]) ->
         kinds=scan.kinds.columns(),
         num_members=scan.num_members,
         num_slots=np.array(scan.num_slots, dtype=np.int64) if scan.num_slots else None,
+        attention_lengths=size * np.array(scan.attention_lengths, dtype=np.int64) if scan.num_members else None,
     )
+
+
+def _count_unit(scan: _Scan, row: ItemRow, expected: ExpectedColumns) -> None:
+    lengths = np.diff(row.bounds)
+    num_slots, num_pairs = int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum())
+    if expected.shares_prefixes and row.labels is not None:
+        tree = shared_tree(row, expected)
+        num_slots, num_pairs = tree.num_slots, tree.num_pairs
+        scan.num_slots.append(num_slots)
+    scan.attention_lengths.append(attention_length(num_slots, num_pairs))
 
 
 def _count(scan: _Scan, number: int, row: ItemRow, expected: ExpectedColumns) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -45,10 +45,13 @@ class RunSequences:
     ignore_index: int = -100
     """The label of tokens that have no loss."""
 
-    @property
+    @cached_property
     def lengths(self) -> LengthIndex:
-        """What sampler and planner work on: of a unit, the tokens of all of its members."""
-        return self.view.lengths
+        """What sampler and planner work on: of a unit, the tokens of all of its members, and how far they attend."""
+        of_units = self.store.attention_lengths if isinstance(self.store, DatasetItems) else None
+        if of_units is None:
+            return self.view.lengths
+        return replace(self.view.lengths, attention_lengths=of_units[self.view.base_ids])
 
     @cached_property
     def computed_lengths(self) -> LengthIndex:

@@ -75,11 +75,11 @@ class SearchSpaceBound:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches take at least, pipelines never filling or draining; the cheapest bound."""
-        return self._sequences(priced.lengths).floor_s
+        return self._sequences(priced.bounding_lengths).floor_s
 
     def __call__(self, priced: PricedBatch) -> float:
         """Seconds that the micro-batches of a step take at least."""
-        return self._sequences(priced.lengths).bound_s()
+        return self._sequences(priced.bounding_lengths).bound_s()
 
     def of(self, lengths: np.ndarray) -> float:
         """Bound the seconds of sequences of ``lengths``, the longest like any other: lower, but faster to compute."""
@@ -89,7 +89,7 @@ class SearchSpaceBound:
         """Seconds that the whole step takes at least, its update included."""
         levels = []
         for update_s in np.unique(self._updates_s).tolist():
-            sequences = self._sequences(priced.lengths, self._updates_s <= update_s)
+            sequences = self._sequences(priced.bounding_lengths, self._updates_s <= update_s)
             if sequences.floor_s < np.inf:
                 levels.append((update_s + sequences.floor_s, update_s, sequences))
         least_s = np.inf

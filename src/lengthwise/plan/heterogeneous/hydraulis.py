@@ -62,7 +62,7 @@ class HydraulisPolicy:
 
     def floor_s(self, priced: PricedBatch) -> float:
         """The bound of all candidates' candidates."""
-        return self.bound.of(priced.lengths)
+        return self.bound.of(priced.bounding_lengths)
 
     def bound_s(self, priced: PricedBatch) -> float:
         """The least bound of all candidates."""

@@ -291,7 +291,7 @@ def _micro_batches(
         PlannedMicroBatch(
             pack=pack,
             time_s=time_s,
-            comm_s=comm_s,
+            comm_s=min(comm_s, time_s),  # that of a unit is counted as of one sequence
             peak_bytes=peak_bytes,
             methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,
             recompute=None if run.scheme.recompute == scheme.recompute else run.scheme.recompute,

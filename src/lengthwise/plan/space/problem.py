@@ -160,18 +160,42 @@ class PricedBatch:
         """
         if candidate not in self._times_s:
             extra = candidate.overhead_s if self.problem.overhead_per_sequence else 0.0
-            self._times_s[candidate] = candidate.times_s(self.lengths) + extra
+            self._times_s[candidate] = self._work_s(candidate) + extra
         return self._times_s[candidate]
+
+    def _work_s(self, candidate: Candidate) -> np.ndarray:
+        """Seconds of each sequence; of a unit those of ordinary sequences, but none less than of a shorter unit.
+
+        Solvers take longer jobs for more work.
+        """
+        if self.batch.attention_lengths is None:
+            return candidate.times_s(self.lengths)
+        attention_lengths = np.asarray(self.batch.attention_lengths, dtype=np.int64)
+        lengths, places = np.unique(self.lengths, return_inverse=True)
+        most_s = np.zeros(len(lengths))
+        np.maximum.at(most_s, places, candidate.times_s(attention_lengths) * (self.lengths / attention_lengths))
+        each_s: np.ndarray = np.maximum.accumulate(most_s)[places]
+        return each_s
+
+    @cached_property
+    def bounding_lengths(self) -> np.ndarray:
+        """Lengths of sequences that are no more work than the batch's: units in whole pieces of ordinary sequences."""
+        if self.batch.attention_lengths is None:
+            return self.lengths
+        attention_lengths = np.asarray(self.batch.attention_lengths, dtype=np.int64)
+        return np.repeat(attention_lengths, self.lengths // attention_lengths)
 
     def part(self, positions: np.ndarray) -> "PricedBatch":
         """The sequences at ``positions`` as a batch of their own, with the times known so far."""
         indices = positions.tolist()
+        attention_lengths = self.batch.attention_lengths
         part = GlobalBatch(
             step=self.batch.step,
             ids=tuple([self.batch.ids[i] for i in indices]),
             lengths=tuple([self.batch.lengths[i] for i in indices]),
             objective=self.batch.objective,
             targets=None if self.batch.targets is None else tuple([self.batch.targets[i] for i in indices]),
+            attention_lengths=None if attention_lengths is None else tuple([attention_lengths[i] for i in indices]),
         )
         return PricedBatch(
             self.problem, part, {candidate: times_s[positions] for candidate, times_s in self._times_s.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.batch import GlobalBatch, attention_length
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.collectives import all_to_all, gather_rows
@@ -110,10 +110,15 @@ class ItemExchange:
         if all(reports.column(0)):
             return None
         size = self._collator.slot_tokens
-        said_lengths = [([size * len(columns[TOKENS]) for columns in item], self._num_slots(item)) for item in rows]
+        said_lengths = [([size * len(columns[TOKENS]) for columns in item], self._shared(item)) for item in rows]
         by_rank = gather_json(world, said_lengths)
-        lengths = [length for of_rank in by_rank for length, _ in of_rank]
-        computed = [sum(length) if slots is None else slots for of_rank in by_rank for length, slots in of_rank]
+        said_of_all = [said for of_rank in by_rank for said in of_rank]
+        lengths = [length for length, _ in said_of_all]
+        computed = [sum(length) if shared is None else shared[0] for length, shared in said_of_all]
+        attention_lengths = [
+            attention_length(count, sum(n * (n + 1) // 2 for n in length) if shared is None else shared[1])
+            for count, (length, shared) in zip(computed, said_of_all)
+        ]
         if not lengths:
             raise InputError(f"step {step}: no rank brought an item; a step has one at least")
         counts = tuple(map(len, by_rank))
@@ -125,7 +130,11 @@ class ItemExchange:
         }
         brought = BroughtBatch(
             batch=GlobalBatch(
-                step=step, ids=tuple(range(len(lengths))), lengths=tuple(computed), objective=self._objective
+                step=step,
+                ids=tuple(range(len(lengths))),
+                lengths=tuple(computed),
+                objective=self._objective,
+                attention_lengths=None if attention_lengths == computed else tuple(attention_lengths),
             ),
             num_members=num_members,
             lengths=np.array(lengths).reshape(-1),
@@ -137,13 +146,14 @@ class ItemExchange:
         self._check_lengths(brought)
         return brought
 
-    def _num_slots(self, item: list[SequenceColumns]) -> int | None:
-        """The slots of a unit in which what its sequences share is once; None: nothing is shared."""
+    def _shared(self, item: list[SequenceColumns]) -> tuple[int, int] | None:
+        """Slots of a unit in which what its sequences share is once, and pairs of them; None: nothing is shared."""
         collator = self._collator
         if collator.shared is None:
             return None
         rows = [{name: columns[name] for name in (TOKENS, *collator.passed)} for columns in item]
-        return tree_of(rows, [columns[LABELS] for columns in item], collator.ignore_index).num_slots
+        tree = tree_of(rows, [columns[LABELS] for columns in item], collator.ignore_index)
+        return tree.num_slots, tree.num_pairs
 
     def _check_lengths(self, brought: BroughtBatch) -> None:
         longest = int(np.argmax(brought.batch.lengths))
