@@ -13,6 +13,7 @@ from lengthwise.cost.analytic.stage_memory import (
     StageMemory,
     backward_bytes,
     loss_moments,
+    num_messages,
     reduce_moments,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, stage_time
@@ -101,12 +102,14 @@ class AnalyticCost(SeparableCost):
         first = volumes[methods[layers[0]]]
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         moments: tuple[MemoryMoment, ...] = ()
-        for activations, pushed in (
-            ((scheme.num_stages - stage) * saved, 0),
-            (first.input_bytes if recompute[layers[0]] else first.kept_bytes, widths[1] * num_pushed),
+        in_flight = scheme.num_stages - stage
+        for activations, pushed, kept in (
+            (in_flight * saved, 0, in_flight),
+            (first.input_bytes if recompute[layers[0]] else first.kept_bytes, widths[1] * num_pushed, 1),
         ):
+            messages = num_messages(scheme, stage, in_flight=kept) * self.model.hidden_size * widths[0] / degree
             moments += (
-                MemoryMoment(activations=Line(0.0, activations), temporary=Line(buffers + pushed, backward)),
+                MemoryMoment(activations=Line(0.0, activations), temporary=Line(buffers + pushed, backward + messages)),
                 *reduce_moments(
                     self.model, activations, [(volumes[methods[n]], recompute[n]) for n in layers],
                     share=widths[0] / degree, pushed=pushed,

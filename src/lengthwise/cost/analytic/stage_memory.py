@@ -18,7 +18,7 @@ w bytes of the compute dtype, m of the master dtype. The moments are those of a 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lengthwise.core.pipeline_config import Method
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ModelSpec
 from lengthwise.cost.analytic.volume import LayerVolume
 from lengthwise.cost.separable import Line
@@ -104,6 +104,17 @@ def backward_bytes(
         attention = volume.live_bytes + (queries - 2 * model.hidden_size * width) / degree  # both of its norm are freed
         return passed + max(inputs, (gradients + freed) / degree, attention)
     return max(gradients, volume.live_bytes + queries - freed if volume.live_bytes else 0.0)
+
+
+def num_messages(scheme: PipelineConfig, stage: int, *, in_flight: int) -> int:
+    """Hidden states between stages that a rank with whole weights holds beside what its layers saved.
+
+    The outputs of the micro-batches ``in_flight``, which the next stage has got; and towards the stage before two
+    gradients, of which one is sent while the next one is computed.
+    """
+    if scheme.weights is WeightPlacement.SHARDED:
+        return 0
+    return in_flight * (stage < scheme.num_stages - 1) + 2 * (stage > 0)
 
 
 def reduce_moments(

@@ -33,6 +33,9 @@ from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterTable
 
+PUSHES_UNDER_WAY = 2
+"""How many units' gradients are under way at most at the end of a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
@@ -162,12 +165,17 @@ class ShardedState(ShardedWeights):
         """Push what is left, wait until every owner has its sums, and clear the gradients."""
         if self._is_alone:
             return
-        self.push_from(0)
         self.finish_pull()
-        for going in self._going:
-            going.wait()
-        self._going = []
+        while self._next_push >= 0:
+            self._wait_for_pushes(PUSHES_UNDER_WAY - 1)
+            self.push_from(self._next_push)
+        self._wait_for_pushes(0)
         self.gradients.zero_()
+
+    def _wait_for_pushes(self, most: int) -> None:
+        """Wait for the oldest pushes until ``most`` are under way; each has room for what all ranks send to this one."""
+        while len(self._going) > most:
+            self._going.pop(0).wait()
 
     def finish_pull(self) -> None:
         """Wait for all weights that were pulled, also for those that are sent from here and not used."""
