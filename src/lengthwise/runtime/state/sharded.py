@@ -173,7 +173,7 @@ class ShardedState(ShardedWeights):
         self.gradients.zero_()
 
     def _wait_for_pushes(self, most: int) -> None:
-        """Wait for the oldest pushes until ``most`` are under way; each has room for what all ranks send to this one."""
+        """Wait for the oldest until ``most`` are under way: each has room for what all ranks send to this one."""
         while len(self._going) > most:
             self._going.pop(0).wait()
 
