@@ -172,9 +172,9 @@ class ShardedState(ShardedWeights):
         self._wait_for_pushes(0)
         self.gradients.zero_()
 
-    def _wait_for_pushes(self, most: int) -> None:
-        """Wait for the oldest until ``most`` are under way: each has room for what all ranks send to this one."""
-        while len(self._going) > most:
+    def _wait_for_pushes(self, num_left: int) -> None:
+        """Wait for the oldest until ``num_left`` are under way: each has room for what all ranks send to this one."""
+        while len(self._going) > num_left:
             self._going.pop(0).wait()
 
     def finish_pull(self) -> None:
