@@ -103,11 +103,11 @@ class AnalyticCost(SeparableCost):
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         moments: tuple[MemoryMoment, ...] = ()
         in_flight = scheme.num_stages - stage
-        for activations, pushed, kept in (
+        for activations, pushed, num_outputs in (
             (in_flight * saved, 0, in_flight),
             (first.input_bytes if recompute[layers[0]] else first.kept_bytes, widths[1] * num_pushed, 1),
         ):
-            messages = num_messages(scheme, stage, in_flight=kept) * self.model.hidden_size * widths[0] / degree
+            messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
             moments += (
                 MemoryMoment(activations=Line(0.0, activations), temporary=Line(buffers + pushed, backward + messages)),
                 *reduce_moments(
