@@ -35,6 +35,14 @@ def test_pages_of_simulations_are_not_stale(page):
     assert checked(f"{page}.py") == (0, "")
 
 
+def test_the_table_of_the_guide_is_what_its_command_prints():
+    guide = (BENCHMARKS.parent / "docs/get-started/plan-without-gpus.md").read_text()
+    shown = guide.split("```text\n", 1)[1].split("```", 1)[0].splitlines()
+    (command,) = [line for line in guide.splitlines() if line.endswith("--price-per-hour 2.5")]
+    ran = subprocess.run([sys.executable, "-m", *command.split()], capture_output=True, text=True, check=True)
+    assert [line for line in shown if line and line not in ran.stdout.splitlines()] == ["..."]
+
+
 @pytest.mark.parametrize(
     "names", ["hydraulis-1,hydraulis-3,hydraulis-4,hydraulis-16a,dcp-5", pytest.param("", marks=pytest.mark.deep)]
 )
