@@ -43,13 +43,15 @@ def held_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int) -> int:
 def pushed_params(model: ModelSpec, scheme: PipelineConfig, *, stage: int, num_devices: int) -> int:
     """Gradients that come to a rank of ``stage`` in pushes that may be under way in its first layer's backward.
 
-    A rank gets as many as ranks hold on average, but where all hold all of a unit they come added up.
+    A rank gets as many as ranks hold on average, but where all hold all of a unit they come added up. Of those of its
+    own stage, two layers' are under way: one is pushed while the next one's become final.
     """
     if num_devices == 1:
         return 0
     of_stages = [held_params(model, scheme, stage=other) for other in range(scheme.num_stages)]
     layers = scheme.stage_layers
-    later = sum(of_stages[stage:]) - of_stages[stage] // layers[stage]
+    own_layer = of_stages[stage] // layers[stage]
+    later = sum(of_stages[stage + 1 :]) + min(of_stages[stage] - own_layer, 2 * own_layer)
     is_whole = scheme.num_stages == 1 and (scheme.weights is WeightPlacement.WHOLE or scheme.degree == 1)
     return later // (num_devices if is_whole else scheme.num_stages)
 

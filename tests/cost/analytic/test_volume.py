@@ -64,7 +64,7 @@ def test_alone_a_device_sends_nothing_and_buffers_nothing(method):
 def test_a_grid_of_ulysses_and_rings_holds_what_the_larger_of_both_does_of_its_tokens():
     ulysses, ring = volume(Method.ULYSSES, degree=4), volume(Method.RING, degree=2)
     assert volume(Method.ULYSSES_RING, degree=8).live_bytes == pytest.approx(
-        max(4 / 8 * ulysses.live_bytes, 2 / 8 * ring.live_bytes)
+        max(4 / 8 * ulysses.live_bytes, 2 / 8 * 3 / 4 * ring.live_bytes)  # of four blocks at master precision, three
     )
 
 

@@ -14,6 +14,7 @@ from lengthwise.cost.analytic.stage_memory import (
     backward_bytes,
     loss_moments,
     num_messages,
+    pull_moment,
     reduce_moments,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, stage_time
@@ -125,6 +126,8 @@ class AnalyticCost(SeparableCost):
                 logits_at_once=CPU_LOGITS_AT_ONCE if self.cluster.device.name == "cpu" else LOGITS_AT_ONCE,
             )
         num_held = held_params(self.model, scheme, stage=stage)
+        if scheme.weights is WeightPlacement.SHARDED and num_devices > self.cluster.devices_per_node:
+            moments += (pull_moment(first, self.model, num_held, degree=degree, width=widths[0]),)
         weights, gradients, optimizer = state_parts(
             self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held
         )

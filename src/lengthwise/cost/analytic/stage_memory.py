@@ -117,6 +117,15 @@ def num_messages(scheme: PipelineConfig, stage: int, *, in_flight: int) -> int:
     return in_flight * (stage < scheme.num_stages - 1) + 2 * (stage > 0)
 
 
+def pull_moment(volume: LayerVolume, model: ModelSpec, num_held: int, *, degree: int, width: int) -> MemoryMoment:
+    """The first forward, while all weights are still on their way in two hops: across nodes, then within them.
+
+    Each hop has what it sends and what it gets, as many numbers as the rank's ``num_held`` weights, until it is over.
+    """
+    tokens = model.hidden_size * width / degree
+    return MemoryMoment(activations=Line(0.0, volume.input_bytes), temporary=Line(4.0 * width * num_held, tokens))
+
+
 def reduce_moments(
     model: ModelSpec, saved: float, layers: Sequence[tuple[LayerVolume, bool]], *, share: float, pushed: float
 ) -> list[MemoryMoment]:

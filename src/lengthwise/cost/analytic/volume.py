@@ -199,7 +199,8 @@ def _ulysses_ring(case: _Case) -> LayerVolume:
     """Ulysses among u neighbours, whose p / u groups form rings (USP, Fang & Zhao 2024).
 
     A rank sends its u - 1 neighbours what Ulysses of degree u sends of T u / p tokens, and p / u - 1 hops, p / u in the
-    backward, of the keys and values that its heads read of those. Attention runs on the busiest rank's heads.
+    backward, of the keys and values that its heads read of those. Attention runs on the busiest rank's heads. Between
+    two groups, gradients that came home are traded back without a block at master precision that a ring alone keeps.
     """
     model, p, width = case.model, case.degree, case.width
     u = ulysses_degree(Method.ULYSSES_RING, p, model.num_heads, model.num_kv_heads)
@@ -227,7 +228,7 @@ def _ulysses_ring(case: _Case) -> LayerVolume:
         ),
         kept_bytes=trades.kept_bytes * share,
         input_bytes=trades.input_bytes * share,
-        live_bytes=max(trades.live_bytes * share, block * _ring_widths(across)),
+        live_bytes=max(trades.live_bytes * share, block * (_ring_widths(across) - (across.degree == 2) * case.master)),
     )  # fmt: skip
 
 
