@@ -21,7 +21,9 @@ def _threads_before_and_after():
     world = start_world("cpu")
     group = world.groups.of((0, 1))
     dist.all_reduce(torch.ones(3), group=group.handle)
-    before = _num_threads()
+    end = time.monotonic() + LEFT_WITHIN_S
+    while (before := _num_threads()) < 4 and time.monotonic() < end:
+        time.sleep(0.01)  # a thread names itself after it has begun
     stop_world(world)
     return before, _num_threads()
 
