@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,13 +20,14 @@ from lengthwise.core.pipeline_config import (
 )
 
 
-def sharded(degree=2, stage_layers=(2, 1), methods=(Method.METP,) * 3):
+def sharded(degree=2, stage_layers=(2, 1), methods=(Method.METP,) * 3, **more):
     return PipelineConfig(
         degree=degree,
         stage_layers=stage_layers,
         methods=methods,
         recompute=(False,) * len(methods),
         weights=WeightPlacement.SHARDED,
+        **more,
     )
 
 
@@ -40,6 +43,8 @@ def test_stages_hold_consecutive_layers():
         ({"stage_layers": (2, 2)}, "4 layers, but there are 3 methods"),
         ({"methods": (Method.ULYSSES,) * 3}, "needs whole weights"),
         ({"methods": (Method.DENSE,) * 3}, "degree must be 1"),
+        ({"offload": (True, False)}, "2 offload flags for 3 layers"),
+        ({"tile_tokens": -1}, "at least 1 token, or 0 for all, not -1"),
     ],
 )
 def test_a_scheme_that_cannot_run_is_refused(arguments, message):
@@ -70,6 +75,10 @@ def test_uniform_schemes_spread_layers_and_recompute_evenly():
     assert scheme.num_recomputed == 3
     assert [sum(scheme.recompute[i] for i in scheme.layers_of_stage(stage)) for stage in range(3)] == [1, 1, 1]
     assert scheme.weights is WeightPlacement.WHOLE
+    offloaded = uniform_scheme(7, degree=2, method=Method.RING, recomputed=3, offloaded=7, tile_tokens=64)
+    assert offloaded.num_offloaded == 7 and offloaded.is_offloaded(6) and not scheme.is_offloaded(6)
+    assert (scheme.name, offloaded.name) == ("<2,3> ring r3", "<2,1> ring r3 o7 t64")
+    assert replace(offloaded, offload=(False,) * 7, tile_tokens=0) == replace(scheme, stage_layers=(7,))
     assert uniform_scheme(2, degree=2, method=Method.METP).weights is WeightPlacement.SHARDED
 
 

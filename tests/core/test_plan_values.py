@@ -77,6 +77,8 @@ VALUES = {
     ),
     (*SCHEME, "methods"): WORDS,
     (*SCHEME, "recompute"): FLAGS,
+    (*SCHEME, "offload"): FLAGS,
+    (*SCHEME, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
     (*SCHEME, "weights"): (("whole", "sharded"), ("half", "", 7, None, ["full"])),
     (*PIPELINE, "ranks"): rows_of(0, MAX_DEVICES - 1),
     (*PIPELINE, "phase"): whole(0, MAX_LAYERS),
@@ -96,6 +98,8 @@ VALUES = {
     (*MICRO_BATCH, "peak_bytes"): whole(0, MAX_BYTES),
     (*MICRO_BATCH, "methods"): ((None, *WORDS[0]), WORDS[1][:-1]),
     (*MICRO_BATCH, "recompute"): ((None, *FLAGS[0]), FLAGS[1][:-1]),
+    (*MICRO_BATCH, "offload"): FLAGS,
+    (*MICRO_BATCH, "tile_tokens"): whole(0, MAX_PACK_TOKENS),
 }  # fmt: skip
 
 
@@ -110,7 +114,10 @@ def test_a_value_is_taken_within_its_bounds_and_refused_by_name_outside_of_them(
             check_plan_values(changed(keys, value))
 
 
-OPTIONAL = {(): {"digest", "num_devices"}, SCHEME: set(), PIPELINE: set(), MICRO_BATCH: {"rows", "filler"}}
+ACTIVATIONS = {"offload", "tile_tokens"}
+OPTIONAL = {
+    (): {"digest", "num_devices"}, SCHEME: ACTIVATIONS, PIPELINE: set(), MICRO_BATCH: {"rows", "filler", *ACTIVATIONS}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("keys", OPTIONAL, ids=str)

@@ -23,6 +23,8 @@ def plans(draw):
         methods=(Method.MEGATRON_TS, Method.METP, Method.ULYSSES_Z),
         recompute=(True, False, True),
         weights=WeightPlacement.SHARDED,
+        offload=draw(st.sampled_from([(), (False, True, True)])),
+        tile_tokens=draw(st.sampled_from([0, 4096])),
     )
     lengths = draw(st.lists(st.integers(1, 10**6), min_size=2, max_size=12))
     micro_batches = [
@@ -45,6 +47,8 @@ def plans(draw):
         peak_bytes=1,
         methods=(Method.DENSE,) * 3,
         recompute=(False, True, False),
+        offload=draw(st.sampled_from([None, (), (True, False, True)])),
+        tile_tokens=draw(st.sampled_from([None, 0, 512])),
     )
     return StepPlan(
         step=draw(st.integers(0, 10**9)),
@@ -181,6 +185,8 @@ def test_any_change_changes_the_digest(plan):
         replace(m, comm_s=m.comm_s + 1.0),
         replace(m, peak_bytes=m.peak_bytes + 1),
         replace(m, recompute=(False,) * 3),
+        replace(m, offload=(True, False, False)),
+        replace(m, tile_tokens=17),
         replace(m, pack=replace(m.pack, padded_to=m.pack.num_tokens + 9)),
     )
     others = [replace(first, micro_batches=(each, *first.micro_batches[1:])) for each in changed]

@@ -120,7 +120,7 @@ def issue_order(
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """One pipeline: devices per stage, layers per stage, a method and a recompute flag per layer."""
+    """One pipeline: devices per stage, layers per stage; per layer a method, and what becomes of its activations."""
 
     degree: int
     stage_layers: tuple[int, ...]
@@ -130,8 +130,15 @@ class PipelineConfig:
     recompute: tuple[bool, ...]
     """One per layer: compute the forward again in the backward instead of keeping its activations."""
     weights: WeightPlacement = WeightPlacement.WHOLE
+    offload: tuple[bool, ...] = ()
+    """One per layer: what its forward saves for the backward (where it is recomputed, its input alone) is in host
+    memory meanwhile. Empty: of no layer."""
+    tile_tokens: int = 0
+    """Tokens that feed-forwards compute at a time, recomputed in the backward; 0: all that a rank has."""
 
     def __post_init__(self) -> None:
+        if not any(self.offload):
+            object.__setattr__(self, "offload", ())  # one spelling of none
         if self.degree < 1:
             raise InputError(f"a scheme needs degree >= 1, not {self.degree}")
         if not self.stage_layers or min(self.stage_layers) < 1:
@@ -141,6 +148,10 @@ class PipelineConfig:
                 f"the stages hold {self.num_layers} layers, but there are {len(self.methods)} methods and "
                 f"{len(self.recompute)} recompute flags; give one of each per layer"
             )
+        if len(self.offload) not in (0, self.num_layers):
+            raise InputError(f"{len(self.offload)} offload flags for {self.num_layers} layers; give one each, or none")
+        if self.tile_tokens < 0:
+            raise InputError(f"a feed-forward computes tiles of at least 1 token, or 0 for all, not {self.tile_tokens}")
         check_methods(self.methods, self.degree, self.weights)
 
     @property
@@ -164,11 +175,22 @@ class PipelineConfig:
         return sum(self.recompute)
 
     @property
+    def num_offloaded(self) -> int:
+        """Layers whose saved tensors are in host memory between forward and backward."""
+        return sum(self.offload)
+
+    def is_offloaded(self, layer: int) -> bool:
+        """Whether what ``layer`` saves is in host memory between its forward and its backward."""
+        return bool(self.offload) and self.offload[layer]
+
+    @property
     def name(self) -> str:
-        """Degree x stages, methods and recomputed layers, as tables show it: ``<8,2> ulysses r16``."""
+        """Degree x stages, methods, then layers recomputed (r) and offloaded (o) and tokens of a feed-forward tile (t),
+        as tables show it: ``<8,2> ulysses r16``, ``<8,1> ulysses r32 o32 t4096``.
+        """
         methods = "+".join(dict.fromkeys(self.methods))
-        recomputed = f" r{self.num_recomputed}" if self.num_recomputed else ""
-        return f"<{self.degree},{self.num_stages}> {methods}{recomputed}"
+        counts = (("r", self.num_recomputed), ("o", self.num_offloaded), ("t", self.tile_tokens))
+        return f"<{self.degree},{self.num_stages}> {methods}" + "".join(f" {key}{n}" for key, n in counts if n)
 
     def layers_of_stage(self, stage: int) -> range:
         """The layers that ``stage`` holds."""
@@ -192,23 +214,30 @@ def uniform_scheme(
     stages: int = 1,
     method: Method = Method.DENSE,
     recomputed: int = 0,
+    offloaded: int = 0,
+    tile_tokens: int = 0,
     head_layers: float = 0.0,
 ) -> PipelineConfig:
-    """One method for every layer, layers and recomputed layers spread evenly over the stages.
+    """One method for every layer; layers, and those recomputed and offloaded, spread evenly over the stages.
 
     The last stage also computes the head, which costs as much as ``head_layers`` layers, and holds fewer layers for it.
     Where the others do not divide, the first ones hold one more.
 
     Raises:
-        InputError: more stages or recomputed layers than layers, or a method that ``degree`` excludes.
+        InputError: more stages, recomputed or offloaded layers than layers, or a method that ``degree`` excludes.
     """
-    if not 1 <= stages <= num_layers or not 0 <= recomputed <= num_layers:
-        raise InputError(f"{num_layers} layers cannot form {stages} stages with {recomputed} of them recomputed")
+    if not 1 <= stages <= num_layers or not 0 <= recomputed <= num_layers or not 0 <= offloaded <= num_layers:
+        raise InputError(
+            f"{num_layers} layers cannot form {stages} stages with {recomputed} of them recomputed and {offloaded} "
+            "offloaded"
+        )
     return PipelineConfig(
         degree=degree,
         stage_layers=split_layers(num_layers, stages, head_layers=head_layers),
         methods=(method,) * num_layers,
         recompute=spread(recomputed, num_layers),
+        offload=spread(offloaded, num_layers),
+        tile_tokens=tile_tokens,
         weights=WEIGHTS_OF.get(method, WeightPlacement.WHOLE),
     )
 

@@ -28,6 +28,7 @@ _PLAN = {
 _SCHEME = {"degree", "stage_layers", "methods", "recompute", "weights"}
 _PIPELINE = {"ranks", "phase", "scheme", "state_bytes", "micro_batches"}
 _MICRO_BATCH = {"ids", "lengths", "padded_to", "time_s", "comm_s", "peak_bytes", "methods", "recompute"}
+_ACTIVATIONS = {"offload", "tile_tokens"}
 _METHODS, _WEIGHTS = {str(method) for method in Method}, {str(weights) for weights in WeightPlacement}
 
 
@@ -63,13 +64,14 @@ def check_plan_values(document: Any) -> None:
 
 
 def _check_scheme(scheme: Any, where: str) -> None:
-    _check_keys(scheme, where, _SCHEME)
+    _check_keys(scheme, where, _SCHEME, optional=_ACTIVATIONS)
     _check_int(scheme["degree"], f"{where}.degree", 1, MAX_DEVICES)
     _check_ints(scheme["stage_layers"], f"{where}.stage_layers", 1, MAX_LAYERS)
     if sum(scheme["stage_layers"]) > MAX_LAYERS:
         raise InputError(f"{where}.stage_layers holds more than {MAX_LAYERS:,} layers")
     _check_words(scheme["methods"], f"{where}.methods", _METHODS)
     _check_flags(scheme["recompute"], f"{where}.recompute")
+    _check_activations(scheme, where)
     if not isinstance(scheme["weights"], str) or scheme["weights"] not in _WEIGHTS:
         raise _wrong(f"{where}.weights", f"one of {', '.join(sorted(_WEIGHTS))}", scheme["weights"])
 
@@ -89,7 +91,7 @@ def _check_pipeline(pipeline: Any, where: str, *, num_schemes: int) -> None:
 
 
 def _check_micro_batch(micro_batch: Any) -> None:
-    _check_keys(micro_batch, "", _MICRO_BATCH, optional={"rows", "filler"})
+    _check_keys(micro_batch, "", _MICRO_BATCH, optional={"rows", "filler"} | _ACTIVATIONS)
     ids, lengths = micro_batch["ids"], micro_batch["lengths"]
     _check_ints(ids, ".ids", 0, MAX_ID)
     _check_ints(lengths, ".lengths", 1, MOST_TOKENS)
@@ -110,6 +112,14 @@ def _check_micro_batch(micro_batch: Any) -> None:
         _check_words(micro_batch["methods"], ".methods", _METHODS)
     if micro_batch["recompute"] is not None:
         _check_flags(micro_batch["recompute"], ".recompute")
+    _check_activations(micro_batch, "")
+
+
+def _check_activations(values: dict[str, Any], where: str) -> None:
+    """Check the fields that only schemes and micro-batches with offload or tiles have."""
+    if "offload" in values:
+        _check_flags(values["offload"], f"{where}.offload")
+    _check_int(values.get("tile_tokens", 0), f"{where}.tile_tokens", 0, MAX_PACK_TOKENS)
 
 
 def _check_keys(value: Any, where: str, keys: set[str], *, optional: Set[str] = frozenset()) -> None:

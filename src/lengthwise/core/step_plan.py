@@ -37,6 +37,10 @@ class PlannedMicroBatch:
     """One per layer; None: those of the scheme."""
     comm_s: float = 0.0
     """Seconds of ``time_s`` in communication that computation does not hide."""
+    offload: tuple[bool, ...] | None = None
+    """One per layer, empty for no layer; None: those of the scheme."""
+    tile_tokens: int | None = None
+    """Tokens of a feed-forward's tile, 0 for all at once; None: those of the scheme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +57,9 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for micro_batch in self.micro_batches:
-            for name in ("methods", "recompute"):
+            for name in ("methods", "recompute", "offload"):
                 override = getattr(micro_batch, name)
-                if override is not None and len(override) != self.scheme.num_layers:
+                if override is not None and (override or name != "offload") and len(override) != self.scheme.num_layers:
                     raise InputError(
                         f"a micro-batch has {len(override)} {name} for {self.scheme.num_layers} layers; give one each"
                     )
@@ -76,10 +80,9 @@ class Pipeline:
         return self.scheme.recompute if micro_batch.recompute is None else micro_batch.recompute
 
     def scheme_of(self, micro_batch: PlannedMicroBatch) -> PipelineConfig:
-        """The scheme with the micro-batch's own methods and recompute flags."""
-        if micro_batch.methods is None and micro_batch.recompute is None:
-            return self.scheme
-        return replace(self.scheme, methods=self.methods_of(micro_batch), recompute=self.recompute_of(micro_batch))
+        """The scheme with the micro-batch's own methods, recompute and offload flags and tiles."""
+        overrides = {name: value for name in _OVERRIDES if (value := getattr(micro_batch, name)) is not None}
+        return replace(self.scheme, **overrides) if overrides else self.scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +219,8 @@ class StepPlan:
             for m in p.micro_batches:
                 pack, sizes = m.pack, (_plain(m.time_s), _plain(m.comm_s), _plain(m.peak_bytes))
                 overrides = name(m.methods) + name(m.recompute) if m.methods or m.recompute else ""
+                if m.offload is not None or m.tile_tokens is not None:
+                    overrides += f"{name(m.offload)}{m.tile_tokens}"
                 shape = f"{pack.padded_to}x{pack.rows}" if pack.rows else pack.padded_to
                 filler = f"+{pack.filler}" if pack.filler else ""
                 state.update(f"{pack.ids}{pack.lengths}{shape}{filler}{sizes}{overrides}".encode())
@@ -291,6 +296,7 @@ class StepPlan:
         return plan
 
 
+_OVERRIDES = ("methods", "recompute", "offload", "tile_tokens")
 _PLAIN_FIELDS = ("step", "policy", "loss_normaliser", "update_s", "time_s", "lower_bound_s", "lr_factor", "switch_s")
 
 
@@ -306,6 +312,8 @@ def _scheme_to_json(scheme: PipelineConfig) -> dict[str, Any]:
         "methods": [str(method) for method in scheme.methods],
         "recompute": [int(flag) for flag in scheme.recompute],
         "weights": str(scheme.weights),
+        **({"offload": [int(flag) for flag in scheme.offload]} if scheme.offload else {}),
+        **({"tile_tokens": scheme.tile_tokens} if scheme.tile_tokens else {}),
     }
 
 
@@ -316,6 +324,8 @@ def _scheme_from_json(document: dict[str, Any]) -> PipelineConfig:
         methods=tuple(Method(method) for method in document["methods"]),
         recompute=tuple(bool(flag) for flag in document["recompute"]),
         weights=WeightPlacement(document["weights"]),
+        offload=tuple(bool(flag) for flag in document.get("offload", ())),
+        tile_tokens=document.get("tile_tokens", 0),
     )
 
 
@@ -332,6 +342,8 @@ def _micro_batch_to_json(micro_batch: PlannedMicroBatch) -> dict[str, Any]:
         "peak_bytes": micro_batch.peak_bytes,
         "methods": None if methods is None else [str(method) for method in methods],
         "recompute": None if recompute is None else [int(flag) for flag in recompute],
+        **({} if micro_batch.offload is None else {"offload": [int(flag) for flag in micro_batch.offload]}),
+        **({} if micro_batch.tile_tokens is None else {"tile_tokens": micro_batch.tile_tokens}),
     }
 
 
@@ -350,4 +362,6 @@ def _micro_batch_from_json(document: dict[str, Any]) -> PlannedMicroBatch:
         peak_bytes=document["peak_bytes"],
         methods=None if methods is None else tuple(Method(method) for method in methods),
         recompute=None if recompute is None else tuple(bool(flag) for flag in recompute),
+        offload=None if (offload := document.get("offload")) is None else tuple(bool(flag) for flag in offload),
+        tile_tokens=document.get("tile_tokens"),
     )

@@ -248,15 +248,9 @@ def _padding_s(problem: PlanningProblem, pipeline: Pipeline, micro_batch: Planne
     """Device-seconds of computation that the same sequences without padding would not take."""
     if not micro_batch.pack.padded_to or not micro_batch.time_s:
         return 0.0
-    scheme = pipeline.scheme
-    ran_as = replace(
-        scheme,
-        methods=micro_batch.methods or scheme.methods,
-        recompute=micro_batch.recompute or scheme.recompute,
-    )
-    needed_s = problem.candidates[0].cost.time_s(micro_batch.pack.lengths, ran_as)
+    needed_s = problem.candidates[0].cost.time_s(micro_batch.pack.lengths, pipeline.scheme_of(micro_batch))
     computing = 1.0 - micro_batch.comm_s / micro_batch.time_s
-    return max(0.0, micro_batch.time_s - needed_s) * computing * scheme.num_devices
+    return max(0.0, micro_batch.time_s - needed_s) * computing * pipeline.scheme.num_devices
 
 
 def _result(policy: str, batches: Sequence[GlobalBatch], played: Sequence[_Played]) -> PolicyResult:

@@ -108,7 +108,7 @@ class OnlineCalibration:
         pipeline = plan.pipelines[failure.pipeline]
         planned = pipeline.micro_batches[failure.micro_batch]
         tokens, num_devices = int(FITS * planned.pack.num_tokens), plan.num_devices
-        scheme = replace(pipeline.scheme, recompute=pipeline.recompute_of(planned))
+        scheme = pipeline.scheme_of(planned)
         state, predicted = (int(self.cost.base.peak_bytes(n, scheme, num_devices=num_devices)) for n in (0, tokens))
         return (self.cost.base.memory_limit_bytes - state) / max(1, predicted - state)
 

@@ -295,6 +295,8 @@ def _micro_batches(
             peak_bytes=peak_bytes,
             methods=None if run.scheme.methods == scheme.methods else run.scheme.methods,
             recompute=None if run.scheme.recompute == scheme.recompute else run.scheme.recompute,
+            offload=None if run.scheme.offload == scheme.offload else run.scheme.offload,
+            tile_tokens=None if run.scheme.tile_tokens == scheme.tile_tokens else run.scheme.tile_tokens,
         )
         for pack, run, time_s, (comm_s, peak_bytes) in zip(packs, runs_of(pipeline), times_s, figures)
     ]
