@@ -69,7 +69,8 @@ def test_what_a_file_leaves_out_is_as_in_presets(write):
 
 def test_a_preset_written_into_a_file_is_the_preset(write):
     text = "name: H100-80GB\nmemory_gib: 79.1\nbfloat16_tflops: 989\nmemory_gbyte_per_s: 3350\nlink_gbyte_per_s: 450\n"
-    device = read_device(write(text + "network_gbit_per_s: 400\n"))
+    host = "host_gbyte_per_s: 64\nhost_memory_gib: 230.4\nhost_memory_gbyte_per_s: 76.8\n"
+    device = read_device(write(text + "network_gbit_per_s: 400\n" + host))
     measured = ("matmul_share", "matmul_half_size", "attention_share", "speed_error")
     assert device == replace(DEVICES["H100-80GB"], **{name: getattr(device, name) for name in measured})
 
@@ -118,3 +119,23 @@ def test_a_file_that_is_not_there_is_named_with_the_nearest_beside_it(write):
         resolve_device(str(path.with_name("my-gpus.yml")))
     with pytest.raises(InputError, match=r"there is no device file nowhere\.yaml"):
         resolve_device("nowhere.yaml")
+
+
+def test_a_file_may_describe_the_host(write):
+    text = "host_gbyte_per_s: 450\nhost_memory_gib: 432\nhost_memory_gbyte_per_s: 400\n"
+    device = read_device(write(SMALLEST + text))
+    assert (device.host_bytes_per_s, device.host_memory_bytes) == (450e9, 432 * 2**30)
+    assert device.host_memory_bytes_per_s == 400e9
+    with pytest.raises(InputError, match="host_memory_gib is missing"):
+        read_device(write(SMALLEST + "host_gbyte_per_s: 450\n"))
+
+
+def test_every_gpu_has_a_share_of_a_host_and_a_cpu_has_none():
+    for name, device in DEVICES.items():
+        shares = (device.host_bytes_per_s, device.host_memory_bytes, device.host_memory_bytes_per_s)
+        assert (min(shares) > 0) == (max(shares) > 0) == (name != "cpu")
+    assert cluster_preset("8xH100-80GB", host_memory_gib=512).device.host_memory_bytes == 512 * 2**30
+    with pytest.raises(InputError, match="512 GiB of host memory for a cpu"):
+        cluster_preset("2xcpu", host_memory_gib=512)
+    with pytest.raises(InputError, match="host_gbyte_per_s"):
+        replace(DEVICES["H100-80GB"], host_bytes_per_s=0.0).with_host_memory(1)

@@ -39,6 +39,9 @@ _FIELDS = {
     "matmul_share": _Field(sets="matmul_share", unit=1, maximum=1, required=False),
     "matmul_half_size": _Field(sets="matmul_half_size", unit=1, maximum=1e6, required=False),
     "attention_share": _Field(sets="attention_share", unit=1, maximum=1, required=False),
+    "host_gbyte_per_s": _Field(sets="host_bytes_per_s", unit=GBYTE, maximum=1e9, required=False),
+    "host_memory_gib": _Field(sets="host_memory_bytes", unit=GIB, maximum=1 << 20, required=False),
+    "host_memory_gbyte_per_s": _Field(sets="host_memory_bytes_per_s", unit=GBYTE, maximum=1e9, required=False),
     "price_per_hour": _Field(sets="price_per_hour", unit=1, maximum=1e9, required=False),
 }
 _WHOLE = ("devices_per_node",)
@@ -81,8 +84,10 @@ def read_device(path: Path) -> DeviceSpec:
     if missing := [key for key, field in _FIELDS.items() if field.required and values.get(key) is None]:
         raise InputError(f"{path} lacks {', '.join(missing)}, which every device has")
     numbers = {key: _number(path, key, values[key]) for key in _FIELDS if values.get(key) is not None}
+    if "host_gbyte_per_s" in numbers and "host_memory_gib" not in numbers:
+        raise InputError(f"{path} says host_gbyte_per_s, and host_memory_gib is missing; give both or neither")
     fields = {_FIELDS[key].sets: number * _FIELDS[key].unit for key, number in numbers.items()}
-    counts = {field: int(fields[field]) for field in ("memory_bytes", *_WHOLE) if field in fields}
+    counts = {field: int(fields[field]) for field in ("memory_bytes", "host_memory_bytes", *_WHOLE) if field in fields}
     return DeviceSpec(name=name, **{**fields, **counts})  # type: ignore[arg-type]
 
 

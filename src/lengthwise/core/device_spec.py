@@ -18,6 +18,9 @@ CPU_CALL_S = 3e-4
 """``CALL_S`` for processes that talk through Gloo: 0.2 to 0.5 ms on two ranks."""
 PCIE_4, PCIE_5 = 32e9, 64e9
 """Bytes per second and direction of sixteen lanes."""
+HOST_MEMORY_FREE = 0.1
+"""Share of the host's memory that plans leave to the operating system, data loaders and checkpoints, unless asked
+otherwise."""
 GBIT = 1e9 / 8
 """Bytes per second of a network of 1 Gbit/s."""
 GBYTE = 1e9
@@ -60,6 +63,13 @@ class DeviceSpec:
     known."""
     margin_bytes: int = 0
     """Memory beside ``memory_bytes`` that plans leave free."""
+    host_bytes_per_s: float = 0.0
+    """To and from the host's memory, per direction, where all devices of the node copy at once; 0: nothing can be put
+    there, as of a CPU, whose memory is the host's."""
+    host_memory_bytes: int = 0
+    """The device's share of the host's memory, of which plans may fill all."""
+    host_memory_bytes_per_s: float = 0.0
+    """The device's share of what the host's processors read and write of it."""
 
     def with_margin(self, margin: float | None = None, *, context_bytes: int | None = None) -> "DeviceSpec":
         """The device without what plans leave free: context, libraries and a share of ``margin`` of its memory.
@@ -77,6 +87,19 @@ class DeviceSpec:
     def without_margin(self) -> "DeviceSpec":
         """The device with all of its memory."""
         return replace(self, memory_bytes=self.memory_bytes + self.margin_bytes, margin_bytes=0)
+
+    def with_host_memory(self, memory_gib: float) -> "DeviceSpec":
+        """The device with ``memory_gib`` of the host's memory for plans.
+
+        Raises:
+            InputError: no link to the host is known.
+        """
+        if not self.host_bytes_per_s:
+            why = "its memory is the host's" if self.name == "cpu" else "describe the link with host_gbyte_per_s"
+            raise InputError(
+                f"{memory_gib:g} GiB of host memory for a {self.name}, which can put nothing there: {why}; leave it out"
+            )
+        return replace(self, host_memory_bytes=int(memory_gib * GIB))
 
     @property
     def error_in_words(self) -> str:
@@ -132,72 +155,96 @@ class DeviceSpec:
 _A100: dict[str, Any] = {"matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7, "speed_error": 0.14}
 _H100: dict[str, Any] = {"matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45}
 
+
+def _host(memory_gib: int, *, link: float, memory: float) -> dict[str, Any]:
+    """The fields of a device's share of its host: memory, and bytes per second of the link to it and of its own."""
+    usable_bytes = int((1 - HOST_MEMORY_FREE) * memory_gib * GIB)
+    return {"host_bytes_per_s": link, "host_memory_bytes": usable_bytes, "host_memory_bytes_per_s": memory}
+
+
 # Memory as CUDA reports it, which is less than the name says; where reports differ, the least. Sources: torch's errors
 # when it runs out, in issues on GitHub (A100-40GB: TianheWu/CoSeR#10; A100-80GB: lianqi1008/Control-GIC#6 and
 # HiDream-ai/VAREdit#6; H100: vllm-project/vllm#27508; L40: QwenLM/Qwen3-VL#2097; RTX 4090: 3DTopia/Phidias-Diffusion#8;
 # RTX 5090: Wan-Video/Wan2.1#465), and Hydraulis' tables for the A800. GB200, MI300X and A10G have what their names say.
 # Vendor data sheets: dense bfloat16 rate, memory bandwidth, NVLink per direction; one 200 or 400 Gbit/s port per GPU.
+# Hosts are those of NVIDIA's DGX user guides, an eighth each: A100-40GB 1 TiB, A100-80GB 2 TiB of DDR4-3200 in sixteen
+# channels, two GPUs behind one PCIe switch and its sixteen lanes; H100, H200 and B200 2 TiB of DDR5-4800 in sixteen
+# channels, sixteen lanes for each GPU. Others: below.
 DEVICES = {
     spec.name: spec
     for spec in (
         DeviceSpec(
             name="A100-40GB", memory_bytes=int(39.39 * GIB), flops_per_s=312e12, memory_bytes_per_s=1.555e12,
             link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT, **_A100,
+            **_host(128, link=PCIE_4 / 2, memory=51.2e9),
         ),
         DeviceSpec(
             name="A100-80GB", memory_bytes=int(79.14 * GIB), flops_per_s=312e12, memory_bytes_per_s=2.039e12,
             link_bytes_per_s=300e9, network_bytes_per_s=200 * GBIT, **_A100,
+            **_host(256, link=PCIE_4 / 2, memory=51.2e9),
         ),
         DeviceSpec(
             name="A800-80GB", memory_bytes=81_252 * GIB // 1024, flops_per_s=312e12, memory_bytes_per_s=2.039e12,
             link_bytes_per_s=200e9, network_bytes_per_s=200 * GBIT, **_A100,
+            **_host(256, link=PCIE_4 / 2, memory=51.2e9),
         ),
         DeviceSpec(
             name="H100-80GB", memory_bytes=int(79.10 * GIB), flops_per_s=989e12, memory_bytes_per_s=3.35e12,
             link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100, speed_error=0.18,
+            **_host(256, link=PCIE_5, memory=76.8e9),
         ),
         DeviceSpec(
             name="H200-141GB", memory_bytes=int(139.72 * GIB), flops_per_s=989e12, memory_bytes_per_s=4.8e12,
             link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100,
+            **_host(256, link=PCIE_5, memory=76.8e9),
         ),
         DeviceSpec(
             name="B200-180GB", memory_bytes=int(178.35 * GIB), flops_per_s=2250e12, memory_bytes_per_s=8e12,
             link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT, **_H100,
+            **_host(256, link=PCIE_5, memory=76.8e9),
         ),
         # NVIDIA GB200 NVL72 data sheet, per GPU: 2.5 PFLOPS, 186 GB, 8 TB/s; NVLink 5 joins 72 GPUs, and a port of 400
-        # Gbit/s each leaves the rack.
+        # Gbit/s each leaves the rack. Two GPUs share a Grace with 480 GB of LPDDR5X at 512 GB/s, and its NVLink-C2C of
+        # 900 GB/s in both directions.
         DeviceSpec(
             name="GB200-186GB", memory_bytes=186 * GIB, flops_per_s=2500e12, memory_bytes_per_s=8e12,
             link_bytes_per_s=900e9, network_bytes_per_s=400 * GBIT, devices_per_node=72, **_H100,
+            **_host(240, link=225e9, memory=256e9),
         ),
         # AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 192 GB, 5.3 TB/s; seven Infinity Fabric links of 64 GB/s per
-        # direction, one to each other GPU of the node.
+        # direction, one to each other GPU of the node; sixteen lanes of PCIe 5.0 to a host as of an H100.
         DeviceSpec(
             name="MI300X-192GB", memory_bytes=192 * GIB, flops_per_s=1307.4e12, memory_bytes_per_s=5.3e12,
             link_bytes_per_s=448e9, network_bytes_per_s=400 * GBIT,
+            **_host(256, link=PCIE_5, memory=76.8e9),
         ),
         # NVIDIA L40S data sheet: 362.05 TFLOPS, 48 GB, 864 GB/s, PCIe 4.0 x16, no NVLink; a port of 400 Gbit/s for two,
-        # as in NVIDIA's OVX servers.
+        # and 1 TiB of DDR4-3200 for eight, as in NVIDIA's OVX servers.
         DeviceSpec(
             name="L40S-48GB", memory_bytes=int(44.40 * GIB), flops_per_s=362.05e12, memory_bytes_per_s=864e9,
             link_bytes_per_s=PCIE_4, network_bytes_per_s=200 * GBIT,
+            **_host(128, link=PCIE_4, memory=51.2e9),
         ),
-        # NVIDIA A10G data sheet: 70 TFLOPS, 24 GB, 600 GB/s, PCIe 4.0 x16; g5.48xlarge of AWS has 100 Gbit/s for eight.
+        # NVIDIA A10G data sheet: 70 TFLOPS, 24 GB, 600 GB/s, PCIe 4.0 x16; g5.48xlarge of AWS has 100 Gbit/s
+        # and 768 GiB of DDR4-3200 in eight channels for eight.
         DeviceSpec(
             name="A10G-24GB", memory_bytes=24 * GIB, flops_per_s=70e12, memory_bytes_per_s=600e9,
             link_bytes_per_s=PCIE_4, network_bytes_per_s=12.5 * GBIT,
+            **_host(96, link=PCIE_4 / 2, memory=25.6e9),
         ),
         # NVIDIA's Ada architecture paper, bfloat16 with float32 sums: 165.2 TFLOPS, 24 GB, 1,008 GB/s, PCIe 4.0 x16;
-        # the network is that of the machine around it, here 100 Gbit/s for eight.
+        # network and host are those of the machine around it, here 100 Gbit/s and 512 GiB for eight.
         DeviceSpec(
             name="RTX4090-24GB", memory_bytes=int(23.64 * GIB), flops_per_s=165.2e12, memory_bytes_per_s=1.008e12,
             link_bytes_per_s=PCIE_4, network_bytes_per_s=12.5 * GBIT,
+            **_host(64, link=PCIE_4, memory=25.6e9),
         ),
         # NVIDIA's RTX Blackwell architecture paper, bfloat16 with float32 sums: 209.5 TFLOPS, 32 GB, 1,792 GB/s, PCIe
         # 5.0 x16; the network as above.
         DeviceSpec(
             name="RTX5090-32GB", memory_bytes=int(31.37 * GIB), flops_per_s=209.5e12, memory_bytes_per_s=1.792e12,
             link_bytes_per_s=PCIE_5, network_bytes_per_s=12.5 * GBIT,
+            **_host(64, link=PCIE_5, memory=38.4e9),
         ),
         # One thread of a server CPU in float32, ranks talking through shared memory.
         DeviceSpec(

@@ -275,7 +275,7 @@ def model_preset(name: str) -> ModelSpec:
     return MODELS[name]
 
 
-def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec:
+def cluster_preset(name: str, *, memory_gib: float | None = None, host_memory_gib: float | None = None) -> ClusterSpec:
     """A cluster from ``NODESxDEVICESxDEVICE``, ``DEVICESxDEVICE`` or ``DEVICE``: ``8x8xA800-80GB``, ``2xcpu``.
 
     A device is a preset or a YAML file, as in ``8x8xmy-device.yaml``.
@@ -283,6 +283,7 @@ def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec
     Args:
         name: shape and device.
         memory_gib: overrides the device's memory.
+        host_memory_gib: overrides the device's share of the host's memory.
 
     Raises:
         InputError: the shape or the device is unknown; the message suggests the nearest.
@@ -308,4 +309,6 @@ def cluster_preset(name: str, *, memory_gib: float | None = None) -> ClusterSpec
                 f"memory must be positive and finite, at most {MAX_MEMORY_GIB:,.0f} GiB, not {memory_gib} GiB"
             )
         spec = spec.with_memory(memory_gib)
+    if host_memory_gib is not None:
+        spec = spec.with_host_memory(host_memory_gib)
     return ClusterSpec(num_nodes=num_nodes, devices_per_node=devices_per_node, device=spec)

@@ -30,9 +30,7 @@ def find_device(world: DistContext, *, margin: float | None = None) -> DeviceSpe
         InputError: it is a GPU whose speeds are not known.
     """
     if world.device.type == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory_bytes = _smallest(int(CPU_SHARE * total / local_size()), world)
-        return replace(DEVICES["cpu"], memory_bytes=memory_bytes).with_margin(margin)
+        return replace(DEVICES["cpu"], memory_bytes=_host_memory_bytes(world)).with_margin(margin)
     gpu_name = torch.cuda.get_device_name(world.device)
     spec = device_of_gpu(gpu_name)
     if spec is None:
@@ -41,7 +39,8 @@ def find_device(world: DistContext, *, margin: float | None = None) -> DeviceSpe
 
 
 def with_memory_of_gpu(spec: DeviceSpec, world: DistContext, *, margin: float | None = None) -> DeviceSpec:
-    """``spec`` with at most the memory that plans may fill of the smallest GPU of all ranks, which all call this.
+    """``spec`` with at most the memory that plans may fill of the smallest GPU, and host, of all ranks, which all call
+    this.
 
     What is in use and not torch's, such as the context and communicators, is left to whoever uses it. On a CPU
     ``spec`` stays as it is.
@@ -51,7 +50,14 @@ def with_memory_of_gpu(spec: DeviceSpec, world: DistContext, *, margin: float | 
     free, total = torch.cuda.mem_get_info(world.device)
     context_bytes = -_smallest(free + torch.cuda.memory_reserved(world.device) - total, world)
     measured = replace(spec, memory_bytes=_smallest(total, world)).with_margin(margin, context_bytes=context_bytes)
-    return min(spec, measured, key=lambda device: device.memory_bytes)
+    smaller = min(spec, measured, key=lambda device: device.memory_bytes)
+    return replace(smaller, host_memory_bytes=min(spec.host_memory_bytes, _host_memory_bytes(world)))
+
+
+def _host_memory_bytes(world: DistContext) -> int:
+    """A rank's share of the memory of the smallest machine."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _smallest(int(CPU_SHARE * total / local_size()), world)
 
 
 def _smallest(num_bytes: int, world: DistContext) -> int:
