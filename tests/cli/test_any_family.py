@@ -14,7 +14,6 @@ from lengthwise.core.run_folder import RunFolder
 from lengthwise.data.corpus import open_corpus, open_validation
 from lengthwise.models.stock_model import read_stock_model
 from lengthwise.runtime.comm.world import DistContext
-from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.state.checkpoint import latest, load_weights
 from lengthwise.runtime.train.lr_schedule import learning_rate
 from lengthwise.session import stock_run
@@ -184,7 +183,6 @@ def test_the_plans_of_a_file_are_computed_with_weights_where_costs_place_them(tr
 
     monkeypatch.setattr(stock_run, "place_weights", place)
     monkeypatch.setattr(stock_run, "check_executable", lambda *_, **__: None)  # two ranks planned the first steps
-    monkeypatch.setattr(Run, "gather_by_layer", lambda run: placed.append("by layer"))
     corpus, stock = open_corpus(config.data), read_stock_model(gemma2)
     world = DistContext(rank=0, size=1, device=torch.device("cpu"))
     inputs = RunInputs(
@@ -194,7 +192,7 @@ def test_the_plans_of_a_file_are_computed_with_weights_where_costs_place_them(tr
     if not torch.distributed.is_initialized():  # by an earlier test of this process
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     stock_run.stock_parts(inputs, stock, load_stock(config, stock))
-    assert placed == [corpus.lengths.max_length, "by layer"]
+    assert placed == [corpus.lengths.max_length]
 
 
 def test_weights_that_are_not_all_there_are_refused(gemma2, options, tmp_path):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from lengthwise.config.prepare_options import PrepareOptions
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method, uniform_scheme
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.session import weight_placement
 from lengthwise.session.weight_placement import place_weights
 from tests.cost.profiled.test_dual_layer import CLUSTER, LAYERS
 from tests.cost.profiled.test_dual_layer import table as profiled
@@ -114,10 +116,14 @@ def placed(weights, memory_bytes, *, problem="", frozen_bytes=0):
     sizes, frozen = SimpleNamespace(unit_sizes=(1000,) * (LAYERS + 2)), (frozen_bytes,) * (LAYERS + 2)
     structure = SimpleNamespace(table=lambda: sizes, unit_frozen_bytes=lambda: frozen)
     prepared = SimpleNamespace(
-        world=SimpleNamespace(size=4, is_first=False), gather_problem=problem, check_gathers=lambda: None,
+        world=SimpleNamespace(size=4, is_first=False), gather_problem=problem,
+        gather=object() if weights == "by-layer" else None, gather_by_layer=lambda: None,
         wrapped_model=SimpleNamespace(structure=structure, used_units=()),
     )  # fmt: skip
-    return place_weights(prepared, PrepareOptions(weights=weights), cost, 64)
+    with mock.patch.object(weight_placement, "check_exact") as check:
+        places = place_weights(prepared, PrepareOptions(weights=weights), cost, 64)
+    assert check.call_count == (weights == "auto" and places[1] is not None), "gathered after it was compared whole"
+    return places
 
 
 def test_auto_gathers_only_where_the_longest_sequence_does_not_fit_beside_all_weights():

@@ -248,7 +248,9 @@ def train_uncut(kind):
     logging.getLogger("lengthwise").addHandler(handler)
     cost = PrefersStages(cluster_preset("2xcpu", memory_gib=1 / 1024))
     options = STAGED | {"cost": cost, "max_stages": 2}
-    model = Skipping().double() if kind == "skipping" else models.gpt()
+    model = Skipping().double() if kind.startswith("skipping") else models.gpt()
+    if kind == "skipping by layer":
+        options["weights"] = "by-layer"
     if kind == "frozen":
         options["frozen"] = [models.gpt(1)]
     run = lw.prepare(model, models.rows(), **options)
@@ -265,6 +267,7 @@ def train_uncut(kind):
     ("kind", "reason"),
     [
         ("skipping", "learns something else in stages"),
+        ("skipping by layer", "learns something else in stages"),
         ("frozen", "frozen models compute beside it"),
         ("frozen later", ""),
     ],

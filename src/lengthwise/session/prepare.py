@@ -128,8 +128,6 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
                 plan_forwards=plan_forwards,
             ),
         )
-        if keep_layers is not None:
-            run.gather_by_layer()
         return run
     except BaseException:
         prepared.close()
@@ -326,7 +324,7 @@ def _planner(
     cluster = _cluster(options, prepared.world)
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
-    max_stages = most_stages(prepared, options, cluster.device.memory_bytes)
+    max_stages = most_stages(prepared, options)
     plan_with = partial(
         make_planner,
         cluster=cluster,

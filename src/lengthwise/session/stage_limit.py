@@ -8,16 +8,15 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.verify.stage_check import check_stages
-from lengthwise.session.weight_placement import whole_bytes
 
 _log = logging.getLogger("lengthwise")
 
 
-def most_stages(prepared: PreparedModel, options: PrepareOptions, memory_bytes: float) -> int | None:
+def most_stages(prepared: PreparedModel, options: PrepareOptions) -> int | None:
     """The most stages of a plan: as many as are asked for, or 1, with the reason logged, if there can be none.
 
     Stages of one layer each are compared with the whole model, which says the same of all others. Every rank calls
-    this. None: as many as the cluster has room for. ``memory_bytes``: what a device has.
+    this. None: as many as the cluster has room for.
     """
     num_layers, asked = prepared.wrapped_model.structure.num_layers, options.max_stages
     if asked == 1 or (asked is None and not options.check) or prepared.world.size == 1 or num_layers == 1:
@@ -25,15 +24,12 @@ def most_stages(prepared: PreparedModel, options: PrepareOptions, memory_bytes: 
     problems = {
         prepared.stage_problem: bool(prepared.stage_problem),
         "frozen models compute beside it": bool(options.frozen),
-        "all its weights, which the comparison of its stages needs, do not fit a device": prepared.gather is not None
-        and whole_bytes(prepared.model, prepared.world.size) > memory_bytes,
         "its loss is of several sequences": prepared.collator.units is not None,
     }
     problem = next((problem for problem, applies in problems.items() if applies), "")
     if not problem:
         try:
-            with prepared.whole_weights():
-                check_stages(prepared, (1,) * num_layers)
+            check_stages(prepared, (1,) * num_layers)
             prepared.is_cuttable = True
         except LengthwiseError as error:
             problem = str(error)

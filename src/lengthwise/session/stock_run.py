@@ -71,8 +71,6 @@ def stock_parts(inputs: RunInputs, stock: StockModel, model: nn.Module) -> RunPa
             keep_layers=planning.keep_layers,
             check_stages=partial(check_stages, prepared),
         )
-        if planning.keep_layers is not None:
-            run.gather_by_layer()
 
         shown = None if validated is None else make_collator(prepared.wrapped_model, chosen, validated)
         return RunParts(
@@ -97,7 +95,7 @@ class _Planning:
         measured = find_cost(prepared, chosen, cluster=inputs.cluster, lengths=lengths)
         self._cost, self.keep_layers = place_weights(prepared, chosen, measured, lengths.max_length)
         """Costs as they were measured, and what a step keeps whole where weights are gathered by layer."""
-        self._max_stages = most_stages(prepared, chosen, inputs.cluster.device.memory_bytes)
+        self._max_stages = most_stages(prepared, chosen)
 
     def planner_of(self, config: Config, corpus: Corpus) -> Planner:
         """The planner of a corpus under costs as they were measured."""

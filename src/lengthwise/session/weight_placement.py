@@ -14,6 +14,7 @@ from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.fsdp2 import fsdp_modules
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.verify.gradient_check import check_exact
 from lengthwise.session.objectives import labels_sequences
 
 _log = logging.getLogger("lengthwise")
@@ -27,15 +28,17 @@ def place_weights(
 ) -> tuple[CostModel, KeepLayers | None]:
     """The cost model of a run, and what its steps keep whole where weights are gathered by layer; None: all.
 
-    ``longest``: the tokens of the longest sequence.
+    Every rank calls this. Where the costs say that weights had better be gathered, they are from here on, and what is
+    computed so is compared with the stock model as well. ``longest``: the tokens of the longest sequence.
 
     Raises:
         InputError: weights are to be gathered by layer, and this model's cannot.
+        CheckError: gradients differ where they are.
     """
     if options.weights == "whole" or prepared.world.size == 1:
         return cost, None
     if options.weights == "by-layer":
-        prepared.check_gathers()
+        prepared.gather_by_layer()
     elif not isinstance(cost, DualLayerCost) or prepared.gather_problem or cost.holds(longest):
         return cost, None
     if not isinstance(cost, DualLayerCost):
@@ -52,6 +55,11 @@ def place_weights(
             "the longest sequence (%s tokens) does not fit beside all weights; each rank holds a share of them and "
             "gathers a layer when it computes", f"{longest:,}",
         )  # fmt: skip
+    if prepared.gather is None:
+        prepared.gather_by_layer()
+        if options.check:
+            size = prepared.world.size
+            check_exact(prepared, degrees=sorted({1, min(size, options.max_degree or size)}))
     gathered = DualLayerCost(cost.table, cluster=cost.cluster, gather=gather)
     return gathered, partial(gather.num_kept_in, cost.memory_limit_bytes)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lengthwise.core.errors import CheckError, InputError
+from lengthwise.core.errors import CheckError, InfeasibleError, InputError
 from lengthwise.runtime.wrap.stage_pass import StagedForward
 from tests.runtime.loop import memory_runs
 from tests.runtime.loop.loops import make_run, model_of, plain_loop, train_through_trouble, weights_of
@@ -158,6 +158,28 @@ def test_a_check_of_stages_leaves_no_gradient_behind():
     assert not run.state.gradients.any()
     assert torch.equal(weights_of(run.model), before)
     run.close()
+
+
+def check_stages_where_a_rank_fails():
+    """What each rank hears where the last one fails in a stage, and whether the stages are exact afterwards."""
+    run = make_run(model_of(), degree=1, by_layer=True)
+
+    def fail(*_):
+        raise MemoryError("out of memory")
+
+    hook = run.model.layers[1].register_forward_pre_hook(fail) if run.world.rank == run.world.size - 1 else None
+    with pytest.raises((CheckError, InfeasibleError)) as refused:
+        run.check_stages((1, 2))
+    if hook is not None:
+        hook.remove()
+    run.check_stages((1, 2))
+    run.close()
+    return str(refused.value)
+
+
+def test_a_rank_that_fails_in_a_check_of_gathered_stages_keeps_no_other_waiting(ranks):
+    first, second = ranks(2).run(check_stages_where_a_rank_fails)
+    assert first == second
 
 
 def test_a_model_called_twice_or_beside_frozen_ones_is_refused_in_stages():

@@ -118,14 +118,21 @@ def weights_of_stages(plan: StepPlan, used_units: Sequence[frozenset[int]]) -> l
     for pipeline in busy:
         for rank in pipeline.ranks:
             layers_of[rank].append(pipeline.scheme.layers_of_stage(stage_of(pipeline, rank)))
+    return [
+        weights_of_layers(range(min(part.start for part in layers), max(part.stop for part in layers)), used_units)
+        if layers
+        else None
+        for layers in layers_of
+    ]
+
+
+def weights_of_layers(layers: range, used_units: Sequence[frozenset[int]]) -> WeightShard:
+    """The weights that a stage of these layers computes with, what comes before all layers included."""
     num_layers = len(used_units) - 2
-    shards: list[WeightShard | None] = []
-    for layers in layers_of:
-        first, end = min((part.start for part in layers), default=0), max((part.stop for part in layers), default=0)
-        with_output = any(num_layers + 1 in units for units in used_units[: end + 1])
-        shard = WeightShard(first=first, end=end, num_layers=num_layers, with_input=True, with_output=with_output)
-        shards.append(shard if layers else None)
-    return shards
+    with_output = any(num_layers + 1 in units for units in used_units[: layers.stop + 1])
+    return WeightShard(
+        first=layers.start, end=layers.stop, num_layers=num_layers, with_input=True, with_output=with_output
+    )
 
 
 def own_rounds(plan: StepPlan, rank: int) -> list[int]:

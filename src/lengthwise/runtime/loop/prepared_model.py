@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import CheckError, CommunicationError, InputError
+from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.consensus import require_equal
 from lengthwise.runtime.comm.differences import ranks_text
@@ -178,6 +179,32 @@ class PreparedModel:
             error = raised
             self.gather.abandon_rounds()
         self.gather.wait()
+        self._raise_together(error)
+
+    @contextmanager
+    def pinned(self, shard: WeightShard) -> Iterator[None]:
+        """Within, outside of steps, every rank computes with the weights of ``shard``; their gradients are summed.
+
+        Every rank enters it where weights are gathered by layer, and computes; such contexts may be nested.
+
+        Raises:
+            CheckError: another rank could not compute.
+        """
+        if self.gather is None:
+            yield
+            return
+        error: Exception | None = None
+        with self.gather.pinned(shard, is_summed=True):
+            try:
+                yield
+            except CommunicationError:
+                raise
+            except Exception as raised:
+                error = raised
+        self._raise_together(error)
+
+    def _raise_together(self, error: Exception | None) -> None:
+        """Raise this rank's error, or a ``CheckError`` if another rank has one; every rank calls this."""
         has_failed = self._bools_of_ranks(error is not None)
         if error is not None:
             raise error
@@ -226,20 +253,6 @@ class PreparedModel:
             for wrapped_model in self.frozen_models:
                 stack.enter_context(wrapped_model.plain())
             yield stack.enter_context(self.wrapped_model.plain())
-
-    @contextmanager
-    def whole_weights(self) -> Iterator[None]:
-        """Within, between two steps, every rank has all weights, and the model computes as if it always had."""
-        gather, layers = self.gather, self.wrapped_model.layers
-        if gather is None:
-            yield
-            return
-        with gather.whole():
-            layers.gather = None
-            try:
-                yield
-            finally:
-                layers.gather = gather
 
     def frozen(self, model: nn.Module, *, layers: str | None = None, check: bool = True) -> nn.Module:
         """Prepare a teacher or reference model to compute micro-batches beside the trained one; every rank calls this.

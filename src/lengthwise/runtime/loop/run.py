@@ -388,8 +388,7 @@ class Run(WatchedModel):
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):
             if len(cut) > 1 and self.check_stages is not None and not self.is_cuttable:
-                with self.whole_weights():
-                    self.check_stages(cut)
+                self.check_stages(cut)
             self._checked_cuts.add(cut)
         if self.gather is not None:
             shards = weights_of_stages(plan, self.wrapped_model.used_units)

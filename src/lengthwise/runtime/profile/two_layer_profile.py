@@ -17,7 +17,7 @@ import torch
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.layer_profile import LayerRow, LayerTable, LinkRow
-from lengthwise.core.pipeline_config import Method, shared_by
+from lengthwise.core.pipeline_config import Method, WeightShard, shared_by
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.devices import local_size
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
@@ -127,7 +127,10 @@ def measure(
     before, layers.num_kept = layers.num_kept, NUM_LAYERS
     try:
         shared = [(degree, method) for degree in degrees for method in shared_by(degree, methods)]
-        with nullcontext() if run.gather is None else run.gather.pinned(NUM_LAYERS):
+        ends = WeightShard(
+            first=0, end=NUM_LAYERS, num_layers=wrapped_model.structure.num_layers, with_input=True, with_output=True
+        )
+        with nullcontext() if run.gather is None else run.gather.pinned(ends):
             for number, (degree, method) in enumerate(shared):
                 rows += profiler.measure(degree, method, part=(number, len(shared)))
     finally:

@@ -49,6 +49,7 @@ class LayerGather:
             for part in self._parts[shares]:
                 self._parts_of[part.unit].append(part)
         self._resident: set[int] = set()
+        self._pinned: frozenset[int] = frozenset()
         self._moments: list[frozenset[int]] = [frozenset()]
         self._moment = 0
         self._rounds: Rounds = ()
@@ -124,19 +125,26 @@ class LayerGather:
         return parts
 
     @contextmanager
-    def pinned(self, num_layers: int) -> Iterator[None]:
-        """Within, outside of steps, every rank has the weights of the first layers and what comes before and after all.
+    def pinned(self, shard: WeightShard, *, is_summed: bool = False) -> Iterator[None]:
+        """Within, outside of steps, every rank has the weights of ``shard``, beside those that are pinned around it.
 
-        Their gradients are not sent.
+        ``is_summed``: at the end their gradients are summed over the ranks into each one's share; else they are lost.
         """
-        units = frozenset[int]().union(*self._used[: num_layers + 1], self._used[-1])
-        self.start(())
+        if not self._pinned:
+            self.start(())
+        outer, units = self._pinned, self._units_in(shard) - self._pinned
+        self._pinned |= units
         self._gather(units, is_trained=False)
-        for part in self._gather(units, is_trained=True):
+        trained = self._gather(units, is_trained=True)
+        for part in trained:
             self._collect_gradients(part)
         try:
             yield
+            for part in trained if is_summed else ():
+                assert part.route is not None and part.gradients is not None, "it was gathered"
+                part.route.push(part.gradients, self.pushed).wait()
         finally:
+            self._pinned = outer
             for unit in units:
                 self._release(unit)
 

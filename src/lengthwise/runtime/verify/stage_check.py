@@ -1,8 +1,9 @@
 """Check, before a pipeline of several stages runs, that its stages add up to the gradients of the whole model.
 
-One rank alone computes a pack with all layers, and then stage by stage, handing on hidden states and their gradients as
-ranks would. What else passes between layers, such as a router's loss over all of them or a skip connection, makes the
-two differ.
+Every rank alone computes a pack with all layers, and then stage by stage, handing on hidden states and their gradients
+as ranks would. What else passes between layers, such as a router's loss over all of them or a skip connection, makes
+the two differ. Forwards of all stages come first, and are computed again for their backwards, so that no more than one
+stage is kept: where weights are gathered by layer, a rank has those of one at a time, and those before all layers.
 """
 
 from collections.abc import Sequence
@@ -13,11 +14,18 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import CheckError, Setting
+from lengthwise.runtime.loop.planned_pipelines import weights_of_layers
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.synthetic_batches import LENGTHS, synthetic, whole_shard
 from lengthwise.runtime.verify.float64_mode import noise_free
 from lengthwise.runtime.verify.gradient_check import dtypes_of, tolerance_of, worst_difference
-from lengthwise.runtime.verify.stock_call import GradientResult, gradients_in_pack, pack_of
+from lengthwise.runtime.verify.stock_call import (
+    GradientResult,
+    gradients_in_pack,
+    is_summed_over_ranks,
+    pack_of,
+    taken_gradients,
+)
 from lengthwise.runtime.verify.verdict import NotInThisDtype, on_every_rank
 from lengthwise.runtime.wrap.context import active
 from lengthwise.runtime.wrap.stage_pass import StagedForward
@@ -58,30 +66,59 @@ def _compare(run: PreparedModel, stage_layers: Sequence[int], dtype: torch.dtype
 
 def _gradients_in_stages(run: PreparedModel, stage_layers: Sequence[int]) -> GradientResult:
     """Loss and gradients of a pack that goes through the stages one after another on this rank."""
-    pack, parameters = pack_of(run, LENGTHS), list(run.wrapped_model.structure.parameters.values())
-    passes, sent, loss = list[tuple[StagedForward, Tensor]](), torch.empty(0), torch.empty(0)
-    for first, end in pairwise((0, *accumulate(stage_layers))):
-        shard, received = whole_shard(run, pack), sent
-        stage = shard.stage_pass = StagedForward(
-            layers=range(first, end), num_layers=sum(stage_layers),
-            receive=lambda like, received=received: received.clone(),  # type: ignore[misc]
-        )  # fmt: skip
-        with active(shard):
-            micro_batch = run.make(shard, pack)
-            output = run.model(**micro_batch.inputs)
-            if shard.has_failed:
-                raise torch.OutOfMemoryError("the model's forward ran out of memory")
-            if stage.is_last:
-                loss = run.wrapped_model.loss_of(output, micro_batch) * micro_batch.num_targets
-        result = loss if stage.output is None else stage.output
-        passes.append((stage, result))
-        sent = result.detach()
-    totals = [torch.zeros_like(parameter) for parameter in parameters]
-    gradient: Tensor | None = torch.ones_like(loss)
-    for stage, result in reversed(passes):
-        inputs = parameters if stage.input is None else [*parameters, stage.input]
-        if result.requires_grad and gradient is not None:
-            computed = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
-            totals = [total if added is None else total + added for total, added in zip(totals, computed)]
-            gradient = computed[-1] if stage.input is not None else None
-    return GradientResult(loss=float(loss.detach()), gradients=totals)
+    used, is_summed = run.wrapped_model.used_units, is_summed_over_ranks(run)
+    cuts = [range(first, end) for first, end in pairwise((0, *accumulate(stage_layers)))]
+    received, totals = [torch.empty(0)], list[Tensor]()
+    with run.pinned(weights_of_layers(range(0), used)):
+        for layers in cuts[:-1]:
+            with run.pinned(weights_of_layers(layers, used)), torch.no_grad():
+                received.append(_forward(run, layers, received[-1])[1])
+        loss, gradient = torch.zeros(()), torch.tensor(1 / run.world.size if is_summed else 1.0)
+        for layers in reversed(cuts):
+            with run.pinned(weights_of_layers(layers, used)):
+                stage, result = _forward(run, layers, received.pop())
+                loss = result.detach() if stage.is_last else loss
+                added = _backward(run, stage, result, gradient.to(result).expand_as(result))
+                totals = added if not totals else [total + more for total, more in zip(totals, added)]
+                gradient = gradient if stage.input is None else _gradient_of(stage.input)
+    return GradientResult(loss=float(loss), gradients=taken_gradients(run) if is_summed else totals)
+
+
+def _forward(run: PreparedModel, layers: range, received: Tensor) -> tuple[StagedForward, Tensor]:
+    """The forward of a stage, and what it sends on: hidden states, or of the last one the sum of losses."""
+    pack = pack_of(run, LENGTHS)
+    shard = whole_shard(run, pack)
+    stage = shard.stage_pass = StagedForward(
+        layers=layers,
+        num_layers=run.wrapped_model.structure.num_layers,
+        receive=lambda like: received.clone(),
+    )
+    with active(shard):
+        micro_batch = run.make(shard, pack)
+        output = run.model(**micro_batch.inputs)
+        if shard.has_failed:
+            raise torch.OutOfMemoryError("the model's forward ran out of memory")
+        if stage.is_last:
+            return stage, run.wrapped_model.loss_of(output, micro_batch) * micro_batch.num_targets
+    assert stage.output is not None, "the forward ended after the stage"
+    return stage, stage.output
+
+
+def _backward(run: PreparedModel, stage: StagedForward, result: Tensor, gradient: Tensor) -> list[Tensor]:
+    """The backward of a stage, which leaves its input a gradient; returns those of parameters that are not summed."""
+    parameters = [] if run.gather is not None else list(run.wrapped_model.structure.parameters.values())
+    if not result.requires_grad:
+        return [torch.zeros_like(parameter) for parameter in parameters]
+    if run.gather is not None:
+        torch.autograd.backward(result, gradient)
+        return []
+    inputs = parameters if stage.input is None else [*parameters, stage.input]
+    computed = torch.autograd.grad(result, inputs, gradient, allow_unused=True)
+    if stage.input is not None:
+        stage.input.grad = computed[-1]
+    return [torch.zeros_like(x) if added is None else added for x, added in zip(parameters, computed)]
+
+
+def _gradient_of(received: Tensor) -> Tensor:
+    """The gradient of what a stage received; zeros if nothing depends on it."""
+    return torch.zeros_like(received) if received.grad is None else received.grad

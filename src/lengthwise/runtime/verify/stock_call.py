@@ -93,7 +93,7 @@ def gradients_alone(run: PreparedModel, lengths: tuple[int, ...], *, gradients: 
                 added = _gradients(run, loss, num_targets / (run.world.size if is_summed else 1))
                 summed = added if summed is None else [a + b for a, b in zip(summed, added)]
     if gradients and is_summed:
-        summed = _take_gradients(run)
+        summed = taken_gradients(run)
     return GradientResult(loss=total, gradients=summed or [])
 
 
@@ -132,7 +132,7 @@ def gradients_in_pack(
             num_made = shard.num_exchanges - made_before
             group.all_reduce(total, torch.distributed.ReduceOp.SUM)
     if is_summed and gradients:
-        result = _take_gradients(run)
+        result = taken_gradients(run)
     elif group is not None:
         _sum_over(group, result)
     if group is None and run.gather is None:
@@ -145,7 +145,8 @@ def is_summed_over_ranks(run: PreparedModel) -> bool:
     return run.gather is not None or isinstance(run.state, Fsdp2State)
 
 
-def _take_gradients(run: PreparedModel) -> list[Tensor]:
+def taken_gradients(run: PreparedModel) -> list[Tensor]:
+    """This rank's share of the gradients that backwards of all ranks were added up in, which is cleared."""
     if run.gather is not None:
         return run.gather.take_gradient()
     assert isinstance(run.state, Fsdp2State)
