@@ -1,10 +1,16 @@
 """Public measurements of training speed, and what our costs say of the same runs.
 
-Rows of ``public_measurements.csv`` have whole weights or FSDP; Hydraulis' rows come from its published fits. A row's
-prediction is linear in the reciprocals of the device's shares of peak, so that a fit takes no costs but the first ones.
+Rows of ``public_measurements.csv`` have whole weights or FSDP; Hydraulis' rows come from its published fits. What a
+row computes is linear in the reciprocals of the device's shares of peak: a fit takes no costs but the first ones.
+
+FSDP gathers weights twice in bfloat16 and reduces gradients once, in the dtype that the source states. Of that movement
+and the computation the longer one is paid in full and of the shorter one a share, which is fitted: collectives take
+multiprocessors and memory bandwidth from the kernels that they run beside, and the first gather and the last reduction
+of a micro-batch run beside none.
 """
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,14 +38,20 @@ SOURCES = {
 }
 OLD_KERNELS = ("llm-foundry", "flash-attention")
 """Systems whose attention is FlashAttention 1 or its Triton form, of 2022 and 2023."""
-OLD_SHARES = {"A100": 0.298, "H100": 0.168}
-"""Share of the peak that their attention reaches, fitted to all rows."""
-KERNEL_COUNTS = 0.1
-"""Part of a run's time that its attention's generation must decide for the run to be left out of what is scored."""
+OLD_SHARES = {"A100": 0.325, "H100": 0.175}
+"""Share of the peak that these reach, as published and not fitted: 25 to 40 % on A100s (FlashAttention-2, Dao 2023, its
+abstract), and on H100s half of FlashAttention-2's 35 % (FlashAttention-3, Shah et al. 2024), which is twice as fast."""
+CONTRADICTED = 0.10
+"""How much faster a run that should be no faster may be before the slower one counts as disturbed."""
 NEVER = 1e9
 """A share of the peak with which something takes no time."""
-DEVICE_OF = {"H100-96GB-500W": replace(DEVICES["H100-80GB"], name="H100-96GB-500W", flops_per_s=835e12)}
-"""Torchtitan's H100s have 500 W; its authors put their peak between the SXM's and the NVL's, which this is."""
+DEVICE_OF = {
+    "H100-96GB-500W": replace(
+        DEVICES["H100-80GB"], name="H100-96GB-500W", flops_per_s=835e12, memory_bytes_per_s=2.4e12
+    )
+}
+"""Torchtitan's H100s have 500 W and HBM2e of 2.4 TB/s; its authors put their peak between the SXM's and the NVL's,
+which this is."""
 RING_DEGREES = {"trl": 8, "automodel": 2}
 """Ranks that share a sequence."""
 
@@ -80,16 +92,16 @@ class Constants:
     matmul_share: float
     matmul_half_size: float
     attention_share: float
-    old_attention_share: float
-    """Of kernels of 2023; ships with nothing."""
+    exposed_share: float
+    """Of the shorter of computation and moved weights, what is not hidden beneath the longer; ships with nothing."""
 
-    def on(self, device: DeviceSpec, *, is_old: bool = False) -> DeviceSpec:
+    def on(self, device: DeviceSpec) -> DeviceSpec:
         """The device with these constants."""
         return replace(
             device,
             matmul_share=self.matmul_share,
             matmul_half_size=self.matmul_half_size,
-            attention_share=self.old_attention_share if is_old else self.attention_share,
+            attention_share=self.attention_share,
         )
 
 
@@ -107,6 +119,10 @@ class Row:
     lengths: tuple[int, ...]
     accumulation: int
     is_fsdp: bool
+    reduced_bytes: int
+    """Of a gradient as it is sent."""
+    is_unfused: bool
+    """Whether the source says that operations between products are not fused (``torch.compile`` or kernels)."""
     tokens_per_s: float
     """Of each device, as measured."""
     source: str
@@ -121,36 +137,27 @@ class Row:
         """Whether the run had attention kernels of 2023."""
         return self.system in OLD_KERNELS
 
-    @property
-    def not_modelled(self) -> str:
-        """Why costs do not claim to predict the row; empty where they do."""
-        if self.system == "hydraulis":
-            return "a fit of profiled micro-batches, no training run: without updates, data and other ranks to wait for"
-        if not self.is_old:
-            return ""
-        preset = DEVICES[f"{self.chip}-80GB"]
-        constants = Constants(
-            matmul_share=preset.matmul_share,
-            matmul_half_size=preset.matmul_half_size,
-            attention_share=preset.attention_share,
-            old_attention_share=OLD_SHARES[self.chip],
-        )
-        slower = self.predicted(constants, knows_kernel=False) / self.predicted(constants) - 1
-        return "attention of 2023: FlashAttention 1 or its Triton form" if slower > KERNEL_COUNTS else ""
+    def predicted(self, constants: Constants) -> float:
+        """Tokens per second and device under ``constants``."""
+        return float(Columns.of([self]).predicted(constants)[0])
 
-    def predicted(self, constants: Constants, *, knows_kernel: bool = True) -> float:
-        """Tokens per second and device under ``constants``. ``knows_kernel``: old kernels are told apart."""
-        matmul_s, attention_s, rest_s, moved_s, update_s = self.parts
-        hidden = self.model.hidden_size
-        share = constants.matmul_share * hidden / (hidden + constants.matmul_half_size)
-        is_old = self.is_old and knows_kernel
-        attention = constants.old_attention_share if is_old else constants.attention_share
-        computed_s = matmul_s / share + attention_s / attention + rest_s
-        return self.device_tokens / (max(computed_s, moved_s) + update_s / self.accumulation)
-
-    def error(self, constants: Constants, *, knows_kernel: bool = True) -> float:
+    def error(self, constants: Constants) -> float:
         """Relative error of the predicted rate."""
-        return self.predicted(constants, knows_kernel=knows_kernel) / self.tokens_per_s - 1
+        return self.predicted(constants) / self.tokens_per_s - 1
+
+    def should_be_as_fast_as(self, other: "Row") -> bool:
+        """Whether ``other`` trains the same on no better devices, with no less work a token, in no larger parts."""
+        is_same = (self.system, self.model, self.scheme, self.is_unfused) == (
+            other.system, other.model, other.scheme, other.is_unfused,
+        )  # fmt: skip
+        return (
+            is_same
+            and other.device.flops_per_s <= self.device.flops_per_s
+            and other.device.memory_bytes_per_s <= self.device.memory_bytes_per_s
+            and other.num_devices >= self.num_devices
+            and other.lengths[0] >= self.lengths[0]
+            and sum(other.lengths) <= sum(self.lengths)
+        )
 
     @property
     def device_tokens(self) -> float:
@@ -164,11 +171,26 @@ class Row:
         matmul_s = self._micro_batch_s(1.0, NEVER) - rest_s
         attention_s = self._micro_batch_s(NEVER, 1.0) - rest_s
         moved_s = update_s = 0.0
-        if self.is_fsdp:  # gathered for both passes and scattered, in bfloat16, beneath the computation
-            moved = 6 * self.model.num_params * (self.num_devices - 1) / self.num_devices
+        if self.is_unfused:
+            rest_s += self._unfused_bytes / self.device.memory_bytes_per_s
+        if self.is_fsdp:  # gathered for both passes in bfloat16
+            num_bytes = 2 * 2 + self.reduced_bytes
+            moved = num_bytes * self.model.num_params * (self.num_devices - 1) / self.num_devices
             moved_s = moved / collective_bytes_per_s(self.num_devices, self._cluster(self.device))
             update_s = 32 * self.model.num_params / self.num_devices / self.device.memory_bytes_per_s
         return matmul_s, attention_s, rest_s, moved_s, update_s
+
+    @property
+    def _unfused_bytes(self) -> float:
+        """Bytes that a Llama reads and writes beyond fused kernels, of which shares of products know.
+
+        Counted per token and layer of a forward, operation by operation: two norms in float32, rotary embeddings in
+        float32, the gated activation, sums with the residual. A backward moves twice as many.
+        """
+        model = self.model
+        heads = (model.num_heads + model.num_kv_heads) * model.head_size
+        forward = 68 * model.hidden_size + 20 * heads + 4 * model.ffn_size
+        return forward * self.device_tokens * (3 * model.num_layers + sum(self.scheme.recompute))
 
     def _cluster(self, device: DeviceSpec) -> ClusterSpec:
         return ClusterSpec(num_nodes=-(-self.num_devices // 8), devices_per_node=8, device=device)
@@ -179,11 +201,59 @@ class Row:
         return cost.time_s(self.lengths, self.scheme) * self.scheme.num_stages
 
 
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What predictions need of many rows, one number a row."""
+
+    parts: np.ndarray
+    """As ``Row.parts``, [5, rows]; of updates, what falls on one micro-batch."""
+    hidden_size: np.ndarray
+    device_tokens: np.ndarray
+    tokens_per_s: np.ndarray
+    """As measured."""
+    attention_limit: np.ndarray
+    """Share of the peak that attention reaches at most: as published for kernels of 2023, else 1."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "Columns":
+        """The columns of ``rows``."""
+        return cls(
+            parts=np.array([(*row.parts[:-1], row.parts[-1] / row.accumulation) for row in rows]).T,
+            hidden_size=np.array([row.model.hidden_size for row in rows]),
+            device_tokens=np.array([row.device_tokens for row in rows]),
+            tokens_per_s=np.array([row.tokens_per_s for row in rows]),
+            attention_limit=np.array([OLD_SHARES[row.chip] if row.is_old else 1.0 for row in rows]),
+        )
+
+    def predicted(self, constants: Constants) -> np.ndarray:
+        """Tokens per second and device under ``constants``."""
+        matmul_s, attention_s, rest_s, moved_s, update_s = self.parts
+        share = constants.matmul_share * self.hidden_size / (self.hidden_size + constants.matmul_half_size)
+        attention = np.minimum(self.attention_limit, constants.attention_share)
+        computed_s = matmul_s / share + attention_s / attention + rest_s
+        exposed_s = constants.exposed_share * np.minimum(computed_s, moved_s)
+        return self.device_tokens / (np.maximum(computed_s, moved_s) + exposed_s + update_s)
+
+    def errors(self, constants: Constants) -> np.ndarray:
+        """Relative error of every predicted rate."""
+        return self.predicted(constants) / self.tokens_per_s - 1
+
+
 def read_rows() -> list[Row]:
     """All rows of the table, and Hydraulis' fits at lengths of 8K and 32K."""
     with FILE.open() as file:
         rows = [_row(fields) for fields in csv.DictReader(file)]
     return [*rows, *(row for name in TABLES for row in _hydraulis_rows(name))]
+
+
+def why_not_scored(row: Row, rows: Sequence[Row]) -> str:
+    """Why no law could predict the row beside its own table, or what it measures is no training; empty: neither."""
+    if row.system == "hydraulis":
+        return "a fit of profiled micro-batches, no training run: without updates, data and other ranks to wait for"
+    faster = max(other.tokens_per_s for other in rows if row.should_be_as_fast_as(other)) / row.tokens_per_s - 1
+    if faster > CONTRADICTED:
+        return f"its own table has it {100 * faster:.0f} % faster with as many devices or more, none better"
+    return ""
 
 
 def _row(fields: dict[str, str]) -> Row:
@@ -195,12 +265,15 @@ def _row(fields: dict[str, str]) -> Row:
         system=fields["system"],
         device=DEVICE_OF.get(fields["device"]) or DEVICES[fields["device"]],
         num_devices=int(fields["gpus"]),
-        label=f"{fields['model']}, {length:,} x {fields['micro_batch']}, recompute {fields['recompute']}",
+        label=f"{fields['model']}, {length:,} x {fields['micro_batch']}, recompute {fields['recompute']}"
+        + f", {fields['pointwise']}" * bool(fields["pointwise"]),
         model=model,
         scheme=uniform_scheme(model.num_layers, degree=degree, method=method, recomputed=recomputed),
         lengths=(length,) * int(fields["micro_batch"]),
         accumulation=int(fields["accumulation"]),
         is_fsdp=True,
+        reduced_bytes={"bfloat16": 2, "float32": 4}[fields["reduced_in"]],
+        is_unfused=fields["pointwise"] == "unfused",
         tokens_per_s=float(fields["tokens_per_s"]),
         source=fields["source"],
     )
@@ -225,13 +298,10 @@ def _hydraulis_rows(name: str) -> list[Row]:
                     lengths=(length,),
                     accumulation=1,
                     is_fsdp=False,
+                    reduced_bytes=0,
+                    is_unfused=False,
                     tokens_per_s=length / degree / stages / measured_s,
                     source="8",
                 )
             )
     return rows
-
-
-def errors(rows: list[Row], constants: Constants, *, knows_kernel: bool = True) -> np.ndarray:
-    """Relative error of every row."""
-    return np.array([row.error(constants, knows_kernel=knows_kernel) for row in rows])

@@ -150,7 +150,7 @@ class DeviceSpec:
         return self.float32_flops_per_s if is_wide and self.float32_flops_per_s else self.flops_per_s
 
 
-# Fitted to public measurements (benchmarks/calibration.md). An H200 is an H100 with other memory; of Blackwell
+# Fitted to public measurements (docs/concepts/costs.md, accuracy). An H200 is an H100 with other memory; of Blackwell
 # there are no public rows in bfloat16, so it has the H100's shares too. Others have the defaults.
 _A100: dict[str, Any] = {"matmul_share": 0.71, "matmul_half_size": 340.0, "attention_share": 0.7, "speed_error": 0.14}
 _H100: dict[str, Any] = {"matmul_share": 0.58, "matmul_half_size": 790.0, "attention_share": 0.45}
@@ -190,7 +190,7 @@ DEVICES = {
         ),
         DeviceSpec(
             name="H100-80GB", memory_bytes=int(79.10 * GIB), flops_per_s=989e12, memory_bytes_per_s=3.35e12,
-            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100, speed_error=0.18,
+            link_bytes_per_s=450e9, network_bytes_per_s=400 * GBIT, **_H100, speed_error=0.14,
             **_host(256, link=PCIE_5, memory=76.8e9),
         ),
         DeviceSpec(
