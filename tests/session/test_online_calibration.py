@@ -1,5 +1,6 @@
 """What steps take sets the costs right, on every rank alike; what drifts far is told and measured again."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -58,6 +59,40 @@ def step_of(world, number, taken):
     time_s, peak = taken[world.rank]
     measured = MicroBatchTiming(pipeline=world.rank, micro_batch=0, time_s=time_s, peak_bytes=peak)
     return SimpleNamespace(number=number, plan=plan, measured=[measured])
+
+
+def staged_step_of(world, number, taken):
+    """A pipeline of all ranks as stages computed two micro-batches, each predicted to take a second."""
+    planned = PlannedMicroBatch(pack=Pack(ids=(0,), lengths=(8,)), time_s=1.0, comm_s=0.0, peak_bytes=150)
+    scheme = uniform_scheme(LAYERS, degree=1, stages=world.size, method=Method.DENSE, recomputed=0)
+    pipelines = (Pipeline(ranks=(0, 1), scheme=scheme, state_bytes=50, micro_batches=(planned, planned)),)
+    plan = replace(step_of(world, number, [(0, 0)] * 2).plan, pipelines=pipelines)
+    times_s = taken[world.rank]
+    measured = [MicroBatchTiming(pipeline=0, micro_batch=i, time_s=s, peak_bytes=0) for i, s in enumerate(times_s)]
+    return SimpleNamespace(number=number, plan=plan, measured=measured)
+
+
+def refine_stages(taken, sent_s=(0.0, 0.0)):
+    """Factors on seconds after ``EVERY`` steps in stages that took so many, of which messages were to take some."""
+    world = start_world("cpu")
+    cost = cost_of(world)
+    cost.sent_s = lambda scheme: sent_s
+    refiner = OnlineCalibration(world, cost, plan_with(world))
+    for number in range(EVERY):
+        refiner.on_finish(staged_step_of(world, number, taken))
+    return refiner.cost.time_factors
+
+
+def test_seconds_of_stages_are_set_right_by_the_slowest_one(ranks):
+    assert ranks(2).run(refine_stages, [(0.5, 0.7), (1.1, 1.3)]) == [pytest.approx({1: 1.2})] * 2
+
+
+def test_messages_between_stages_are_not_taken_for_computation(ranks):
+    assert ranks(2).run(refine_stages, [(0.5, 0.5), (0.6, 0.5)], (0.05, 0.1)) == [{1: pytest.approx(1.1 / 1.0)}] * 2
+
+
+def test_a_stage_that_did_not_compute_all_of_its_micro_batches_says_nothing(ranks):
+    assert ranks(2).run(refine_stages, [(1.0, 1.0), (3.0,)]) == [{}, {}]
 
 
 def refine(taken, *, with_measuring=False):

@@ -2,6 +2,8 @@
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ import lengthwise as lw
 from lengthwise.core.errors import InputError
 from lengthwise.core.specs import cluster_preset
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
+from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import start_world
 from lengthwise.runtime.loop.prepared_engine import PreparedEngine
+from lengthwise.runtime.train import device_meter
 from tests.cost.profiled.test_dual_layer import row, table
 from tests.plan.costs import StagesFitMore
 from tests.runtime.loop import memory_runs
@@ -129,6 +133,43 @@ def test_planned_stages_train_what_one_device_trains(ranks, family, num_ranks):
 def test_planned_stages_of_every_family_train_what_one_device_trains(ranks, family, num_ranks):
     for policy in ("auto", "static", "bucket"):
         assert_as_alone(ranks(num_ranks).run(train, family, policy), family)
+
+
+def times_of_stages():
+    """Measured seconds by a clock of the test's own: a layer takes one, and what a neighbour sends takes a hundred."""
+    as_started_by_torchrun()
+    now_s, received = [0.0], Group.receive
+
+    def tick(*_):
+        now_s[0] += 1
+
+    def receive(group, *args, **kwargs):
+        now_s[0] += 100
+        return received(group, *args, **kwargs)
+
+    model = models.gpt()
+    for block in model.blocks:
+        block.mlp.register_forward_pre_hook(tick)
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0])
+    with mock.patch.object(device_meter, "time", clock), mock.patch.object(Group, "receive", receive):
+        run, times = lw.prepare(model, models.rows(), **STAGED), []
+        for step in run.steps():
+            for micro_batch in step:
+                step.backward(run.model(**micro_batch.inputs)[1])
+            measured = [
+                timing for timing in step.measured if step.plan.pipelines[timing.pipeline].scheme.num_stages == 3
+            ]
+            staged = [pipeline for pipeline in step.plan.pipelines if pipeline.scheme.num_stages == 3]
+            assert len(measured) == sum(len(pipeline.micro_batches) for pipeline in staged)
+            times += [timing.time_s for timing in measured]
+            step.update()
+    run.close()
+    return times
+
+
+def test_what_a_stage_waits_for_its_neighbours_is_not_measured_as_its_own(ranks):
+    for times in ranks(3).run(times_of_stages):
+        assert times and set(times) == {1.0}, "each has one layer"
 
 
 def validate_and_resume(folder, first):

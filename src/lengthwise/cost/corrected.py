@@ -42,6 +42,12 @@ class CorrectedCost:
         """Seconds of each sequence in exposed communication, times the degree's factor."""
         return self.base.comm_times_s(lengths, scheme) * self.time_factors.get(scheme.degree, 1.0)
 
+    def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
+        """Seconds per token, and per micro-batch, of what stages send each other, times the degree's factor."""
+        per_token_s, per_call_s = self.base.sent_s(scheme)
+        factor = self.time_factors.get(scheme.degree, 1.0)
+        return per_token_s * factor, per_call_s * factor
+
     def update_s(self, strategy: Strategy) -> float:
         """Seconds of a step outside its micro-batches, as the base says."""
         return self.base.update_s(strategy)

@@ -132,6 +132,10 @@ class SeparableCost(ABC):
         """Seconds of each sequence in exposed communication; 0, since this model does not know them."""
         return np.zeros(len(lengths))
 
+    def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
+        """Seconds of a stage per token, and per micro-batch, in messages to and from its neighbours; 0 if unknown."""
+        return 0.0, 0.0
+
     def update_s(self, strategy: Strategy) -> float:
         """Seconds of a step outside its micro-batches: push, clip, optimizer, pull."""
         return self.mover.update_s(strategy)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,18 @@ FITS = 0.8
 """Share of the tokens of a micro-batch which did not fit that are taken to do so."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StagedTotal:
+    """The micro-batches of a pipeline of several stages in one step: seconds of its slowest stage."""
+
+    degree: int
+    num_ranks: int
+    predicted_s: float
+    """Without messages between stages."""
+    measured_s: float
+    """On this rank's stage; 0 if it has none, NaN where it did not compute all of them."""
+
+
 class OnlineCalibration:
     """The planner of a run that watches its steps, and plans with other costs when they have changed."""
 
@@ -48,6 +61,7 @@ class OnlineCalibration:
         self._predicted_s: dict[int, float] = {}
         self._measured_s: dict[int, float] = {}
         self._peaks: dict[int, float] = {}
+        self._of_stages: list[_StagedTotal] = []
         self._num_steps = 0
         self.events: list[dict[str, Any]] = []
         """What was changed, when and why."""
@@ -68,8 +82,11 @@ class OnlineCalibration:
 
     def on_finish(self, step: Step) -> None:
         """Every rank calls this after every step; every ``EVERY`` of them they share what they measured."""
+        self._of_stages += self._staged_totals(step)
         for measured in step.measured:
             pipeline = step.plan.pipelines[measured.pipeline]
+            if pipeline.scheme.num_stages > 1:
+                continue
             planned, degree = pipeline.micro_batches[measured.micro_batch], pipeline.scheme.degree
             self._predicted_s[degree] = self._predicted_s.get(degree, 0.0) + planned.time_s
             self._measured_s[degree] = self._measured_s.get(degree, 0.0) + measured.time_s
@@ -79,6 +96,28 @@ class OnlineCalibration:
         self._num_steps += 1
         if self._num_steps % EVERY == 0:
             self._refine(step.number)
+
+    def _staged_totals(self, step: Step) -> list["_StagedTotal"]:
+        """What the pipelines of several stages in a step were predicted to take, and what this rank's stage took."""
+        totals = []
+        for number, pipeline in enumerate(step.plan.pipelines):
+            count, scheme = len(pipeline.micro_batches), pipeline.scheme
+            if scheme.num_stages == 1 or not count:
+                continue
+            per_token_s, per_call_s = self.cost.sent_s(scheme)  # which a stage waits for; it is not computed
+            tokens = sum(planned.pack.num_tokens for planned in pipeline.micro_batches)
+            predicted_s = sum(planned.time_s for planned in pipeline.micro_batches)
+            times_s = [measured.time_s for measured in step.measured if measured.pipeline == number]
+            is_elsewhere = self._world.rank not in pipeline.ranks
+            totals.append(
+                _StagedTotal(
+                    degree=scheme.degree,
+                    num_ranks=scheme.num_devices,
+                    predicted_s=predicted_s - tokens * per_token_s - count * per_call_s,
+                    measured_s=0.0 if is_elsewhere else sum(times_s) if len(times_s) == count else np.nan,
+                )
+            )
+        return totals
 
     def on_oom(self, step: Step, failures: tuple[MicroBatchFailure, ...]) -> None:
         """Micro-batches did not fit: plan the step again with a memory model under which they do not."""
@@ -122,9 +161,14 @@ class OnlineCalibration:
                 self._peaks.get(degree, 0.0),
             )
         ]
+        row += [total.measured_s for total in self._of_stages]
         rows = gather_rows(torch.tensor(row, dtype=torch.float64, device=self._world.device)).cpu().numpy()
-        by_degree = rows.reshape(len(rows), len(degrees), 3)
-        self._predicted_s, self._measured_s, self._peaks = {}, {}, {}
+        by_degree = rows[:, : 3 * len(degrees)].reshape(len(rows), len(degrees), 3)
+        for total, measured_s in zip(self._of_stages, rows[:, 3 * len(degrees) :].max(axis=0)):
+            if total.degree in degrees and np.isfinite(measured_s):  # the slowest stage, as was predicted
+                seconds = np.array([total.predicted_s, measured_s]) * total.num_ranks
+                by_degree[0, degrees.index(total.degree), :2] += seconds
+        self._predicted_s, self._measured_s, self._peaks, self._of_stages = {}, {}, {}, []
         times, sizes = dict(self.cost.time_factors), dict(self.cost.bytes_factors)
         base, is_changed = self.cost.base, False
         for degree, shares in zip(degrees, by_degree.transpose(1, 0, 2)):

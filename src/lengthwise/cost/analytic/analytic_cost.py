@@ -17,7 +17,7 @@ from lengthwise.cost.analytic.stage_memory import (
     pull_moment,
     reduce_moments,
 )
-from lengthwise.cost.analytic.stage_time import StageTime, stage_time
+from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token, state_parts
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
@@ -58,6 +58,10 @@ class AnalyticCost(SeparableCost):
     def overhead_s(self, scheme: PipelineConfig) -> float:
         """Seconds of launches and calls of every layer, and of weights moved to where they are not held."""
         return self._stages(scheme)[1]
+
+    def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
+        """Seconds per token, and per micro-batch, of what stages send each other."""
+        return sent_s(self.model, scheme, cluster=self.cluster, width=DTYPE_BYTES[self.dtype])
 
     def _make_stages(self, scheme: PipelineConfig) -> tuple[tuple[StageTime, ...], float]:
         """The stages that are the slowest for some length, and the largest overhead of any."""

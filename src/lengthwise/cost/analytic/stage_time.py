@@ -140,8 +140,7 @@ def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: i
     """Add the head, the vocabulary split over the stage where weights are sharded, and the neighbours.
 
     A split vocabulary costs an all-to-all of T / p D numbers each way after the embedding, where every rank knows all
-    token ids, and before the head an all-gather and a reduce-scatter of T D (Shoeybi et al. 2019). A neighbour costs
-    T / p D numbers each way.
+    token ids, and before the head an all-gather and a reduce-scatter of T D (Shoeybi et al. 2019).
     """
     p, cluster = scheme.degree, total.cluster
     is_first, is_last = stage == 0, stage == scheme.num_stages - 1
@@ -151,7 +150,14 @@ def _add_ends(total: _Sum, model: ModelSpec, *, scheme: PipelineConfig, stage: i
         sent = 2 * (is_first / p + is_last) * (p - 1) / p * model.hidden_size * width
         total.comm_s += sent / collective_bytes_per_s(p, cluster)
         total.overhead_s += 2 * (is_first + is_last) * call_s(p, cluster)
-    if scheme.num_stages > 1:
-        handed = 2 * model.hidden_size * width / p
-        total.comm_s += handed / hop_bytes_per_s(scheme.num_devices, cluster)
-        total.overhead_s += 2 * call_s(scheme.num_devices, cluster)
+    per_token_s, per_call_s = sent_s(model, scheme, cluster=cluster, width=width)
+    total.comm_s += per_token_s
+    total.overhead_s += per_call_s
+
+
+def sent_s(model: ModelSpec, scheme: PipelineConfig, *, cluster: ClusterSpec, width: int) -> tuple[float, float]:
+    """Seconds per token, and per micro-batch, of what stages send each other: T / p D numbers each way."""
+    if scheme.num_stages == 1:
+        return 0.0, 0.0
+    sent = 2 * model.hidden_size * width / scheme.degree
+    return sent / hop_bytes_per_s(scheme.num_devices, cluster), 2 * call_s(scheme.num_devices, cluster)

@@ -199,7 +199,7 @@ class DualLayerCost(SeparableCost):
         Methods may differ by layer.
         """
         length = np.asarray(lengths, dtype=np.float64)
-        per_token_s = LEAST_S + self._sent_s(scheme)[0]
+        per_token_s = LEAST_S + self.sent_s(scheme)[0]
         return np.maximum.reduce([_times_s(length, layers) for layers in self._stages(scheme)]) + per_token_s * length
 
     def overhead_s(self, scheme: PipelineConfig) -> float:
@@ -214,10 +214,10 @@ class DualLayerCost(SeparableCost):
             )
             for layers in self._stages(scheme)
         ]
-        return gather_s + max(of_stages) + self._sent_s(scheme)[1]
+        return gather_s + max(of_stages) + self.sent_s(scheme)[1]
 
-    def _sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
-        """Seconds per token, and per micro-batch, of the outputs and gradients that a stage sends and waits for."""
+    def sent_s(self, scheme: PipelineConfig) -> tuple[float, float]:
+        """Seconds per token, and per micro-batch, of the outputs and gradients that stages send each other."""
         if scheme.num_stages == 1:
             return 0.0, 0.0
         ranks, num_bytes = scheme.num_devices, 2 * self._stages(scheme)[0][0].fit.inputs.per_token

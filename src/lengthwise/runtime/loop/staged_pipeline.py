@@ -16,7 +16,8 @@ from lengthwise.core.step_plan import Pipeline
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
-from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.loop.run_state import MicroBatchMaker, MicroBatchTiming
+from lengthwise.runtime.train.device_meter import DeviceMeter
 from lengthwise.runtime.train.execute_pipeline import GRADIENTS, OUTPUTS
 from lengthwise.runtime.wrap.context import ForwardPass, PackShard, active
 from lengthwise.runtime.wrap.exchange_script import ExchangeScript
@@ -43,6 +44,22 @@ class StagedPipeline:
             self._stage, num_stages=self._num_stages, num_micro_batches=len(pipeline.micro_batches)
         )
         self._sends: list[AsyncResult] = []
+        self._meter = DeviceMeter(run.world.device)
+        self._waited_s = 0.0
+        """Seconds that the last forward waited for the stage before."""
+        self.times_s: dict[int, float] = {}
+        """Seconds that this stage computed of each micro-batch, without what it waited for its neighbours."""
+
+    def note_forward(self, index: int, time_s: float) -> None:
+        """Record a forward that took ``time_s``, with what it waited for the stage before; its backward comes later."""
+        self.times_s[index] = time_s - self._waited_s
+
+    def timings(self, number: int) -> list[MicroBatchTiming]:
+        """What was measured of the micro-batches of this pipeline, which has a ``number`` in the plan; no bytes."""
+        return [
+            MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=0)
+            for index, time_s in self.times_s.items()
+        ]
 
     def attach(self, shard: PackShard, index: int) -> None:
         """Let micro-batch ``index``, of this shard, be computed by this stage alone."""
@@ -93,8 +110,10 @@ class StagedPipeline:
         if not shard.has_failed:
             shard.backward_begun = shard.num_exchanges
             try:
+                self._meter.start()
                 with active(shard):
                     _differentiate(stage, gradient)
+                self.times_s[index] = self.times_s.get(index, 0.0) + self._meter.stop()[0]
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -134,7 +153,10 @@ class StagedPipeline:
     def _receive_output(self, shard: PackShard, index: int) -> Tensor:
         assert shard.stage_pass is not None
         shard.stage_pass.is_received = True
-        return self._receive(self._outputs, shard, self._layers.start - 1, self._stage - 1, index)
+        self._meter.start()
+        output = self._receive(self._outputs, shard, self._layers.start - 1, self._stage - 1, index)
+        self._waited_s = self._meter.stop()[0]
+        return output
 
     def _receive(self, group: Group, shard: PackShard, layer: int, stage: int, index: int) -> Tensor:
         message = self._flat(shard, layer, None)

@@ -42,8 +42,7 @@ class Step:
         self.attempt = attempt
         """How often the step was aborted before."""
         self.result: StepResult | None = None
-        self.is_over = False
-        self.is_skipped = False
+        self.is_over = self.is_skipped = False
         self.measured: list[MicroBatchTiming] = []
         self.failure: tuple[int, int] | None = None
         """Pipeline and micro-batch in which this rank ran out of memory."""
@@ -121,15 +120,16 @@ class Step:
                     )
                 time_s, peak = meter.stop()
                 if is_computed and number not in self._staged:
-                    self.measured.append(
-                        MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak)
-                    )
-            if number in self._staged:
-                failed = self._staged[number].run_backwards(index, partial(self._shard_of, position - index))
+                    timing = MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak)
+                    self.measured.append(timing)
+            if (staged := self._staged.get(number)) is not None:
+                staged.note_forward(index, time_s)
+                failed = staged.run_backwards(index, partial(self._shard_of, position - index))
                 self.failure = self.failure or (None if failed is None else (number, failed))
                 self._gradient_version = self.run.gradient_version
         if self.run.gather is not None:
             self.run.gather.finish_rounds()
+        self.measured += [timing for number, staged in self._staged.items() for timing in staged.timings(number)]
         self.is_iterated = True
 
     def _begin_round(self, position: int) -> None:
