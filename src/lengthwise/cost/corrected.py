@@ -68,6 +68,7 @@ class CorrectedCost:
 
     def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
         """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
-        return most_tokens(
+        on_device = most_tokens(
             lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.base.memory_limit_bytes
         )
+        return min(on_device, self.base.max_host_tokens(scheme, num_devices=num_devices))

@@ -9,6 +9,7 @@ port; a hop of a plain ring crosses from one node to the next through one port.
 from dataclasses import dataclass, fields, replace
 
 from lengthwise.core.cost import LinkSpeeds
+from lengthwise.core.errors import InputError
 from lengthwise.core.specs import ClusterSpec
 
 LINK_EFFICIENCY = 0.8
@@ -80,6 +81,19 @@ def exchange_bytes_per_s(degree: int, cluster: ClusterSpec) -> float:
     outside, inside = (degree - per_node) / (degree - 1), (per_node - 1) / (degree - 1)
     through_port = device.network_bytes_per_s / outside
     return LINK_EFFICIENCY * (min(through_port, device.link_bytes_per_s / inside) if inside else through_port)
+
+
+def host_copy_bytes_per_s(cluster: ClusterSpec) -> float:
+    """Rate of large copies of pinned memory to or from the host: 25 of 32 GB/s of sixteen lanes of PCIe 4.0, measured
+    on an A100 (ZaidQureshi/bam#54).
+
+    Raises:
+        InputError: the device can put nothing there.
+    """
+    device = cluster.device
+    if not device.host_bytes_per_s:
+        raise InputError(f"nothing of a {device.name} can be put into host memory; plan without offload")
+    return LINK_EFFICIENCY * device.host_bytes_per_s
 
 
 def ring_s(sent: Sent, *, degree: int, cluster: ClusterSpec) -> float:

@@ -9,24 +9,50 @@ FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d", "generic
 """Families whose layers are one attention and one feed-forward, each behind a norm."""
 
 
-def state_bytes(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> int:
+def state_bytes(
+    model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None, on_host: bool = False
+) -> int:
     """Bytes of the model state per device: the sum of :func:`state_parts`."""
-    return sum(state_parts(model, num_devices=num_devices, dtype=dtype, num_held=num_held))
+    return sum(state_parts(model, num_devices=num_devices, dtype=dtype, num_held=num_held, on_host=on_host))
 
 
-def state_parts(model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None) -> tuple[int, int, int]:
+def state_parts(
+    model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None, on_host: bool = False
+) -> tuple[int, int, int]:
     """Bytes of weights and gradients held, and of the optimizer, which is fully sharded, per device.
 
     Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). Spread
     over all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the
     gradients it has, and the weights it has if they are of the master's dtype.
+
+    With ``on_host`` the optimizer's are in the host's memory, and what goes there or comes is on the device for two
+    units at a time. One device alone hands its gradients over as they are made, two parameters' at a time.
     """
     compute, master = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
+    num_params = model.num_params if num_held is None else num_held
+    if on_host:
+        under_way = 2 * min(num_params, largest_matrix(model))
+        if num_devices == 1:
+            return num_params * compute, under_way * master, 0
+        return num_params * compute, num_params * master, shard_size(under_way, num_devices) * (compute + master)
     sharded = 4 * master
     if num_devices == 1:
         sharded = 2 * master if compute == master else 3 * master
-    num_params = model.num_params if num_held is None else num_held
     return num_params * compute, num_params * master, sharded * shard_size(model.num_params, num_devices)
+
+
+def host_state_bytes(model: ModelSpec, *, num_devices: int, dtype: str) -> int:
+    """Bytes of the model state that each device has in the host's memory where the optimizer is there: master weights,
+    their gradients and the two moments of AdamW, and two units on their way.
+    """
+    compute, master = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
+    under_way = 2 * shard_size(largest_matrix(model), num_devices) * (compute + master)
+    return 4 * master * shard_size(model.num_params, num_devices) + under_way
+
+
+def largest_matrix(model: ModelSpec) -> int:
+    """Parameters of the largest matrix: of the embedding, or of a feed-forward's."""
+    return model.hidden_size * max(model.vocab_size, model.ffn_columns)
 
 
 def kept_bytes_per_layer(model: ModelSpec, width: int) -> float:

@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike
 from lengthwise.core.cost import CostError
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.memory_model import state_bytes
+from lengthwise.cost.links import host_copy_bytes_per_s
+from lengthwise.cost.memory_model import host_state_bytes, state_bytes
 from lengthwise.cost.weight_shards import WeightTraffic, held_params
 
 PROBES = 128
@@ -106,11 +107,19 @@ class SeparableCost(ABC):
     error: CostError | None = None
     """How far predictions are from measurements; None: not known."""
 
-    def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str) -> None:
+    def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str, state_on_host: bool = False) -> None:
+        """``state_on_host``: master weights and optimizer state are in host memory, and are updated there.
+
+        Raises:
+            InputError: they are, and the devices can put nothing there.
+        """
+        if state_on_host:
+            host_copy_bytes_per_s(cluster)
         self.model = model
         self.cluster = cluster
         self.dtype = dtype
-        self.mover = WeightTraffic(model=model, cluster=cluster, dtype=dtype)
+        self.state_on_host = state_on_host
+        self.mover = WeightTraffic(model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host)
 
     @abstractmethod
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
@@ -154,11 +163,38 @@ class SeparableCost(ABC):
         num_bytes = np.asarray(self._bytes(tokens, scheme, num_devices=num_devices))
         return np.minimum(num_bytes, MAX_BYTES).astype(np.int64)
 
+    def host_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
+        """Bytes of the host per device: what is put there of micro-batches of ``num_tokens``, and of the model state.
+
+        The shape is that of ``num_tokens``.
+        """
+        fixed, per_token = self._host_line(scheme, num_devices)
+        return np.ceil(fixed + per_token * np.asarray(num_tokens, dtype=np.float64))
+
+    def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
+        """Bytes of the host per device at no token, and per token of a micro-batch."""
+        return self._host_state_bytes(num_devices), 0.0
+
+    def _host_state_bytes(self, num_devices: int) -> float:
+        """Bytes of the model state that are in the host's memory, per device."""
+        if not self.state_on_host:
+            return 0.0
+        return float(host_state_bytes(self.model, num_devices=num_devices, dtype=self.dtype))
+
     def max_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
-        """Most tokens of a micro-batch that fits a device; 0 if not even the model state does."""
-        return most_tokens(
+        """Most tokens of a micro-batch that fits a device and its share of the host; 0 if not even the state does."""
+        on_device = most_tokens(
             lambda tokens: self.peak_bytes(tokens, scheme, num_devices=num_devices), self.memory_limit_bytes
         )
+        return min(on_device, self.max_host_tokens(scheme, num_devices=num_devices))
+
+    def max_host_tokens(self, scheme: PipelineConfig, *, num_devices: int) -> int:
+        """Most tokens of a micro-batch of which the host holds what is put there; no limit where nothing is."""
+        fixed, per_token = self._host_line(scheme, num_devices)
+        free = self.cluster.device.host_memory_bytes - fixed
+        if free < 0 < fixed:
+            return 0
+        return int(min(free / per_token, MAX_BYTES)) if per_token else int(MAX_BYTES)
 
     @property
     def memory_limit_bytes(self) -> float:
@@ -169,6 +205,8 @@ class SeparableCost(ABC):
         """Bytes of the model state on a device of each stage."""
         params_of_stage = (held_params(self.model, scheme, stage=stage) for stage in range(scheme.num_stages))
         return tuple(
-            state_bytes(self.model, num_devices=num_devices, dtype=self.dtype, num_held=number)
+            state_bytes(
+                self.model, num_devices=num_devices, dtype=self.dtype, num_held=number, on_host=self.state_on_host
+            )
             for number in params_of_stage
         )

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement, homogeneous
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.links import LINK_EFFICIENCY
+from lengthwise.cost.links import LINK_EFFICIENCY, host_copy_bytes_per_s
 from lengthwise.cost.memory_model import DTYPE_BYTES
 from lengthwise.cost.port_traffic import hold_the_same, port_traffic
 
@@ -68,6 +68,8 @@ class WeightTraffic:
     model: ModelSpec
     cluster: ClusterSpec
     dtype: str
+    state_on_host: bool = False
+    """Whether master weights and optimizer state are in host memory, and are updated there."""
 
     @property
     def _widths(self) -> tuple[int, int]:
@@ -77,6 +79,7 @@ class WeightTraffic:
         """Push gradients at master precision, update every shard, pull weights in the compute dtype, in turn.
 
         The optimizer reads the gradient twice (norm, update) and reads and writes master weights and both moments.
+        Where these are on the host, gradients go there and weights come back, and it is the host's memory it reads.
         Never less than under equal pipelines of one of the schemes: what :class:`~lengthwise.core.cost.CostModel`
         promises, and mixtures that overlap better with what ranks own would break by a few per cent.
         """
@@ -90,14 +93,22 @@ class WeightTraffic:
         ]
         moved_s = max(equal_s if strategy.is_homogeneous else [self.exchange_s(strategy, master + width), *equal_s])
         touched = 8 * master * self.model.num_params / num_devices
+        if self.state_on_host:
+            host_s = touched / (LINK_EFFICIENCY * self.cluster.device.host_memory_bytes_per_s)
+            return moved_s + self._host_copy_s(num_devices, master + width) + host_s
         return moved_s + touched / self.cluster.device.memory_bytes_per_s
+
+    def _host_copy_s(self, num_devices: int, num_bytes: int) -> float:
+        """Seconds to copy each device's share of the parameters to or from the host, ``num_bytes`` a number."""
+        return num_bytes * self.model.num_params / num_devices / host_copy_bytes_per_s(self.cluster)
 
     def switch_s(self, before: Strategy, after: Strategy) -> float:
         """Push the gradients of ``before`` and pull the weights of ``after``; 0 if each rank holds the same in both."""
         if hold_the_same(before, after):
             return 0.0
         width, master = self._widths
-        return self.exchange_s(before, master) + self.exchange_s(after, width)
+        copied_s = self._host_copy_s(after.num_devices, master + width) if self.state_on_host else 0.0
+        return self.exchange_s(before, master) + self.exchange_s(after, width) + copied_s
 
     @cached_property
     def _equal_s(self) -> dict[tuple[object, ...], float]:

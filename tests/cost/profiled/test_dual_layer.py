@@ -263,3 +263,23 @@ def test_impossible_measurements_are_refused():
         table([replace(row((64,)), forward_s=0.0)])
     with pytest.raises(InputError, match="no rows"):
         table([])
+
+
+@pytest.mark.parametrize("recomputed", [0, LAYERS])
+def test_offloaded_layers_are_on_the_host_but_for_two_and_copies_cost_what_passes_do_not_hide(recomputed):
+    device = replace(CLUSTER.device, host_bytes_per_s=1e6, host_memory_bytes=GIB)
+    cost = DualLayerCost(TABLE, cluster=replace(CLUSTER, device=device))
+    kept = scheme_of(2, recomputed)
+    offloaded = replace(kept, offload=(True,) * LAYERS)
+    saved = (32 if recomputed else 32 + 400) * 4096 + (0 if recomputed else 32)
+    freed = cost.micro_batch_bytes(4096, kept) - cost.micro_batch_bytes(4096, offloaded)
+    assert freed == pytest.approx((LAYERS - 2) * saved, rel=1e-6)
+    assert cost.host_bytes(4096, offloaded, num_devices=4) == pytest.approx(LAYERS * saved, rel=1e-5)
+    forward_s, backward_s = (seconds([4096], pass_s, 2) - pass_s[2] for pass_s in (FORWARD, BACKWARD))
+    copy_s = saved / (0.8 * 1e6)
+    exposed_s = LAYERS * (2 * copy_s - forward_s - backward_s - bool(recomputed) * forward_s)
+    assert cost.time_s([4096], offloaded) - cost.time_s([4096], kept) == pytest.approx(exposed_s, rel=1e-3)
+    fast = DualLayerCost(TABLE, cluster=replace(CLUSTER, device=replace(device, host_bytes_per_s=1e12)))
+    assert fast.time_s([4096], offloaded) == pytest.approx(fast.time_s([4096], kept), rel=1e-4)
+    with pytest.raises(InputError, match="nothing of a cpu"):
+        COST.time_s([4096], offloaded)

@@ -1,24 +1,26 @@
 """Cost from arithmetic alone: FLOPs over speed, bytes over bandwidth. For planning without a device at hand."""
 
+from functools import partial
+
 import numpy as np
 
 from lengthwise.core.cost import CostError
 from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
+from lengthwise.cost.analytic.layer_bytes import host_bytes_per_token, layer_bytes
 from lengthwise.cost.analytic.stage_memory import (
     CPU_LOGITS_AT_ONCE,
     LOGITS_AT_ONCE,
     MemoryMoment,
     StageMemory,
-    backward_bytes,
+    backward_lines,
     loss_moments,
     num_messages,
     pull_moment,
     reduce_moments,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
-from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token, state_parts
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 from lengthwise.cost.weight_shards import held_params, pushed_params
@@ -31,11 +33,14 @@ class AnalyticCost(SeparableCost):
     devices than key/value heads under ``megatron_ts``, raises ``InputError``.
     """
 
-    def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str = "bfloat16") -> None:
-        super().__init__(model=model, cluster=cluster, dtype=dtype)
+    def __init__(
+        self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str = "bfloat16", state_on_host: bool = False
+    ) -> None:
+        super().__init__(model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host)
         speed_error = cluster.device.speed_error
         self.error = None if speed_error is None else CostError(of_times=speed_error)
         self._stages = SchemeCache(self._make_stages)
+        self._host_tokens = SchemeCache(partial(host_bytes_per_token, model, dtype=dtype))
         self._memory = PiecewiseLinearMemory(self._make_lines)
 
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
@@ -82,6 +87,9 @@ class AnalyticCost(SeparableCost):
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         return self._memory(tokens, scheme, num_devices=num_devices)
 
+    def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
+        return self._host_state_bytes(num_devices), self._host_tokens(scheme)
+
     def _make_lines(self, scheme: PipelineConfig, num_devices: int) -> tuple[Line, ...]:
         self._stages(scheme)  # refuses what cannot run
         stages = (self.stage_memory(scheme, stage, num_devices=num_devices) for stage in range(scheme.num_stages))
@@ -90,40 +98,37 @@ class AnalyticCost(SeparableCost):
     def stage_memory(self, scheme: PipelineConfig, stage: int, *, num_devices: int) -> StageMemory:
         """Bytes of one stage under 1F1B: stage s of S keeps S - s micro-batches, all as large as the one asked for.
 
-        Model state; the largest layer's gathered weights; per token of the pack what the layers keep, what one layer's
-        backward takes, and the whole of one recomputed layer; on the last stage the loss.
+        Model state; the largest layer's gathered weights; per token of the pack what the layers keep on the device,
+        what one layer's backward takes, the whole of one recomputed layer, and what comes back from the host for two;
+        on the last stage the loss.
         """
         widths = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
-        degree, methods, recompute = scheme.degree, scheme.methods, scheme.recompute
-        volumes = {m: layer_volume(self.model, m, degree=degree, dtype=self.dtype) for m in set(methods)}
-        layers = scheme.layers_of_stage(stage)
-        saved = sum(volumes[methods[n]].input_bytes if recompute[n] else volumes[methods[n]].kept_bytes for n in layers)
-        backward = max(
-            backward_bytes(volumes[methods[n]], methods[n], self.model, degree=degree, widths=widths)
-            + recompute[n] * volumes[methods[n]].kept_bytes
-            for n in layers
-        )
-        buffers = max(volumes[methods[n]].buffer_bytes for n in layers)
-        first = volumes[methods[layers[0]]]
+        degree, in_flight = scheme.degree, scheme.num_stages - stage
+        layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
+        first, saved = layers[0], sum(layer.on_device for layer in layers)
+        backwards = backward_lines(layers, self.model, degree=degree, widths=widths, tile_tokens=scheme.tile_tokens)
+        buffers = max(layer.volume.buffer_bytes for layer in layers)
         num_pushed = pushed_params(self.model, scheme, stage=stage, num_devices=num_devices)
         moments: tuple[MemoryMoment, ...] = ()
-        in_flight = scheme.num_stages - stage
         for activations, pushed, num_outputs in (
             (in_flight * saved, 0, in_flight),
-            (first.input_bytes if recompute[layers[0]] else first.kept_bytes, widths[1] * num_pushed, 1),
+            (first.on_device, widths[1] * num_pushed, 1),
         ):
             messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
             moments += (
-                MemoryMoment(activations=Line(0.0, activations), temporary=Line(buffers + pushed, backward + messages)),
-                *reduce_moments(
-                    self.model, activations, [(volumes[methods[n]], recompute[n]) for n in layers],
-                    share=widths[0] / degree, pushed=pushed,
+                *(
+                    MemoryMoment(
+                        activations=Line(0.0, activations),
+                        temporary=line._replace(fixed=buffers + pushed, per_token=line.per_token + messages),
+                    )
+                    for line in backwards
                 ),
-            )  # fmt: skip
+                *reduce_moments(self.model, activations, layers, share=widths[0] / degree, pushed=pushed),
+            )
         if stage == scheme.num_stages - 1:
             moments += loss_moments(
                 self.model,
-                saved + loss_bytes_per_token(self.model, widths[0]) / degree,
+                saved + max(layer.on_host for layer in layers) + loss_bytes_per_token(self.model, widths[0]) / degree,
                 degree=degree,
                 is_sharded=scheme.weights is WeightPlacement.SHARDED,
                 widths=widths,
@@ -131,8 +136,8 @@ class AnalyticCost(SeparableCost):
             )
         num_held = held_params(self.model, scheme, stage=stage)
         if scheme.weights is WeightPlacement.SHARDED and num_devices > self.cluster.devices_per_node:
-            moments += (pull_moment(first, self.model, num_held, degree=degree, width=widths[0]),)
+            moments += (pull_moment(first.volume, self.model, num_held, degree=degree, width=widths[0]),)
         weights, gradients, optimizer = state_parts(
-            self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held
+            self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held, on_host=self.state_on_host
         )
         return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)

@@ -9,6 +9,7 @@ from lengthwise.core.batch import num_targets
 from lengthwise.core.specs import ModelSpec
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.cost.analytic.layer_bytes import ffn_forward_flops, has_tiles
 from lengthwise.cost.analytic.stage_memory import MemoryParts
 from lengthwise.cost.analytic.volume import LayerPass, layer_volume
 
@@ -58,6 +59,8 @@ def _add(work: RankWork, pipeline: Pipeline, micro_batch: PlannedMicroBatch, sta
         volume = layer_volume(model, scheme.methods[layer], degree=scheme.degree, dtype=cost.dtype)
         work.add(volume.forward, micro_batch, model, count=1 + scheme.recompute[layer])
         work.add(volume.backward, micro_batch, model, count=1)
+        if has_tiles(scheme, scheme.methods[layer]) and not scheme.recompute[layer]:
+            work.matmul_flops += ffn_forward_flops(model) / scheme.degree * micro_batch.pack.num_tokens
     if stage == scheme.num_stages - 1:
         targets = num_targets(micro_batch.pack.lengths, objective=model.objective)
         work.matmul_flops += 6.0 * model.hidden_size * model.vocab_size * targets / scheme.degree

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ModelSpec
+from lengthwise.cost.analytic.layer_bytes import LayerBytes, moving_bytes
 from lengthwise.cost.analytic.volume import LayerVolume
 from lengthwise.cost.separable import Line
 
@@ -106,6 +107,54 @@ def backward_bytes(
     return max(gradients, volume.live_bytes + queries - freed if volume.live_bytes else 0.0)
 
 
+def backward_lines(
+    layers: Sequence[LayerBytes], model: ModelSpec, *, degree: int, widths: tuple[int, int], tile_tokens: int
+) -> list[Line]:
+    """What the backwards of ``layers`` take beyond what is on the device between the passes, at each of its moments.
+
+    A feed-forward in tiles takes the gradients of its output and its input, and of one tile what it saved and the
+    gradients of that; none of it is there when attention's backward runs.
+    """
+    moving = moving_bytes(layers)
+    plain = [
+        backward_bytes(layer.volume, layer.method, model, degree=degree, widths=widths)
+        + layer.is_recomputed * layer.needed
+        + moving[layer]
+        for layer in moving
+        if not layer.is_tiled
+    ]
+    lines = [Line(0.0, max(plain))] if plain else []
+    for layer in moving:
+        if layer.is_tiled:
+            again = layer.is_recomputed * layer.needed + moving[layer]
+            tile = _tile_bytes(layer.method, model, degree=degree, width=widths[0])
+            outside = 2 * model.hidden_size * widths[0] / degree
+            attention = _attention_bytes(layer, model, degree=degree, widths=widths)
+            lines += [Line(0.0, again + outside, tile, tile_tokens * degree), Line(0.0, again + attention)]
+    return lines
+
+
+def _tile_bytes(method: Method, model: ModelSpec, *, degree: int, width: int) -> float:
+    """Bytes of a tile's backward for each of its tokens: what its forward made, and the gradients of that."""
+    copies, gradients = (3, 2) if model.gated_ffn else (2, 1)
+    rows = degree if method is Method.MEGATRON_TS else 1  # whose tiles are gathered
+    columns = -(-model.ffn_size // degree) * rows if method is Method.MEGATRON_TS else model.ffn_size
+    return ((copies + gradients) * columns + 2 * rows * model.hidden_size) * width / degree
+
+
+def _attention_bytes(layer: LayerBytes, model: ModelSpec, *, degree: int, widths: tuple[int, int]) -> float:
+    """Bytes per token of the pack that attention's backward takes: buffers of communication, gradients, float32 sums.
+
+    Without communication: gradients of output, queries, keys and values, and the sums that the kernel adds up.
+    """
+    width, master = widths
+    queries, keys = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    if layer.volume.live_bytes and layer.method is not Method.MEGATRON_TS:
+        return layer.volume.live_bytes + queries * (2 * master + 6 * width + 4) / degree
+    gradients = (queries * (2 * width + 4) + (2 * keys + model.hidden_size) * width) / degree
+    return layer.volume.live_bytes + gradients
+
+
 def num_messages(scheme: PipelineConfig, stage: int, *, in_flight: int) -> int:
     """Hidden states between stages that a rank with whole weights holds beside what its layers saved.
 
@@ -127,21 +176,23 @@ def pull_moment(volume: LayerVolume, model: ModelSpec, num_held: int, *, degree:
 
 
 def reduce_moments(
-    model: ModelSpec, saved: float, layers: Sequence[tuple[LayerVolume, bool]], *, share: float, pushed: float
+    model: ModelSpec, saved: float, layers: Sequence[LayerBytes], *, share: float, pushed: float
 ) -> list[MemoryMoment]:
     """The moment when a layer sends the gradients of its gathered feed-forward, whose own tokens are freed by then.
 
-    ``layers``: each with whether it is recomputed; ``share``: bytes of one rank for a number of every token;
-    ``pushed``: bytes of pushes under way. None where no weights are gathered.
+    ``share``: bytes of one rank for a number of every token; ``pushed``: bytes of pushes under way. None where no
+    weights are gathered.
     """
     freed = ((3 if model.gated_ffn else 2) * model.ffn_size + model.hidden_size) * share
     return [
         MemoryMoment(
-            activations=Line(0.0, max(0.0, saved + recompute * volume.kept_bytes - freed)),
-            temporary=Line(volume.reduce_bytes + pushed, 2 * model.hidden_size * share),
+            activations=Line(
+                0.0, max(0.0, saved + layer.is_recomputed * layer.needed + moving - (0.0 if layer.is_tiled else freed))
+            ),
+            temporary=Line(layer.volume.reduce_bytes + pushed, 2 * model.hidden_size * share),
         )
-        for volume, recompute in dict.fromkeys(layers)
-        if volume.reduce_bytes
+        for layer, moving in moving_bytes(layers).items()
+        if layer.volume.reduce_bytes
     ]
 
 

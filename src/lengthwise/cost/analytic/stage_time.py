@@ -1,21 +1,34 @@
 """Seconds of one pipeline stage as a function of the lengths in a micro-batch."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from lengthwise.core.pipeline_config import PipelineConfig, WeightPlacement
+from lengthwise.core.pipeline_config import Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.analytic.volume import LayerPass, layer_volume
-from lengthwise.cost.links import call_s, collective_bytes_per_s, collectives_s, hop_bytes_per_s, ring_s
+from lengthwise.cost.analytic.layer_bytes import LayerBytes, ffn_forward_flops, layer_bytes
+from lengthwise.cost.analytic.volume import LayerPass
+from lengthwise.cost.links import (
+    call_s,
+    collective_bytes_per_s,
+    collectives_s,
+    hop_bytes_per_s,
+    host_copy_bytes_per_s,
+    ring_s,
+)
 from lengthwise.cost.memory_model import DTYPE_BYTES
 
 LAUNCH_S = 2e-4
 """Seconds per layer and micro-batch that do not depend on its tokens: some forty kernel launches, a third forward."""
 CPU_LAUNCH_S = 4e-3
 """``LAUNCH_S`` on one CPU thread; measured with four layers of 128."""
+TILE_LAUNCH_S = LAUNCH_S / 2
+"""Seconds of the launches of one tile of a feed-forward, forward and backward."""
+COPIED_TENSORS, COPY_S = 12, 2e-5
+"""Tensors that an offloaded layer copies each way, one where it is recomputed, and the seconds to start a copy."""
 
 
 Reach = Callable[[np.ndarray], np.ndarray]
@@ -26,9 +39,30 @@ def _whole_sequence(length: np.ndarray) -> np.ndarray:
     return length
 
 
+class HostCopy(NamedTuple):
+    """Passes of layers behind which their saved tensors go to the host, or before which these come back."""
+
+    copy_s: float
+    """Seconds per token of the copies."""
+    token_s: float
+    """Seconds per token of the passes, what they spend in communication included."""
+    square_s: float
+    """Seconds per squared token of their attention."""
+    hops_s: float
+    """Seconds per token of their rings, which take as long where attention is shorter."""
+
+    def exposed_s(self, reach: np.ndarray) -> np.ndarray:
+        """Seconds per token of the copies that the passes do not hide."""
+        rate: np.ndarray = np.maximum(self.square_s * reach, self.hops_s)
+        rate += self.token_s
+        return np.maximum(self.copy_s - rate, 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
     """``per_square_s l^2 + per_token_s l + sum of max(hops l, attention l^2)`` per sequence, ``overhead_s`` once.
+
+    Copies to and from the host add what is beyond the passes that they run beneath, sequence by sequence.
 
     Where attention reaches fewer tokens than the whole sequence, ``l^2`` is ``l reach(l)``.
     """
@@ -41,6 +75,7 @@ class StageTime:
     """Forward and backward: seconds of hops per token, and of the attention that hides them per squared token."""
     overhead_s: float
     reach: Reach = _whole_sequence
+    copies: tuple[HostCopy, ...] = ()
 
     def times_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds that each sequence adds."""
@@ -49,6 +84,8 @@ class StageTime:
         rate += self.per_token_s
         for hops_s, attention_s in self.rings:
             rate += np.maximum(attention_s * reach, hops_s)
+        for copy in self.copies:
+            rate += copy.exposed_s(reach)
         rate *= length
         return rate
 
@@ -57,6 +94,8 @@ class StageTime:
         rate = np.full_like(length, self.per_token_comm_s)
         for hops_s, attention_s in self.rings:
             rate += np.maximum(hops_s - attention_s * self.reach(length), 0.0)
+        for copy in self.copies:
+            rate += copy.exposed_s(self.reach(length))
         return rate * length
 
     def is_dominated_by(self, other: "StageTime") -> bool:
@@ -65,6 +104,7 @@ class StageTime:
         return (
             self.per_square_s <= other.per_square_s
             and self.per_token_s <= other.per_token_s
+            and self.copies in ((), other.copies)
             and all(a <= b for mine, theirs in zip(self.rings, rings) for a, b in zip(mine, theirs))
         )
 
@@ -83,6 +123,7 @@ class _Sum:
     overhead_s: float = 0.0
     reach: Reach = _whole_sequence
     rings: dict[str, tuple[float, float]] = field(default_factory=dict)
+    copies: list[HostCopy] = field(default_factory=list)
 
     def add(self, name: str, volume: LayerPass, *, count: int) -> None:
         """Add a pass of a layer ``count`` times. All rings of a stage and direction carry the same keys and values."""
@@ -101,6 +142,31 @@ class _Sum:
         )
         self.overhead_s += count * (volume.tokens.calls + volume.weights.calls) * call_s(self.degree, self.cluster)
 
+    def add_copies(self, volumes: Sequence[tuple[LayerPass, int]], num_bytes: float, *, count: int) -> None:
+        """Add the copies of ``count`` layers of ``num_bytes`` per token, beneath ``volumes`` and how often each."""
+        matmul_rate, attention_rate = self.flops_per_s
+        matmul_s = attention_s = comm_s = hops_s = 0.0
+        for volume, times in volumes:
+            matmul_s += times * volume.matmul_flops / matmul_rate
+            attention_s += times * volume.attention_flops / attention_rate
+            comm_s += times * collectives_s(volume.tokens, degree=self.degree, cluster=self.cluster)
+            if volume.tokens.ring:
+                hops_s += times * ring_s(volume.tokens, degree=self.degree, cluster=self.cluster)
+        copy_s = count * num_bytes / host_copy_bytes_per_s(self.cluster)
+        self.copies.append(HostCopy(copy_s, count * (matmul_s + comm_s), count * attention_s, count * hops_s))
+
+    def add_tiles(self, layer: LayerBytes, model: ModelSpec, *, tile_tokens: int, count: int) -> None:
+        """Add the feed-forward's second forward of ``count`` layers that do not run theirs again anyway, and launches.
+
+        Of Megatron's, each tile is gathered and its output reduced, in calls of its own.
+        """
+        if not layer.is_recomputed:
+            self.matmul_s += count * ffn_forward_flops(model) / self.degree / self.flops_per_s[0]
+        tile_s = TILE_LAUNCH_S
+        if layer.method is Method.MEGATRON_TS and self.degree > 1:
+            tile_s += 5 * call_s(self.degree, self.cluster)
+        self.matmul_s += count * tile_s / (tile_tokens * self.degree)
+
     def stage_time(self) -> StageTime:
         """The :class:`StageTime` of all parts added so far."""
         return StageTime(
@@ -110,6 +176,7 @@ class _Sum:
             rings=tuple(self.rings[name] for name in ("forward", "backward") if name in self.rings),
             overhead_s=self.overhead_s,
             reach=self.reach,
+            copies=tuple(self.copies),
         )
 
 
@@ -119,19 +186,25 @@ def stage_time(model: ModelSpec, scheme: PipelineConfig, *, stage: int, cluster:
     Collectives around attention and products are exposed. Hops of a ring hide behind the attention of the block before,
     up to its time, taken sequence by sequence; a pack can only do better. Moving weights to a layer that does not hold
     them whole is charged in full to the micro-batch: it does not shrink with fewer tokens, and what compute hides of it
-    would depend on them. Tokens handed to the next stage and gradients to the one before are exposed.
+    would depend on them. Tokens handed to the next stage and gradients to the one before are exposed. What an offloaded
+    layer saves is copied beneath its own forward and its own backward.
     """
     device = cluster.device
     rates = (device.matmul_flops_per_s(dtype, hidden_size=model.hidden_size), device.attention_flops_per_s(dtype))
     total = _Sum(cluster=cluster, degree=scheme.degree, flops_per_s=rates, reach=model.reach)
     launch_s = CPU_LAUNCH_S if device.name == "cpu" else LAUNCH_S
-    layers = Counter((scheme.methods[layer], scheme.recompute[layer]) for layer in scheme.layers_of_stage(stage))
-    for (method, recomputed), count in sorted(layers.items()):
-        volume = layer_volume(model, method, degree=scheme.degree, dtype=dtype)
-        forwards = count * (2 if recomputed else 1)
-        total.add("forward", volume.forward, count=forwards)
+    layers = Counter(layer_bytes(model, scheme, scheme.layers_of_stage(stage), dtype=dtype))
+    for layer, count in sorted(layers.items(), key=lambda item: item[0].key):
+        volume, forwards = layer.volume, 2 if layer.is_recomputed else 1
+        total.add("forward", volume.forward, count=count * forwards)
         total.add("backward", volume.backward, count=count)
-        total.overhead_s += launch_s * (forwards + 2 * count) / 3
+        total.overhead_s += launch_s * (count * forwards + 2 * count) / 3
+        if layer.is_tiled:
+            total.add_tiles(layer, model, tile_tokens=scheme.tile_tokens, count=count)
+        if layer.is_offloaded:
+            total.add_copies([(volume.forward, 1)], layer.saved, count=count)
+            total.add_copies([(volume.forward, forwards - 1), (volume.backward, 1)], layer.saved, count=count)
+            total.overhead_s += count * 2 * COPY_S * (1 if layer.is_recomputed else COPIED_TENSORS)
     _add_ends(total, model, scheme=scheme, stage=stage, width=DTYPE_BYTES[dtype])
     return total.stage_time()
 

@@ -4,6 +4,9 @@ A micro-batch takes L (t_f + t_b) + r t_f + T_C seconds, where t_f and t_b are a
 T_C has no square. It keeps (L - r) m + L m_inp + M_C bytes, and where layers are recomputed the one that is there in
 full; all are lines over its tokens. Nothing need be known of the model but how many layers and parameters it has.
 
+What an offloaded layer keeps, of a recomputed one its input, is on the host but for two layers' at a time; copying
+takes what is beyond the passes it runs beneath, sequence by sequence.
+
 A stage of a pipeline has these of its own layers, and the last one T_C and M_C, which are those of the head but for an
 embedding. Stages send each other m_inp at most. Under 1F1B stage s of S keeps S - s micro-batches; each stage but the
 last keeps their outputs as well, and has one more layer in full while a backward runs.
@@ -23,7 +26,7 @@ from lengthwise.core.errors import InputError
 from lengthwise.core.layer_profile import LayerRow, LayerTable
 from lengthwise.core.pipeline_config import Method, PipelineConfig, Strategy, uniform_scheme
 from lengthwise.core.specs import ClusterSpec, ModelSpec
-from lengthwise.cost.links import call_s, hop_bytes_per_s
+from lengthwise.cost.links import call_s, hop_bytes_per_s, host_copy_bytes_per_s
 from lengthwise.cost.memory_model import DTYPE_BYTES, state_bytes
 from lengthwise.cost.port_traffic import hold_the_same
 from lengthwise.cost.profiled.fitted import features
@@ -110,6 +113,41 @@ class _StageLayers(NamedTuple):
     recomputed: int
     rest: float
     """The share of T_C and M_C that is counted with them."""
+    offloaded: int
+    """Layers of which all that they keep is on the host, their input included."""
+    inputs_offloaded: int
+    """Recomputed layers whose input is on the host."""
+    copied_per_s: float
+    """Bytes per second of copies to or from the host."""
+
+    def exposed_s(self, length: np.ndarray) -> np.ndarray:
+        """Seconds of each sequence in copies that passes do not hide: out beneath a forward, back beneath a backward.
+
+        The backward of a recomputed layer runs its forward first.
+        """
+        fit, exposed_s = self.fit, np.zeros_like(length)
+        inputs = fit.inputs.per_token
+        all_bytes = fit.kept_layer.per_token + inputs
+        for count, per_token, again in ((self.offloaded, all_bytes, 0), (self.inputs_offloaded, inputs, 1)):
+            if count:
+                copy_s, forward_s = per_token / self.copied_per_s * length, fit.forward.of_sequences(length)
+                backward_s = again * forward_s + fit.backward.of_sequences(length)
+                exposed_s += count * (np.maximum(copy_s - forward_s, 0.0) + np.maximum(copy_s - backward_s, 0.0))
+        return exposed_s
+
+    @property
+    def fixed_copy_s(self) -> float:
+        """Seconds of the copies of bytes that are there whatever the tokens."""
+        num_bytes = self.offloaded * self.fit.kept_layer.fixed
+        num_bytes += (self.offloaded + self.inputs_offloaded) * self.fit.inputs.fixed
+        return 2 * num_bytes / self.copied_per_s if num_bytes else 0.0
+
+    @property
+    def moving(self) -> list[tuple[float, LinearBytes]]:
+        """What offloaded layers have on the device in a backward, of two of those that keep the most, if there are."""
+        num_whole = min(2, self.offloaded)
+        num_inputs = num_whole + min(2 - num_whole, self.inputs_offloaded)
+        return [(num_whole, self.fit.kept_layer), (num_inputs, self.fit.inputs)]
 
 
 def fit_degree(rows: Sequence[LayerRow]) -> DegreeFit:
@@ -210,6 +248,7 @@ class DualLayerCost(SeparableCost):
                 (part.num_layers + part.recomputed) * part.fit.forward.c_s
                 + part.num_layers * part.fit.backward.c_s
                 + part.rest * part.fit.constant.c_s
+                + part.fixed_copy_s
                 for part in layers
             )
             for layers in self._stages(scheme)
@@ -282,11 +321,24 @@ class DualLayerCost(SeparableCost):
             num_in_flight = scheme.num_stages - stage
             terms: list[tuple[float, LinearBytes]] = [(num_in_flight * (num_in_flight > 1), layers[0].fit.inputs)]
             for part in layers:
-                terms += [(num_in_flight * (part.num_layers - part.recomputed), part.fit.kept_layer)]
-                terms += [(num_in_flight * part.num_layers, part.fit.inputs), (part.rest, part.fit.rest)]
+                num_kept = part.num_layers - part.offloaded
+                terms += [(num_in_flight * (num_kept - part.recomputed), part.fit.kept_layer)]
+                terms += [(num_in_flight * (num_kept - part.inputs_offloaded), part.fit.inputs)]
+                terms += [(part.rest, part.fit.rest), *part.moving]
                 terms += [(int(part.recomputed > 0 or num_in_flight > 1), part.fit.alive)]
             lines.append(Line(sum(n * line.fixed for n, line in terms), sum(n * line.per_token for n, line in terms)))
         return lines
+
+    def _host_line(self, scheme: PipelineConfig, num_devices: int) -> tuple[float, float]:
+        """What layers put on the host, of the stage that puts most there."""
+        fixed = per_token = 0.0
+        for stage, layers in enumerate(self._stages(scheme)):
+            counts = [(part.offloaded, part.fit.kept_layer) for part in layers]
+            counts += [(part.offloaded + part.inputs_offloaded, part.fit.inputs) for part in layers]
+            in_flight = scheme.num_stages - stage
+            fixed = max(fixed, in_flight * sum(count * line.fixed for count, line in counts))
+            per_token = max(per_token, in_flight * sum(count * line.per_token for count, line in counts))
+        return self._host_state_bytes(num_devices) + fixed, per_token
 
     def _state_bytes(self, scheme: PipelineConfig, num_devices: int) -> tuple[int, ...]:
         """Weights and gradients, gathered or all on every stage; the optimizer in equal parts; what is not trained."""
@@ -303,8 +355,10 @@ class DualLayerCost(SeparableCost):
         """The layers of each stage of ``scheme`` by method.
 
         Raises:
-            InputError: ``scheme`` has other layers than the profile, or was not measured.
+            InputError: ``scheme`` has other layers than the profile, was not measured, or has tiles, which were not.
         """
+        if scheme.tile_tokens:
+            raise InputError(f"no layer profile for scheme {scheme.name}: profiles know no tiles of feed-forwards")
         is_measured = all((scheme.degree, method) in self.fits for method in set(scheme.methods))
         if not is_measured or scheme.num_layers != self.table.num_layers:
             measured = ", ".join(f"{method} of degree {degree}" for degree, method in self.fits)
@@ -317,18 +371,25 @@ class DualLayerCost(SeparableCost):
         layers = scheme.layers_of_stage(stage)
         methods = scheme.methods[layers.start : layers.stop]
         recomputed = Counter(compress(methods, scheme.recompute[layers.start : layers.stop]))
+        offloaded = Counter((scheme.methods[n], scheme.recompute[n]) for n in layers if scheme.is_offloaded(n))
+        copied_per_s = host_copy_bytes_per_s(self.cluster) if offloaded else 0.0
         rest = float(stage == scheme.num_stages - 1)
         return tuple(
-            _StageLayers(self.fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers))
+            _StageLayers(
+                self.fits[scheme.degree, method], count, recomputed[method], rest * count / len(layers),
+                offloaded[method, False], offloaded[method, True], copied_per_s,
+            )
             for method, count in Counter(methods).items()
-        )
+        )  # fmt: skip
 
 
 def _times_s(length: np.ndarray, layers: Sequence[_StageLayers]) -> np.ndarray:
     """Seconds that each sequence adds to a stage."""
     times_s = np.zeros_like(length)
-    for fit, num_layers, recomputed, rest in layers:
-        times_s += (num_layers + recomputed) * fit.forward.of_sequences(length)
-        times_s += num_layers * fit.backward.of_sequences(length)
-        times_s += rest * fit.constant.of_sequences(length)
+    for part in layers:
+        times_s += (part.num_layers + part.recomputed) * part.fit.forward.of_sequences(length)
+        times_s += part.num_layers * part.fit.backward.of_sequences(length)
+        times_s += part.rest * part.fit.constant.of_sequences(length)
+        if part.copied_per_s:
+            times_s += part.exposed_s(length)
     return times_s

@@ -1,0 +1,124 @@
+"""Bytes of one layer between its forward and its backward, on its device and on the host, with recompute, offload and
+tiles of the feed-forward.
+
+Offload copies what a forward saves (where the layer is recomputed, its input alone) out behind the forward and back
+before the backward, so that of all offloaded layers of a stage two are on the device: the one in use, and one that goes
+or comes. Tiles make a feed-forward save its input alone and compute it again, tile by tile, in its backward: what it
+saves otherwise, and the gradients of that, are there for one tile.
+
+F feed-forward size or a device's columns of it, D hidden size, p devices of the stage, w bytes of the compute dtype.
+Bytes are per token of the whole pack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lengthwise.core.pipeline_config import Method, PipelineConfig
+from lengthwise.core.specs import ModelSpec
+from lengthwise.cost.analytic.volume import LayerVolume, layer_volume
+from lengthwise.cost.memory_model import DTYPE_BYTES, norm_bytes
+
+UNTILED = frozenset({Method.METP})
+"""Methods whose feed-forwards already save their input alone: tiles change nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """One layer's bytes per token of the pack."""
+
+    method: Method
+    volume: LayerVolume
+    needed: float
+    """What the backward needs of the forward, tiles counted."""
+    saved: float
+    """What the forward leaves for the backward: ``needed``, or the input alone where that is recomputed."""
+    is_recomputed: bool
+    is_offloaded: bool
+    is_tiled: bool
+
+    @property
+    def key(self) -> tuple[Method, bool, bool]:
+        """What tells it from other layers of its scheme."""
+        return self.method, self.is_recomputed, self.is_offloaded
+
+    @property
+    def on_device(self) -> float:
+        """What is on the device between the passes."""
+        return 0.0 if self.is_offloaded else self.saved
+
+    @property
+    def on_host(self) -> float:
+        """What is on the host between the passes."""
+        return self.saved if self.is_offloaded else 0.0
+
+
+def has_tiles(scheme: PipelineConfig, method: Method) -> bool:
+    """Whether feed-forwards of ``method`` compute tiles under ``scheme``."""
+    return scheme.tile_tokens > 0 and method not in UNTILED
+
+
+def ffn_forward_flops(model: ModelSpec) -> float:
+    """FLOPs per token of the products of one feed-forward's forward, which tiles run again in the backward."""
+    return 2.0 * (3 if model.gated_ffn else 2) * model.hidden_size * model.ffn_size
+
+
+def tiled_bytes(model: ModelSpec, method: Method, *, degree: int, width: int) -> float:
+    """What a feed-forward saves no more under tiles: its activations, and output and statistics of its norm."""
+    if method in UNTILED:
+        return 0.0
+    copies = 3 if model.gated_ffn else 2
+    columns = -(-model.ffn_size // degree) if method is Method.MEGATRON_TS else model.ffn_size / degree
+    return copies * columns * width + (model.hidden_size * width + norm_bytes(model) / 2) / degree
+
+
+def layer_bytes(model: ModelSpec, scheme: PipelineConfig, layers: Sequence[int], *, dtype: str) -> list[LayerBytes]:
+    """The bytes of ``layers`` of ``scheme``, in turn; layers alike share one object.
+
+    Raises:
+        InputError: a method cannot share this model's layers among so many devices.
+    """
+    made: dict[tuple[Method, bool, bool], LayerBytes] = {}
+    methods, recompute = scheme.methods, scheme.recompute
+    of_layers = []
+    for layer in layers:
+        key = methods[layer], recompute[layer], scheme.is_offloaded(layer)
+        if key not in made:
+            made[key] = _layer_bytes(model, scheme, *key, dtype=dtype)
+        of_layers.append(made[key])
+    return of_layers
+
+
+def _layer_bytes(
+    model: ModelSpec, scheme: PipelineConfig, method: Method, is_recomputed: bool, is_offloaded: bool, *, dtype: str
+) -> LayerBytes:
+    volume, is_tiled = layer_volume(model, method, degree=scheme.degree, dtype=dtype), has_tiles(scheme, method)
+    needed = volume.kept_bytes
+    if is_tiled:
+        needed -= tiled_bytes(model, method, degree=scheme.degree, width=DTYPE_BYTES[dtype])
+    return LayerBytes(
+        method=method, volume=volume, needed=needed, saved=volume.input_bytes if is_recomputed else needed,
+        is_recomputed=is_recomputed, is_offloaded=is_offloaded, is_tiled=is_tiled,
+    )  # fmt: skip
+
+
+def moving_bytes(layers: Sequence[LayerBytes]) -> dict[LayerBytes, float]:
+    """What is on the device of offloaded ``layers`` during the backward of each: its own, and the largest other's."""
+    offloaded = sorted((layer.saved for layer in layers if layer.is_offloaded), reverse=True)
+    if not offloaded:
+        return dict.fromkeys(layers, 0.0)
+    largest, second = [*offloaded, 0.0][:2]
+    return {
+        layer: (layer.saved + (second if layer.saved == largest else largest)) if layer.is_offloaded else largest
+        for layer in dict.fromkeys(layers)
+    }
+
+
+def host_bytes_per_token(model: ModelSpec, scheme: PipelineConfig, *, dtype: str) -> float:
+    """Bytes on the host of the stage that puts the most there: stage s of S keeps S - s micro-batches under 1F1B."""
+    if not scheme.offload:
+        return 0.0
+    return max(
+        (scheme.num_stages - stage)
+        * sum(layer.on_host for layer in layer_bytes(model, scheme, scheme.layers_of_stage(stage), dtype=dtype))
+        for stage in range(scheme.num_stages)
+    )
