@@ -41,7 +41,10 @@ def check_plans_fit(plans: "PlanFile", config: Config, spec: ModelSpec, cluster:
 
     for plan in plans.representatives():
         check_executable(plan, spec, cluster.num_devices)
-    cost = AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
+    cost = AnalyticCost(
+        model=spec, cluster=cluster, dtype=config.train.dtype,
+        narrow_gradients=config.optim.optimizer_settings.narrow_gradients,
+    )  # fmt: skip
     for scheme, (num_tokens, step) in plans.largest.items():
         try:
             peak = int(cost.peak_bytes(np.asarray(num_tokens), scheme, num_devices=cluster.num_devices))

@@ -35,6 +35,7 @@ def step_line(row: "Row", *, num_steps: int) -> str:
         f"lr {_rate(row)}",
         f"{count(row['perf/tokens_per_s'])} tokens/s",
         shortened(short_strategy(row["plan/strategy"]), _PLAN_COLUMNS),
+        f"skipped {row['skipped_steps']}" if row.get("skipped_steps") else "",
         f"recompiles {row['compile/recompiles']}" if row["compile/recompiles"] else "",
         f"data wait {row['data/wait_frac']:.0%}" if row["data/wait_frac"] >= _MUCH_WAIT else "",
         f"peak {_peak(row)}",

@@ -30,6 +30,12 @@ class OptimizerSettings:
     make: Callable[[list[dict[str, Any]]], Any] | None = None
     """Makes an optimizer of torch from parameter groups, of matrices and of vectors; None: ``name`` says which. Each
     parameter is updated whole, by one rank."""
+    loss_scale: float | None = None
+    """The first scale of the loss; None: 65,536 where a model computes in float16, else losses are not scaled."""
+    loss_scale_window: int = 2000
+    """Steps in a row without an overflow after which the loss scale doubles."""
+    narrow_gradients: bool = False
+    """Whether gradients are added up and summed over ranks in the dtype of the model's weights, not in float32."""
     tensors: tuple[str, ...] = ()
     """Names of the tensors that the optimizer keeps which ``make`` makes."""
 

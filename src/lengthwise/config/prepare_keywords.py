@@ -51,6 +51,8 @@ class PrepareKeywords(TypedDict, total=False):
     lr_scaling: LrRule
     lr_scaling_by: BatchSize
     lr_reference: float | None
+    loss_scale: float | None
+    loss_scale_window: int
     lr_clamp: tuple[float, float] | None
     memory_gib: float | None
     device: DeviceName

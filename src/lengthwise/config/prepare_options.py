@@ -1,6 +1,7 @@
 """Keyword arguments of ``lengthwise.prepare``, checked at once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
 
@@ -126,12 +127,16 @@ class PrepareOptions(
     def optimizer_settings(self) -> OptimizerSettings:
         """The optimizer and its constants."""
         if isinstance(self.optimizer, OptimizerSettings):
-            return self.optimizer
-        if callable(self.optimizer):
+            settings = self.optimizer
+        elif callable(self.optimizer):
             make = getattr(self.optimizer, "func", self.optimizer)  # of a functools.partial
             name = getattr(make, "__qualname__", type(make).__qualname__)
-            return OptimizerSettings(name=name, make=self.optimizer, weight_decay=self.weight_decay)
-        return OptimizerSettings(name=self.optimizer, weight_decay=self.weight_decay)
+            settings = OptimizerSettings(name=name, make=self.optimizer, weight_decay=self.weight_decay)
+        else:
+            settings = OptimizerSettings(name=self.optimizer, weight_decay=self.weight_decay)
+        if self.loss_scale is None and self.loss_scale_window == settings.loss_scale_window:
+            return settings
+        return replace(settings, loss_scale=self.loss_scale, loss_scale_window=self.loss_scale_window)
 
     @property
     def sharing_methods(self) -> tuple[Method, ...]:

@@ -131,6 +131,12 @@ class UpdateSettings(Settings):
     """What lr_scaling counts as the size of a batch; targets are tokens that have a loss."""
     lr_reference: float | None = Field(default=None, ge=1, le=MOST_TOKENS)
     """The batch size that lr is meant for; none: the size of a batch of sequences of mean length."""
+    loss_scale: float | None = Field(default=None, ge=2.0**-16, le=2.0**64)
+    """Loss scaling, as torch.amp.GradScaler does it: the first scale, which halves where gradients overflow and doubles
+    after loss_scale_window steps without. A step that overflows is skipped on all ranks; none: 65,536 where the model
+    computes in float16, else losses are not scaled."""
+    loss_scale_window: int = Field(default=2000, ge=1, le=1 << 40)
+    """The number of steps in a row without an overflow after which the loss scale doubles."""
     lr_clamp: tuple[LrFactor, LrFactor] | None = None
     """The least and the most that lr_scaling multiplies the learning rate by, such as [0.25, 4]; none: any factor."""
 

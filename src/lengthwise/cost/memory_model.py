@@ -9,36 +9,54 @@ FAMILIES = ("llama", "gpt", "bert", "transformer-1d", "transformer-2d", "generic
 """Families whose layers are one attention and one feed-forward, each behind a norm."""
 
 
+def gradient_bytes(dtype: str, *, is_narrow: bool = False) -> int:
+    """Bytes of a gradient as it is added up: in float32 or above, or where ``is_narrow`` in the compute dtype."""
+    return DTYPE_BYTES[dtype] if is_narrow else max(4, DTYPE_BYTES[dtype])
+
+
 def state_bytes(
-    model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None, on_host: bool = False
-) -> int:
+    model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None, on_host: bool = False,
+    narrow_gradients: bool = False,
+) -> int:  # fmt: skip
     """Bytes of the model state per device: the sum of :func:`state_parts`."""
-    return sum(state_parts(model, num_devices=num_devices, dtype=dtype, num_held=num_held, on_host=on_host))
+    parts = state_parts(
+        model, num_devices=num_devices, dtype=dtype, num_held=num_held, on_host=on_host,
+        narrow_gradients=narrow_gradients,
+    )  # fmt: skip
+    return sum(parts)
 
 
 def state_parts(
-    model: ModelSpec, *, num_devices: int, dtype: str, num_held: int | None = None, on_host: bool = False
+    model: ModelSpec,
+    *,
+    num_devices: int,
+    dtype: str,
+    num_held: int | None = None,
+    on_host: bool = False,
+    narrow_gradients: bool = False,
 ) -> tuple[int, int, int]:
     """Bytes of weights and gradients held, and of the optimizer, which is fully sharded, per device.
 
     Weights in the compute dtype and gradients at master precision, ``num_held`` of each (all, if not given). Spread
     over all devices: master weights, their summed gradients and the two moments of AdamW. One device alone updates the
-    gradients it has, and the weights it has if they are of the master's dtype.
+    gradients it has, and the weights it has if they are of the master's dtype. With ``narrow_gradients`` all gradients
+    are in the compute dtype: of 16 bits each, what is spread is 3/4 of the state but for those sums (Hydraulis, B.1).
 
     With ``on_host`` the optimizer's are in the host's memory, and what goes there or comes is on the device for two
     units at a time. One device alone hands its gradients over as they are made, two parameters' at a time.
     """
     compute, master = DTYPE_BYTES[dtype], max(4, DTYPE_BYTES[dtype])
+    gradient = gradient_bytes(dtype, is_narrow=narrow_gradients)
     num_params = model.num_params if num_held is None else num_held
     if on_host:
         under_way = 2 * min(num_params, largest_matrix(model))
         if num_devices == 1:
-            return num_params * compute, under_way * master, 0
-        return num_params * compute, num_params * master, shard_size(under_way, num_devices) * (compute + master)
-    sharded = 4 * master
+            return num_params * compute, under_way * gradient, 0
+        return num_params * compute, num_params * gradient, shard_size(under_way, num_devices) * (compute + gradient)
+    sharded = 3 * master + gradient
     if num_devices == 1:
         sharded = 2 * master if compute == master else 3 * master
-    return num_params * compute, num_params * master, sharded * shard_size(model.num_params, num_devices)
+    return num_params * compute, num_params * gradient, sharded * shard_size(model.num_params, num_devices)
 
 
 def host_state_bytes(model: ModelSpec, *, num_devices: int, dtype: str) -> int:

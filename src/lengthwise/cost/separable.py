@@ -107,11 +107,21 @@ class SeparableCost(ABC):
     error: CostError | None = None
     """How far predictions are from measurements; None: not known."""
 
-    def __init__(self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str, state_on_host: bool = False) -> None:
-        """``state_on_host``: master weights and optimizer state are in host memory, and are updated there.
+    def __init__(
+        self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str, state_on_host: bool = False,
+        narrow_gradients: bool = False,
+    ) -> None:  # fmt: skip
+        """Price with the model state where and as precise as it is.
+
+        Args:
+            model: what is computed.
+            cluster: where.
+            dtype: what it is computed in.
+            state_on_host: master weights and optimizer state are in host memory, and are updated there.
+            narrow_gradients: gradients are added up in ``dtype``, not in float32.
 
         Raises:
-            InputError: they are, and the devices can put nothing there.
+            InputError: the state is on the host, and the devices can put nothing there.
         """
         if state_on_host:
             host_copy_bytes_per_s(cluster)
@@ -119,7 +129,10 @@ class SeparableCost(ABC):
         self.cluster = cluster
         self.dtype = dtype
         self.state_on_host = state_on_host
-        self.mover = WeightTraffic(model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host)
+        self.narrow_gradients = narrow_gradients
+        self.mover = WeightTraffic(
+            model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host, narrow_gradients=narrow_gradients
+        )
 
     @abstractmethod
     def sequence_times_s(self, lengths: np.ndarray, scheme: PipelineConfig) -> np.ndarray:
@@ -206,7 +219,8 @@ class SeparableCost(ABC):
         params_of_stage = (held_params(self.model, scheme, stage=stage) for stage in range(scheme.num_stages))
         return tuple(
             state_bytes(
-                self.model, num_devices=num_devices, dtype=self.dtype, num_held=number, on_host=self.state_on_host
+                self.model, num_devices=num_devices, dtype=self.dtype, num_held=number, on_host=self.state_on_host,
+                narrow_gradients=self.narrow_gradients,
             )
             for number in params_of_stage
-        )
+        )  # fmt: skip

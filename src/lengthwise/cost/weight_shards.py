@@ -10,7 +10,7 @@ from functools import cached_property
 from lengthwise.core.pipeline_config import PipelineConfig, Strategy, WeightPlacement, homogeneous
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.links import LINK_EFFICIENCY, host_copy_bytes_per_s
-from lengthwise.cost.memory_model import DTYPE_BYTES
+from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes
 from lengthwise.cost.port_traffic import hold_the_same, port_traffic
 
 
@@ -70,32 +70,35 @@ class WeightTraffic:
     dtype: str
     state_on_host: bool = False
     """Whether master weights and optimizer state are in host memory, and are updated there."""
+    narrow_gradients: bool = False
+    """Whether gradients are pushed in the compute dtype, not at master precision."""
 
     @property
     def _widths(self) -> tuple[int, int]:
-        return DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
+        """Bytes of a weight as it is pulled and of a gradient as it is pushed."""
+        return DTYPE_BYTES[self.dtype], gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
 
     def update_s(self, strategy: Strategy) -> float:
-        """Push gradients at master precision, update every shard, pull weights in the compute dtype, in turn.
+        """Push gradients, update every shard, pull weights in the compute dtype, in turn.
 
         The optimizer reads the gradient twice (norm, update) and reads and writes master weights and both moments.
         Where these are on the host, gradients go there and weights come back, and it is the host's memory it reads.
         Never less than under equal pipelines of one of the schemes: what :class:`~lengthwise.core.cost.CostModel`
         promises, and mixtures that overlap better with what ranks own would break by a few per cent.
         """
-        width, master = self._widths
+        width, gradient = self._widths
         num_devices = strategy.num_devices
         equal_s = [
-            self._equal_exchange_s(scheme, num_devices, num_idle, master + width)
+            self._equal_exchange_s(scheme, num_devices, num_idle, gradient + width)
             for scheme in strategy.distinct_schemes
             for num_idle in {0, strategy.num_idle}
             if (num_devices - num_idle) % scheme.num_devices == 0
         ]
-        moved_s = max(equal_s if strategy.is_homogeneous else [self.exchange_s(strategy, master + width), *equal_s])
-        touched = 8 * master * self.model.num_params / num_devices
+        moved_s = max(equal_s if strategy.is_homogeneous else [self.exchange_s(strategy, gradient + width), *equal_s])
+        touched = (2 * gradient + 6 * gradient_bytes(self.dtype)) * self.model.num_params / num_devices
         if self.state_on_host:
             host_s = touched / (LINK_EFFICIENCY * self.cluster.device.host_memory_bytes_per_s)
-            return moved_s + self._host_copy_s(num_devices, master + width) + host_s
+            return moved_s + self._host_copy_s(num_devices, gradient + width) + host_s
         return moved_s + touched / self.cluster.device.memory_bytes_per_s
 
     def _host_copy_s(self, num_devices: int, num_bytes: int) -> float:
@@ -106,9 +109,9 @@ class WeightTraffic:
         """Push the gradients of ``before`` and pull the weights of ``after``; 0 if each rank holds the same in both."""
         if hold_the_same(before, after):
             return 0.0
-        width, master = self._widths
-        copied_s = self._host_copy_s(after.num_devices, master + width) if self.state_on_host else 0.0
-        return self.exchange_s(before, master) + self.exchange_s(after, width) + copied_s
+        width, gradient = self._widths
+        copied_s = self._host_copy_s(after.num_devices, gradient + width) if self.state_on_host else 0.0
+        return self.exchange_s(before, gradient) + self.exchange_s(after, width) + copied_s
 
     @cached_property
     def _equal_s(self) -> dict[tuple[object, ...], float]:

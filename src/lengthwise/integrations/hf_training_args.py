@@ -8,7 +8,7 @@ import transformers
 from lengthwise.core.errors import InputError
 
 _REASONS = {
-    "fp16": "a scale of losses that changes with every overflow does not go with exact weights of losses; use bf16",
+    "fp16": "use bf16, or load the model in float16, whose losses are scaled (option loss_scale)",
     "deepspeed": "the optimizer's state is sharded over the ranks already",
     "fsdp": "the optimizer's state is sharded over the ranks already, and weights are whole",
     "fsdp_config": "the optimizer's state is sharded over the ranks already, and weights are whole",

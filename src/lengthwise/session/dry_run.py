@@ -83,7 +83,9 @@ def dry_run_plan(
         "ranks_per_node": cluster.devices_per_node,
     }
     (counted,) = run_process([request])
-    cost = AnalyticCost(model=spec, cluster=cluster, dtype=dtype)
+    cost = AnalyticCost(
+        model=spec, cluster=cluster, dtype=dtype, narrow_gradients=config.optim.optimizer_settings.narrow_gradients
+    )
     issued = {row["rank"]: row["collectives"] for row in counted}
     return {
         **_heading(spec.name, cluster, plan),

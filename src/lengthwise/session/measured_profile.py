@@ -39,7 +39,9 @@ class MeasuredProfile:
             )
         return cls(path=str(path), table=table)
 
-    def cost(self, model: ModelSpec, cluster: ClusterSpec, *, is_learned: bool = False) -> ProfiledCost:
+    def cost(
+        self, model: ModelSpec, cluster: ClusterSpec, *, is_learned: bool = False, narrow_gradients: bool = False
+    ) -> ProfiledCost:
         """The cost model of what was measured: fitted, a l^2 + b l + c, or a random forest where ``is_learned``.
 
         Links that the profile measured take the place of those of ``cluster``.
@@ -57,10 +59,10 @@ class MeasuredProfile:
         cluster = with_measured_links(cluster, self.table.links)
         tables = tables_by_scheme(self.table, num_layers=model.num_layers)
         if not is_learned:
-            return FittedCost(tables, model=model, cluster=cluster)
+            return FittedCost(tables, model=model, cluster=cluster, narrow_gradients=narrow_gradients)
         from lengthwise.cost.profiled.hybrid import HybridCost
 
-        return HybridCost(tables, model=model, cluster=cluster)
+        return HybridCost(tables, model=model, cluster=cluster, narrow_gradients=narrow_gradients)
 
     def in_words(self, error: CostError | None) -> str:
         """Where costs come from, and how far they are from the measurements."""

@@ -138,11 +138,11 @@ def make_cost(config: Config, spec: ModelSpec, cluster: ClusterSpec) -> Separabl
     Raises:
         InputError: the profile is of another model, device, dtype or recompute setting.
     """
-    plan = config.plan
+    plan, is_narrow = config.plan, config.optim.optimizer_settings.narrow_gradients
     if not plan.profile:
-        return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype)
+        return AnalyticCost(model=spec, cluster=cluster, dtype=config.train.dtype, narrow_gradients=is_narrow)
     profile = MeasuredProfile.open(plan.profile, dtype=config.train.dtype, recompute=plan.recompute)
-    return profile.cost(spec, cluster, is_learned=plan.cost == "hybrid")
+    return profile.cost(spec, cluster, is_learned=plan.cost == "hybrid", narrow_gradients=is_narrow)
 
 
 class LayerStack(Protocol):

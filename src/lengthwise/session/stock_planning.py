@@ -6,6 +6,7 @@ from lengthwise.config.prepare_options import PrepareOptions, read_options
 from lengthwise.config.run_config import Config
 from lengthwise.core.batch import NEXT_TOKEN
 from lengthwise.core.cost import CostModel
+from lengthwise.core.errors import InputError
 from lengthwise.core.pipeline_config import Method
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.data.corpus import Corpus
@@ -29,6 +30,12 @@ class StockLayers:
 def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareOptions:
     """The options of ``prepare`` that the configuration stands for, as far as they are not those of batches."""
     plan = config.plan
+    if config.optim.optimizer_settings.narrow_gradients:
+        raise InputError(
+            f"optim.gradient_dtype=compute: {stock.architecture} is computed by transformers, and its gradients are "
+            "added up in float32 or above; set optim.gradient_dtype=master, or model.implementation=lengthwise where "
+            "this library has the family"
+        )
     is_causal = stock.architecture.endswith(_CAUSAL)
     max_degree = 1 if plan.method == Method.DENSE else plan.degree or plan.max_degree
     return read_options(

@@ -26,13 +26,13 @@ def model_of(dtype=torch.float64):
     return Model().to(dtype)
 
 
-def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR, by_layer=False, stages=1):
+def make_run(model, *, degree, num_steps=STEPS, recomputed=0, labels=None, lr=LR, by_layer=False, stages=1, scale=None):
     world = start_world("cpu")
     run = run_of(
         WrappedModel(model), world, stream=Stream(), planner=plan_on(world.size, degree, recomputed, stages=stages),
         collator=PackCollator(source=Source(), objective=NEXT_TOKEN, labels=labels),
-        optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0), lr=lambda step: lr, clip_norm=0.0,
-        num_steps=num_steps,
+        optimizer=OptimizerSettings(name="sgd", momentum=0.0, weight_decay=0.0, loss_scale=scale),
+        lr=lambda step: lr, clip_norm=0.0, num_steps=num_steps,
     )  # fmt: skip
     trace_model(run)
     run.check_stages = partial(check_stages, run)
@@ -100,6 +100,24 @@ def train_through_trouble(degree, recomputed, place, troubled, *, by_layer=False
             said.append(str(error))
     run.close()
     return losses, weights_of(model), said
+
+
+def train_with_overflow(degree, *, by_layer=False, stages=1):
+    """Losses, weights and which steps were skipped, of a loop whose losses are scaled and whose last rank overflows."""
+    model, losses, skipped = model_of(), [], []
+    run = make_run(model, degree=degree, by_layer=by_layer, stages=stages, scale=256.0)
+    for step in run.steps():
+        for micro_batch in step:
+            loss = model(**micro_batch.inputs)[1]
+            step.backward(loss)
+        if step.number == 1 and run.world.rank == run.world.size - 1:
+            run.state.pushed[:1] = float("inf")
+        result = step.update()
+        losses.append(result.loss)
+        skipped.append(result.is_skipped)
+    assert run.state.loss_scaler.scale == 128.0 and not run.skipped
+    run.close()
+    return losses, weights_of(model), skipped
 
 
 def labels_of_some(sequence):

@@ -57,6 +57,18 @@ def _check_round_trip(path, dtype, settings):
     assert_same_tensors(whole_contents(other), whole_contents(state))
 
 
+def test_steps_that_a_loop_skipped_are_no_updates_of_the_optimizer(ranks, tmp_path):
+    ranks(1).run(_check_skipped, str(tmp_path))
+
+
+def _check_skipped(path):
+    _, state = trained(torch.float64, OPTIMIZERS[0])
+    checkpoint.save(Path(path), state, {"step": 3, "sampler": {}, "skipped": [1]}, keep=1)
+    _, other = new_state(local_world(), torch.float64)
+    checkpoint.load(checkpoint.latest(Path(path)), other)
+    assert {float(kept["step"]) for kept in other.optimizer.state.values()} == {2.0}
+
+
 @pytest.mark.parametrize(
     ("num_writers", "num_readers", "settings"),
     [

@@ -21,7 +21,7 @@ from lengthwise.cost.analytic.stage_memory import (
     reduce_moments,
 )
 from lengthwise.cost.analytic.stage_time import StageTime, sent_s, stage_time
-from lengthwise.cost.memory_model import DTYPE_BYTES, loss_bytes_per_token, state_parts
+from lengthwise.cost.memory_model import DTYPE_BYTES, gradient_bytes, loss_bytes_per_token, state_parts
 from lengthwise.cost.separable import Line, PiecewiseLinearMemory, SchemeCache, SeparableCost
 from lengthwise.cost.weight_shards import held_params, pushed_params
 
@@ -34,9 +34,17 @@ class AnalyticCost(SeparableCost):
     """
 
     def __init__(
-        self, *, model: ModelSpec, cluster: ClusterSpec, dtype: str = "bfloat16", state_on_host: bool = False
+        self,
+        *,
+        model: ModelSpec,
+        cluster: ClusterSpec,
+        dtype: str = "bfloat16",
+        state_on_host: bool = False,
+        narrow_gradients: bool = False,
     ) -> None:
-        super().__init__(model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host)
+        super().__init__(
+            model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host, narrow_gradients=narrow_gradients
+        )
         speed_error = cluster.device.speed_error
         self.error = None if speed_error is None else CostError(of_times=speed_error)
         self._stages = SchemeCache(self._make_stages)
@@ -103,6 +111,7 @@ class AnalyticCost(SeparableCost):
         on the last stage the loss.
         """
         widths = DTYPE_BYTES[self.dtype], max(4, DTYPE_BYTES[self.dtype])
+        gradient_width = gradient_bytes(self.dtype, is_narrow=self.narrow_gradients)
         degree, in_flight = scheme.degree, scheme.num_stages - stage
         layers = layer_bytes(self.model, scheme, scheme.layers_of_stage(stage), dtype=self.dtype)
         first, saved = layers[0], sum(layer.on_device for layer in layers)
@@ -112,7 +121,7 @@ class AnalyticCost(SeparableCost):
         moments: tuple[MemoryMoment, ...] = ()
         for activations, pushed, num_outputs in (
             (in_flight * saved, 0, in_flight),
-            (first.on_device, widths[1] * num_pushed, 1),
+            (first.on_device, gradient_width * num_pushed, 1),
         ):
             messages = num_messages(scheme, stage, in_flight=num_outputs) * self.model.hidden_size * widths[0] / degree
             moments += (
@@ -138,6 +147,7 @@ class AnalyticCost(SeparableCost):
         if scheme.weights is WeightPlacement.SHARDED and num_devices > self.cluster.devices_per_node:
             moments += (pull_moment(first.volume, self.model, num_held, degree=degree, width=widths[0]),)
         weights, gradients, optimizer = state_parts(
-            self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held, on_host=self.state_on_host
-        )
+            self.model, num_devices=num_devices, dtype=self.dtype, num_held=num_held, on_host=self.state_on_host,
+            narrow_gradients=self.narrow_gradients,
+        )  # fmt: skip
         return StageMemory(weights=weights, gradients=gradients, optimizer=optimizer, moments=moments)

@@ -147,8 +147,10 @@ def _fit_relative(columns: np.ndarray, target: np.ndarray) -> tuple[tuple[float,
 class FittedCost(ProfiledCost):
     """The fitted times and bytes of one profiled model on one kind of device, one fit per profiled scheme."""
 
-    def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
-        super().__init__(tables, model=model, cluster=cluster)
+    def __init__(
+        self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec, narrow_gradients: bool = False
+    ) -> None:
+        super().__init__(tables, model=model, cluster=cluster, narrow_gradients=narrow_gradients)
         self.fits = {scheme: fit(table) for scheme, table in self.tables.items()}
         self.error: CostError | None = CostError.of(
             [residual for fit in self.fits.values() for residual in fit.time_residuals]

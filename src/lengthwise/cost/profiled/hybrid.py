@@ -75,8 +75,10 @@ class HybridCost(FittedCost):
     Times never fall, and stay level where the forest does.
     """
 
-    def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
-        super().__init__(tables, model=model, cluster=cluster)
+    def __init__(
+        self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec, narrow_gradients: bool = False
+    ) -> None:
+        super().__init__(tables, model=model, cluster=cluster, narrow_gradients=narrow_gradients)
         self._learned = {scheme: learn(table) for scheme, table in self.tables.items()}
         self.error = None  # a forest has seen every row, so that how close it comes to them says nothing
 

@@ -36,7 +36,9 @@ def tables_by_scheme(table: ProfileTable, *, num_layers: int) -> list[tuple[Pipe
 class ProfiledCost(SeparableCost):
     """A cost model that knows the schemes that were profiled and no others."""
 
-    def __init__(self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec) -> None:
+    def __init__(
+        self, tables: Tables, *, model: ModelSpec, cluster: ClusterSpec, narrow_gradients: bool = False
+    ) -> None:
         """Check that every profile is of ``model`` and of one dtype.
 
         Raises:
@@ -55,7 +57,7 @@ class ProfiledCost(SeparableCost):
         dtypes = sorted({table.dtype for _, table in tables})
         if len(dtypes) > 1:
             raise InputError(f"the profiles were measured in {' and '.join(dtypes)}; take all in one dtype")
-        super().__init__(model=model, cluster=cluster, dtype=dtypes[0])
+        super().__init__(model=model, cluster=cluster, dtype=dtypes[0], narrow_gradients=narrow_gradients)
         self.tables = dict(tables)
         self._parts = SchemeCache(self._find_parts)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
 
 
@@ -42,6 +43,7 @@ class Fsdp2State:
         _check(model, self._modules)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.compute_dtype = self.master_dtype = self._parameters[0].dtype
+        self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
         self.optimizer = make_optimizer(
             settings,
             decaying=[parameter for parameter in self._parameters if parameter.dim() > 1],

@@ -20,8 +20,9 @@ from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
 from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
+from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.train.clock import StepClock
-from lengthwise.runtime.train.execute_step import DivergedError, StepResult
+from lengthwise.runtime.train.execute_step import ADVICE_IN_LOOPS, DivergedError, StepResult, update_or_skip
 from lengthwise.runtime.wrap.collator import pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard, active
 from lengthwise.runtime.wrap.loss_backward import backward
@@ -194,7 +195,7 @@ class Step:
         terms = self._weighing.terms(micro_batch, loss, side, mean_over)
         # Without a mean over targets, other ranks still need this rank's part of the backward.
         has_all = len(terms) > (side is not None) and mean_over not in ("step", "units")
-        return partial(backward, terms, None if has_all else shard)
+        return partial(backward, terms, None if has_all else shard, scale=scale_of(self.run.state.loss_scaler))
 
     def _end_stage(
         self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
@@ -223,7 +224,8 @@ class Step:
     def update(self) -> StepResult | None:
         """Sum gradients over ranks, clip by their norm, step the optimizer; what every rank gets back is equal.
 
-        None: some rank ran out of memory, so nothing of the step is kept; it comes again, planned anew.
+        None: some rank ran out of memory, so nothing of the step is kept; it comes again, planned anew. A result that
+        ``is_skipped``: scaled gradients overflowed, and the loss scale falls.
 
         Raises:
             CheckError: micro-batches are left, another rank left the step, or ranks have come apart; nothing of the
@@ -240,7 +242,7 @@ class Step:
             )
         self.is_over = True
         run, state = self.run, self.run.state
-        (lr, fault), clip = learning_rate_of(run.lr, self.number, self.plan.lr_factor), run.clip_norm
+        lr, fault = learning_rate_of(run.lr, self.number, self.plan.lr_factor)
         reports = self._sync_for_update(lr, fault)
         if any(pipeline >= 0 for pipeline in reports.column(2)):
             run.abort_step(self, reports)
@@ -260,18 +262,15 @@ class Step:
             factor = self._weighing.factor(reports.column(12), num_targets)
         except InputError as error:
             raise self._fail(f"step {self.number}: {error.marked}", InputError) from None
-        norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0] * factor
+        norm = state.global_norm(self._weighing.by_target.new_zeros(()))[0]
         mean = loss / max(1, num_targets) + factor * sum(map(float_of, reports.column(11)))
-        if not torch.isfinite(torch.tensor([norm, mean])).all():
-            advice = (
-                "Lower lr, set clip_norm, or look at the step's sequences; a loop that goes on gets the step again, "
-                "unless it calls step.skip()"
-            )
-            raise self._failed(DivergedError(self.number, mean, norm, advice))
         with self.clock.span(SpanKind.UPDATE, "optimizer"):
-            state.step(lr=lr, clip=factor * (min(1.0, clip / (norm + 1e-6)) if clip else 1.0))
-            run.update_weights()
-        self.result = StepResult(loss=mean, grad_norm=norm, lr=lr)
+            figures = {"loss": mean, "norm": norm, "lr": lr, "clip_norm": run.clip_norm, "factor": factor}
+            try:
+                self.result = update_or_skip(state, self.number, **figures, advice=ADVICE_IN_LOOPS)
+            except DivergedError as error:
+                raise self._failed(error) from None
+            (run.discard if self.result.is_skipped else run.update_weights)()
         run.finish(self)
         return self.result
 

@@ -78,7 +78,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         dhidden_TD, dhead_VD, dbias_V = ctx.saved_tensors
         return (
-            None if dhidden_TD is None else dhidden_TD * grad.to(dhidden_TD.dtype),
+            None if dhidden_TD is None else scaled_as(dhidden_TD, grad, dhidden_TD.dtype),
             None if dhead_VD is None else scaled_as(dhead_VD, grad, ctx.head_dtype),
             None if dbias_V is None else (dbias_V * grad).to(ctx.head_dtype),
             *(None,) * 4,
@@ -120,8 +120,8 @@ def _add_chunk(
 
 
 def scaled_as(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(x * factor).to(dtype)`` without a product in the dtype of ``x``."""
-    return torch.mul(x, factor, out=x.new_empty(x.shape, dtype=dtype))
+    """``(x * factor).to(dtype)``: a product in the wider dtype of ``x`` and ``factor`` that is never stored in it."""
+    return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape, dtype=dtype))
 
 
 def _accumulate(dhead_VD: Tensor, exps_CV: Tensor, scaled_CD: Tensor) -> None:

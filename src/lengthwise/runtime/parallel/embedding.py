@@ -106,7 +106,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
         dhidden_tD, dhead_vD, dbias_v = ctx.saved_tensors
         dbias_v = None if dbias_v is None else (dbias_v * grad).to(ctx.head_dtype)
         dhead_vD = scaled_as(dhead_vD, grad, ctx.head_dtype)
-        return dhidden_tD * grad.to(dhidden_tD.dtype), dhead_vD, dbias_v, None, None, None, None
+        return scaled_as(dhidden_tD, grad, dhidden_tD.dtype), dhead_vD, dbias_v, None, None, None, None
 
 
 def _add_chunk(

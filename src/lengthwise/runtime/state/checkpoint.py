@@ -77,7 +77,11 @@ def load(checkpoint: Path, state: ShardedState) -> dict[str, Any]:
         group.close()
     if state.world.is_first:
         _warn_of_differences(checkpoint, document, state)
-    restore(state, room, document["step"])
+    scaled = document.get("loss_scale")  # older checkpoints have none
+    if state.loss_scaler is not None and scaled is not None:
+        state.loss_scaler.load_state_dict(scaled)
+    num_left_out = len(document.get("skipped", ())) + (scaled["num_skipped"] if scaled else 0)
+    restore(state, room, document["step"] - num_left_out)
     return document
 
 

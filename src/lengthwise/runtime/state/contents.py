@@ -72,7 +72,7 @@ def room_for(state: ShardedState, saved: Mapping[str, Sequence[int]]) -> dict[st
 
 
 def restore(state: ShardedState, found: Mapping[str, ShardContent], num_steps: int) -> None:
-    """Restore the state from what :func:`contents` gave, as it was after ``num_steps`` optimizer steps."""
+    """Restore the state from what :func:`contents` gave, as it was after ``num_steps`` updates of the optimizer."""
     if state.optimizer is not None:
         state.optimizer.state.clear()
     for part, segments in _by_part(state).items():

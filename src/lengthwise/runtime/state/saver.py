@@ -242,6 +242,7 @@ def _description(state: ShardedState) -> dict[str, Any]:
         "model_digest": table.digest,
         "master_dtype": str(state.master_dtype).removeprefix("torch."),
         "optimizer": {"name": settings.name, "tensors": list(settings.state_names)},
+        "loss_scale": None if state.loss_scaler is None else state.loss_scaler.state_dict(),
         "has_whole_parameters": settings.needs_whole_parameters,
         "unit_bounds": list(table.bounds),
         "parameters": {name: {"start": slot.start, "shape": list(slot.shape)} for name, slot in table.slots.items()},

@@ -6,9 +6,12 @@ ranks compute with the same weights, :meth:`ShardedState.hold` lays out what eac
 owners, *push* returns gradients, summed (:mod:`lengthwise.runtime.state.propagation`).
 
     master    [own]    master dtype
-    pushed    [own]    master dtype: the gradient, summed over ranks
+    pushed    [own]    gradient dtype: the gradient, summed over ranks
     weights   [held]   compute dtype; the model's parameters are views of it
-    gradients [held]   master dtype; parameter gradients accumulate in it
+    gradients [held]   gradient dtype; parameter gradients accumulate in it
+
+Gradients are of the master dtype, or of the compute dtype if the optimizer's settings say so; of its update each part
+of a unit then has them in the master dtype in turn.
 
 One rank alone computes with what it owns: its gradients are what is pushed, and, where both dtypes are one, its weights
 are the master weights.
@@ -29,6 +32,7 @@ from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.local_weights import LocalWeights
+from lengthwise.runtime.state.loss_scaler import LossScaler
 from lengthwise.runtime.state.optimizer import make_optimizer
 from lengthwise.runtime.state.sharded_weights import ShardedWeights
 from lengthwise.runtime.state.table import ParameterTable
@@ -44,7 +48,9 @@ class Segment:
     name: str
     """Of the unit, or of the parameter where parameters are not cut."""
     parameter: nn.Parameter
-    """A view of ``master``; its gradient is a view of ``pushed``."""
+    """A view of ``master``; its gradient is ``pushed``, where that has the same dtype."""
+    pushed: Tensor
+    """A view of the state's."""
     decays: bool
 
 
@@ -67,7 +73,9 @@ class ShardedState(ShardedWeights):
         """Units that some rank computes with as laid out by :meth:`hold`."""
         self._grad_views: dict[str, Tensor] = {}
         self._weight_views: dict[str, Tensor] = {}
-        self.pushed = torch.zeros_like(self.master)
+        self.gradient_dtype = self.compute_dtype if settings.narrow_gradients else self.master_dtype
+        self.loss_scaler = LossScaler.of(settings, self.compute_dtype)
+        self.pushed = torch.zeros_like(self.master, dtype=self.gradient_dtype)
         self.segments = self._make_segments()
         self.optimizer = make_optimizer(
             settings,
@@ -75,14 +83,14 @@ class ShardedState(ShardedWeights):
             others=[s.parameter for s in self.segments if not s.decays],
         )
         self._hooks: list[RemovableHandle] = []
-        if self.compute_dtype != self.master_dtype:
+        if self.compute_dtype != self.gradient_dtype:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
                 for name, parameter in self.named.items()
             ]
         self.holdings: tuple[WeightShard | None, ...] | None = None
-        self.gradients = self.master[:0]
-        self.weights = self.gradients.to(self.compute_dtype)  # a rank may hold nothing, but of this kind
+        self.gradients = self.pushed[:0]
+        self.weights = self.master[:0].to(self.compute_dtype)  # a rank may hold nothing, but of this kind
         self._coming: list[AsyncResult | None] = []
         self._going: list[AsyncResult] = []
         self._is_pulled = False
@@ -203,7 +211,7 @@ class ShardedState(ShardedWeights):
 
     def detached_gradient(self) -> str | None:
         """Name of a parameter whose gradient would not land in ``gradients``; None if there is none."""
-        if self.compute_dtype != self.master_dtype:
+        if self.compute_dtype != self.gradient_dtype:
             return None
         views = self._grad_views
         return next((name for name, p in self.named.items() if p.grad is not views.get(name)), None)
@@ -231,11 +239,17 @@ class ShardedState(ShardedWeights):
         self._is_pulled = False
         if self.optimizer is None:
             return
-        if clip != 1.0:
-            self.pushed.mul_(clip)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        if self.gradient_dtype == self.master_dtype:
+            if clip != 1.0:
+                self.pushed.mul_(clip)
+            self.optimizer.step()
+            return
+        for segment in self.segments:  # the optimizer leaves out parameters without a gradient
+            segment.parameter.grad = segment.pushed.to(self.master_dtype).mul_(clip)
+            self.optimizer.step()
+            segment.parameter.grad = None
 
     def local_weights(self) -> LocalWeights:
         """This rank's copy of the whole model, where every rank computes with all of it."""
@@ -274,8 +288,10 @@ class ShardedState(ShardedWeights):
         segments = []
         for name, first, last, decays, shape in runs:
             parameter = nn.Parameter(self.master[first:last].view(shape))
-            parameter.grad = self.pushed[first:last].view(shape)
-            segments.append(Segment(name=name, parameter=parameter, decays=decays))
+            pushed = self.pushed[first:last].view(shape)
+            if self.gradient_dtype == self.master_dtype:
+                parameter.grad = pushed
+            segments.append(Segment(name=name, parameter=parameter, pushed=pushed, decays=decays))
         return segments
 
     def _allocate(self, size: int) -> None:
@@ -291,8 +307,8 @@ class ShardedState(ShardedWeights):
         self.weights = self.master[:0]  # freed before it is allocated anew
         self.weights = torch.zeros(size, dtype=self.compute_dtype, device=self.world.device)
         if not self._is_alone:
-            self.gradients = self.master[:0]
-            self.gradients = torch.zeros(size, dtype=self.master_dtype, device=self.world.device)
+            self.gradients = self.pushed[:0]
+            self.gradients = torch.zeros(size, dtype=self.gradient_dtype, device=self.world.device)
 
     def _release(self) -> None:
         """Detach all parameters from the flat buffers."""
@@ -315,7 +331,7 @@ class ShardedState(ShardedWeights):
             self._grad_views.pop(name, None)
         else:
             self._grad_views[name] = view
-        if view is None or self.compute_dtype == self.master_dtype:
+        if view is None or self.compute_dtype == self.gradient_dtype:
             self.named[name].grad = view  # autograd adds to an existing gradient in place
 
     def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]

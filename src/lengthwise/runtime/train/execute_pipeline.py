@@ -19,6 +19,7 @@ from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure, is_out_of_m
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.execution import Execution, ExecutionWatch, OneDevice
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock, bytes_in_use
 from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors
@@ -164,6 +165,8 @@ class WeightPhaseRun:
         gradient, self._received = self._received, None
         with self.clock.span(SpanKind.COMPUTE, f"backward {operation.micro_batch}"):
             if in_flight.output.requires_grad:
+                if gradient is None:
+                    gradient = torch.full_like(in_flight.output, scale_of(self.state.loss_scaler))
                 in_flight.output.backward(gradient)
         in_flight.output = in_flight.output.detach()  # what the backward needed goes now
         if in_flight.sent is not None:

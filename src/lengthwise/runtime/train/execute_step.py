@@ -1,8 +1,10 @@
 """One optimizer step: exactly what its plan says, on every rank, with the same collectives in the same order."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.targets import TokenMasking
+from lengthwise.runtime.state.loss_scaler import LossScaler, scale_of
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.executable import check_executable
@@ -49,6 +52,13 @@ class DivergedError(LengthwiseError):
         return DivergedError(*self._figures, advice)
 
 
+ADVICE_IN_LOOPS = (
+    "Lower lr, set clip_norm, or look at the step's sequences; a loop that goes on gets the step again, unless it "
+    "calls step.skip()"
+)
+"""The way out for a loop of the user's own that diverged."""
+
+
 def advice_at(lr: float) -> str:
     """The way out for a run of a configuration that diverged at the learning rate ``lr``."""
     return f"Lower {Setting.LR} (now {lr:.2e}), set {Setting.CLIP_NORM}, or look at the step's sequences in plans.jsonl"
@@ -63,6 +73,12 @@ class StepResult:
     grad_norm: float
     """Global, before clipping."""
     lr: float
+    is_skipped: bool = False
+    """Whether scaled gradients overflowed, so that weights are as they were; the norm is not finite then."""
+    loss_scale: float | None = None
+    """What the loss was multiplied by; None: losses are not scaled."""
+    num_skipped: int = 0
+    """Steps of the run so far whose scaled gradients overflowed."""
 
     def __str__(self) -> str:
         return f"loss {self.loss:.4f}, gradient norm {self.grad_norm:.3g}, learning rate {self.lr:.3g}"
@@ -136,14 +152,56 @@ def run_step(
     )  # fmt: skip
     with clock.span(SpanKind.UPDATE, "clip"):
         norm, total = state.global_norm(loss)
-    if not (torch.isfinite(torch.tensor([norm, total])).all()):
-        if failures := _shared_failures(own_failures, state.world):
-            state.discard_gradient()
-            raise StepMemoryError(plan, failures)
-        raise DivergedError(plan.step, total, norm, advice_at(lr))
+    if not (isfinite(norm) and isfinite(total)) and (failures := _shared_failures(own_failures, state.world)):
+        state.discard_gradient()
+        raise StepMemoryError(plan, failures)
     with clock.span(SpanKind.UPDATE, "optimizer"):
-        state.step(lr=lr, clip=min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0)
-    return StepResult(loss=total, grad_norm=norm, lr=lr)
+        return update_or_skip(state, plan.step, loss=total, norm=norm, lr=lr, clip_norm=clip_norm, advice=advice_at(lr))
+
+
+class UpdatableState(Protocol):
+    """Weights with a summed gradient, as far as an update uses them."""
+
+    loss_scaler: LossScaler | None
+
+    def step(self, *, lr: float, clip: float) -> None:
+        """Scale the summed gradient by ``clip`` and update weights."""
+        ...
+
+
+def update_or_skip(
+    state: UpdatableState,
+    step: int,
+    *,
+    loss: float,
+    norm: float,
+    lr: float,
+    clip_norm: float,
+    advice: str,
+    factor: float = 1.0,
+) -> StepResult:
+    """Clip the summed gradient and update weights, or skip the step if its scaled gradient overflowed.
+
+    ``norm``: that of the gradient as it was summed, which is ``factor`` times that of the step, and scaled as the loss
+    was. Every rank has the same numbers, and so does the same.
+
+    Raises:
+        DivergedError: the loss is not finite, or the gradient is not and no lower loss scale may help.
+    """
+    scaler = state.loss_scaler
+    factor /= scale_of(scaler)
+    norm *= factor
+    is_skipped = scaler is not None and scaler.can_fall and isfinite(loss) and not isfinite(norm)
+    if not is_skipped and not (isfinite(norm) and isfinite(loss)):
+        raise DivergedError(step, loss, norm, advice)
+    if not is_skipped:
+        state.step(lr=lr, clip=factor * (min(1.0, clip_norm / (norm + 1e-6)) if clip_norm else 1.0))
+    result = StepResult(loss=loss, grad_norm=norm, lr=lr, is_skipped=is_skipped)
+    if scaler is None:
+        return result
+    scale = scaler.scale
+    scaler.update(has_overflowed=is_skipped)
+    return replace(result, loss_scale=scale, num_skipped=scaler.num_skipped)
 
 
 def _shared_failures(own: list[MicroBatchFailure], world: DistContext) -> tuple[MicroBatchFailure, ...]:

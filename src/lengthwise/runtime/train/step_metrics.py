@@ -98,6 +98,7 @@ def step_row(
             by_device[rank] += share
     flops = None if model is None else float(model.train_flops(np.asarray(lengths)).sum())
     flops_per_s = None if flops is None else flops / measured.step_s / plan.num_devices
+    scaled = {} if result.loss_scale is None else {"loss_scale": result.loss_scale, "skipped_steps": result.num_skipped}
     return {
         "step": plan.step,
         "timestamp": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -105,6 +106,7 @@ def step_row(
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "lr_factor": plan.lr_factor,
+        **scaled,
         "perf/tokens_per_s": tokens / measured.step_s,
         "perf/tokens_per_s_per_gpu": tokens / measured.step_s / plan.num_devices,
         "perf/tflops_per_gpu": None if flops_per_s is None else flops_per_s / 1e12,

@@ -40,12 +40,12 @@ def roots_of(output: Any, last_layer: Any) -> Roots:
     return ()
 
 
-def backward(terms: Sequence[LossTerm], shard: PackShard | None = None) -> None:
-    """Add the gradients of weighted ``terms``, and those of zero for the forwards of ``shard``, in one backward.
+def backward(terms: Sequence[LossTerm], shard: PackShard | None = None, *, scale: float = 1.0) -> None:
+    """Add ``scale`` times the gradients of weighted ``terms``, and zero for the forwards of ``shard``, in one backward.
 
     With ``shard``, the exchanges of its forwards are issued even if no term depends on them.
     """
-    begins, weights = _begins(terms, shard)
+    begins, weights = _begins(terms, shard, scale)
     if begins:
         torch.autograd.backward(begins, weights)
 
@@ -60,10 +60,10 @@ def gradients(
     return list(torch.autograd.grad(begins, parameters, weights, allow_unused=True))
 
 
-def _begins(terms: Sequence[LossTerm], shard: PackShard | None) -> tuple[list[Any], list[Tensor]]:
+def _begins(terms: Sequence[LossTerm], shard: PackShard | None, scale: float = 1.0) -> tuple[list[Any], list[Tensor]]:
     """The tensors or edges at which a backward begins, and their weights."""
     begins: list[Any] = [term.value for term in terms if term.value.requires_grad]
-    weights = [torch.full_like(term.value, term.weight) for term in terms if term.value.requires_grad]
+    weights = [torch.full_like(term.value, term.weight * scale) for term in terms if term.value.requires_grad]
     for forward in shard.passes if shard is not None else ():
         begins += [edge for edge, _ in forward.roots]
         weights += [zeros for _, zeros in forward.roots]
