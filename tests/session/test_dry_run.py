@@ -55,6 +55,26 @@ HETEROGENEOUS = plan_of(
 )
 
 
+def test_a_state_in_host_memory_takes_nothing_of_the_device():
+    """One rank alone keeps the weights, and of gradients what is on its way to the host."""
+    on_host = load(None, ["train.dtype=bfloat16", "train.offload_state=host"])
+    plans = {
+        "1x8xH100-80GB": (HETEROGENEOUS, [4]),
+        "1x1xH100-80GB": (plan_of((scheme_of("dense", "dense"), [[64]])), [0]),
+    }
+    for cluster, (plan, ranks) in plans.items():
+        rows = [
+            dry_run_plan(plan, SPEC, cluster_preset(cluster), config=config, ranks=ranks)["ranks"][0]
+            for config in (CONFIG, on_host)
+        ]
+        device, host = (row["peak_bytes"] for row in rows)
+        assert host["optimizer"] == 0 < device["optimizer"] and host["weights"] == device["weights"]
+        assert sum(host.values()) <= sum(device.values()) - 0.9 * device["optimizer"] + device["weights"]
+        assert (host["gradients"] == 0) == (plan.num_devices == 1)
+        waits = {wait["line"].partition(" in ")[2] for wait in rows[1]["synchronisations"]}
+        assert waits == {"global_norm"}, "copies are waited for on other ways"
+
+
 @pytest.fixture(scope="module")
 def document():
     return dry_run_plan(HETEROGENEOUS, SPEC, cluster_preset("1x8xH100-80GB"), config=CONFIG, ranks=[1, 4, 7])

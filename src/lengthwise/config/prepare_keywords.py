@@ -18,6 +18,7 @@ from lengthwise.config.choices import (
     PolicyName,
     Recompute,
     SequenceMethod,
+    StatePlace,
     TrainingObjective,
 )
 from lengthwise.config.optimizer_settings import OptimizerSettings
@@ -56,6 +57,7 @@ class PrepareKeywords(TypedDict, total=False):
     lr_clamp: tuple[float, float] | None
     memory_gib: float | None
     device: DeviceName
+    offload_state: StatePlace
     timeout_s: float | None
     steps: int | None
     epochs: int

@@ -5,7 +5,16 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from lengthwise.config.choices import BatchSize, DeviceName, LrRule, OrderName, OverLength, PacingName, Policy
+from lengthwise.config.choices import (
+    BatchSize,
+    DeviceName,
+    LrRule,
+    OrderName,
+    OverLength,
+    PacingName,
+    Policy,
+    StatePlace,
+)
 from lengthwise.config.limits import MAX_TEXT, MOST_BLOCKS, WINDOW, LrFactor, NumDevices, NumSequences, NumTokens
 from lengthwise.core.lengths import MOST_TOKENS
 
@@ -149,10 +158,14 @@ class UpdateSettings(Settings):
 
 
 class ProcessSettings(Settings):
-    """The device of each rank, and how long ranks wait for one another."""
+    """The device of each rank, where its optimizer state lies, and how long ranks wait for one another."""
 
     device: DeviceName = "auto"
     """The kind of device that ranks compute on; auto: GPUs if there are any."""
+    offload_state: StatePlace = "auto"
+    """Where master weights, summed gradients and the optimizer's state lie. device: with what computes. host: in host
+    memory (optimizer offload): gradients are copied there, the update runs there, and weights come back in the dtype
+    that computes; it trains the same. auto: the device."""
     timeout_s: float | None = Field(default=None, ge=1, le=604_800)
     """The most seconds that a rank waits for others, at the start and in any collective; then the run ends with an
     error that names them. none: 30 minutes, or what torch.distributed was started with."""

@@ -32,6 +32,7 @@ from lengthwise.session.prepared_dry_run import (
     with_totals,
 )
 from lengthwise.session.simulate_plans import read_plans
+from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.stock_planning import StockLayers, stock_options, stock_planner
 from lengthwise.session.trained_model import trained_model
 from lengthwise.sim.issued_collectives import differences_from_plan
@@ -79,6 +80,7 @@ def dry_run_plan(
         "optimizer": asdict(config.optim.optimizer_settings),
         "dtype": dtype,
         "schedule": schedule,
+        "state_on_host": is_on_host(config.train.offload_state),
         "ranks": ranks,
         "ranks_per_node": cluster.devices_per_node,
     }

@@ -21,6 +21,7 @@ from lengthwise.session.compile_sizes import compiled_layers, sizes_of, tell_siz
 from lengthwise.session.online_calibration import OnlineCalibration
 from lengthwise.session.planning import batch_stream, make_cost, make_planner, make_sampler, open_plans, with_draws
 from lengthwise.session.run_parts import RunInputs, RunParts
+from lengthwise.session.state_placement import is_on_host
 
 WORKERS_PER_CORE = 2
 """Planning processes that a machine runs."""
@@ -62,7 +63,6 @@ def own_parts(inputs: RunInputs, spec: ModelSpec, model: Transformer) -> RunPart
         ahead = _plan_ahead(config, planner, corpus, world)
     try:
         compiled = compiled_layers(sizes, world, inputs.folder, inputs.on_size)
-        on_oom = None if ahead is None else replan
         return RunParts(
             engine=TransformerEngine(
                 model,
@@ -71,7 +71,8 @@ def own_parts(inputs: RunInputs, spec: ModelSpec, model: Transformer) -> RunPart
                 spec=spec,
                 source=corpus,
                 compiled=compiled,
-                on_oom=on_oom,
+                on_oom=None if ahead is None else replan,
+                state_on_host=is_on_host(config.train.offload_state),
             ),
             stream=make_sampler(config, corpus) if ahead is None else ahead,
             planner=plans if ahead is None else ahead,

@@ -52,6 +52,7 @@ from lengthwise.session.prepare_planning import ForwardPlanner, form, make_plann
 from lengthwise.session.rank_agreement import to_compare
 from lengthwise.session.sequence_units import units_named
 from lengthwise.session.stage_limit import head_layers, most_stages
+from lengthwise.session.state_placement import is_on_host
 from lengthwise.session.weight_placement import KeepLayers, place_weights, with_weight_placement
 
 _log = logging.getLogger("lengthwise")
@@ -256,6 +257,7 @@ def _learn(
             optimizer=with_tensor_names(chosen.optimizer_settings),
             seed=chosen.seed,
             by_layer=chosen.weights == "by-layer",
+            state_on_host=is_on_host(chosen.offload_state),
         )
         with IdRanges(prepared) as lookups:
             all_succeed(world, partial(_learn_named, prepared))

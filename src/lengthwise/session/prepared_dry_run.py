@@ -18,6 +18,7 @@ from lengthwise.cost.memory_model import state_parts
 from lengthwise.cost.profiled.dual_layer import DualLayerCost
 from lengthwise.cost.profiled.layer_gather_cost import LayerGatherCost
 from lengthwise.models.stock_model import StockModel
+from lengthwise.session.state_placement import is_on_host
 from lengthwise.sim.issued_collectives import differences_between_ranks
 
 UNKNOWN_S = 1e-9
@@ -81,7 +82,10 @@ class PreparedDryRun:
 
     def step_request(self, plan: StepPlan, cost: DualLayerCost, ranks: Sequence[int], num_kept: int) -> dict[str, Any]:
         """A request to run the step of ``plan`` as ``ranks``; ``num_kept``: how many of the last layers stay whole."""
-        return self.request(plan=plan.to_json(), ranks=list(ranks), num_kept=None if cost.gather is None else num_kept)
+        return self.request(
+            plan=plan.to_json(), ranks=list(ranks), num_kept=None if cost.gather is None else num_kept,
+            state_on_host=is_on_host(self.config.train.offload_state),
+        )  # fmt: skip
 
     def beside_prediction(
         self, plan: StepPlan, cost: DualLayerCost, row: dict[str, Any], num_kept: int

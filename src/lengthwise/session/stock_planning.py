@@ -42,6 +42,7 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
         {
             "seed": config.seed,
             "device": config.train.device,
+            "offload_state": config.train.offload_state,
             "timeout_s": config.train.timeout_s,
             "memory_gib": config.cluster.memory_gib,
             "policy": plan.policy,

@@ -106,11 +106,12 @@ def dry_step(
     optimizer: OptimizerSettings,
     schedule: PipelineSchedule,
     ranks_per_node: int,
+    state_on_host: bool = False,
 ) -> dict[str, Any]:
     """Run the step of ``plan`` as ``rank``; what it asked of its device, as plain values."""
     with fake_rank(rank, plan.num_devices, ranks_per_node=ranks_per_node) as (world, recorder):
         model = empty_model(spec, dtype=getattr(torch, dtype), device=world.device)
-        state = LabelledState(model, world, optimizer)
+        state = LabelledState(model, world, optimizer, on_host=state_on_host)
         state.recorder = recorder
         state.step(lr=0.0, clip=1.0)  # the optimizer's state of the steps before
         make_groups(plan, state)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
+from lengthwise.runtime.comm import host_memory
 from lengthwise.runtime.comm.group import AsyncResult
 from lengthwise.runtime.dryrun.recorder import Recorder
 
@@ -36,6 +37,7 @@ def install() -> None:
         aten_overrides.impl(name, lambda *args: None, "CUDA")  # never called: it keeps torch from taking them apart
     _registrations.append(aten_overrides)
     cast(Any, AsyncResult).is_done = property(_is_done)
+    cast(Any, host_memory).host_empty = cast(Any, host_memory).pinned_empty = _host_empty
 
 
 UNDER_WAY = 1
@@ -131,6 +133,13 @@ def _resize_storage(storage: torch.UntypedStorage, num_bytes: int) -> torch.Unty
     if _recorders:
         _recorders[-1].memory.resize(storage, _recorders[-1].operation)
     return storage
+
+
+def _host_empty(shape: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor of the host without its numbers: a state there may be larger than this machine."""
+    with unset_fake_temporarily():
+        nothing = torch.empty(shape, dtype=dtype, device="meta")
+    return _recorders[-1].on_host(nothing)
 
 
 def _is_pinned(tensor: Tensor, device: Any = None) -> bool:

@@ -57,13 +57,15 @@ def dry_prepared_step(
     num_kept: int | None,
     optimizer: OptimizerSettings,
     ranks_per_node: int,
+    state_on_host: bool = False,
 ) -> dict[str, Any]:
     """Run the step of ``plan`` as ``rank``; what it asked of its device, as plain values.
 
     ``num_kept``: how many of the last layers stay whole where weights are gathered by layer; None: all weights are.
     """
     with fake_rank(rank, plan.num_devices, ranks_per_node=ranks_per_node) as (world, recorder):
-        prepared = _prepare(settings, world, recorder, optimizer, source=PlannedTokens(plan, settings.vocab_size))
+        source = PlannedTokens(plan, settings.vocab_size)
+        prepared = _prepare(settings, world, recorder, optimizer, source=source, state_on_host=state_on_host)
         absent = cast(Any, None)  # batches and plans of a training loop
         run = Run(
             prepared, stream=absent, planner=absent, lr=absent, num_steps=1, keep_layers=lambda plan: num_kept or 0
@@ -114,7 +116,13 @@ def dry_profile(
 
 
 def _prepare(
-    settings: StockSettings, world: DistContext, recorder: Recorder, optimizer: OptimizerSettings, source: PlannedTokens
+    settings: StockSettings,
+    world: DistContext,
+    recorder: Recorder,
+    optimizer: OptimizerSettings,
+    *,
+    source: PlannedTokens,
+    state_on_host: bool = False,
 ) -> PreparedModel:
     """Prepare the model as ``lengthwise.prepare`` does it, but for what needs numbers: comparing it with itself."""
     cast(Any, SymbolicMask).of = staticmethod(_mask_of_host)
@@ -124,7 +132,7 @@ def _prepare(
     if settings.mask_token_id is not None:
         masking = TokenMasking(seed=0, vocab_size=settings.vocab_size, mask_token_id=settings.mask_token_id)
     collator = PackCollator(source=source, objective=settings.objective, masking=masking)
-    state = LabelledState(model, world, optimizer, table=wrapped_model.structure.table())
+    state = LabelledState(model, world, optimizer, table=wrapped_model.structure.table(), on_host=state_on_host)
     state.recorder = recorder
     state.materialize_all()
     prepared = PreparedModel(wrapped_model, world, collator=collator, state=state)

@@ -59,7 +59,8 @@ def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
         if plan is None:
             packs = [(degree, Method(method), tuple(lengths)) for degree, method, lengths in request["packs"]]
             return partial(prepared_step.dry_profile, packs, settings, num_ranks=request["num_ranks"], **shared)
-        return partial(prepared_step.dry_prepared_step, plan, settings, num_kept=request["num_kept"], **shared)
+        shared |= {"num_kept": request["num_kept"], "state_on_host": request["state_on_host"]}
+        return partial(prepared_step.dry_prepared_step, plan, settings, **shared)
     assert plan is not None, "a step has a plan"
     return partial(
         engine_step.dry_step,
@@ -67,6 +68,7 @@ def _work_of(request: dict[str, Any]) -> Callable[[int], dict[str, Any]]:
         from_document(ModelSpec, request["model"]),
         dtype=request["dtype"],
         schedule=PipelineSchedule(request["schedule"]),
+        state_on_host=request["state_on_host"],
         **shared,
     )
 

@@ -61,6 +61,10 @@ class Recorder(TorchDispatchMode):
         """Copies to the device that the host does not wait for."""
         self.memory.restart()
 
+    def on_host(self, shape: Tensor) -> Tensor:
+        """A tensor of the host that has the shape and dtype of a meta tensor, and no numbers."""
+        return FakeTensor(self._fakes, shape, torch.device("cpu"))
+
     def synchronise(self, reason: str) -> None:
         """Note that the host waits for the device."""
         self.synchronisations[line_of_code(), reason] += 1
@@ -72,6 +76,8 @@ class Recorder(TorchDispatchMode):
         tensors = list(_tensors((*args, *kwargs.values())))
         device = kwargs.get("device")
         if not any(map(is_on_device, tensors)) and (device is None or torch.device(device).type == "cpu"):
+            if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                return self._run(func, func._schema.name.partition("::")[2], self._as_fake(list(args)), kwargs)
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
@@ -134,6 +140,9 @@ class Recorder(TorchDispatchMode):
             if func is aten.copy_.default
             else (device is not None and torch.device(device).type == "cpu")
         )
+        if target_is_host and isinstance(args[0], FakeTensor) and func is aten.copy_.default:
+            self.copies[line_of_code(), "copy to pinned memory"] += 1
+            return args[0]
         if target_is_host:
             self.synchronise("copy to the host")
             with unset_fake_temporarily():
@@ -145,7 +154,7 @@ class Recorder(TorchDispatchMode):
                 return torch.ones(source.shape, dtype=kwargs.get("dtype") or source.dtype)
         if not is_on_device(source) and source.ndim:
             waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-            is_pinned = source.untyped_storage().data_ptr() in self.pinned
+            is_pinned = isinstance(source, FakeTensor) or source.untyped_storage().data_ptr() in self.pinned
             if waits or not is_pinned:
                 self.synchronise("copy of pageable memory to the device" if not is_pinned else "copy that waits")
             else:

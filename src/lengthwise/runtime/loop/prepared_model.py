@@ -67,19 +67,30 @@ class PreparedModel:
         optimizer: OptimizerSettings,
         seed: int = 0,
         by_layer: bool = False,
+        state_on_host: bool = False,
     ) -> "PreparedModel":
         """Prepare a model with a new state of the optimizer; every rank calls this.
 
-        ``by_layer``: ranks get shares of its weights alone, and it need not be on their devices.
+        ``by_layer``: ranks get shares of its weights alone, and it need not be on their devices. ``state_on_host``:
+        master weights, summed gradients and optimizer lie in host memory.
+
+        Raises:
+            InputError: FSDP2 shards the model, and its state is to lie in host memory.
         """
         state: ShardedState | Fsdp2State
         if fsdp_modules(wrapped_model.model):
+            if state_on_host:
+                raise InputError(
+                    f"offload_state='host': FSDP2 keeps the state of {type(wrapped_model.model).__name__}; leave it "
+                    "out, and give fully_shard an offload_policy=CPUOffloadPolicy(), or do not call fully_shard"
+                )
             state = Fsdp2State(wrapped_model.model, world, optimizer, close=lambda: zero_loss(prepared))
         else:
             if by_layer:
                 wrapped_model.check_gathers()
                 wrapped_model.structure.move_rest(world.device)
-            state = ShardedState(wrapped_model.model, world, optimizer, table=wrapped_model.structure.table())
+            table = wrapped_model.structure.table()
+            state = ShardedState(wrapped_model.model, world, optimizer, table=table, on_host=state_on_host)
         prepared = cls(wrapped_model, world, collator=collator, state=state, seed=seed)
         if by_layer:
             prepared.gather_by_layer()
@@ -146,7 +157,8 @@ class PreparedModel:
             return  # its share is all of them, or is all that it has
         assert isinstance(self.state, ShardedState)
         frozen = [
-            ShardedWeights(self.model, self.world, table) for table in self.wrapped_model.structure.frozen_tables()
+            ShardedWeights(self.model, self.world, table, on_host=self.state.on_host)
+            for table in self.wrapped_model.structure.frozen_tables()
         ]
         used = self.wrapped_model.used_units or units_of_modules(self.wrapped_model.structure)
         gather = LayerGather(self.state, used, frozen=frozen)

@@ -34,7 +34,7 @@ class GatheredPart:
     def share_in(self, dtype: torch.dtype | None) -> Tensor:
         """What this rank has of the part, as values of the parameters' dtype, in ``dtype``; None: the same."""
         assert self.route is not None
-        share = self.shares.master[self.route.own_share].to(self.shares.compute_dtype)
+        share = self.shares.share(self.route.own_share)
         return share if dtype is None else share.to(dtype)
 
     def start_pull(self, dtype: torch.dtype | None) -> None:

@@ -142,7 +142,8 @@ class LayerGather:
             yield
             for part in trained if is_summed else ():
                 assert part.route is not None and part.gradients is not None, "it was gathered"
-                part.route.push(part.gradients, self.pushed).wait()
+                part.route.push(part.gradients, self.pushed, self._state.sums).wait()
+            self._state.sums.finish()
         finally:
             self._pinned = outer
             for unit in units:
@@ -268,6 +269,7 @@ class LayerGather:
         """Wait until all gradients are with their owners."""
         while self._under_way:
             self._under_way.pop(0)[0].wait()
+        self._state.sums.finish()
 
     def _begin(self) -> None:
         is_active = self._rounds[self._next_round]
@@ -339,7 +341,7 @@ class LayerGather:
             if self._moment > len(self._moments) // 2 and part.shares is self._state:
                 gradients = self._zeros(part) if part.gradients is None else part.gradients
                 assert part.route is not None
-                self._under_way.append((part.route.push(gradients, self.pushed), gradients))
+                self._under_way.append((part.route.push(gradients, self.pushed, self._state.sums), gradients))
         self._release(unit)
         self._wait_for_all_but(1)
 
@@ -371,8 +373,10 @@ class LayerGather:
             if part.shares is self._state:
                 self._state.collect_gradient(slot.name, None)
             dtype = self._dtype or part.shares.compute_dtype
-            parameter.data = part.shares.master.new_full((), torch.nan, dtype=dtype).expand(slot.shape)
+            nothing = torch.full((), torch.nan, dtype=dtype, device=self._state.world.device)
+            parameter.data = nothing.expand(slot.shape)
 
     def _zeros(self, part: GatheredPart) -> Tensor:
         assert part.route is not None
-        return self.pushed.new_zeros(part.route.region.stop)
+        size, dtype = part.route.region.stop, self.pushed.dtype
+        return torch.zeros(size, dtype=dtype, device=self._state.world.device)

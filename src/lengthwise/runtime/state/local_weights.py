@@ -54,8 +54,9 @@ class LocalWeights:
             return False
         position, is_changed = 0, torch.zeros((), dtype=torch.bool, device=self.weights.device)
         for place in self.places:
-            size = place.stop - place.start
-            is_changed |= (self.weights[place] != self.master[position : position + size].to(self.weights.dtype)).any()
+            size, copy = place.stop - place.start, self.weights[place]
+            master = self.master[position : position + size].to(copy.dtype).to(copy.device)
+            is_changed |= (copy != master).any()
             position += size
         return bool(is_changed)
 
@@ -63,7 +64,8 @@ class LocalWeights:
         """Set the master weights that differ from this rank's copy to what the copy has."""
         position = 0
         for place in self.places:
-            copy, master = self.weights[place], self.master[position : position + place.stop - place.start]
+            master = self.master[position : position + place.stop - place.start]
+            copy = self.weights[place].to(master.device)
             master.copy_(torch.where(copy != master.to(copy.dtype), copy.to(master.dtype), master))
             position += len(copy)
 

@@ -12,9 +12,17 @@ from lengthwise.core.errors import InputError
 
 
 def make_optimizer(
-    settings: OptimizerSettings, *, decaying: Sequence[nn.Parameter], others: Sequence[nn.Parameter]
+    settings: OptimizerSettings,
+    *,
+    decaying: Sequence[nn.Parameter],
+    others: Sequence[nn.Parameter],
+    on_host: bool = False,
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of these parameters; None if there are none."""
+    """The optimizer of these parameters; None if there are none.
+
+    ``on_host``: whether a CPU updates what a GPU computes with. Then AdamW is torch's fused one, which reads and writes
+    every number once, unless they are float64: there the update is to be the same to the last bit.
+    """
     groups = [
         {"params": list(parameters), "weight_decay": decay}
         for parameters, decay in ((decaying, settings.weight_decay), (others, 0.0))
@@ -28,7 +36,8 @@ def make_optimizer(
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
     if settings.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=0.0, eps=(settings.eps, 1e-3))
-    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
+    is_fused = on_host and all(parameter.dtype != torch.float64 for parameter in (*decaying, *others))
+    return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=is_fused or None)
 
 
 def step_state(settings: OptimizerSettings, num_steps: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ within their node first.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,6 +19,7 @@ from lengthwise.core.layout import Interval, Layout, Transfer, shard_size
 from lengthwise.core.node_exchange import hops_of
 from lengthwise.runtime.comm.collectives import Handle, all_gather, all_to_all, reduce_scatter
 from lengthwise.runtime.comm.group import AsyncResult, Traffic
+from lengthwise.runtime.comm.host_memory import RunningSums
 from lengthwise.runtime.comm.nodes import NodeGroups
 
 Slices = tuple[tuple[slice, ...], ...]
@@ -51,22 +52,22 @@ class SliceExchange:
 
         def make(keep: Tensor = outgoing) -> Tensor:
             if not direct:
-                for place, piece in _pieces(incoming, self.come):
-                    target[place] = piece
+                for place, piece in _places(self.come):
+                    target[place] = incoming[piece]
             return target
 
         return AsyncResult(make, [work], "pull of weights")
 
-    def reverse(self, gradients: Tensor, total: Tensor) -> AsyncResult:
-        """Add all ranks' ``gradients``, laid out as targets, to ``total``, laid out as the source, rank by rank."""
+    def reverse(self, gradients: Tensor, total: Tensor, sums: RunningSums) -> AsyncResult:
+        """Let ``sums`` add all ranks' ``gradients``, laid out as targets, to ``total``, laid out as the source, rank by
+        rank."""
         outgoing = gradients if _is_in_order(self.come) else _joined(gradients, self.come)
         receive = _sizes(self.to)
         incoming = gradients.new_empty(sum(receive))
         work = all_to_all(incoming, outgoing, receive=receive, send=_sizes(self.come), group=self.group, async_op=True)
 
         def make(keep: Tensor = outgoing) -> Tensor:
-            for place, piece in _pieces(incoming, self.to):
-                total[place] += piece
+            sums.add(total, incoming, _places(self.to))
             return total
 
         return AsyncResult(make, [work], "push of gradients")
@@ -149,21 +150,27 @@ class UnitRoute:
         first = across.forward(own_share, landed)
         return TwoHops(first, lambda landed: within.forward(landed, region), own_share.device).start()
 
-    def push(self, gradients: Tensor, pushed: Tensor) -> AsyncResult:
-        """Add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
+    def push(self, gradients: Tensor, pushed: Tensor, sums: RunningSums) -> AsyncResult:
+        """Let ``sums`` add every rank's gradients of our share to its part of ``pushed``, rank by rank."""
         region, target = gradients[self.region], pushed[self.own_share]
         if self.shard:
             incoming = region.new_empty(self.shard)
             self.sent.add("push", (self.num_ranks - 1) * self.shard * region.element_size())
             work = reduce_scatter(incoming, region, async_op=True)
-            return AsyncResult(lambda: target.add_(incoming[: len(target)]), [work], "push of gradients")
+
+            def make() -> Tensor:
+                sums.add(target, incoming[: len(target)])
+                return target
+
+            return AsyncResult(make, [work], "push of gradients")
         for hop in self.hops:
             self.sent.add("push", hop.num_sent[1] * region.element_size())
         if len(self.hops) == 1:
-            return self.hops[0].reverse(region, target)
+            return self.hops[0].reverse(region, target, sums)
         across, within = self.hops
-        first = within.reverse(region, region.new_zeros(within.num_source))
-        return TwoHops(first, lambda landed: across.reverse(landed, target), region.device)
+        on_device = RunningSums(on_host=False)
+        first = within.reverse(region, region.new_zeros(within.num_source), on_device)
+        return TwoHops(first, lambda landed: across.reverse(landed, target, sums), region.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -323,13 +330,13 @@ def _joined(x: Tensor, slices: Slices) -> Tensor:
     return torch.cat([x[:0], *(x[piece] for of_rank in slices for piece in of_rank)])
 
 
-def _pieces(joined: Tensor, slices: Slices) -> Iterator[tuple[slice, Tensor]]:
-    start = 0
-    for of_rank in slices:
-        for piece in of_rank:
-            size = piece.stop - piece.start
-            yield piece, joined[start : start + size]
-            start += size
+def _places(slices: Slices) -> list[tuple[slice, slice]]:
+    """Each slice, and where what belongs there lies in pieces that are joined."""
+    places, start = [], 0
+    for piece in (piece for of_rank in slices for piece in of_rank):
+        places.append((piece, slice(start, start + piece.stop - piece.start)))
+        start += piece.stop - piece.start
+    return places
 
 
 def _is_in_order(slices: Slices) -> bool:

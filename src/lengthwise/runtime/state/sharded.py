@@ -15,6 +15,10 @@ of a unit then has them in the master dtype in turn.
 
 One rank alone computes with what it owns: its gradients are what is pushed, and, where both dtypes are one, its weights
 are the master weights.
+
+With ``on_host``, ``master``, ``pushed`` and the optimizer's state lie in host memory, and the update runs there (as in
+ZeRO-Offload, arXiv 2101.06840). Gradients are copied out as pushes end; one rank alone has no sums on its device: the
+gradient of a parameter goes when a backward has made it. Weights come to the device in the compute dtype, unit by unit.
 """
 
 from collections.abc import Sequence
@@ -29,6 +33,7 @@ from lengthwise.config.optimizer_settings import OptimizerSettings
 from lengthwise.core.pipeline_config import WeightShard
 from lengthwise.runtime.comm.collectives import sum_over_ranks
 from lengthwise.runtime.comm.group import AsyncResult
+from lengthwise.runtime.comm.host_memory import RunningSums
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.state.local_weights import LocalWeights
@@ -58,15 +63,25 @@ class ShardedState(ShardedWeights):
     """Weights, gradients and optimizer of one model over all ranks. Turns the model's parameters into views."""
 
     def __init__(
-        self, model: nn.Module, world: DistContext, settings: OptimizerSettings, *, table: ParameterTable | None = None
+        self,
+        model: nn.Module,
+        world: DistContext,
+        settings: OptimizerSettings,
+        *,
+        table: ParameterTable | None = None,
+        on_host: bool = False,
     ) -> None:
-        """``table``: which parameters, in which order; of a :class:`Transformer` it is known."""
+        """``table``: which parameters, in which order; of a :class:`Transformer` it is known. ``on_host``: whether
+        master weights, summed gradients and the optimizer's state lie in host memory.
+        """
         if table is None:
             assert isinstance(model, Transformer), "what the units of another model are has to be said"
             table = ParameterTable.of(model)
         is_whole = settings.needs_whole_parameters
         layout = table.whole_parameters(world.size) if is_whole else table.sharded(world.size)
-        super().__init__(model, world, table, layout=layout, at_least=torch.float32)
+        super().__init__(model, world, table, layout=layout, at_least=torch.float32, on_host=on_host)
+        self.sums = RunningSums(on_host=on_host)
+        """Adds to ``pushed`` what pushes bring."""
         self.settings = settings
         self._is_alone = world.size == 1
         self._held: set[int] = set()
@@ -81,16 +96,19 @@ class ShardedState(ShardedWeights):
             settings,
             decaying=[s.parameter for s in self.segments if s.decays],
             others=[s.parameter for s in self.segments if not s.decays],
+            on_host=on_host,
         )
         self._hooks: list[RemovableHandle] = []
-        if self.compute_dtype != self.gradient_dtype:
+        self._moves_gradients = self.compute_dtype != self.gradient_dtype or (on_host and self._is_alone)
+        """Whether a parameter's gradient is added elsewhere, and not kept, when a backward has made it."""
+        if self._moves_gradients:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._add_gradient_of(name))
                 for name, parameter in self.named.items()
             ]
         self.holdings: tuple[WeightShard | None, ...] | None = None
-        self.gradients = self.pushed[:0]
-        self.weights = self.master[:0].to(self.compute_dtype)  # a rank may hold nothing, but of this kind
+        self.gradients = self._nothing(self.gradient_dtype)
+        self.weights = self._nothing(self.compute_dtype)  # a rank may hold nothing, but of this kind
         self._coming: list[AsyncResult | None] = []
         self._going: list[AsyncResult] = []
         self._is_pulled = False
@@ -124,13 +142,14 @@ class ShardedState(ShardedWeights):
         """
         if self._is_alone and not self._is_pulled:
             self._coming = [None] * self.table.num_units
-            if self.compute_dtype != self.master_dtype:
+            if self.on_host:
+                for first, end in pairwise(self.table.bounds):
+                    self.weights[first:end] = self.share(slice(first, end))
+            elif self.compute_dtype != self.master_dtype:
                 self.weights.copy_(self.master)
         elif not self._is_pulled:
             self._coming = [
-                route.pull(self.master[route.own_share].to(self.compute_dtype), self.weights)
-                if unit in self._held
-                else None
+                route.pull(self.share(route.own_share), self.weights) if unit in self._held else None
                 for unit, route in enumerate(self.routes.units)
             ]
         self._is_pulled = True
@@ -159,7 +178,7 @@ class ShardedState(ShardedWeights):
         """
         while self._next_push >= unit and not self._is_alone:
             if self._next_push in self._held:
-                self._going.append(self.routes.units[self._next_push].push(self.gradients, self.pushed))
+                self._going.append(self.routes.units[self._next_push].push(self.gradients, self.pushed, self.sums))
             self._next_push -= 1
         under_way = []
         for going in self._going:
@@ -172,12 +191,14 @@ class ShardedState(ShardedWeights):
     def finish_push(self) -> None:
         """Push what is left, wait until every owner has its sums, and clear the gradients."""
         if self._is_alone:
+            self.sums.finish()
             return
         self.finish_pull()
         while self._next_push >= 0:
             self._wait_for_pushes(PUSHES_UNDER_WAY - 1)
             self.push_from(self._next_push)
         self._wait_for_pushes(0)
+        self.sums.finish()
         self.gradients.zero_()
 
     def _wait_for_pushes(self, num_left: int) -> None:
@@ -200,18 +221,20 @@ class ShardedState(ShardedWeights):
 
     def discard_gradient(self) -> None:
         """Forget what backwards added since the last push, and a push that no update followed."""
+        self.sums.finish()
         self.gradients.zero_()
         self._next_push = self.table.num_units - 1
 
     def take_gradient(self) -> Tensor:
         """Take the gradient that backwards added on this rank since the last push, in float64, and clear it."""
-        gradient = self.gradients.to(torch.float64, copy=True)
+        self.sums.finish()
+        gradient = self.gradients.to(self.world.device, torch.float64, copy=True)
         self.discard_gradient()
         return gradient
 
     def detached_gradient(self) -> str | None:
         """Name of a parameter whose gradient would not land in ``gradients``; None if there is none."""
-        if self.compute_dtype != self.gradient_dtype:
+        if self._moves_gradients:
             return None
         views = self._grad_views
         return next((name for name, p in self.named.items() if p.grad is not views.get(name)), None)
@@ -219,10 +242,13 @@ class ShardedState(ShardedWeights):
     @property
     def gradient_version(self) -> int:
         """Version counter that grows with every change of gradients."""
+        if self._is_alone:
+            self.sums.finish()
         return self.gradients._version
 
     def clear_gradient(self) -> None:
         """Begin a step: nothing is pushed yet."""
+        self.sums.finish()
         self.pushed.zero_()
 
     def global_norm(self, loss: Tensor) -> tuple[float, float]:
@@ -231,7 +257,8 @@ class ShardedState(ShardedWeights):
         A loss or a gradient that is not finite anywhere makes one of the two not finite on every rank.
         """
         square = torch.linalg.vector_norm(self.pushed, dtype=torch.float64).square()
-        total = sum_over_ranks(torch.stack([square, loss.to(torch.float64)])).tolist()
+        values = torch.stack([square.to(self.world.device, non_blocking=True), loss.to(torch.float64)])
+        total = sum_over_ranks(values).tolist()
         return total[0] ** 0.5, total[1]
 
     def step(self, *, lr: float, clip: float) -> None:
@@ -299,16 +326,19 @@ class ShardedState(ShardedWeights):
         if self._is_alone:
             assert size == len(self.master), "one rank computes with the whole model"
             self.gradients = self.pushed
-            if self.compute_dtype == self.master_dtype:
+            if self.compute_dtype == self.master_dtype and not self.on_host:
                 self.weights = self.master
                 return
         if len(self.weights) == size:
             return
-        self.weights = self.master[:0]  # freed before it is allocated anew
+        self.weights = self._nothing(self.compute_dtype)  # freed before it is allocated anew
         self.weights = torch.zeros(size, dtype=self.compute_dtype, device=self.world.device)
         if not self._is_alone:
-            self.gradients = self.pushed[:0]
+            self.gradients = self._nothing(self.gradient_dtype)
             self.gradients = torch.zeros(size, dtype=self.gradient_dtype, device=self.world.device)
+
+    def _nothing(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(0, dtype=dtype, device=self.world.device)
 
     def _release(self) -> None:
         """Detach all parameters from the flat buffers."""
@@ -331,15 +361,16 @@ class ShardedState(ShardedWeights):
             self._grad_views.pop(name, None)
         else:
             self._grad_views[name] = view
-        if view is None or self.compute_dtype == self.gradient_dtype:
+        if view is None or not self._moves_gradients:
             self.named[name].grad = view  # autograd adds to an existing gradient in place
 
     def _add_gradient_of(self, name: str):  # type: ignore[no-untyped-def]
-        """A hook that moves a parameter's finished gradient into the buffer of higher precision."""
+        """A hook that moves a parameter's finished gradient into the buffer of higher precision, or to the host."""
+        sums = self.sums if self._is_alone else RunningSums(on_host=False)
 
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            self._grad_views[name].add_(parameter.grad)
+            sums.add(self._grad_views[name], parameter.grad)
             parameter.grad = None
 
         return add

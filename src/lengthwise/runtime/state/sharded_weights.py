@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.layout import Layout
 from lengthwise.core.pipeline_config import WeightShard
+from lengthwise.runtime.comm import host_memory
 from lengthwise.runtime.comm.group import Traffic
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
@@ -28,14 +29,16 @@ class ShardedWeights:
         *,
         layout: Layout | None = None,
         at_least: torch.dtype | None = None,
+        on_host: bool = False,
     ) -> None:
         """``layout``: what each rank owns of ``table``; None: a share of every unit. ``at_least``: the dtype of shares,
-        if the parameters' own is less precise; None: their own.
+        if the parameters' own is less precise; None: their own. ``on_host``: whether shares lie in host memory.
         """
         self.world, self.table = world, table
         self.named = {name: parameter for name, parameter in model.named_parameters() if name in table.slots}
         self.compute_dtype = next(iter(self.named.values())).dtype
         self.master_dtype = torch.promote_types(self.compute_dtype, at_least or self.compute_dtype)
+        self.on_host = on_host
         self.owned_layout = table.sharded(world.size) if layout is None else layout
         self.sent = Traffic()
         """Bytes that pulls and pushes sent."""
@@ -48,6 +51,13 @@ class ShardedWeights:
     def adopt(self) -> None:
         """Take this rank's share from the parameters, which are whole."""
         self.master = self._owned_values(self._present_value)
+
+    def share(self, place: slice) -> Tensor:
+        """The values of a slice of this rank's share on the device, in the parameters' dtype."""
+        values = self.master[place]
+        if self.on_host:
+            return host_memory.to_device(values, self.compute_dtype, self.world.device)
+        return values.to(self.compute_dtype)
 
     def routes_to(self, holdings: Sequence[WeightShard | None], *, is_direct: bool = False) -> Routes:
         """The routes from owners to ranks that compute with these shards; those of recent calls are remembered.
@@ -87,7 +97,12 @@ class ShardedWeights:
     def _owned_values(self, value_of: Callable[[str], Tensor]) -> Tensor:
         """Values of this rank's share of weights, one of which is in memory at a time."""
         rank, filled = self.world.rank, 0
-        values = torch.empty(self.owned_layout.num_held(rank), dtype=self.master_dtype, device=self.world.device)
+        size = self.owned_layout.num_held(rank)
+        values = (
+            host_memory.host_empty(size, self.master_dtype)
+            if self.on_host
+            else torch.empty(size, dtype=self.master_dtype, device=self.world.device)
+        )
         for start, end in self.owned_layout.intervals[rank]:
             for name, (first, last) in self.table.intervals.items():
                 size = min(end, last) - max(start, first)

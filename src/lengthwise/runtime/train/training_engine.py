@@ -101,16 +101,18 @@ class TransformerEngine:
         source: TokenSource,
         compiled: CompiledLayers | None = None,
         on_oom: OnOutOfMemory | None = None,
+        state_on_host: bool = False,
     ) -> None:
         """``source``: the sequences that are trained on; ``compiled``: None runs layers as they are; ``on_oom``: is
-        told what did not fit before the step is planned again; None: the run ends."""
+        told what did not fit before the step is planned again; None: the run ends. ``state_on_host``: whether master
+        weights, summed gradients and optimizer lie in host memory."""
         self.model, self.world, self._train, self._compiled = model, world, config.train, compiled
         self._on_oom, self._attempt = on_oom, 0
         self._clip_norm = config.optim.clip_norm
         if compiled is not None:
             model.run_layer = compiled
         self._masking = masking_of(spec, seed=config.seed)
-        self.state = ShardedState(model, world, config.optim.optimizer_settings)
+        self.state = ShardedState(model, world, config.optim.optimizer_settings, on_host=state_on_host)
         self.source, self._depth = source, config.data.prefetch
         self._prefetcher: Prefetcher | None = None
 
