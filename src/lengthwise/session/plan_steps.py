@@ -8,7 +8,9 @@ import numpy as np
 
 from lengthwise.config.run_config import Config
 from lengthwise.core.cost import CostModel
+from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.profiled.fitted import FittedCost
 from lengthwise.data.corpus import open_corpus
 from lengthwise.session.console import progress, stderr
 from lengthwise.session.planning import (
@@ -47,6 +49,31 @@ def plan_steps(
     with progress() as bar:
         for _ in bar.track(range(steps), description="plan"):
             yield planner(next(stream))
+
+
+def beyond_profile(plans: Sequence[StepPlan], cost: CostModel) -> dict[str, Any] | None:
+    """The micro-batch of ``plans`` that is farthest beyond what the profile measured, and how sure its seconds are.
+
+    None: costs are not of a profile, or it measured sequences as long.
+    """
+    if not isinstance(cost, FittedCost):
+        return None
+    farthest: tuple[float, PipelineConfig, tuple[int, ...]] | None = None
+    for plan in plans:
+        for pipeline in plan.pipelines:
+            for micro_batch in pipeline.micro_batches:
+                scheme, lengths = pipeline.scheme_of(micro_batch), micro_batch.pack.lengths
+                share = max(lengths) / cost.longest(scheme)
+                if share > 1 and (farthest is None or share > farthest[0]):
+                    farthest = share, scheme, lengths
+    if farthest is None:
+        return None
+    _, scheme, lengths = farthest
+    low_s, high_s = cost.time_range_s(lengths, scheme)
+    return {
+        "scheme": scheme.name, "longest": max(lengths), "longest_measured": cost.longest(scheme),
+        "time_s": cost.time_s(lengths, scheme), "low_s": low_s, "high_s": high_s,
+    }  # fmt: skip
 
 
 def summarize_plans(plans: Sequence[StepPlan]) -> dict[str, Any]:

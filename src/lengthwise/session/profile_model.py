@@ -1,5 +1,6 @@
 """Measure the model of a configured run: how long sequences get, one rank's measurements, errors on unseen rows."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from lengthwise.session.planning import resolve_cluster
 from lengthwise.session.trained_model import resolve_model
 
 if TYPE_CHECKING:
-    from lengthwise.cost.profiled.accuracy import ModelErrors
+    from lengthwise.cost.profiled.accuracy import Extrapolation, ModelErrors
 
 LONGEST = 1 << 32
 """The longest length that can be asked for."""
@@ -107,6 +108,18 @@ def errors_on_unseen_rows(config: Config, table: ProfileTable) -> "tuple[ModelEr
     on_cpu = table.device.startswith("cpu") and not config.cluster.name
     cluster = cluster_preset(f"{table.num_ranks}xcpu") if on_cpu else resolve_cluster(config)
     return leave_out_errors(table, model=_spec(config), cluster=cluster)
+
+
+def learned_accuracy(table: ProfileTable) -> "tuple[tuple[ModelErrors, ...], tuple[Extrapolation, ...]]":
+    """Cross-validated errors of fitted and hybrid costs, and how sure they are beyond what was measured.
+
+    None of either where the profile has too few rows for it, or scikit-learn is not there.
+    """
+    from lengthwise.cost.profiled.accuracy import can_cross_validate, cross_validation_errors, extrapolations
+
+    if find_spec("sklearn") is None or not can_cross_validate(table):
+        return (), ()
+    return cross_validation_errors(table), extrapolations(table)
 
 
 def measure_as_rank(

@@ -1,12 +1,23 @@
 """Errors are those of predictions for rows that the model has not seen."""
 
+from dataclasses import replace
+
 import pytest
 
+from lengthwise.cli.tables.profile_table import accuracy_document, print_accuracy
+from lengthwise.core.cost import SharedRows
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import dense_scheme
+from lengthwise.core.pipeline_config import Method, dense_scheme, uniform_scheme
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
-from lengthwise.cost.profiled.accuracy import leave_out_errors
-from lengthwise.cost.profiled.fitted import fit
+from lengthwise.cost.profiled.accuracy import (
+    BEYOND,
+    can_cross_validate,
+    cross_validation_errors,
+    extrapolations,
+    leave_out_errors,
+)
+from lengthwise.cost.profiled.fitted import FittedCost, fit
+from lengthwise.cost.profiled.hybrid import HybridCost
 from tests.cost.profiles import CLUSTER, MANY_LENGTHS, MODEL, row, table
 
 EXACT = [row(lengths) for lengths in MANY_LENGTHS[2:9]]
@@ -38,3 +49,62 @@ def test_profiles_that_say_nothing_about_errors_are_refused():
         leave_out_errors(table(EXACT[:3]), model=MODEL, cluster=CLUSTER)
     with pytest.raises(InputError, match="profile is of model"):
         leave_out_errors(table(EXACT, model_digest="0"), model=MODEL, cluster=CLUSTER)
+
+
+LONE = [row(lengths) for lengths in MANY_LENGTHS]
+SPREAD = [row(lengths, noise=1 + 0.1 * (-1) ** n) for n, lengths in enumerate(MANY_LENGTHS)]
+
+
+def test_cross_validated_errors_are_of_rows_that_no_model_has_seen_under_every_method():
+    spoiled = [*LONE[:4], row(LONE[4].lengths, noise=2.0), *LONE[5:]]
+    measured = replace(table(spoiled), shared=(SharedRows(degree=2, method="metp", rows=tuple(LONE)),))
+    assert can_cross_validate(measured)
+    errors = cross_validation_errors(measured)
+    assert [(of.name, of.degree, of.method) for of in errors] == [
+        ("fitted", 1, "dense"), ("hybrid", 1, "dense"), ("fitted", 2, "metp"), ("hybrid", 2, "metp"),
+    ]  # fmt: skip
+    assert errors[0].errors[4] == pytest.approx(-0.5, abs=0.01), "the row that is twice as slow did not teach its fold"
+    assert errors[1].errors[4] == pytest.approx(-0.5, abs=0.05)
+    assert errors[2].worst < 1e-6 and errors[3].worst < 0.02
+
+
+def test_profiles_of_few_lone_sequences_are_not_cross_validated():
+    assert not can_cross_validate(table(EXACT[:5]))
+    assert not can_cross_validate(
+        replace(table(LONE), shared=(SharedRows(degree=2, method="metp", rows=tuple(EXACT[:5])),))
+    )
+
+
+def test_beyond_the_profile_predictions_have_a_range_that_grows_with_the_length():
+    exact, spread = extrapolations(table(LONE)), extrapolations(table(SPREAD))
+    longest = max(max(r.lengths) for r in LONE)
+    assert [answer.num_tokens for answer in exact] == [n * longest for n in BEYOND for _ in range(2)]
+    for answer in exact:
+        assert (answer.low_s, answer.high_s) == pytest.approx((answer.time_s,) * 2, rel=1e-3)
+    for name in ("fitted", "hybrid"):
+        near, far = ([a.low_s / a.time_s, 1.0, a.high_s / a.time_s] for a in spread if a.name == name)
+        assert sorted(near) == near and sorted(far) == far and near[2] - near[0] > 0.005
+        assert far[2] - far[0] > near[2] - near[0]
+
+
+@pytest.mark.parametrize("cost_model", [FittedCost, HybridCost])
+def test_ranges_of_several_methods_are_the_means_of_theirs(cost_model):
+    shared = [uniform_scheme(MODEL.num_layers, degree=2, method=m) for m in (Method.ULYSSES, Method.RING)]
+    cost = cost_model([(shared[0], table(LONE)), (shared[1], table(SPREAD))], model=MODEL, cluster=CLUSTER)
+    mixed = replace(shared[0], methods=(Method.RING,) + (Method.ULYSSES,) * (MODEL.num_layers - 1))
+    assert cost.longest(mixed) == max(max(r.lengths) for r in LONE)
+    pack, share = (4 * cost.longest(mixed),), 1 / MODEL.num_layers
+    (low, high), (low_of_ring, high_of_ring) = (cost.time_range_s(pack, scheme) for scheme in shared)
+    expected = low + share * (low_of_ring - low), high + share * (high_of_ring - high)
+    assert cost.time_range_s(pack, mixed) == pytest.approx(expected)
+    assert expected[0] < cost.time_s(pack, mixed) < expected[1]
+
+
+def test_tables_print_cross_validated_errors_and_bars_beyond(capsys):
+    measured = replace(table(SPREAD), shared=(SharedRows(degree=2, method="metp", rows=tuple(LONE)),))
+    print_accuracy(cross_validation_errors(measured), extrapolations(measured))
+    out = capsys.readouterr().out
+    assert "8,192" in out and "metp" in out and "hybrid" in out and "%" in out
+    document = accuracy_document(cross_validation_errors(measured), extrapolations(measured))
+    assert len(document["cross_validation"]) == 4 and len(document["beyond"]) == 8
+    assert accuracy_document((), ()) == {}

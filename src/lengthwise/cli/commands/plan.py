@@ -3,17 +3,17 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from lengthwise.cli.launch import split_arguments
-from lengthwise.cli.tables.plan_table import print_plans
+from lengthwise.cli.tables.plan_table import beyond_words, print_plans
 from lengthwise.config.limits import MAX_STEPS
 from lengthwise.config.run_config import load
 from lengthwise.core.cost import CostModel, error_of
 from lengthwise.session.console import emit_json, stdout
-from lengthwise.session.plan_steps import DEFAULT_STEPS, plan_steps, summarize_plans
+from lengthwise.session.plan_steps import DEFAULT_STEPS, beyond_profile, plan_steps, summarize_plans
 
 
 def run(
@@ -37,8 +37,11 @@ def run(
     if out is not None:
         write_whole({out: "".join(json.dumps(plan.to_json()) + "\n" for plan in plans).encode()})
     if as_json:
-        document = {"plans": [plan.to_json() for plan in plans], "summary": summarize_plans(plans)}
-        emit_json({**document, "cost_error": error and asdict(error), "out": str(out) if out else None})
+        document: dict[str, Any] = {"plans": [plan.to_json() for plan in plans], "summary": summarize_plans(plans)}
+        document |= {"cost_error": error and asdict(error), "beyond_profile": beyond_profile(plans, costs[0])}
+        emit_json({**document, "out": str(out) if out else None})
     else:
         print_plans(plans, summarize_plans(plans), verbose=verbose)
         stdout().print(f"costs: {error or 'predictions were never compared with measurements'}", soft_wrap=True)
+        if (beyond := beyond_profile(plans, costs[0])) is not None:
+            stdout().print(beyond_words(beyond), soft_wrap=True)

@@ -7,13 +7,13 @@ import typer
 
 from lengthwise.cli.launch import check_torch, is_rank, split_arguments, torchrun
 from lengthwise.cli.shared_options import Json, Methods, tokens_from
-from lengthwise.cli.tables.profile_table import print_profile, profile_document
+from lengthwise.cli.tables.profile_table import accuracy_document, print_accuracy, print_profile, profile_document
 from lengthwise.core.atomic_write import make_folder, remove_empty, shown
 from lengthwise.core.cost import ProfileTable
 from lengthwise.core.errors import InputError, LengthwiseError
 from lengthwise.session.console import emit_json
 from lengthwise.session.planning_args import parse_methods
-from lengthwise.session.profile_model import errors_on_unseen_rows, measure_as_rank, packs_to_measure
+from lengthwise.session.profile_model import errors_on_unseen_rows, learned_accuracy, measure_as_rank, packs_to_measure
 
 _TOKENS = tokens_from(32, 1 << 32)
 
@@ -73,7 +73,9 @@ def run(
         raise LengthwiseError(f"profiling failed: {ended.killed or 'see the messages above'}")
     table = ProfileTable.load(out)
     unseen = errors_on_unseen_rows(resolved, table) if leave_out else ()
+    learned = learned_accuracy(table)
     if as_json:
-        emit_json(profile_document(table, fit(table), out, unseen))
+        emit_json(profile_document(table, fit(table), out, unseen) | accuracy_document(*learned))
     else:
         print_profile(table, fit(table), out, unseen)
+        print_accuracy(*learned)

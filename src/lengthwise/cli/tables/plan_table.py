@@ -62,3 +62,15 @@ def _print_summary(summary: dict[str, Any]) -> None:
     words = [f"{name} {share(of['token_share'])} of the tokens" for name, of in list(schemes.items())[:MOST_SCHEMES]]
     more = f", {len(schemes) - MOST_SCHEMES} more" if len(schemes) > MOST_SCHEMES else ""
     console.print(f"schemes: {', '.join(words)}{more}", soft_wrap=True)
+
+
+def beyond_words(beyond: dict[str, Any]) -> str:
+    """Say how sure predictions are of the sequence that is farthest beyond the profile."""
+    from lengthwise.report.units import seconds
+
+    return (
+        f"beyond the profile, whose longest sequence has {beyond['longest_measured']:,} tokens: a micro-batch with one "
+        f"of {beyond['longest']:,} under {beyond['scheme']} is predicted at {seconds(beyond['time_s'])}, and at "
+        f"{seconds(beyond['low_s'])} to {seconds(beyond['high_s'])} when any one measurement is left out; profile "
+        "longer ones with: lengthwise profile --max-length"
+    )

@@ -11,7 +11,7 @@ from lengthwise.session.console import stdout
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lengthwise.cost.profiled.accuracy import ModelErrors
+    from lengthwise.cost.profiled.accuracy import Extrapolation, ModelErrors
     from lengthwise.cost.profiled.fitted import Fit
 
 
@@ -76,6 +76,37 @@ def print_profile(table: ProfileTable, fitted: "Fit", out: Path, unseen: "Sequen
         console.print(
             f"rows it has not seen, {model.name}: off by {model.median:.1%} (median), {model.worst:.1%} (worst)"
         )
+
+
+def accuracy_document(errors: "Sequence[ModelErrors]", beyond: "Sequence[Extrapolation]") -> dict[str, Any]:
+    """What a profile's JSON document says of cross-validated errors and of lengths beyond; empty without any."""
+    rows = [
+        {"cost": of.name, "degree": of.degree, "method": of.method, "median": of.median, "worst": of.worst}
+        for of in errors
+    ]
+    return {"cross_validation": rows, "beyond": list(map(asdict, beyond))} if rows else {}
+
+
+def print_accuracy(errors: "Sequence[ModelErrors]", beyond: "Sequence[Extrapolation]") -> None:
+    """Print how far off costs are on fifths of the rows that they have not seen, and how sure beyond the longest."""
+    from rich.table import Table
+
+    if not errors:
+        return
+    longer = {(of.name, of.degree, of.method): [] for of in errors}  # type: dict[tuple[str, int, str], list[Extrapolation]]
+    for answer in beyond:
+        longer[answer.name, answer.degree, answer.method].append(answer)
+    headings = [f"{answer.num_tokens:,} tokens" for answer in next(iter(longer.values()))]
+    shown = Table(title="costs on rows they have not seen (cross-validated), and beyond the longest measured")
+    for heading in ("method", "ranks", "plan.cost", "median error", "worst", *headings):
+        shown.add_column(heading, justify="left" if heading == "method" else "right")
+    for of in errors:
+        bars = (
+            f"{answer.time_s:.3g} s {answer.low_s / answer.time_s - 1:+.0%} {answer.high_s / answer.time_s - 1:+.0%}"
+            for answer in longer[of.name, of.degree, of.method]
+        )
+        shown.add_row(of.method, str(of.degree), of.name, f"{of.median:.1%}", f"{of.worst:.1%}", *bars)
+    stdout().print(shown)
 
 
 def _parts_table(table: ProfileTable) -> "Table":

@@ -167,6 +167,11 @@ class FittedCost(ProfiledCost):
         """Seconds of a micro-batch before its first token: ``c``."""
         return self._fits(scheme).c_s
 
+    def time_range_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> tuple[float, float]:
+        """The range of seconds predicted for a micro-batch when any one row is left out."""
+        ranges_s = [(share, self.fits[part].confidence(lengths)) for part, share in self._parts(scheme).items()]
+        return sum(share * low for share, (low, _) in ranges_s), sum(share * high for share, (_, high) in ranges_s)
+
     def _bytes(self, tokens: np.ndarray, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         kept_bytes = [share * self.fits[part].kept_bytes(tokens) for part, share in self._parts(scheme).items()]
         return max(self._state_bytes(scheme, num_devices)) + np.sum(kept_bytes, axis=0)

@@ -11,7 +11,8 @@ alone (theirs, once it saw one that does not, refuses all that follow); the limi
 (theirs is the largest memory seen while profiling).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.specs import ClusterSpec, ModelSpec
 from lengthwise.cost.profiled.fitted import FittedCost, features, fit
 from lengthwise.cost.profiled.measured_schemes import Tables
-from lengthwise.cost.profiled.monotone_curve import Curve, choose_polynomial, grow_forest, make_curve
+from lengthwise.cost.profiled.monotone_curve import MIN_POINTS, Curve, choose_polynomial, grow_forest, make_curve
 
 LEAST_S = 1e-9
 """Seconds of a sequence whose micro-batch the forest says to take no longer than the overhead."""
@@ -35,14 +36,26 @@ class LearnedForests:
     time_s: Curve
     """Seconds of a micro-batch of one sequence, by its length."""
     overhead_s: float
+    left_out: tuple[np.ndarray, ...]
+    """Polynomials chosen without each row of one sequence in turn."""
 
     def sequence_times_s(self, length: np.ndarray) -> np.ndarray:
         """Seconds that a sequence adds to a micro-batch."""
         return np.maximum(self.time_s(length) - self.overhead_s, LEAST_S)
 
-    def pack_time_s(self, lengths: tuple[int, ...]) -> float:
+    def pack_time_s(self, lengths: Sequence[int]) -> float:
         """Seconds of a micro-batch."""
         return float(self.sequence_times_s(np.asarray(lengths, dtype=np.float64)).sum()) + self.overhead_s
+
+    def pack_range_s(self, lengths: Sequence[int]) -> tuple[float, float]:
+        """The range of seconds predicted for a micro-batch when any one row of one sequence is left out.
+
+        A point within the profile; beyond it, where the polynomial decides, as wide as that hangs on one row.
+        """
+        curves = (replace(self.time_s, polynomial=polynomial) for polynomial in self.left_out)
+        others = (replace(self, time_s=curve).pack_time_s(lengths) for curve in curves)
+        times_s = [self.pack_time_s(lengths), *others]
+        return min(times_s), max(times_s)
 
 
 def learn(table: ProfileTable) -> LearnedForests:
@@ -57,15 +70,19 @@ def learn(table: ProfileTable) -> LearnedForests:
     is_lone = np.array([len(row.lengths) == 1 for row in table.rows])
     fitted = fit(table)
     coefficients = np.array([fitted.a_s, fitted.b_s, fitted.c_s])
+    lone, lone_s = tokens[is_lone], times_s[is_lone]
+    others = [np.arange(len(lone)) != row for row in range(len(lone))] if len(lone) > MIN_POINTS else []
     return LearnedForests(
         time_s=make_curve(
             grow_forest(np.stack([tokens, squares], axis=1), times_s / (columns @ coefficients)),
             num_powers=2,
-            last=float(tokens[is_lone].max(initial=0.0)),
+            last=float(lone.max(initial=0.0)),
             base=coefficients[::-1],
-            polynomial=choose_polynomial(tokens[is_lone], times_s[is_lone]),
+            polynomial=choose_polynomial(lone, lone_s),
         ),
         overhead_s=fitted.c_s,
+        left_out=tuple(choose_polynomial(lone[rest], lone_s[rest]) for rest in others)
+        or tuple(np.array(coefficients_of_rest)[::-1] for coefficients_of_rest in fitted.left_out),
     )
 
 
@@ -87,6 +104,11 @@ class HybridCost(FittedCost):
         length = np.asarray(lengths, dtype=np.float64)
         parts = self._parts(scheme).items()
         return np.sum([share * self._learned[part].sequence_times_s(length) for part, share in parts], axis=0)
+
+    def time_range_s(self, lengths: Sequence[int], scheme: PipelineConfig) -> tuple[float, float]:
+        """The range of seconds predicted for a micro-batch when any one row is left out."""
+        ranges_s = [(share, self._learned[part].pack_range_s(lengths)) for part, share in self._parts(scheme).items()]
+        return sum(share * low for share, (low, _) in ranges_s), sum(share * high for share, (_, high) in ranges_s)
 
     @property
     def memory_limit_bytes(self) -> float:

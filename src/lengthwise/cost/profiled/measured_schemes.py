@@ -66,6 +66,11 @@ class ProfiledCost(SeparableCost):
         schemes = dict.fromkeys(strategy.schemes)
         return max(self.tables[part].update_s for scheme in schemes for part in self._parts(scheme))
 
+    def longest(self, scheme: PipelineConfig) -> int:
+        """Tokens of the longest sequence that was measured under every method of ``scheme``; more is a guess."""
+        parts = self._parts(scheme)
+        return min(max(max(row.lengths) for row in self.tables[part].rows) for part in parts)
+
     def _find_parts(self, scheme: PipelineConfig) -> dict[PipelineConfig, float]:
         """Profiled schemes, and the share of the layers of ``scheme`` that are computed as in each.
 
