@@ -73,9 +73,8 @@ def run(
         raise LengthwiseError(f"profiling failed: {ended.killed or 'see the messages above'}")
     table = ProfileTable.load(out)
     unseen = errors_on_unseen_rows(resolved, table) if leave_out else ()
-    learned = learned_accuracy(table)
     if as_json:
-        emit_json(profile_document(table, fit(table), out, unseen) | accuracy_document(*learned))
+        emit_json(profile_document(table, fit(table), out, unseen) | accuracy_document(*learned_accuracy(table)))
     else:
         print_profile(table, fit(table), out, unseen)
-        print_accuracy(*learned)
+        print_accuracy(*learned_accuracy(table))

@@ -94,8 +94,8 @@ def extrapolations(table: ProfileTable) -> tuple[Extrapolation, ...]:
     """
     answers = []
     for degree, method, rows in _schemes(table):
-        alike = replace(table, rows=rows)
-        line, learned = fit(alike), learn(alike)
+        of_method = replace(table, rows=rows)
+        line, learned = fit(of_method), learn(of_method)
         for times in BEYOND:
             num_tokens = times * max(max(row.lengths) for row in rows)
             pack = (num_tokens,)
