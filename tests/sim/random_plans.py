@@ -94,10 +94,12 @@ def random_micro_batch(
     rows = len(lengths) + rng.randint(0, 2) if padded_to and rng.random() < 0.5 else 0
     filler = rng.randint(1, 40) if rng.random() < 0.3 else 0
     ids = tuple(batch.ids[i] for i in positions)
+    ladder = random.Random(sum(ids))
     return PlannedMicroBatch(
         pack=Pack(ids=ids, lengths=lengths, padded_to=padded_to, rows=rows, filler=filler),
         time_s=1.0,
         peak_bytes=1,
         methods=tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None,
         recompute=tuple(rng.random() < 0.5 for _ in range(SPEC.num_layers)) if rng.random() < 0.5 else None,
+        offload=tuple(ladder.random() < 0.4 for _ in range(SPEC.num_layers)) if ladder.random() < 0.5 else None,
     )

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from lengthwise.core.layout import row_bounds
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.core.specs import ModelSpec
+from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.groups import GroupRegistry
+from lengthwise.runtime.models.execution import ActivationPlan
 from lengthwise.runtime.models.operators import Dense
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.models.targets import IGNORE
@@ -84,7 +86,7 @@ def on_one_device(spec, lengths, *, dtype=torch.float64, scale=5.0):
     return loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def on_ranks(spec, lengths, methods, *, recompute=(), dtype=torch.float64, scale=5.0):
+def on_ranks(spec, lengths, methods, *, dtype=torch.float64, scale=5.0, **planned):
     """The same on the ranks of a pool: what rank 0 has after summing what each rank holds. Other ranks: nothing."""
     group = whole_group()
     weights = WEIGHTS_OF.get(methods[0], WeightPlacement.WHOLE)
@@ -92,7 +94,7 @@ def on_ranks(spec, lengths, methods, *, recompute=(), dtype=torch.float64, scale
     if weights is WeightPlacement.SHARDED:
         keep_own_rows(model, spec, rank=group.rank, degree=group.size)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    loss = run(model, group, lengths, methods, weights, recompute=recompute)
+    loss = run(model, group, lengths, methods, weights, **planned)
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name]), f"{name} was changed by forward or backward"
     dist.all_reduce(total := loss.detach().clone())
@@ -152,17 +154,24 @@ def _operation(model, operation, operators, x_tD, places=slice(None)):
     return {"output": out_tD.detach(), "input": x_tD.grad, **gradients}
 
 
-def execution_of(model, group, lengths, methods, weights, *, recompute=(), device="cpu"):
+def execution_of(model, group, lengths, methods, weights, *, device="cpu", **planned):
+    """``planned``: of the activations, as :class:`ActivationPlan` has it."""
     tokens_T, targets_T, cu_seqlens = pack_of(lengths, model.spec)
     tokens_T, targets_T = tokens_T.to(device), targets_T.to(device)
     return StageExecution(
         model, group, tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens, methods=methods, weights=weights,
-        recompute=recompute,
+        activations=activations_of(model.spec, **planned),
     )  # fmt: skip
 
 
-def run(model, group, lengths, methods, weights, *, recompute=()):
-    loss = model.run(execution_of(model, group, lengths, methods, weights, recompute=recompute))
+def activations_of(spec, *, offload=(), **planned):
+    """``offload``: flags of layers, or True for all."""
+    flags = (True,) * spec.num_layers if offload is True else offload
+    return ActivationPlan(offload=flags, host=HostOffload("cpu").micro_batch() if any(flags) else None, **planned)
+
+
+def run(model, group, lengths, methods, weights, **planned):
+    loss = model.run(execution_of(model, group, lengths, methods, weights, **planned))
     loss.backward()
     return loss
 

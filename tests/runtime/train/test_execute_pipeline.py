@@ -247,7 +247,7 @@ def _check_unchanged(schedule):
     with (
         mock.patch.object(Group, "send", watched("message", Group.send, lambda _, x, to: x)),
         mock.patch.object(
-            UnitRoute, "push", watched("push", UnitRoute.push, lambda route, gradients, _: gradients[route.region])
+            UnitRoute, "push", watched("push", UnitRoute.push, lambda route, gradients, *_: gradients[route.region])
         ),
     ):
         for seed in range(5):

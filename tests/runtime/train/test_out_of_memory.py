@@ -1,5 +1,7 @@
 """A rank that runs out of memory in a micro-batch of its own: all leave the step, and it is planned again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from lengthwise.core.specs import cluster_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.space.search_space import SearchSpace, make_problem
+from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.models.registry import build_model
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.training_engine import TransformerEngine
@@ -85,6 +88,26 @@ def replanned(in_backward):
     engine.close()
     places = [(f.rank, plan.pipelines[f.pipeline].ranks) for failures in failed for f in failures]
     return places, kept, result.loss, master_weights(engine.state)
+
+
+def without_room_on_the_host():
+    failed = []
+    engine, world = make_engine(on_oom=lambda plan, failures: failed.append(failures))
+    vars(world)["offload"] = HostOffload(world.device, limit_bytes=0 if world.rank == 1 else None)
+    engine.begin()
+    plan = planner_of(COST, ROOM)(batch_of())
+    pipelines = [replace(p, scheme=replace(p.scheme, offload=(True,) * SPEC.num_layers)) for p in plan.pipelines]
+    assert compute(engine, world, replace(plan, pipelines=tuple(pipelines))) is None
+    result = compute(engine, world, plan)
+    engine.close()
+    return [(f.rank, f.on_host) for failures in failed for f in failures], result.loss, master_weights(engine.state)
+
+
+def test_a_step_that_has_no_room_for_activations_on_the_host_is_planned_again(ranks):
+    loss, expected = ranks(2).run(whole)[0]
+    for places, again, weights in ranks(2).run(without_room_on_the_host):
+        assert (places, again) == ([(1, True)], loss)
+        assert all(torch.equal(weight, weights[name]) for name, weight in expected.items())
 
 
 def whole():

@@ -16,6 +16,8 @@ class MicroBatchFailure:
     rank: int
     pipeline: int
     micro_batch: int
+    on_host: bool = False
+    """Whether it was the host's memory, for activations that are offloaded, not the device's."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

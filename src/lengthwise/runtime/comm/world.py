@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lengthwise.core.errors import CommunicationError, InputError, Setting
 from lengthwise.core.version import __version__
+from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.comm.activity import ACTIVITY, CollectiveWait, first_line
 from lengthwise.runtime.comm.differences import differences, message_of, ranks_text
 from lengthwise.runtime.comm.groups import GroupRegistry
@@ -51,6 +52,11 @@ class DistContext:
         if not 1 < self.ranks_per_node < self.size:
             return None
         return node_groups(self.groups, rank=self.rank, num_ranks=self.size, ranks_per_node=self.ranks_per_node)
+
+    @cached_property
+    def offload(self) -> HostOffload:
+        """Moves saved tensors of this rank's device to host memory and back."""
+        return HostOffload(self.device)
 
     @property
     def timeout(self) -> timedelta:

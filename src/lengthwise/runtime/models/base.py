@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.models.activation_recompute import recomputed
 from lengthwise.runtime.models.attention_view import AttentionView
-from lengthwise.runtime.models.execution import Execution, OneDevice
+from lengthwise.runtime.models.execution import KEEP_ALL, ActivationPlan, Execution, OneDevice
 from lengthwise.runtime.models.operators import Operators, Tables
 
 
@@ -110,13 +110,15 @@ class Transformer(nn.Module, ABC):
             targets_T: see :mod:`lengthwise.runtime.models.targets`.
             recompute: one flag per layer; True keeps only the layer's input and computes it again in the backward.
         """
-        return self.run(self.on_one_device(tokens_T, cu_seqlens, targets_T, recompute=recompute))
+        activations = ActivationPlan(recompute=recompute or ())
+        return self.run(self.on_one_device(tokens_T, cu_seqlens, targets_T, activations=activations))
 
     def hidden(
         self, tokens_T: Tensor, cu_seqlens: tuple[int, ...], *, recompute: tuple[bool, ...] | None = None
     ) -> Tensor:
         """Output of the last layer, before the final norm: ``[T, D]``."""
-        return self.run_layers(self.on_one_device(tokens_T, cu_seqlens, None, recompute=recompute))
+        activations = ActivationPlan(recompute=recompute or ())
+        return self.run_layers(self.on_one_device(tokens_T, cu_seqlens, None, activations=activations))
 
     def logits(self, tokens_T: Tensor, cu_seqlens: tuple[int, ...]) -> Tensor:
         """Logits ``[T, V]``, all at once, for evaluation and tests."""
@@ -139,13 +141,19 @@ class Transformer(nn.Module, ABC):
 
     def run_layers(self, execution: Execution, x_tD: Tensor | None = None) -> Tensor:
         """Output of the last of the layers of ``execution`` for the tokens of this rank: ``[t, D]``."""
+        first = execution.layers.start if x_tD is not None else -1
         if x_tD is None:
             execution.watch.need(0)
             x_tD = self.embed(execution)
         for number in execution.layers:
-            run = partial(self.run_layer, self.layers[number], operators=execution.operators(number))
-            x_tD = execution.watch.enter(number + 1, x_tD)
-            x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
+            layer = self.layers[number]
+            run = partial(self.run_layer, layer, operators=execution.operators(number))
+            if number == first:  # nothing of this rank comes after it in the backward
+                execution.watch.need(number + 1)
+            else:
+                x_tD = execution.watch.enter(number + 1, x_tD)
+            with execution.saving(number, layer.parameters()):
+                x_tD = recomputed(run, x_tD) if execution.is_recomputed(number) else run(x_tD)
         return x_tD
 
     def on_one_device(
@@ -154,14 +162,14 @@ class Transformer(nn.Module, ABC):
         cu_seqlens: tuple[int, ...],
         targets_T: Tensor | None,
         *,
-        recompute: tuple[bool, ...] | None,
+        activations: ActivationPlan = KEEP_ALL,
     ) -> OneDevice:
         """The execution of a whole pack on this rank."""
-        flags = recompute or ()
-        assert len(flags) in (0, len(self.layers)), f"{len(flags)} recompute flags for {len(self.layers)} layers"
+        num_flags = len(activations.recompute)
+        assert num_flags in (0, len(self.layers)), f"{num_flags} recompute flags for {len(self.layers)} layers"
         return OneDevice(
             tokens_T, targets_T, views=self.views(cu_seqlens), tables=self.tables, layers=range(len(self.layers)),
-            recompute=flags,
+            activations=activations,
         )  # fmt: skip
 
 

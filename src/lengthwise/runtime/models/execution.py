@@ -3,7 +3,9 @@
 t tokens of this rank, D hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -48,6 +50,47 @@ class ExecutionWatch:
         self.complete(unit)
 
 
+class Offload(Protocol):
+    """Moves what layers of one micro-batch save to host memory until their backwards."""
+
+    def layer(self, keep: Callable[[Tensor], bool] | None) -> AbstractContextManager[None]:
+        """Around the forward of a layer; ``keep``: which saved tensors stay on the device, None: all."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationPlan:
+    """What becomes of the activations of one micro-batch between forward and backward, by layer of the model."""
+
+    recompute: Sequence[bool] = ()
+    """Layers that keep their input alone and are computed again in the backward; empty: none."""
+    offload: Sequence[bool] = ()
+    """Layers whose saved tensors are in host memory meanwhile; empty: none."""
+    host: Offload | None = None
+    """Moves them; needed where layers are offloaded."""
+
+    def is_recomputed(self, layer: int) -> bool:
+        """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
+        return bool(self.recompute) and self.recompute[layer]
+
+    def saving(self, layer: int, lasting: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
+        """Around the forward of ``layer``: what it saves stays or is offloaded, but for ``lasting`` tensors."""
+        is_offloaded = bool(self.offload) and self.offload[layer]
+        if self.host is None:
+            return nullcontext()
+        return self.host.layer(partial(_shares_storage, lasting) if is_offloaded else None)
+
+
+KEEP_ALL = ActivationPlan()
+"""Everything stays on the device."""
+
+
+def _shares_storage(lasting: Callable[[], Iterable[Tensor]], tensor: Tensor) -> bool:
+    """Whether a tensor shares its storage with any of ``lasting``, as views of weights do."""
+    storage = tensor.untyped_storage()._cdata
+    return any(other.untyped_storage()._cdata == storage for other in lasting())
+
+
 class Execution(Protocol):
     """One micro-batch on one rank: its tokens, its operators and its loss."""
 
@@ -71,6 +114,10 @@ class Execution(Protocol):
         """Whether a layer keeps its input alone and is computed again in the backward."""
         ...
 
+    def saving(self, layer: int, weights: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Around the forward of ``layer``, which has these weights: what it saves goes where the plan has it."""
+        ...
+
     def cross_entropy(self, hidden_tD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
         """Sum over this rank's targets of the loss of ``hidden @ head^T + bias``: a scalar."""
         ...
@@ -87,15 +134,13 @@ class OneDevice:
         views: Sequence[AttentionView],
         tables: MakeTables,
         layers: range,
-        recompute: Sequence[bool] = (),
+        activations: ActivationPlan = KEEP_ALL,
         watch: ExecutionWatch | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """``views``: of the layers, in turn; ``recompute``: one flag per layer, or none for no layer; ``device``: where
-        the model is, if tokens and targets are on the host.
-        """
+        """``views``: of the layers, in turn; ``device``: where the model is, if tokens and targets are on the host."""
         self.layers, self.watch = layers, watch or ExecutionWatch()
-        self.views, self.recompute = views, recompute
+        self.views, self._activations = views, activations
         device = device or tokens_T.device
         self.tokens_T = to_device(tokens_T, device)
         self.targets_T = None if targets_T is None else to_device(targets_T, device)
@@ -113,13 +158,18 @@ class OneDevice:
         """Embeddings of all tokens, [T, D]."""
         return F.embedding(self.tokens_T, table_VD)
 
-    def operators(self, layer: int) -> Operators:
+    def operators(self, layer: int) -> Dense:
         """One-device operators in the layer's view."""
         return self._dense[layer % len(self._dense)]
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
-        return bool(self.recompute) and self.recompute[layer]
+        return self._activations.is_recomputed(layer)
+
+    def saving(self, layer: int, weights: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Around the forward of ``layer``: what it saves goes where the plan has it, weights and tables stay."""
+        lasting = (*weights, *(self.operators(layer).tables or ()))
+        return self._activations.saving(layer, lambda: lasting)
 
     def cross_entropy(self, hidden_TD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
         """Sum of the cross-entropy over the targets of the whole pack: a scalar."""

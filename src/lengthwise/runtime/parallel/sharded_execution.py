@@ -3,7 +3,8 @@
 t tokens of this rank, D hidden size, V vocabulary or this rank's rows of it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from lengthwise.core.pipeline_config import Method, WeightPlacement
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.models.base import Transformer
 from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_entropy
-from lengthwise.runtime.models.execution import ExecutionWatch
+from lengthwise.runtime.models.execution import KEEP_ALL, ActivationPlan, ExecutionWatch
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import Operators
 from lengthwise.runtime.models.targets import rows_with_target
@@ -40,21 +41,20 @@ class StageExecution:
         cu_seqlens: tuple[int, ...],
         methods: Sequence[Method],
         weights: WeightPlacement,
-        recompute: Sequence[bool] = (),
+        activations: ActivationPlan = KEEP_ALL,
         layers: range | None = None,
         watch: ExecutionWatch | None = None,
     ) -> None:
         """Tokens and targets are best on the host, as ranks look at them there.
 
-        ``methods``: one per layer; ``recompute``: one flag per layer, or none for no layer; ``layers``: of this
-        stage, or all of them.
+        ``methods``: one per layer; ``layers``: of this stage, or all of them.
 
         The model's weights are whole, or this rank's rows of :func:`~lengthwise.core.layout.row_bounds`.
 
         Raises:
             InputError: a method cannot share this model's layers among so many ranks.
         """
-        self._group, self._recompute = group, recompute
+        self._group, self._activations = group, activations
         self.layers = range(len(model.layers)) if layers is None else layers
         self.watch = watch or ExecutionWatch()
         self._is_sharded = weights is WeightPlacement.SHARDED
@@ -100,7 +100,12 @@ class StageExecution:
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
-        return bool(self._recompute) and self._recompute[layer]
+        return self._activations.is_recomputed(layer)
+
+    def saving(self, layer: int, weights: Iterable[Tensor]) -> AbstractContextManager[None]:
+        """Around the forward of ``layer``: what it saves goes where the plan has it, weights and tables stay."""
+        lasting, view = tuple(weights), self._views[layer % len(self._views)]
+        return self._activations.saving(layer, lambda: (*lasting, *view.made_tables))
 
     def cross_entropy(self, hidden_tD: Tensor, head_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
         """Sum of the cross-entropy over this rank's targets: a scalar."""

@@ -47,6 +47,12 @@ class StageView:
         offsets = self.view.offsets
         return self.make_tables(offsets if self.view.order is None else offsets[self.view.order])
 
+    @property
+    def made_tables(self) -> tuple[Tensor, ...]:
+        """The rotary tables that layers have used so far."""
+        tables = (vars(self).get(name) for name in ("tables", "ordered_tables"))
+        return tuple(table for pair in tables for table in pair or ())
+
     @cached_property
     def exchange(self) -> UlyssesShards:
         """Sizes and token order of Ulysses' all-to-alls in this view."""

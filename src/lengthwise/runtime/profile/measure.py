@@ -18,7 +18,7 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.models.base import Transformer
-from lengthwise.runtime.models.execution import Execution
+from lengthwise.runtime.models.execution import ActivationPlan, Execution
 from lengthwise.runtime.models.targets import TokenMasking, masked_targets, next_token_targets
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.profile.layer_parts import LayerProbe, PartSeconds, mean_seconds, parts_of
@@ -179,7 +179,9 @@ def _executions(
     """Makes executions of a pack, with some layers recomputed, of all layers or some."""
     tokens_T, cu_seqlens, targets_T = feed
     if degree == 1:
-        return lambda flags, layers: model.on_one_device(tokens_T, cu_seqlens, targets_T, recompute=flags)
+        return lambda flags, layers: model.on_one_device(
+            tokens_T, cu_seqlens, targets_T, activations=ActivationPlan(recompute=flags)
+        )
     groups = [tuple(range(first, first + degree)) for first in range(0, world.size, degree)]
     world.groups.prepare([(ranks, "") for ranks in groups])
     group = world.groups.of(groups[world.rank // degree])
@@ -188,7 +190,7 @@ def _executions(
         StageExecution, model, group, tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens,
         methods=(method,) * model.spec.num_layers, weights=WEIGHTS_OF[method],
     )  # fmt: skip
-    return lambda flags, layers: shared(recompute=flags, layers=layers)
+    return lambda flags, layers: shared(activations=ActivationPlan(recompute=flags), layers=layers)
 
 
 def _backward(forward: Forward) -> None:

@@ -11,18 +11,21 @@ from torch import Tensor
 
 from lengthwise.core.batch import Pack
 from lengthwise.core.errors import InfeasibleError, Setting
+from lengthwise.core.pipeline_config import PipelineConfig
 from lengthwise.core.step_plan import Pipeline, PlannedMicroBatch, StepPlan
 from lengthwise.core.timeline import PUSH, SpanKind
 from lengthwise.runtime.comm.group import AsyncResult, Group
 from lengthwise.runtime.comm.groups import Key
+from lengthwise.runtime.comm.host_blocks import HostMemoryError
 from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure, is_out_of_memory
 from lengthwise.runtime.models.base import Transformer
-from lengthwise.runtime.models.execution import Execution, ExecutionWatch, OneDevice
+from lengthwise.runtime.models.execution import ActivationPlan, Execution, ExecutionWatch, OneDevice
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.state.sharded import ShardedState
 from lengthwise.runtime.train.clock import StepClock, bytes_in_use
 from lengthwise.runtime.train.micro_batch_tensors import MicroBatchTensors
+from lengthwise.runtime.train.stage_input import StageInput
 from lengthwise.sim.schedule_check import Operation, OperationKind, WeightPhase
 
 OUTPUTS, GRADIENTS = "outputs", "gradients"
@@ -52,8 +55,8 @@ class StepWatch(ExecutionWatch):
 class InFlight:
     """A micro-batch between its forward and its backward on this rank."""
 
-    input_tD: Tensor | None
-    """What the stage before sent; None on the first stage."""
+    received: StageInput | None
+    """Of what the stage before sent; None on the first stage."""
     output: Tensor
     """[t, D], or on the last stage the scalar loss."""
     sent: AsyncResult | None = None
@@ -137,27 +140,32 @@ class WeightPhaseRun:
             if not is_out_of_memory(error) or self.forward_only:
                 raise
             if not is_alone:
-                raise out_of_memory(
-                    self.plan, operation.pipeline, operation.micro_batch, rank=self._world.rank
-                ) from error
+                raise out_of_memory(self.plan, self._failure(operation, error)) from error
+            self.failure = self._failure(operation, error)
         # and not before: the error holds on to what was computed
         self._in_flight = {k: flying for k, flying in self._in_flight.items() if pipelines[k[0]].scheme.num_devices > 1}
         self.loss = torch.full_like(self.loss, torch.nan)
-        self.failure = MicroBatchFailure(
-            rank=self._world.rank, pipeline=operation.pipeline, micro_batch=operation.micro_batch
-        )
+
+    def _failure(self, operation: Operation, error: Exception) -> MicroBatchFailure:
+        return MicroBatchFailure(
+            rank=self._world.rank, pipeline=operation.pipeline, micro_batch=operation.micro_batch,
+            on_host=isinstance(error, HostMemoryError),
+        )  # fmt: skip
 
     def _forward(self, operation: Operation) -> None:
         pipeline, micro_batch = self._of(operation)
         execution = self._execution(operation, pipeline, micro_batch)
-        input_tD, self._received = self._received, None
+        x_tD, self._received = self._received, None
+        received = None if x_tD is None else StageInput(x_tD.shape, x_tD.dtype)
         with self.clock.span(SpanKind.COMPUTE, f"forward {operation.micro_batch}"):
-            output = self.model.run(execution, input_tD)
+            if received is not None and x_tD is not None:
+                x_tD = received.enter(x_tD)
+            output = self.model.run(execution, x_tD)
             if output.ndim == 0:
                 output = output / self.plan.loss_normaliser
                 self.loss += output.detach()
         if not self.forward_only or output.ndim:
-            self._in_flight[operation.pipeline, operation.micro_batch] = InFlight(input_tD, output)
+            self._in_flight[operation.pipeline, operation.micro_batch] = InFlight(received, output)
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
     def _backward(self, operation: Operation) -> None:
@@ -171,7 +179,7 @@ class WeightPhaseRun:
         in_flight.output = in_flight.output.detach()  # what the backward needed goes now
         if in_flight.sent is not None:
             in_flight.sent.wait()  # it has arrived: its gradient came back
-        if in_flight.input_tD is None:
+        if in_flight.received is None:
             del self._in_flight[operation.pipeline, operation.micro_batch]
         self.clock.sample_memory(bytes_in_use(self._world.device))
 
@@ -183,7 +191,7 @@ class WeightPhaseRun:
         )
         with self.clock.span(SpanKind.WAIT, "bubble"):
             group.receive(x_tD, source, tag=operation.micro_batch).wait()
-        self._received = x_tD if operation.is_backward else x_tD.requires_grad_()
+        self._received = x_tD
 
     def _send(self, operation: Operation) -> None:
         group, _, target = self._channel(operation)
@@ -195,11 +203,8 @@ class WeightPhaseRun:
         if self.forward_only:
             self._begin_send(group, in_flight.output, target, operation)
             return
-        assert in_flight.input_tD is not None
-        gradient_tD = (
-            torch.zeros_like(in_flight.input_tD) if in_flight.input_tD.grad is None else in_flight.input_tD.grad
-        )
-        self._begin_send(group, gradient_tD, target, operation)
+        assert in_flight.received is not None
+        self._begin_send(group, in_flight.received.gradient_of(in_flight.output), target, operation)
 
     def _begin_send(self, group: Group, x_tD: Tensor, target: int, operation: Operation) -> None:
         self._going = [going for going in self._going if not going.is_done]
@@ -223,11 +228,11 @@ class WeightPhaseRun:
         with self.clock.span(SpanKind.DATA, f"data {operation.micro_batch}"):
             fed = self.feeds(micro_batch.pack)
         stage = next(s for s in range(scheme.num_stages) if self._world.rank in pipeline.ranks_of(s))
-        layers, recompute = scheme.layers_of_stage(stage), pipeline.recompute_of(micro_batch)
+        layers, activations = scheme.layers_of_stage(stage), self._activations(pipeline.scheme_of(micro_batch))
         if scheme.degree == 1:
             return OneDevice(
                 fed.tokens_T, fed.targets_T, views=self.model.views(fed.cu_seqlens), tables=self.model.tables,
-                layers=layers, recompute=recompute, watch=self._watch, device=self._world.device,
+                layers=layers, activations=activations, watch=self._watch, device=self._world.device,
             )  # fmt: skip
         group = self._world.groups.of(operation.ranks)
         assert group is not None, "a rank computes in pipelines that it is in"
@@ -239,20 +244,32 @@ class WeightPhaseRun:
             cu_seqlens=fed.cu_seqlens,
             methods=pipeline.methods_of(micro_batch),
             weights=scheme.weights,
-            recompute=recompute,
+            activations=activations,
             layers=layers,
             watch=self._watch,
         )
 
+    def _activations(self, scheme: PipelineConfig) -> ActivationPlan:
+        is_offloaded = scheme.num_offloaded > 0 and not self.forward_only
+        return ActivationPlan(
+            recompute=scheme.recompute,
+            offload=scheme.offload,
+            host=self._world.offload.micro_batch() if is_offloaded else None,
+        )
 
-def out_of_memory(plan: StepPlan, pipeline: int, micro_batch: int, *, rank: int) -> InfeasibleError:
+
+def out_of_memory(plan: StepPlan, failure: MicroBatchFailure) -> InfeasibleError:
     """The error of a rank that ran out of memory."""
-    planned = plan.pipelines[pipeline]
-    num_tokens = planned.micro_batches[micro_batch].pack.num_tokens
+    planned = plan.pipelines[failure.pipeline]
+    micro_batch = planned.micro_batches[failure.micro_batch]
+    num_tokens, scheme = micro_batch.pack.num_tokens, planned.scheme_of(micro_batch)
+    memory, way_out = "memory", ""
+    if failure.on_host:
+        memory, way_out = "host memory", "offload fewer layers, or recompute those that are offloaded; or "
     return InfeasibleError(
-        f"step {plan.step}: rank {rank} ran out of memory in a micro-batch of {num_tokens:,} tokens under scheme "
-        f"{planned.scheme.name}; lower {Setting.MAX_TOKENS}, or use more devices",
-        what=f"micro-batch {micro_batch} of pipeline {pipeline}", value=num_tokens, unit="tokens",
+        f"step {plan.step}: rank {failure.rank} ran out of {memory} in a micro-batch of {num_tokens:,} tokens under "
+        f"scheme {scheme.name}; {way_out}lower {Setting.MAX_TOKENS}, or use more devices",
+        what=f"micro-batch {failure.micro_batch} of pipeline {failure.pipeline}", value=num_tokens, unit="tokens",
     )  # fmt: skip
 
 

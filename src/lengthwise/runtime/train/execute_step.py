@@ -33,7 +33,7 @@ class StepMemoryError(InfeasibleError):
 
     def __init__(self, plan: StepPlan, failures: tuple[MicroBatchFailure, ...]) -> None:
         first, self.failures = failures[0], failures
-        error = out_of_memory(plan, first.pipeline, first.micro_batch, rank=first.rank)
+        error = out_of_memory(plan, first)
         super().__init__(error.marked, what=error.what, value=error.value, unit=error.unit)
 
 
@@ -150,6 +150,7 @@ def run_step(
         plan, model, state, source, clock=clock, masking=masking, feeds=feeds, schedule=schedule,
         on_oom=own_failures.append,
     )  # fmt: skip
+    state.world.offload.release()
     with clock.span(SpanKind.UPDATE, "clip"):
         norm, total = state.global_norm(loss)
     if not (isfinite(norm) and isfinite(total)) and (failures := _shared_failures(own_failures, state.world)):
@@ -206,11 +207,11 @@ def update_or_skip(
 
 def _shared_failures(own: list[MicroBatchFailure], world: DistContext) -> tuple[MicroBatchFailure, ...]:
     """Where ranks ran out of memory, the same on all of them; one all-gather."""
-    places = [(failure.pipeline, failure.micro_batch) for failure in own] or [(-1, -1)]
+    places = [(failure.pipeline, failure.micro_batch, failure.on_host) for failure in own] or [(-1, -1, False)]
     rows = gather_rows(torch.tensor(places[0], dtype=torch.int64, device=world.device)).tolist()
     return tuple(
-        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=micro_batch)
-        for rank, (pipeline, micro_batch) in enumerate(rows)
+        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=micro_batch, on_host=bool(on_host))
+        for rank, (pipeline, micro_batch, on_host) in enumerate(rows)
         if pipeline >= 0
     )
 

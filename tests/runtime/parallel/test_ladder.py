@@ -1,0 +1,133 @@
+"""The memory ladder: offloaded layers compute what others compute, bit for bit, and leave nothing on the device."""
+
+import gc
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lengthwise.core.pipeline_config import WEIGHTS_OF, WeightPlacement
+from lengthwise.cost.analytic.volume import layer_volume
+from lengthwise.runtime.comm import activation_offload
+from lengthwise.runtime.comm.activation_offload import HostOffload
+from lengthwise.runtime.models.execution import ActivationPlan
+from lengthwise.runtime.parallel.sharded_execution import StageExecution
+from lengthwise.runtime.parallel.shards import keep_own_rows
+from tests.runtime.parallel.cases import SHARDED, WHOLE, able, model_of, on_ranks, pack_of, small, whole_group
+from tests.runtime.parallel.test_exactness import FAMILIES
+
+RAGGED = (7, 1, 12, 5)
+LADDER_FAMILIES = {"llama": small(), **{name: FAMILIES[name] for name in ("gpt", "bert", "transformer-2d")}}
+KEPT = 0.02
+"""Relative: rows of log-sum-exps and norms beside the rest, and tokens that ranks do not share evenly."""
+
+
+def assert_equal(these, others):
+    assert torch.equal(these[0], others[0])
+    for name, gradient in these[1].items():
+        assert torch.equal(gradient, others[1][name]), name
+
+
+# ---- offload
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
+def test_offloaded_layers_give_the_same_gradients_bit_for_bit(ranks, num_ranks):
+    ranks(num_ranks).run(check_offload, list(LADDER_FAMILIES))
+
+
+def check_offload(names):
+    for number, name in enumerate(names):
+        spec = LADDER_FAMILIES[name]
+        able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
+        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: number * 3 or 1]:
+            methods, recompute = (method,) * spec.num_layers, (False, True)
+            expected = on_ranks(spec, RAGGED, methods, recompute=recompute)
+            for offload in (True, (True, False)):
+                assert_equal(on_ranks(spec, RAGGED, methods, recompute=recompute, offload=offload), expected)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("method", [*SHARDED, *WHOLE])
+def test_an_offloaded_layer_leaves_nothing_on_the_device_and_its_closed_form_on_the_host(ranks, method, num_ranks):
+    spec = LADDER_FAMILIES["llama"]
+    volume = layer_volume(spec, method, degree=num_ranks, dtype="float32")
+    for recompute, per_token in ((False, volume.kept_bytes), (True, volume.input_bytes)):
+        num_copied, num_left = zip(*ranks(num_ranks).run(copied_and_left, spec, method, 480, recompute))
+        assert max(num_copied) == pytest.approx(per_token * 480 * spec.num_layers, rel=KEPT)
+        assert not any(num_left)
+
+
+def copied_and_left(spec, method, num_tokens, recompute):
+    """Bytes that offloaded layers have in host memory, and storages of theirs that are left on the device."""
+    group, weights = whole_group(), WEIGHTS_OF[method]
+    model = model_of(spec, dtype=torch.float32)
+    if weights is WeightPlacement.SHARDED:
+        keep_own_rows(model, spec, rank=group.rank, degree=group.size)
+    host, flags = HostOffload("cpu"), (True,) * spec.num_layers
+    tokens_T, targets_T, cu_seqlens = pack_of((num_tokens,), spec)
+    activations = ActivationPlan(recompute=(recompute,) * len(flags), offload=flags, host=host.micro_batch())
+    execution = StageExecution(
+        model, group, tokens_T=tokens_T, targets_T=targets_T, cu_seqlens=cu_seqlens, methods=(method,) * len(flags),
+        weights=weights, activations=activations,
+    )  # fmt: skip
+    copied = []
+
+    class Noted(activation_offload.StorageCopy):
+        def __init__(self, whole, host):
+            copied.append(StorageWeakRef(whole.untyped_storage()))
+            super().__init__(whole, host)
+
+    original, activation_offload.StorageCopy = activation_offload.StorageCopy, Noted
+    try:
+        loss = model.run(execution)
+    finally:
+        activation_offload.StorageCopy = original
+    gc.collect()
+    num_left = sum(not storage.expired() for storage in copied)
+    loss.backward()
+    assert copied and host.blocks.num_used_bytes <= host.blocks.block_bytes, "all went back"
+    return host.num_copied_bytes, num_left
+
+
+def test_a_storage_that_is_saved_twice_is_copied_once_and_its_views_come_back_as_they_were():
+    host = HostOffload("cpu")
+    weight = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+
+    def loss_of(x, hooks):
+        with hooks:
+            base = x * 2.0
+            wide = base[:, 1:5]
+            return (wide.T.contiguous() @ base.exp() @ weight).sin().sum() + (wide * base[:, :4]).sum()
+
+    grads = []
+    for offload in (None, lambda tensor: tensor.untyped_storage()._cdata == weight.untyped_storage()._cdata):
+        x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        weight.grad = None
+        loss_of(x, host.micro_batch().layer(offload)).backward()
+        grads.append((x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    base, wide, exp, product, sine = 5 * 6, 5 * 4, 5 * 6, 4 * 6, 4 * 4
+    assert host.num_copied_bytes == 8 * (base + wide + exp + product + sine)
+
+
+def test_a_storage_that_is_written_to_between_two_saves_is_copied_twice():
+    host = HostOffload("cpu")
+    x = torch.ones(4, requires_grad=True)
+    with host.micro_batch().layer(lambda tensor: False):
+        y = x.detach().clone()
+        first = x * y
+        y.add_(1.0)
+        second = x * y
+    (first + 10 * second).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 21.0))
+    assert host.num_copied_bytes == 32
+
+
+def test_a_host_without_room_is_an_error_of_memory_with_a_way_out():
+    spec = LADDER_FAMILIES["llama"]
+    model, (tokens_T, targets_T, cu_seqlens) = model_of(spec), pack_of(RAGGED, spec)
+    host = HostOffload("cpu", limit_bytes=0)
+    activations = ActivationPlan(offload=(True, True), host=host.micro_batch())
+    with pytest.raises(MemoryError, match="offload fewer layers, or recompute those that are offloaded"):
+        model.run(model.on_one_device(tokens_T, cu_seqlens, targets_T, activations=activations))
