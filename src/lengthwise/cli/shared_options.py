@@ -70,6 +70,27 @@ MemoryMargin = Annotated[
         help="Share of a GPU's memory left free, beside 1 GiB for context and libraries; default: 0.06.",
     ),
 ]
+HostMemoryGib = Annotated[
+    float | None,
+    typer.Option(
+        "--host-memory",
+        metavar="GIB",
+        help="Memory of the host that plans may fill for each device; default: nine tenths of its share.",
+    ),
+]
+
+
+class Offload(StrEnum):
+    """Choices of --offload."""
+
+    AUTO = "auto"
+    NONE = "none"
+    ALL = "all"
+
+
+OffloadOption = Annotated[
+    Offload, typer.Option("--offload", help="Layers of which what they save for their backward is in host memory.")
+]
 MaxDegree = Annotated[
     int | None,
     typer.Option(min=1, max=MAX_DEVICES, metavar="N", help="Most devices that share a layer; default: any number."),

@@ -10,6 +10,7 @@ from lengthwise.config.choices import (
     DeviceName,
     HeldWeights,
     LrRule,
+    Offload,
     OptimizerName,
     OrderName,
     OverLength,
@@ -36,6 +37,7 @@ class PrepareKeywords(TypedDict, total=False):
     g_min: int
     g_max: int
     memory_margin: float | None
+    offload: Offload
     max_length: int | None
     over_length: OverLength
     tokens_per_step: int | None
@@ -56,6 +58,7 @@ class PrepareKeywords(TypedDict, total=False):
     loss_scale_window: int
     lr_clamp: tuple[float, float] | None
     memory_gib: float | None
+    host_memory_gib: float | None
     device: DeviceName
     offload_state: StatePlace
     timeout_s: float | None

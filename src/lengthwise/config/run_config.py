@@ -160,6 +160,9 @@ class PlanConfig(PolicySettings):
     recompute: Recompute = "auto"
     """Activation checkpointing: which layers are computed again in the backward; auto: as few as a micro-batch needs
     to fit. (prepare also knows selective, which keeps what attention computed.)"""
+    tile_tokens: int | None = Field(default=None, ge=0, le=1 << 30)
+    """The tokens that each rank's feed-forwards compute at a time, again in the backward, so that longer sequences fit;
+    0: all; none: all, and 4096 where longer sequences need it. (prepare has feed_forward_tile.)"""
     objective: PipelineTime = "flow-shop"
     """How the time of a pipeline is reckoned; max-times-count: Hydraulis Eq. (1). (In prepare, objective is what the
     model learns, which here the model's preset decides.)"""

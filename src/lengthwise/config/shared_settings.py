@@ -9,6 +9,7 @@ from lengthwise.config.choices import (
     BatchSize,
     DeviceName,
     LrRule,
+    Offload,
     OrderName,
     OverLength,
     PacingName,
@@ -111,6 +112,10 @@ class PolicySettings(Settings):
     """The share of each device's memory that plans leave free for fragmentation and workspaces, beside what the
     context and libraries take of a GPU; none: 0.06 of a GPU, 0 of a CPU. memory_gib is used to the full."""
 
+    offload: Offload = "auto"
+    """Activation offload: whether what layers save for their backward (of recomputed ones their input) is in host
+    memory meanwhile; auto: of as many layers as pays or as longer sequences need, none on a CPU; all: of every layer."""
+
     @field_validator("form_batches")
     @classmethod
     def _check_policy_forms(cls, form_batches: bool, info: ValidationInfo) -> bool:
@@ -121,10 +126,13 @@ class PolicySettings(Settings):
 
 
 class MemorySetting(Settings):
-    """The device's memory."""
+    """The device's memory, and its share of the host's."""
 
     memory_gib: float | None = Field(default=None, gt=0, le=1 << 20)
     """Memory of each device that plans may fill, in GiB; none: what the device has."""
+    host_memory_gib: float | None = Field(default=None, gt=0, le=1 << 20)
+    """Memory of the host that plans may fill for each device, in GiB; none: nine tenths of its share of what such a
+    machine has."""
 
 
 class UpdateSettings(Settings):

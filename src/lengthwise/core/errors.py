@@ -37,6 +37,8 @@ class Setting(StrEnum):
     METHOD = "plan.method"
     METHODS = "plan.methods"
     RECOMPUTE = "plan.recompute"
+    OFFLOAD = "plan.offload"
+    HOST_MEMORY_GIB = "cluster.host_memory_gib"
     MAX_TOKENS = "plan.max_tokens"
     BATCH_SIZE = "plan.batch_size"
     SHAPES = "plan.shapes"

@@ -179,6 +179,11 @@ class PipelineConfig:
         """Layers whose saved tensors are in host memory between forward and backward."""
         return sum(self.offload)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is offloaded and feed-forwards compute all tokens at once."""
+        return not self.offload and not self.tile_tokens
+
     def is_offloaded(self, layer: int) -> bool:
         """Whether what ``layer`` saves is in host memory between its forward and its backward."""
         return bool(self.offload) and self.offload[layer]

@@ -77,7 +77,8 @@ def compare(
         jitter: sigma of a lognormal factor of mean 1 on the time of every simulated micro-batch; by default 0.
         tokens: tokens of the whole training, for its hours and its price.
         price_per_hour: the price of one device for an hour, instead of the device's own.
-        options: max_length, over_length, max_degree, max_stages, methods, recompute, memory_margin, dtype, profile,
+        options: max_length, over_length, max_degree, max_stages, methods, recompute, offload, memory_margin,
+            host_memory_gib, dtype, profile,
             overlap and seed, as in `lengthwise.plan`.
 
     Returns:
@@ -94,7 +95,7 @@ def compare(
     tokens, price_per_hour = options.pop("tokens", None), options.pop("price_per_hour", None)
     budget = make_budget(PYTHON, tokens=tokens, price_per_hour=price_per_hour)
     simulation = SimOptions(jitter=options.pop("jitter", 0.0), seed=options.get("seed", 0))
-    clusters = _clusters_of(cluster, options.pop("memory_margin", None))
+    clusters = _clusters_of(cluster, options.pop("memory_margin", None), options.pop("host_memory_gib", None))
     planning: PlanningOptions = options
     contest, ledger = comparison_of(lengths, model=model, policies=policies, steps=steps, spelling=PYTHON, **planning)
     contest = replace(contest, budget=budget, simulation=simulation)
@@ -105,11 +106,13 @@ def compare(
 
 
 def _clusters_of(
-    cluster: str | ClusterSpec | Sequence[str | ClusterSpec], memory_margin: float | None
+    cluster: str | ClusterSpec | Sequence[str | ClusterSpec],
+    memory_margin: float | None,
+    host_memory_gib: float | None,
 ) -> list[ClusterSpec]:
     """One or several clusters by name, none of them too large to compare."""
     named = [cluster] if isinstance(cluster, str | ClusterSpec) else cluster
-    clusters = [find_cluster(name, memory_margin) for name in named]
+    clusters = [find_cluster(name, memory_margin, host_memory_gib) for name in named]
     if not clusters:
         raise InputError("cluster is an empty list; name at least one, such as '8x8xH100-80GB'")
     if (num_devices := max(spec.num_devices for spec in clusters)) > MOST_DEVICES:
@@ -187,6 +190,7 @@ def comparison_page(
                 "max_stages": contest.search_space.max_stages,
                 "methods": [str(method) for method in contest.search_space.methods or DEFAULT_METHODS],
                 "recompute": str(contest.search_space.recompute),
+                "offload": str(contest.search_space.offload),
             },
             "ledger": ledger.to_json(),
         },
@@ -231,7 +235,10 @@ def _facts(
     yield "Lengths", f"{source}: {len(lengths):,} sequences, {lengths.num_tokens:,} tokens"
     yield "Longest", f"{lengths.max_length:,} tokens; {ledger_words(ledger)}"
     methods = [*map(str, search_space.methods or DEFAULT_METHODS)]
-    yield "Schemes", ", ".join([*methods, f"recompute {search_space.recompute}", *limits])
+    yield (
+        "Schemes",
+        ", ".join([*methods, f"recompute {search_space.recompute}", f"offload {search_space.offload}", *limits]),
+    )
     yield "Steps", f"{contest.num_steps} global batches, the same for every policy (seed {contest.seed})"
     if contest.overlap:
         yield (

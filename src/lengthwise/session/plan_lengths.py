@@ -33,7 +33,9 @@ class PlanningOptions(TypedDict, total=False):
     max_stages: int | None
     methods: Sequence[str] | None
     recompute: Literal["auto", "none", "all"]
+    offload: Literal["auto", "none", "all"]
     memory_margin: float | None
+    host_memory_gib: float | None
     dtype: Literal["bfloat16", "float32"]
     profile: str | Path | None
     overlap: float
@@ -72,8 +74,11 @@ def plan(
         max_stages: most pipeline stages; by default 8.
         methods: how devices share a layer; by default ulysses, ring and megatron_ts, or all to hold the longest.
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
+        offload: layers of which what they save for their backward is in host memory meanwhile: "auto" (the default: as
+            many as pays, or as longer sequences need), "none" or "all".
         memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
+        host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
         profile: a file of `lengthwise profile` that costs are fitted to; schemes that it did not measure are left out.
         overlap: share of every update that runs beneath computation, from 0 (the default) to 1.
@@ -91,7 +96,7 @@ def plan(
     from lengthwise.session.planning_args import PYTHON, find_cluster
 
     check_policies([policy], "policy")
-    devices = find_cluster(cluster, options.pop("memory_margin", None))
+    devices = find_cluster(cluster, options.pop("memory_margin", None), options.pop("host_memory_gib", None))
     comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)
     entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
     if entry.problem is None:
@@ -120,6 +125,7 @@ def comparison_of(
     from lengthwise.core.pipeline_config import Method
     from lengthwise.data.max_length import apply_max_length
     from lengthwise.plan.policies import POLICIES, check_policies
+    from lengthwise.plan.space.memory_ladder import OffloadMode
     from lengthwise.plan.space.search_space import RecomputeMode, SearchSpace
     from lengthwise.session.compare_policies import PolicyComparison
     from lengthwise.session.measured_profile import MeasuredProfile
@@ -134,6 +140,7 @@ def comparison_of(
         methods=None if methods is None else tuple(map(Method, check_names(methods, METHODS, spelling("methods")))),
         recompute=RecomputeMode(options.get("recompute", "auto")),
         head_layers=spec.head_layers,
+        offload=OffloadMode(options.get("offload", "auto")),
     )
     with errors_spelt(spelling):
         view = apply_max_length(

@@ -30,6 +30,7 @@ from lengthwise.plan.layerwise.random_methods import RandomMethods, random_strat
 from lengthwise.plan.plan_file import PlanFile
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.solve.shop import Objective
+from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.search_space import (
     SAMPLES_SEED,
@@ -120,7 +121,11 @@ def resolve_cluster(config: Config) -> ClusterSpec:
     """
     if not config.cluster.name:
         raise InputError("cluster.name is not set; name the devices to plan for, such as 1x8xH100-80GB or 2xcpu")
-    cluster = cluster_preset(config.cluster.name, memory_gib=config.cluster.memory_gib)
+    cluster = cluster_preset(
+        config.cluster.name,
+        memory_gib=config.cluster.memory_gib,
+        host_memory_gib=config.cluster.host_memory_gib,
+    )
     if config.cluster.memory_gib is not None:
         return cluster
     return replace(cluster, device=cluster.device.with_margin(config.plan.memory_margin))
@@ -196,6 +201,8 @@ def make_planner(
         recompute=RecomputeMode(plan.recompute),
         degree=plan.degree,
         head_layers=spec.head_layers,
+        offload=OffloadMode(plan.offload),
+        tile_tokens=plan.tile_tokens,
     )
     problem = make_problem(
         cost,

@@ -159,7 +159,9 @@ def find_model(model: str | Path | ModelSpec) -> ModelSpec:
     )
 
 
-def find_cluster(cluster: str | ClusterSpec, memory_margin: float | None = None) -> ClusterSpec:
+def find_cluster(
+    cluster: str | ClusterSpec, memory_margin: float | None = None, host_memory_gib: float | None = None
+) -> ClusterSpec:
     """The cluster of a name such as ``8x8xH100-80GB``, or a given one, whose memory is used to the full by default.
 
     Raises:
@@ -168,7 +170,9 @@ def find_cluster(cluster: str | ClusterSpec, memory_margin: float | None = None)
     if memory_margin is not None and not 0 <= memory_margin < 1:
         raise InputError(f"memory_margin is {memory_margin:g}; it is a share of a device's memory, from 0 to below 1")
     if isinstance(cluster, str):
-        return _with_margin(cluster_preset(cluster), memory_margin)
+        return _with_margin(cluster_preset(cluster, host_memory_gib=host_memory_gib), memory_margin)
+    if host_memory_gib is not None:
+        cluster = replace(cluster, device=cluster.device.with_host_memory(host_memory_gib))
     return cluster if memory_margin is None else _with_margin(cluster, memory_margin)
 
 
@@ -183,10 +187,11 @@ def make_cluster(
     devices_per_node: int | None = None,
     memory_gib: float | None = None,
     memory_margin: float | None = None,
+    host_memory_gib: float | None = None,
 ) -> ClusterSpec:
     """Nodes of ``devices_per_node`` devices, or of as many as usual; one smaller node where there are fewer.
 
-    Plans may fill ``memory_gib`` of each, or all that it has but the margin.
+    Plans may fill ``memory_gib`` of each, or all that it has but the margin, and ``host_memory_gib`` of the host's.
 
     Raises:
         InputError: no such device, or the devices do not fill whole nodes.
@@ -203,7 +208,9 @@ def make_cluster(
             f"--gpus {num_devices} do not fill nodes of {inside}; give a multiple of it or --devices-per-node"
         )
     try:
-        cluster = cluster_preset(f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib)
+        cluster = cluster_preset(
+            f"{num_devices // inside}x{inside}x{device}", memory_gib=memory_gib, host_memory_gib=host_memory_gib
+        )
         return cluster if memory_gib is not None else _with_margin(cluster, memory_margin)
     except InputError as error:
         raise InputError(f"--gpus {num_devices}, --hbm {memory_gib}: {error}") from None
@@ -227,6 +234,7 @@ def clusters_of(
     devices_per_node: int | None = None,
     memory_gib: float | None = None,
     memory_margin: float | None = None,
+    host_memory_gib: float | None = None,
 ) -> list[ClusterSpec]:
     """Clusters of the sizes in ``64,128``, as ``make_cluster`` makes each, none of them too large to compare.
 
@@ -241,7 +249,12 @@ def clusters_of(
         )
     return [
         make_cluster(
-            device, count, devices_per_node=devices_per_node, memory_gib=memory_gib, memory_margin=memory_margin
+            device,
+            count,
+            devices_per_node=devices_per_node,
+            memory_gib=memory_gib,
+            memory_margin=memory_margin,
+            host_memory_gib=host_memory_gib,
         )
         for count in counts
     ]

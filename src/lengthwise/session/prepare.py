@@ -383,4 +383,6 @@ def _cluster(options: PrepareOptions, world: DistContext) -> ClusterSpec:
     device = find_device(world, margin=options.memory_margin)
     if options.memory_gib is not None:
         device = device.with_memory(options.memory_gib)
+    if options.host_memory_gib is not None:
+        device = device.with_host_memory(options.host_memory_gib)
     return ClusterSpec(num_nodes=world.size // local_size(), devices_per_node=local_size(), device=device)

@@ -20,6 +20,7 @@ from lengthwise.data.sampler import Sampler
 from lengthwise.data.sort_key import difficulty, of_values
 from lengthwise.plan.dcp.form_batches import FormedBatches
 from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PlanningProblem
 from lengthwise.plan.space.search_space import SAMPLES_SEED, RecomputeMode, SearchSpace, lengths_of, make_problem
 
@@ -142,6 +143,8 @@ def make_planner(
         head_layers=head_layers,
         methods=options.sharing_methods,
         recompute=RecomputeMode("auto" if options.recompute == "selective" else options.recompute),
+        offload=OffloadMode(options.offload),
+        tile_tokens=0,
     )
     other = options.model_copy(update={"seed": (options.seed + SAMPLES_SEED) % (1 << 64)})
     is_steady = OrderSettings.of(options).is_steady

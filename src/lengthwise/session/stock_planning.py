@@ -45,6 +45,8 @@ def stock_options(config: Config, stock: StockModel, *, quiet: bool) -> PrepareO
             "offload_state": config.train.offload_state,
             "timeout_s": config.train.timeout_s,
             "memory_gib": config.cluster.memory_gib,
+            "host_memory_gib": config.cluster.host_memory_gib,
+            "offload": plan.offload,
             "policy": plan.policy,
             "max_degree": max_degree,
             "max_stages": plan.max_stages,

@@ -33,6 +33,8 @@ def run(
     max_stages: shared.MaxStages = None,
     methods: shared.Methods = None,
     recompute: its.Recompute = RecomputeMode.AUTO,
+    offload: shared.OffloadOption = shared.Offload.AUTO,
+    host_memory: shared.HostMemoryGib = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
     seed: its.Seed = 0,
     html: its.Html = None,
@@ -46,7 +48,10 @@ def run(
     from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
     from lengthwise.sim.sim_options import SimOptions
 
-    clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin)
+    clusters = clusters_of(
+        device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin,
+        host_memory_gib=host_memory,
+    )  # fmt: skip
     simulation, budget = SimOptions(jitter=jitter, seed=seed), parse_budget(tokens, price_per_hour)
     check_place(html, "--html")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
@@ -54,7 +59,7 @@ def run(
         lengths, model=model, policies=None if policies is None else split_names(policies), steps=steps,
         spelling=COMMAND_LINE, max_length=max_length, over_length=over_length.value, max_degree=max_degree,
         max_stages=max_stages, methods=None if methods is None else split_names(methods), recompute=recompute.value,
-        dtype=dtype.value, profile=profile, overlap=overlap, seed=seed,
+        offload=offload.value, dtype=dtype.value, profile=profile, overlap=overlap, seed=seed,
     )  # fmt: skip
     sizes = parse_token_counts(tokens_per_step, "--tokens-per-step")
     points = sweep_points(clusters, sizes, COMMAND_LINE, networks=networks, links=links, profile=contest.profile)

@@ -70,14 +70,15 @@ class HydraulisPolicy:
 
 
 def published_space(problem: PlanningProblem) -> list[Candidate]:
-    """Kinds of the published space."""
+    """Kinds of the published space; with offload and tiles, where the longest sequence does not fit without."""
     methods = {
         candidate.scheme.methods[0] for candidate in problem.candidates if len(set(candidate.scheme.methods)) == 1
     }
     method = Method.MEGATRON_TS if Method.MEGATRON_TS in methods else max(methods - {Method.DENSE}, default=None)
     space = [candidate for candidate in problem.candidates if set(candidate.scheme.methods) <= {Method.DENSE, method}]
-    for recomputed in sorted({candidate.scheme.num_recomputed for candidate in space}):
-        candidates = [candidate for candidate in space if candidate.scheme.num_recomputed == recomputed]
+    plain = [candidate for candidate in space if candidate.scheme.is_plain]
+    for recomputed in sorted({candidate.scheme.num_recomputed for candidate in plain}):
+        candidates = [candidate for candidate in plain if candidate.scheme.num_recomputed == recomputed]
         if max(candidate.max_tokens for candidate in candidates) >= problem.max_length:
             return candidates
     return space

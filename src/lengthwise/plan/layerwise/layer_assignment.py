@@ -116,6 +116,8 @@ def _combinations(reduced: np.ndarray, gap: float, max_layers: int) -> np.ndarra
 def options_of(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Kinds of one family and stage that run all layers alike: one per method, and one more that recomputes them all.
 
+    Those with offload and tiles are not mixed with others.
+
     In the order in which they follow one another along the layers: methods together, so that they change least often.
     """
     order = {method: place for place, method in enumerate(Method)}
@@ -125,6 +127,7 @@ def options_of(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         if len(set(candidate.scheme.methods)) == 1
         and len(set(candidate.scheme.recompute)) == 1
         and candidate.num_stages == 1
+        and candidate.scheme.is_plain
     ]
     return tuple(
         sorted(uniform, key=lambda candidate: (order[candidate.scheme.methods[0]], candidate.scheme.recompute[0]))

@@ -80,6 +80,17 @@ class Candidate:
         """Seconds per stage that each sequence adds to a micro-batch."""
         return self.cost.sequence_times_s(lengths, self.scheme)
 
+    @property
+    def is_limited_by_host(self) -> bool:
+        """Whether the host holds no more tokens of a micro-batch, though the device would."""
+        limit = getattr(self.cost, "max_host_tokens", None)
+        return limit is not None and limit(self.scheme, num_devices=self.num_cluster_devices) <= self.max_tokens
+
+    def host_bytes(self, num_tokens: int) -> int:
+        """Bytes that a micro-batch, and the model state, put into the host's memory for each device."""
+        host_bytes = getattr(self.cost, "host_bytes", None)
+        return int(host_bytes(num_tokens, self.scheme, num_devices=self.num_cluster_devices)) if host_bytes else 0
+
     def peak_bytes(self, num_tokens: np.ndarray) -> np.ndarray:
         """Bytes per device while micro-batches of ``num_tokens`` are computed."""
         return self.cost.peak_bytes(num_tokens, self.scheme, num_devices=self.num_cluster_devices)

@@ -33,6 +33,8 @@ class PlanningProblem:
     """Memory of one device; for messages only, the cost model knows the limit."""
     max_length: int
     """Longest sequence of the run, in tokens."""
+    host_memory_bytes: int = 0
+    """A device's share of the host's memory that plans may fill; for messages only, too."""
     samples: tuple[np.ndarray, ...] = ()
     """Lengths of typical global batches, which proposals and tuning look at."""
     batch_size: int | None = None
@@ -113,6 +115,12 @@ class PlanningProblem:
             return f"exceeds the largest size that {Setting.SHAPES} gives micro-batches ({largest:,} tokens)."
         if candidate.token_limit and candidate.max_tokens == candidate.token_limit:
             return f"exceeds {Setting.MAX_TOKENS} ({candidate.token_limit:,} tokens per micro-batch)."
+        if candidate.is_limited_by_host:
+            needed, available = needed_and_available(candidate.host_bytes(num_tokens), self.host_memory_bytes)
+            return (
+                f"puts {needed} per device into host memory under the leanest scheme, {candidate.scheme.name}; a "
+                f"device's share of the host has {available}. Raise {Setting.HOST_MEMORY_GIB} if there is more."
+            )
         needed, available = needed_and_available(int(candidate.peak_bytes(np.asarray(num_tokens))), self.memory_bytes)
         return f"needs {needed} per device under the leanest scheme, {candidate.scheme.name}; a device has {available}."
 

@@ -5,19 +5,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from lengthwise.core.batch import GlobalBatch
 from lengthwise.core.cost import CostModel
-from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.errors import InfeasibleError, InputError, Setting
 from lengthwise.core.lengths import LengthIndex
 from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, PipelineConfig, WeightPlacement
 from lengthwise.core.specs import ClusterSpec
 from lengthwise.core.wording import needed_and_available
 from lengthwise.data.sampler import Sampler
-from lengthwise.plan.space.candidate import degrees_of, make_candidates, schemes_of, stages_of
+from lengthwise.plan.space.candidate import Candidate, degrees_of, make_candidates, schemes_of, stages_of
+from lengthwise.plan.space.memory_ladder import TILE_TOKENS, OffloadMode, ladder_candidates
 from lengthwise.plan.space.problem import PlanningProblem
 
 DEFAULT_METHODS = (Method.ULYSSES, Method.RING, Method.MEGATRON_TS)
@@ -61,11 +62,18 @@ class SearchSpace:
     """Exactly so many devices per stage."""
     head_layers: float = 0.0
     """Layers that cost as much as the head; the last stage holds fewer for it."""
+    offload: OffloadMode = OffloadMode.AUTO
+    """Whose saved tensors are on the host between forward and backward; auto: no layer's, and others' where that pays
+    or longer sequences need it."""
+    tile_tokens: int | None = None
+    """Tokens that feed-forwards compute at a time, 0 for all; None: all, and tiles where longer sequences need them."""
 
     def __post_init__(self) -> None:
         for name, limit in (("max_degree", self.max_degree), ("max_stages", self.max_stages)):
             if limit is not None and limit < 1:
                 raise InputError(f"{name} must be at least 1, not {limit}")
+        if self.tile_tokens is not None and self.tile_tokens < 0:
+            raise InputError(f"a tile has at least 1 token, or 0 for all, not {self.tile_tokens}")
 
     @property
     def widest(self) -> "SearchSpace":
@@ -77,10 +85,14 @@ class SearchSpace:
     def schemes(
         self, num_layers: int, cluster: ClusterSpec, *, recomputed: Sequence[int] | None = None
     ) -> list[PipelineConfig]:
-        """Every scheme within the limits on ``cluster``; with these numbers of recomputed layers, if given."""
+        """Every scheme within the limits on ``cluster``; with these numbers of recomputed layers, if given.
+
+        Raises:
+            InputError: what layers save is to be on the host, and the devices can put nothing there.
+        """
         degrees = [self.degree] if self.degree else degrees_of(cluster.num_devices, cluster.devices_per_node)
         stages = stages_of(cluster.num_devices, num_layers)
-        return schemes_of(
+        schemes = schemes_of(
             num_layers,
             degrees=[degree for degree in degrees if degree <= (self.max_degree or degree)],
             stages=[count for count in stages if count <= (self.max_stages or count)],
@@ -88,6 +100,20 @@ class SearchSpace:
             recomputed=self.recompute.levels(num_layers) if recomputed is None else recomputed,
             head_layers=self.head_layers,
         )
+        fields = self._activations(num_layers, cluster)
+        return [replace(scheme, **fields) for scheme in schemes] if fields else schemes
+
+    def _activations(self, num_layers: int, cluster: ClusterSpec) -> dict[str, Any]:
+        """The fields of every scheme that say what becomes of its activations."""
+        fields: dict[str, Any] = {"tile_tokens": self.tile_tokens} if self.tile_tokens else {}
+        if self.offload is OffloadMode.ALL:
+            if not cluster.device.host_bytes_per_s:
+                raise InputError(
+                    f"{Setting.OFFLOAD}=all, and nothing of a {cluster.device.name} can be put into host memory; leave "
+                    "it out, or name devices that have a link to their host"
+                )
+            fields["offload"] = (True,) * num_layers
+        return fields
 
 
 def make_problem(
@@ -99,6 +125,7 @@ def make_problem(
     search_space: SearchSpace,
     samples: Iterable[np.ndarray] = (),
     token_limit: int | None = None,
+    spare: CostModel | None = None,
 ) -> PlanningProblem:
     """Make the planning problem of every policy, with the schemes that ``cost`` knows and a device can hold.
 
@@ -110,15 +137,17 @@ def make_problem(
         search_space: limits of the schemes.
         samples: lengths of typical global batches.
         token_limit: most tokens of a micro-batch, where fewer than memory holds are wanted.
+        spare: prices the schemes with the optimizer's state in host memory; used where the longest sequence does not
+            fit otherwise, and does then.
 
     Raises:
         InfeasibleError: under no scheme does even the model state fit.
     """
-    schemes = search_space.schemes(num_layers, cluster)
-    candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
-    if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < max_length:
-        schemes = search_space.widest.schemes(num_layers, cluster)
-        candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    schemes, candidates = _candidates(cost, cluster, num_layers, max_length, search_space, token_limit)
+    if spare is not None and max((c.max_tokens for c in candidates), default=0) < max_length:
+        others = _candidates(spare, cluster, num_layers, max_length, search_space, token_limit)
+        if max((c.max_tokens for c in others[1]), default=0) >= max_length:
+            schemes, candidates = others
     if not candidates:
         _refuse(schemes, cost, cluster, search_space)
     return PlanningProblem(
@@ -126,9 +155,38 @@ def make_problem(
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
         memory_bytes=cluster.device.memory_bytes,
+        host_memory_bytes=cluster.device.host_memory_bytes,
         max_length=max_length,
         samples=tuple(samples),
     )
+
+
+def _candidates(
+    cost: CostModel,
+    cluster: ClusterSpec,
+    num_layers: int,
+    max_length: int,
+    search_space: SearchSpace,
+    token_limit: int | None,
+) -> tuple[list[PipelineConfig], tuple[Candidate, ...]]:
+    """The schemes of the search space, offload and tiles left out, and the candidates with them, under ``cost``."""
+    schemes = search_space.schemes(num_layers, cluster)
+    candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    if search_space.methods is None and max((c.max_tokens for c in candidates), default=0) < max_length:
+        schemes = search_space.widest.schemes(num_layers, cluster)
+        candidates = make_candidates(schemes, cost, num_devices=cluster.num_devices, token_limit=token_limit)
+    if search_space.offload is not OffloadMode.ALL:
+        candidates += ladder_candidates(
+            schemes,
+            candidates,
+            cost,
+            num_devices=cluster.num_devices,
+            max_length=max_length,
+            token_limit=token_limit,
+            has_host=search_space.offload is OffloadMode.AUTO and cluster.device.host_bytes_per_s > 0,
+            tile_tokens=TILE_TOKENS if search_space.tile_tokens is None else 0,
+        )
+    return schemes, candidates
 
 
 def _refuse(

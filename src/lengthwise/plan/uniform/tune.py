@@ -113,6 +113,8 @@ def few_recomputes(candidates: Sequence[Candidate]) -> list[Candidate]:
     """
     by_methods: dict[object, list[Candidate]] = {}
     for candidate in candidates:
-        by_methods.setdefault((candidate.family, candidate.scheme.methods), []).append(candidate)
+        scheme = candidate.scheme
+        key = candidate.family, scheme.methods, scheme.offload, scheme.tile_tokens
+        by_methods.setdefault(key, []).append(candidate)
     levels = [sorted(members, key=lambda candidate: candidate.scheme.num_recomputed) for members in by_methods.values()]
     return [candidate for members in levels for candidate in dict.fromkeys((members[0], members[-1]))]

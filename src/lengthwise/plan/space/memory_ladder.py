@@ -1,0 +1,145 @@
+"""Further schemes for long sequences, where they pay: what layers save is on the host, feed-forwards compute tiles.
+
+Where the longest sequence fits without, offload may still be faster than recompute: attention over a long sequence
+hides the copies of what would be computed again. Where it does not fit, recomputed layers put their inputs on the host,
+and feed-forwards keep theirs alone. A scheme joins the search space if it is the fastest of its family at some length
+that others of the family do not hold without recompute; so the space grows only where something is gained.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from lengthwise.core.cost import CostModel
+from lengthwise.core.pipeline_config import PipelineConfig, spread
+from lengthwise.plan.space.candidate import Candidate, make_candidates
+
+TILE_TOKENS = 4096
+"""Tokens of a tile where none are asked for: products of so many rows use a device well."""
+COMPARED_LENGTHS = 12
+"""Lengths, up to the longest sequence, at which schemes are compared."""
+PAYS = 0.01
+"""Share of its time that a scheme has to save at some length."""
+
+
+class OffloadMode(StrEnum):
+    """Whose saved tensors schemes may put into host memory between forward and backward."""
+
+    AUTO = "auto"
+    NONE = "none"
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """Shares of a scheme's layers that are recomputed and offloaded, and whether feed-forwards compute tiles."""
+
+    recomputed: float
+    offloaded: float
+    is_tiled: bool = False
+
+    def of(self, scheme: PipelineConfig, *, tile_tokens: int) -> PipelineConfig:
+        """``scheme`` with this rung's layers recomputed and offloaded."""
+        num_layers = scheme.num_layers
+        return replace(
+            scheme,
+            recompute=spread(round(self.recomputed * num_layers), num_layers),
+            offload=spread(round(self.offloaded * num_layers), num_layers),
+            tile_tokens=tile_tokens if self.is_tiled else scheme.tile_tokens,
+        )
+
+
+FASTER = (Rung(recomputed=0, offloaded=1), Rung(recomputed=0.25, offloaded=1), Rung(recomputed=0.5, offloaded=1))
+"""Instead of recompute, the first of which has to pay for the others to be looked at."""
+LONGER = (
+    Rung(recomputed=0, offloaded=1),
+    Rung(recomputed=0.25, offloaded=1),
+    Rung(recomputed=0.5, offloaded=1),
+    Rung(recomputed=0.75, offloaded=1),
+    Rung(recomputed=1, offloaded=0.5),
+    Rung(recomputed=1, offloaded=1),
+    Rung(recomputed=1, offloaded=0, is_tiled=True),
+    Rung(recomputed=1, offloaded=0.5, is_tiled=True),
+    Rung(recomputed=1, offloaded=0.75, is_tiled=True),
+    Rung(recomputed=1, offloaded=1, is_tiled=True),
+)
+"""Where the longest sequence does not fit otherwise; the leanest last."""
+
+
+def ladder_candidates(
+    schemes: Iterable[PipelineConfig],
+    candidates: Sequence[Candidate],
+    cost: CostModel,
+    *,
+    num_devices: int,
+    max_length: int,
+    token_limit: int | None = None,
+    has_host: bool = True,
+    tile_tokens: int = TILE_TOKENS,
+) -> tuple[Candidate, ...]:
+    """What joins ``candidates``, which were made of ``schemes``.
+
+    Args:
+        schemes: the search space without offload and tiles; those that hold nothing included.
+        candidates: those that hold something.
+        cost: prices the schemes.
+        num_devices: of the cluster.
+        max_length: the longest sequence of the run, in tokens.
+        token_limit: most tokens of a micro-batch.
+        has_host: whether devices can put anything into host memory.
+        tile_tokens: of a feed-forward's tile; 0: no tiles.
+    """
+    is_longer = max((candidate.max_tokens for candidate in candidates), default=0) < max_length
+    rungs = [
+        rung
+        for rung in (LONGER if is_longer else FASTER)
+        if (has_host or not rung.offloaded) and (tile_tokens or not rung.is_tiled)
+    ]
+    families: dict[object, tuple[PipelineConfig, list[Candidate]]] = {}
+    for scheme in schemes:
+        families.setdefault(_family(scheme), (scheme, []))
+    for candidate in candidates:
+        families[_family(candidate.scheme)][1].append(candidate)
+    added: list[Candidate] = []
+    for scheme, members in families.values():
+        made: tuple[Candidate, ...] = ()
+        fastest = _Fastest(members, max_length)
+        for rung in [] if fastest.needs_no_recompute else rungs:
+            made = make_candidates(
+                [rung.of(scheme, tile_tokens=tile_tokens)], cost, num_devices=num_devices, token_limit=token_limit
+            )
+            pays = [candidate for candidate in made if fastest.add(candidate)]
+            if not pays and not is_longer:
+                break
+            added += pays
+    return tuple(added)
+
+
+def _family(scheme: PipelineConfig) -> object:
+    """What schemes share that differ in recompute alone."""
+    return scheme.degree, scheme.stage_layers, scheme.methods, scheme.weights
+
+
+class _Fastest:
+    """The seconds of one sequence alone under the fastest of a family's candidates, by length."""
+
+    def __init__(self, candidates: Sequence[Candidate], max_length: int) -> None:
+        self._lengths = np.unique(np.geomspace(1, max_length, COMPARED_LENGTHS).astype(np.int64))
+        self._times_s = np.full(len(self._lengths), np.inf)
+        for candidate in candidates:
+            np.minimum(self._times_s, self._times_of(candidate), out=self._times_s)
+        plain = [candidate.max_tokens for candidate in candidates if not any(candidate.scheme.recompute)]
+        self.needs_no_recompute = max(plain, default=0) >= max_length
+
+    def _times_of(self, candidate: Candidate) -> np.ndarray:
+        times_s = candidate.times_s(self._lengths) + candidate.overhead_s
+        return np.where(self._lengths <= candidate.max_tokens, times_s, np.inf)
+
+    def add(self, candidate: Candidate) -> bool:
+        """Add a candidate, if it saves :data:`PAYS` at some length; whether it does."""
+        times_s = self._times_of(candidate)
+        is_faster = times_s < (1 - PAYS) * self._times_s
+        np.minimum(self._times_s, times_s, out=self._times_s)
+        return bool(is_faster.any())
