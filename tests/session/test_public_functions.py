@@ -46,7 +46,7 @@ def test_names_and_values_give_the_same_plans(lengths, tmp_path):
 
 
 def test_a_margin_leaves_less_memory_to_plans_and_to_the_comparison(lengths):
-    given = {**CLUSTER, "model": "llama-7b", "steps": 1, "max_length": 4096}
+    given = {**CLUSTER, "model": "llama-7b", "steps": 1, "max_length": 4096, "offload": "none"}
     assert lengthwise.plan(lengths, policy="packed", memory_margin=0.1, **given)
     for options in ({}, {"cluster": cluster_preset("4xH100-80GB")}):
         for call, policy in ((lengthwise.plan, {"policy": "packed"}), (lengthwise.compare, {"policies": ["packed"]})):

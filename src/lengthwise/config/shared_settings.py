@@ -114,7 +114,7 @@ class PolicySettings(Settings):
 
     offload: Offload = "auto"
     """Activation offload: whether what layers save for their backward (of recomputed ones their input) is in host
-    memory meanwhile; auto: of as many layers as pays or as longer sequences need, none on a CPU; all: of every layer."""
+    memory meanwhile; auto: of as many layers as pays or longer sequences need, none on a CPU; all: of every layer."""
 
     @field_validator("form_batches")
     @classmethod

@@ -25,6 +25,7 @@ from lengthwise.plan.heterogeneous.hydraulis import published_space
 from lengthwise.plan.heterogeneous.propose.beforehand import Space, searching
 from lengthwise.plan.planner import Planner
 from lengthwise.plan.policies import prepare
+from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, first_batches, make_problem, sample_lengths
 from lengthwise.report.pages.compare_results import NO_BUDGET, ClusterResult, ComparedStep, PolicyResult, TrainingBudget
@@ -70,15 +71,20 @@ class PolicyComparison:
     overlap: float = 0.0
     """The share of every update that computation hides, in plans as in simulation."""
 
-    def cost(self, cluster: ClusterSpec) -> SeparableCost | OverlappedCost:
-        """The costs of the model on a cluster."""
+    def cost(self, cluster: ClusterSpec, *, state_on_host: bool = False) -> SeparableCost | OverlappedCost:
+        """The costs of the model on a cluster; ``state_on_host``: with the optimizer's state in host memory."""
         with errors_spelt(self.spelling):
             base: SeparableCost = (
                 self.profile.cost(self.model, cluster)
                 if self.profile
-                else AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype)
+                else AnalyticCost(model=self.model, cluster=cluster, dtype=self.dtype, state_on_host=state_on_host)
             )
             return OverlappedCost(base, self.overlap) if self.overlap else base
+
+    def _may_offload_state(self, cluster: ClusterSpec) -> bool:
+        """Whether the optimizer's state may be in host memory where longer sequences need it."""
+        may_offload = self.search_space.offload is not OffloadMode.NONE
+        return may_offload and self.profile is None and cluster.device.host_bytes_per_s > 0
 
     def enter(self, cluster: ClusterSpec, *, tokens_per_step: int) -> "ComparedCluster":
         """A cluster with token budget of its global batches, and whether any scheme holds all sequences there."""
@@ -91,6 +97,7 @@ class PolicyComparison:
                 max_length=self.lengths.max_length,
                 search_space=self.search_space,
                 samples=sample_lengths(self.lengths, tokens_per_step=tokens_per_step, seed=self.seed),
+                spare=self.cost(cluster, state_on_host=True) if self._may_offload_state(cluster) else None,
             )
             check_longest(problem, self.lengths)
         except InfeasibleError as error:

@@ -74,21 +74,20 @@ def plan(
         max_stages: most pipeline stages; by default 8.
         methods: how devices share a layer; by default ulysses, ring and megatron_ts, or all to hold the longest.
         recompute: layers under activation checkpointing: "auto" (the default), "none" or "all".
-        offload: layers of which what they save for their backward is in host memory meanwhile: "auto" (the default: as
-            many as pays, or as longer sequences need), "none" or "all".
+        offload: layers whose saved tensors are in host memory meanwhile: "auto" (the default), "none" or "all".
         memory_margin: the share of each device's memory that plans leave free, beside what context and libraries take
             of a GPU; by default 0.06 of a GPU and nothing of a CPU or a `ClusterSpec`.
         host_memory_gib: memory of the host that plans may fill for each device; by default nine tenths of its share.
         dtype: what forward and backward compute in, "bfloat16" (the default) or "float32".
         profile: a file of `lengthwise profile` that costs are fitted to; schemes that it did not measure are left out.
         overlap: share of every update that runs beneath computation, from 0 (the default) to 1.
-        seed: decides the order of the sequences; 0 by default.
+        seed: of the order of the sequences; 0 by default.
 
     Returns:
         One plan a step, in order.
 
     Raises:
-        InputError: a name is not known, or a value is out of its range; the message says what is.
+        InputError: a name is not known, or a value is out of its range.
         InfeasibleError: the model's state or the longest sequence fits on the cluster under no parallel configuration.
     """
     from lengthwise.plan.planner import Planner
@@ -102,9 +101,8 @@ def plan(
     if entry.problem is None:
         assert entry.refused is not None
         raise entry.refused
-    planner = Planner(policy=policy, problem=entry.problem)
     with errors_spelt(PYTHON):
-        return [planner(batch) for batch in comparison.batches(entry)]
+        return list(map(Planner(policy=policy, problem=entry.problem), comparison.batches(entry)))
 
 
 def comparison_of(

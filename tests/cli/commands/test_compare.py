@@ -100,7 +100,7 @@ def test_several_clusters_are_listed_and_their_batches_grow(cli, lengths):
 def test_what_nobody_can_run_is_said_once_with_what_it_takes(cli, lengths):
     code, out, err = cli(
         "compare", "--lengths", lengths, "--model", "llama-7b", "--device", "H100-80GB", "--gpus", "1,8", "--steps", 1,
-        "--policies", "static,packed,auto", "--max-stages", 1,
+        "--policies", "static,packed,auto", "--max-stages", 1, "--offload", "none",
     )  # fmt: skip
     assert code == 0, err
     (refused,) = [line for line in out.splitlines() if "refused" in line]
@@ -139,8 +139,10 @@ def test_a_policy_that_cannot_run_says_why_and_the_others_go_on(cli, lengths, mo
 
 
 def test_a_cluster_that_is_too_small_does_not_stop_the_larger_one(cli, tmp_path):
-    np.save(tmp_path / "long.npy", np.array([400_000, 50, 60]))
-    document = compare(cli, tmp_path / "long.npy", "--gpus", "1,4", "--hbm", 2, "--tokens-per-step", 400_000)
+    np.save(tmp_path / "long.npy", np.array([600_000, 50, 60]))
+    document = compare(
+        cli, tmp_path / "long.npy", "--gpus", "1,4", "--hbm", 2, "--tokens-per-step", 600_000, "--offload", "none"
+    )
     small, large = document["clusters"]
     assert all("needs" in one["refused"] for one in small["policies"])
     assert not any(one["refused"] for one in large["policies"])

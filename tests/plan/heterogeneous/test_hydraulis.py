@@ -14,6 +14,7 @@ from lengthwise.core.specs import ClusterSpec, model_preset
 from lengthwise.core.wording import GIB
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.memory_ladder import OffloadMode
 from lengthwise.plan.space.problem import PlanningProblem, PricedBatch
 from lengthwise.plan.space.search_space import SearchSpace, first_batches, make_problem, sample_lengths
 
@@ -27,7 +28,9 @@ def problem_of(lengths: LengthIndex, *, memory_gib: int, num_devices: int) -> Pl
     tokens = max(2000, lengths.max_length)
     return make_problem(
         AnalyticCost(model=MODEL, cluster=cluster), cluster=cluster, num_layers=MODEL.num_layers,
-        max_length=lengths.max_length, search_space=SearchSpace(methods=METHODS, head_layers=MODEL.head_layers),
+        max_length=lengths.max_length, search_space=SearchSpace(
+            methods=METHODS, head_layers=MODEL.head_layers, offload=OffloadMode.NONE, tile_tokens=0
+        ),
         samples=sample_lengths(lengths, tokens_per_step=tokens, seed=0),
     )  # fmt: skip
 

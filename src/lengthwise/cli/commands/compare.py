@@ -48,10 +48,8 @@ def run(
     from lengthwise.session.sweep import parse_budget, parse_rates, parse_token_counts, sweep_points
     from lengthwise.sim.sim_options import SimOptions
 
-    clusters = clusters_of(
-        device, gpus, devices_per_node=devices_per_node, memory_gib=hbm, memory_margin=memory_margin,
-        host_memory_gib=host_memory,
-    )  # fmt: skip
+    sizes_of_memory = {"memory_gib": hbm, "memory_margin": memory_margin, "host_memory_gib": host_memory}
+    clusters = clusters_of(device, gpus, devices_per_node=devices_per_node, **sizes_of_memory)
     simulation, budget = SimOptions(jitter=jitter, seed=seed), parse_budget(tokens, price_per_hour)
     check_place(html, "--html")
     networks, links = parse_rates(network, "--network", unit="Gbit/s"), parse_rates(link, "--link", unit="Gbyte/s")
@@ -69,7 +67,4 @@ def run(
     comparison = comparison_page(contest, clusters, results, source=lengths, ledger=ledger)
     if html is not None:
         write_page(comparison, html)
-    if json:
-        emit_json(comparison.to_json())
-    else:
-        print_comparison(comparison, ledger, html)
+    emit_json(comparison.to_json()) if json else print_comparison(comparison, ledger, html)

@@ -51,13 +51,19 @@ class Rung:
         )
 
 
-FASTER = (Rung(recomputed=0, offloaded=1), Rung(recomputed=0.25, offloaded=1), Rung(recomputed=0.5, offloaded=1))
-"""Instead of recompute, the first of which has to pay for the others to be looked at."""
-LONGER = (
-    Rung(recomputed=0, offloaded=1),
+FASTER = (Rung(recomputed=0, offloaded=1), Rung(recomputed=0, offloaded=0, is_tiled=True))
+"""Instead of recompute, all kept on the host, or feed-forwards alone computed again: one of them has to pay for others
+to be looked at."""
+MIXED = (
+    Rung(recomputed=0, offloaded=1, is_tiled=True),
     Rung(recomputed=0.25, offloaded=1),
     Rung(recomputed=0.5, offloaded=1),
+    Rung(recomputed=0.25, offloaded=1, is_tiled=True),
+    Rung(recomputed=0.5, offloaded=1, is_tiled=True),
+)
+LEANER = (
     Rung(recomputed=0.75, offloaded=1),
+    Rung(recomputed=0.75, offloaded=1, is_tiled=True),
     Rung(recomputed=1, offloaded=0.5),
     Rung(recomputed=1, offloaded=1),
     Rung(recomputed=1, offloaded=0, is_tiled=True),
@@ -91,29 +97,34 @@ def ladder_candidates(
         has_host: whether devices can put anything into host memory.
         tile_tokens: of a feed-forward's tile; 0: no tiles.
     """
-    is_longer = max((candidate.max_tokens for candidate in candidates), default=0) < max_length
-    rungs = [
-        rung
-        for rung in (LONGER if is_longer else FASTER)
-        if (has_host or not rung.offloaded) and (tile_tokens or not rung.is_tiled)
-    ]
+    needs_longer = max((candidate.max_tokens for candidate in candidates), default=0) < max_length
+    if not needs_longer and not has_host:
+        return ()
     families: dict[object, tuple[PipelineConfig, list[Candidate]]] = {}
     for scheme in schemes:
         families.setdefault(_family(scheme), (scheme, []))
     for candidate in candidates:
         families[_family(candidate.scheme)][1].append(candidate)
+
+    def is_possible(rung: Rung) -> bool:
+        return (has_host or not rung.offloaded) and (tile_tokens > 0 or not rung.is_tiled)
+
     added: list[Candidate] = []
     for scheme, members in families.values():
-        made: tuple[Candidate, ...] = ()
-        fastest = _Fastest(members, max_length)
-        for rung in [] if fastest.needs_no_recompute else rungs:
+        fastest = _Fastest(members, max_length, needs_longer=needs_longer)
+        for rungs in (FASTER, MIXED, LEANER if needs_longer else ()):
+            if fastest.needs_no_recompute:
+                break
             made = make_candidates(
-                [rung.of(scheme, tile_tokens=tile_tokens)], cost, num_devices=num_devices, token_limit=token_limit
+                [rung.of(scheme, tile_tokens=tile_tokens) for rung in filter(is_possible, rungs)],
+                cost,
+                num_devices=num_devices,
+                token_limit=token_limit,
             )
             pays = [candidate for candidate in made if fastest.add(candidate)]
-            if not pays and not is_longer:
-                break
             added += pays
+            if not pays and not needs_longer:
+                break
     return tuple(added)
 
 
@@ -125,11 +136,13 @@ def _family(scheme: PipelineConfig) -> object:
 class _Fastest:
     """The seconds of one sequence alone under the fastest of a family's candidates, by length."""
 
-    def __init__(self, candidates: Sequence[Candidate], max_length: int) -> None:
+    def __init__(self, candidates: Sequence[Candidate], max_length: int, *, needs_longer: bool) -> None:
         self._lengths = np.unique(np.geomspace(1, max_length, COMPARED_LENGTHS).astype(np.int64))
         self._times_s = np.full(len(self._lengths), np.inf)
         for candidate in candidates:
             np.minimum(self._times_s, self._times_of(candidate), out=self._times_s)
+        self._needs_longer = needs_longer
+        self._max_tokens = max((candidate.max_tokens for candidate in candidates), default=0)
         plain = [candidate.max_tokens for candidate in candidates if not any(candidate.scheme.recompute)]
         self.needs_no_recompute = max(plain, default=0) >= max_length
 
@@ -138,8 +151,15 @@ class _Fastest:
         return np.where(self._lengths <= candidate.max_tokens, times_s, np.inf)
 
     def add(self, candidate: Candidate) -> bool:
-        """Add a candidate, if it saves :data:`PAYS` at some length; whether it does."""
+        """Add a candidate, if it saves :data:`PAYS` at some length, or holds more than all others where that is needed.
+
+        Whether it was added.
+        """
         times_s = self._times_of(candidate)
-        is_faster = times_s < (1 - PAYS) * self._times_s
-        np.minimum(self._times_s, times_s, out=self._times_s)
-        return bool(is_faster.any())
+        pays = bool((times_s < (1 - PAYS) * self._times_s).any())
+        if self._needs_longer and self._max_tokens < candidate.max_tokens:
+            pays = True
+        if pays:
+            np.minimum(self._times_s, times_s, out=self._times_s)
+            self._max_tokens = max(self._max_tokens, candidate.max_tokens)
+        return pays

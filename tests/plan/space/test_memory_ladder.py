@@ -1,0 +1,144 @@
+"""Offload, tiles and a state on the host join the search space where they pay, and only there."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+
+from lengthwise.core.batch import GlobalBatch
+from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.core.pipeline_config import Method, uniform_scheme
+from lengthwise.core.specs import ModelSpec, cluster_preset, model_preset
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.cost.analytic.analytic_cost import AnalyticCost
+from lengthwise.plan.planner import Planner
+from lengthwise.plan.space.candidate import make_candidates
+from lengthwise.plan.space.memory_ladder import TILE_TOKENS, OffloadMode
+from lengthwise.plan.space.search_space import SearchSpace, make_problem
+
+MODEL: ModelSpec = replace(model_preset("llama-3-8b"), num_layers=8)
+METHODS = (Method.ULYSSES, Method.MEGATRON_TS)
+NOTHING = {"offload": OffloadMode.NONE, "tile_tokens": 0}
+
+
+def cluster_of(name="4xH100-80GB", **changes):
+    cluster = cluster_preset(name)
+    return replace(cluster, device=replace(cluster.device.with_margin(), **changes))
+
+
+CPUS = cluster_preset("4xcpu", memory_gib=64)
+
+
+def problem_of(max_length, cluster=None, *, state_on_host=False, spare=None, samples=(), **space):
+    cluster = cluster or cluster_of()
+    cost = AnalyticCost(model=MODEL, cluster=cluster, state_on_host=state_on_host)
+    search_space = SearchSpace(max_stages=1, **{"methods": METHODS, **space})
+    return make_problem(
+        cost, cluster=cluster, num_layers=8, max_length=max_length, search_space=search_space, samples=samples,
+        spare=spare,
+    )  # fmt: skip
+
+
+def names(problem):
+    return [candidate.scheme.name for candidate in problem.candidates]
+
+
+def batch_of(*lengths):
+    return GlobalBatch(step=0, ids=tuple(range(len(lengths))), lengths=lengths)
+
+
+@pytest.mark.parametrize("cluster", [cluster_of(), cluster_of(host_bytes_per_s=1e6), CPUS])
+def test_nothing_joins_where_it_does_not_pay(cluster):
+    short = 4096 if cluster.device.host_bytes_per_s > 1e6 else 100_000
+    joined = problem_of(short, cluster, tile_tokens=0 if cluster.device.host_bytes_per_s == 1e6 else None)
+    assert names(joined) == names(problem_of(short, cluster, **NOTHING))
+
+
+def test_offload_joins_where_attention_hides_the_copies_that_recompute_would_avoid():
+    most = 300_000
+    plain, wider = problem_of(most, **NOTHING), problem_of(most)
+    added = [candidate for candidate in wider.candidates if candidate.scheme.offload]
+    assert names(wider)[: len(plain.candidates)] == names(plain) and 0 < len(added) < len(plain.candidates) / 2
+    fastest = min(
+        (candidate for candidate in wider.candidates if candidate.max_tokens >= most),
+        key=lambda candidate: candidate.times_s(np.array([most]))[0] + candidate.overhead_s,
+    )
+    assert fastest.scheme.offload and fastest.scheme.num_recomputed < 8
+
+
+def test_longer_sequences_fit_with_the_ladder_and_the_plainest_rungs_are_left_out_by_settings():
+    reach = problem_of(1, **NOTHING).leanest.max_tokens
+    longer = reach * 14 // 10
+    assert problem_of(longer).leanest.max_tokens >= longer
+    assert not any(candidate.scheme.tile_tokens for candidate in problem_of(longer, tile_tokens=0).candidates)
+    tiled = problem_of(longer, offload=OffloadMode.NONE)
+    assert tiled.leanest.scheme.tile_tokens and not any(candidate.scheme.offload for candidate in tiled.candidates)
+    everywhere = problem_of(4096, offload=OffloadMode.ALL, tile_tokens=1024)
+    assert all(c.scheme.num_offloaded == 8 and c.scheme.tile_tokens == 1024 for c in everywhere.candidates)
+
+
+@pytest.mark.parametrize("policy", ["static", "dcp-intra", "auto"])
+@pytest.mark.parametrize("lengths", [(250_000, 30_000, 9000, 500), (900_000, 4000)])
+def test_a_plan_is_never_slower_for_more_rungs(policy, lengths):
+    samples = [np.array(lengths)]
+    plans = []
+    for space in (NOTHING, {}):
+        try:
+            problem = problem_of(max(lengths), samples=samples, **space)
+            plans.append(Planner(policy=policy, problem=problem)(batch_of(*lengths)))
+        except InfeasibleError:
+            assert space is NOTHING
+    assert plans[-1].time_s <= plans[0].time_s * (1 + 1e-9)
+    assert StepPlan.from_json(plans[-1].to_json()).digest == plans[-1].digest
+
+
+def uniform_choices(cluster):
+    """Every scheme of one method whose layers are recomputed and offloaded evenly, with tiles and without."""
+    shares = (0, 2, 4, 6, 8)
+    for degree, recomputed, offloaded, tile in product((1, 2, 4), shares, shares, (0, TILE_TOKENS)):
+        for method in [Method.DENSE] if degree == 1 else METHODS:
+            yield uniform_scheme(
+                8, degree=degree, method=method, recomputed=recomputed, offloaded=offloaded, tile_tokens=tile
+            )
+
+
+@pytest.mark.parametrize("name", ["4xH100-80GB", "4xA800-80GB", "4xGB200-186GB"])
+@pytest.mark.parametrize("length", [20_000, 150_000, 400_000, 1_000_000])
+def test_the_choice_is_at_most_two_per_cent_slower_than_the_best_uniform_one(name, length):
+    cluster = cluster_of(name)
+    cost = AnalyticCost(model=MODEL, cluster=cluster)
+    every = make_candidates(uniform_choices(cluster), cost, num_devices=4)
+
+    def fastest_s(candidates):
+        fitting = [candidate for candidate in candidates if candidate.max_tokens >= length]
+        return min(
+            (float(candidate.times_s(np.array([length]))[0]) + candidate.overhead_s for candidate in fitting),
+            default=np.inf,
+        )
+
+    assert fastest_s(problem_of(length, cluster).candidates) <= 1.02 * fastest_s(every)
+
+
+def test_the_state_goes_to_the_host_where_nothing_else_holds_the_longest_sequence():
+    cluster = cluster_of(memory_bytes=16 << 30)
+    spare = AnalyticCost(model=MODEL, cluster=cluster, state_on_host=True)
+    reach = problem_of(1 << 30, cluster).leanest.max_tokens
+    assert not problem_of(reach, cluster, spare=spare).cost.state_on_host
+    longer = problem_of(reach + reach // 50, cluster, spare=spare)
+    assert longer.cost.state_on_host and longer.leanest.max_tokens > reach
+    assert not problem_of(1 << 30, cluster, spare=spare).cost.state_on_host  # which it would not hold either
+
+
+def test_too_little_host_memory_is_refused_with_numbers():
+    cluster = cluster_of()
+    cluster = replace(cluster, device=cluster.device.with_host_memory(1))
+    problem = problem_of(1 << 20, cluster, offload=OffloadMode.ALL)
+    with pytest.raises(InfeasibleError, match=r"puts [\d.]+ GiB per device into host memory .* has 1.0+ GiB") as caught:
+        problem.check_fits(np.array([4000, 1 << 20]))
+    assert "cluster.host_memory_gib" in str(caught.value)
+
+
+def test_offload_on_a_cpu_is_refused():
+    with pytest.raises(InputError, match="nothing of a cpu can be put into host memory"):
+        problem_of(4096, cluster_preset("4xcpu"), offload=OffloadMode.ALL)
