@@ -80,7 +80,7 @@ HostMemoryGib = Annotated[
 ]
 
 
-class Offload(StrEnum):
+class OffloadChoice(StrEnum):
     """Choices of --offload."""
 
     AUTO = "auto"
@@ -89,7 +89,7 @@ class Offload(StrEnum):
 
 
 OffloadOption = Annotated[
-    Offload, typer.Option("--offload", help="Layers of which what they save for their backward is in host memory.")
+    OffloadChoice, typer.Option("--offload", help="Layers whose saved tensors are in host memory meanwhile.")
 ]
 MaxDegree = Annotated[
     int | None,

@@ -84,7 +84,7 @@ def plan(
         seed: of the order of the sequences; 0 by default.
 
     Returns:
-        One plan a step, in order.
+        One plan a step.
 
     Raises:
         InputError: a name is not known, or a value is out of its range.
@@ -99,8 +99,7 @@ def plan(
     comparison, _ = comparison_of(lengths, model=model, policies=[policy], steps=steps, spelling=PYTHON, **options)
     entry = comparison.enter(devices, tokens_per_step=step_budget(comparison, devices, tokens_per_step))
     if entry.problem is None:
-        assert entry.refused is not None
-        raise entry.refused
+        raise entry.refused or AssertionError("what is not planned is refused")
     with errors_spelt(PYTHON):
         return list(map(Planner(policy=policy, problem=entry.problem), comparison.batches(entry)))
 

@@ -33,7 +33,7 @@ def run(
     max_stages: shared.MaxStages = None,
     methods: shared.Methods = None,
     recompute: its.Recompute = RecomputeMode.AUTO,
-    offload: shared.OffloadOption = shared.Offload.AUTO,
+    offload: shared.OffloadOption = shared.OffloadChoice.AUTO,
     host_memory: shared.HostMemoryGib = None,
     dtype: shared.DtypeOption = shared.Dtype.BFLOAT16,
     seed: its.Seed = 0,
