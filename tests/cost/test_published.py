@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.hydraulis_cost import TABLES, PublishedCost
 from lengthwise.core.errors import InputError
-from lengthwise.core.pipeline_config import Method, dense_scheme, homogeneous
+from lengthwise.core.pipeline_config import Method, homogeneous
 from lengthwise.core.specs import cluster_preset, model_preset
 from lengthwise.cost.analytic.analytic_cost import AnalyticCost
 from tests.cost.profiles import scheme_of
@@ -93,11 +93,6 @@ def test_published_costs_answer_in_seconds_and_per_micro_batch():
     assert cost.util_tokens(scheme) == 1280
     assert cost.comm_times_s(np.array([1, 2]), scheme).tolist() == [0, 0]
     assert cost.update_s(homogeneous(scheme, 64)) > 0
-
-
-def test_other_cost_models_know_no_fewest_tokens():
-    cost = AnalyticCost(model=model_preset("llama-7b"), cluster=cluster_preset("8xA800-80GB"))
-    assert cost.util_tokens(dense_scheme(32)) == 1
 
 
 @pytest.mark.parametrize(

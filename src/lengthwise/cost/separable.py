@@ -18,6 +18,11 @@ from lengthwise.cost.weight_shards import WeightTraffic, held_params
 PROBES = 128
 """Parts in which a range of tokens is cut while the most that fits is searched."""
 
+UTIL_SHARE = 0.85
+"""The threshold of Hydraulis, appendix C."""
+UTIL_LENGTHS = np.unique(np.geomspace(1, 1 << 20, 512).astype(np.int64))
+"""Lengths, 3 % apart, among which UtilLen is looked for."""
+
 Made = TypeVar("Made")
 
 
@@ -130,6 +135,7 @@ class SeparableCost(ABC):
         self.dtype = dtype
         self.state_on_host = state_on_host
         self.narrow_gradients = narrow_gradients
+        self._util_tokens = SchemeCache(self._find_util_tokens)
         self.mover = WeightTraffic(
             model=model, cluster=cluster, dtype=dtype, state_on_host=state_on_host, narrow_gradients=narrow_gradients
         )
@@ -167,8 +173,12 @@ class SeparableCost(ABC):
         return self.mover.switch_s(before, after)
 
     def util_tokens(self, scheme: PipelineConfig) -> int:
-        """Fewest tokens of a micro-batch that use a device well; 1 where the model knows no such limit."""
-        return 1
+        """UtilLen: the shortest sequence computed alone at ``UTIL_SHARE`` of the tokens a second of the best length."""
+        return self._util_tokens(scheme)
+
+    def _find_util_tokens(self, scheme: PipelineConfig) -> int:
+        rates = UTIL_LENGTHS / (self.sequence_times_s(UTIL_LENGTHS, scheme) + self.overhead_s(scheme))
+        return int(UTIL_LENGTHS[np.argmax(rates >= UTIL_SHARE * rates.max())])
 
     def peak_bytes(self, num_tokens: ArrayLike, scheme: PipelineConfig, *, num_devices: int) -> np.ndarray:
         """Bytes per device while micro-batches of ``num_tokens`` are computed on a cluster of ``num_devices``."""

@@ -256,3 +256,16 @@ def test_peaks_are_those_that_dry_runs_counted(method, tokens, recompute, counte
     scheme = replace(scheme_of(replace(MODEL, num_layers=2), Method(method), degree=8), recompute=(recompute,) * 2)
     cost = AnalyticCost(model=replace(MODEL, num_layers=2), cluster=cluster_preset("1x8xH100-80GB"))
     assert cost.peak_bytes(tokens, scheme, num_devices=8) / GIB == pytest.approx(counted, rel=0.05)
+
+
+def test_util_tokens_are_where_lone_sequences_reach_85_percent_of_the_best_rate():
+    model, cluster = model_preset("llama-13b"), cluster_preset("2x8xA800-80GB")
+    cost, before = AnalyticCost(model=model, cluster=cluster), 0
+    for degree in (2, 4, 8):  # Hydraulis measured 896, 1,280 and 1,536, with larger constants
+        scheme = scheme_of(model, Method.MEGATRON_TS, degree=degree)
+        lengths = np.arange(1, 1 << 15)
+        rates = lengths / (cost.sequence_times_s(lengths, scheme) + cost.overhead_s(scheme))
+        first = int(lengths[np.argmax(rates >= 0.85 * rates.max())])
+        assert first <= cost.util_tokens(scheme) <= 1.03 * first + 1
+        assert before < cost.util_tokens(scheme) < 2048
+        before = cost.util_tokens(scheme)

@@ -182,3 +182,14 @@ def test_layers_of_several_methods_cost_the_mean_of_what_was_profiled(cost_model
     assert cost.update_s(homogeneous(mixed, num_devices=2)) == 7.0
     with pytest.raises(InputError, match=r"no profile of scheme .*ulysses"):
         cost.overhead_s(replace(mixed, methods=(Method.ALL_GATHER, *methods[1:])))
+
+
+@pytest.mark.parametrize("cost_model", [FittedCost, HybridCost])
+def test_util_tokens_of_a_profile_are_those_of_its_fit(cost_model):
+    """l / (a l^2 + b l + c) is largest at sqrt(c / a), and 85 % of that at the lower root of a quadratic."""
+    a, b, c = 1e-8, 1e-5, 2e-3
+    cost = cost_model(table([row(lengths, a, b, c) for lengths in MANY_LENGTHS]), model=MODEL, cluster=CLUSTER)
+    rate = 0.85 / (2 * (a * c) ** 0.5 + b)
+    middle = 1 / rate - b
+    expected = (middle - (middle**2 - 4 * a * c) ** 0.5) / (2 * a)
+    assert cost.util_tokens(SCHEME) == pytest.approx(expected, rel=0.05)
