@@ -77,7 +77,7 @@ def measured_and_whole(kind: str):  # type: ignore[no-untyped-def]
         any(not torch.equal(one, other) for one, other in zip(before, run.model.parameters())),
         bool(run.state.gradients.any()),
         bool(run.state.optimizer.state),
-        run.wrapped_model.layers.num_kept is not None,
+        run.wrapped_model.layers.computed is not None,
         type(run.wrapped_model.layers.watch) is not gauge.LayerWatch,
         progress != sorted(progress) or progress[-1] != 1.0,
     ]
@@ -242,8 +242,8 @@ def counts_of_two_layers() -> tuple[CallCounts, CallCounts]:
     """Calls of attention, positions and noise of a whole forward, and of one of two layers."""
     run = run_of("gpt")
     pack, found = Pack(ids=(0,), lengths=(20,)), []
-    for num_kept in (None, 2):
-        run.wrapped_model.layers.num_kept = num_kept
+    for computed in (None, frozenset((0, 1))):
+        run.wrapped_model.layers.computed = computed
         shard = PackShard(step=0, seed=0, ids=(0,), cu_seqlens=(0, 20), group=run.alone, device=run.world.device)
         with synthetic(run, (20,)), active(shard):
             run.model(**run.make(shard, pack).inputs)

@@ -22,8 +22,9 @@ from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.loop.run import Run
 from lengthwise.runtime.models.targets import TokenMasking
 from lengthwise.runtime.profile.fingerprint import other_bytes
+from lengthwise.runtime.profile.layer_kinds import measured_layers
 from lengthwise.runtime.profile.trial import Trial, group_of_degree
-from lengthwise.runtime.profile.two_layer_profile import NUM_LAYERS, measure_bytes
+from lengthwise.runtime.profile.two_layer_profile import measure_bytes
 from lengthwise.runtime.verify.trace import trace_model
 from lengthwise.runtime.wrap.collator import PackCollator
 from lengthwise.runtime.wrap.label_convention import LabelConvention
@@ -97,13 +98,14 @@ def dry_profile(
     """
     with fake_rank(rank, num_ranks, ranks_per_node=ranks_per_node) as (world, recorder):
         run = _prepare(settings, world, recorder, optimizer, source=PlannedTokens(None, settings.vocab_size))
-        run.wrapped_model.layers.num_kept, rows = NUM_LAYERS, []
+        measured, rows = measured_layers(run.wrapped_model.structure.layers), []
+        run.wrapped_model.layers.computed = frozenset(measured.numbers)
         gc.disable()  # garbage that is freed within a layer would count as less than it keeps
         for degree, method, lengths in packs:
             group = group_of_degree(world, degree)
             assert group is not None, "numbers of ranks that share a pack divide those of the run"
             gc.collect()
-            counted, _ = measure_bytes(run, Trial(lengths=lengths, group=group, method=method))
+            counted, _ = measure_bytes(run, Trial(lengths=lengths, group=group, method=method), measured)
             run.discard()
             rows.append([degree, method, lengths, counted])
         structure = run.wrapped_model.structure

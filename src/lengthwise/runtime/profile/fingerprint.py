@@ -15,6 +15,7 @@ from lengthwise.core.layer_profile import Identity, LayerTable
 from lengthwise.core.pipeline_config import Method, shared_by
 from lengthwise.runtime.comm.objects import broadcast_json
 from lengthwise.runtime.loop.prepared_model import PreparedModel
+from lengthwise.runtime.profile.layer_kinds import kinds_of
 from lengthwise.runtime.profile.measure import device_name
 from lengthwise.runtime.wrap.oom_recovery import autocast_dtype
 
@@ -25,11 +26,12 @@ _PACKAGES = ("torch", "transformers", "lengthwise")
 def identity_of(run: PreparedModel) -> Identity:
     """Identify the model, device and software of a run."""
     model, device = run.model, run.world.device
-    autocast = autocast_dtype(device)
+    autocast, kinds = autocast_dtype(device), set(kinds_of(run.wrapped_model.structure.layers))
+    digest = _digest(run) if len(kinds) == 1 else f"{_digest(run)}, {len(kinds)} kinds of layers"
     dtype = str(run.state.compute_dtype).removeprefix("torch.")
     return Identity(
         model_name=type(model).__name__,
-        model_digest=_digest(run) if autocast is None else f"{_digest(run)}, autocast to {autocast}",
+        model_digest=digest if autocast is None else f"{digest}, autocast to {autocast}",
         device=device_name(device),
         dtype=dtype,
         num_ranks=run.world.size,

@@ -162,7 +162,7 @@ def _micro_batch(run: PreparedModel, trial: Trial, group: Group) -> Iterator[Mic
             step=0, seed=run.seed, ids=pack.ids, cu_seqlens=run.collator.cu_seqlens(pack), group=group,
             device=run.world.device, recompute=trial.recompute, is_causal=run.collator.objective == NEXT_TOKEN,
             methods=(trial.method,) * run.wrapped_model.structure.num_layers,
-            script=None if run.wrapped_model.layers.num_kept is None else ExchangeScript.complete(trial.attended),
+            script=None if run.wrapped_model.layers.computed is None else ExchangeScript.complete(trial.attended),
         )  # fmt: skip
         with active(shard):
             yield run.make(shard, pack)

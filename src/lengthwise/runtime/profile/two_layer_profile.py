@@ -1,5 +1,7 @@
 """Profile two layers of a prepared model and everything else once, from which its whole cost follows. DCP, section 3.5.
 
+Where layers are of several kinds, one of each is measured, and costs are those of the mean layer.
+
 All ranks measure at the same time, in groups of one degree after the other, and go through the same packs: what decides
 what comes next is known to all of them, and what one alone knows, its memory and its clock, is told to all first. Every
 pack is first computed by each rank for itself, as if the others answered. So a rank that runs out of memory leaves
@@ -9,25 +11,24 @@ nobody waiting, and all give up longer packs of that degree together.
 import gc
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 import numpy as np
 import torch
 
 from lengthwise.core.errors import CheckError, InputError
 from lengthwise.core.layer_profile import LayerRow, LayerTable, LinkRow
-from lengthwise.core.pipeline_config import Method, WeightShard, shared_by
+from lengthwise.core.pipeline_config import Method, shared_by
 from lengthwise.runtime.comm.collectives import gather_rows
 from lengthwise.runtime.comm.devices import local_size
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.prepared_model import PreparedModel
 from lengthwise.runtime.profile.fingerprint import identity_of, other_bytes
+from lengthwise.runtime.profile.layer_kinds import MeasuredLayers, measured_layers
 from lengthwise.runtime.profile.trial import TimingResult, Trial, group_of_degree, measure_memory, measure_time
 
-NUM_LAYERS = 2
-"""Layers that are computed: the first warms up, the second is measured."""
 SHORTEST = 32
 """Slots of the shortest sequence measured, where sequences are much longer."""
 FEWEST = 3
@@ -70,6 +71,8 @@ class _Case:
     inputs: int
     constant: int
     alive: int
+    num_layers: int
+    """Layers that are computed."""
     trial: Trial | None
     """The trial on this rank; None where it is in no group."""
     wall_s: float = 0.0
@@ -78,8 +81,8 @@ class _Case:
 
     @property
     def held_bytes(self) -> int:
-        """Peak bytes while two layers are computed."""
-        return NUM_LAYERS * (self.kept_bytes + self.inputs) + self.constant + self.alive
+        """Peak bytes while these layers are computed."""
+        return self.num_layers * (self.kept_bytes + self.inputs) + self.constant + self.alive
 
     def row(self, degree: int, method: Method) -> LayerRow:
         """The table row of this pack: medians over repeats and ranks."""
@@ -123,18 +126,16 @@ def measure(
         degrees = [degree for degree in range(1, world.size + 1) if world.size % degree == 0]
     if not degrees or not all(1 <= degree <= world.size for degree in degrees):
         raise InputError(f"degrees are numbers from 1 to the {world.size} ranks of the run, not {list(degrees)}")
-    layers, rows, profiler = wrapped_model.layers, [], _Profiler(run, longest, effort, on_progress)
-    before, layers.num_kept = layers.num_kept, NUM_LAYERS
+    measured = measured_layers(wrapped_model.structure.layers)
+    layers, rows, profiler = wrapped_model.layers, [], _Profiler(run, longest, effort, on_progress, measured)
+    before, layers.computed = layers.computed, frozenset(measured.numbers)
     try:
         shared = [(degree, method) for degree in degrees for method in shared_by(degree, methods)]
-        ends = WeightShard(
-            first=0, end=NUM_LAYERS, num_layers=wrapped_model.structure.num_layers, with_input=True, with_output=True
-        )
-        with nullcontext() if run.gather is None else run.gather.pinned(ends):
+        with measured.pinned(run.gather):
             for number, (degree, method) in enumerate(shared):
                 rows += profiler.measure(degree, method, part=(number, len(shared)))
     finally:
-        layers.num_kept = before
+        layers.computed = before
         run.discard()
     structure = wrapped_model.structure
     table = LayerTable(
@@ -179,8 +180,16 @@ def many_short(measured: Sequence[tuple[int, ...]], *, slot_tokens: int = 1) -> 
 class _Profiler:
     """Measures packs of one degree after the other, with decisions that are the same on all ranks."""
 
-    def __init__(self, run: PreparedModel, longest: int, effort: ProfilingEffort, on_progress: Progress) -> None:
+    def __init__(
+        self,
+        run: PreparedModel,
+        longest: int,
+        effort: ProfilingEffort,
+        on_progress: Progress,
+        layers: MeasuredLayers,
+    ) -> None:
         self._run, self._longest, self._effort, self._on_progress = run, longest, effort, on_progress
+        self._layers = layers
         self._start_s, self._spent_s = time.perf_counter(), 0.0
         self._memory = self._agree(-_free_bytes(run.world), -(effort.memory_bytes or np.inf)).max(axis=0).max() * -1
         self._random = np.random.default_rng(0)
@@ -234,9 +243,8 @@ class _Profiler:
         failed, numbers, trial = 0.0, (0, 0, 0, 0), None
         try:
             if self._group is not None:
-                numbers, trial = measure_bytes(
-                    self._run, Trial(lengths=lengths, group=self._group, method=self._method)
-                )
+                trial = Trial(lengths=lengths, group=self._group, method=self._method)
+                numbers, trial = measure_bytes(self._run, trial, self._layers)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -246,7 +254,10 @@ class _Profiler:
             self._note_too_large(lengths)
             return None
         kept_bytes, inputs, constant, alive = (int(number) for number in largest[1:])
-        case = _Case(lengths=lengths, kept_bytes=kept_bytes, inputs=inputs, constant=constant, alive=alive, trial=trial)
+        case = _Case(
+            lengths=lengths, kept_bytes=kept_bytes, inputs=inputs, constant=constant, alive=alive,
+            num_layers=len(self._layers.numbers), trial=trial,
+        )  # fmt: skip
         if not self._time(case) or (warm_up and not self._time(case)):
             self._note_too_large(lengths)
             return None
@@ -266,7 +277,7 @@ class _Profiler:
         before_s = self._spent_s
         timing = measure_time(self._run, case.trial)
         has_failed = case.trial is not None and timing is None
-        reports = self._agree(float(has_failed), *((np.nan,) * 3 if timing is None else _seconds(timing)))
+        reports = self._agree(float(has_failed), *((np.nan,) * 3 if timing is None else _seconds(timing, self._layers)))
         if reports[:, 0].any():
             return False
         case.times.append(reports[~np.isnan(reports[:, 1]), 1:])
@@ -281,32 +292,35 @@ class _Profiler:
         return rows[:, 1:]
 
 
-def _seconds(timing: TimingResult) -> tuple[float, float, float]:
-    """Forward and backward seconds of the last computed layer, and the seconds outside of layers."""
-    measured = [layer_s for layer_s in timing.backward_s if layer_s is not None]
-    forward_s = timing.forward_s[-1]
-    backward_s = measured[-1] if measured else max(timing.time_s - sum(timing.forward_s), forward_s)
-    layers_s = sum(timing.forward_s) + sum(backward_s if layer_s is None else layer_s for layer_s in timing.backward_s)
-    return forward_s, backward_s, max(0.0, timing.time_s - layers_s)
+def _seconds(timing: TimingResult, layers: MeasuredLayers) -> tuple[float, float, float]:
+    """Forward and backward seconds of the mean layer, and the seconds outside of layers."""
+    forwards_s, layer_s = timing.forward_s, layers.mean(timing.forward_s)
+    measured = [backward_s for backward_s in timing.backward_s if backward_s is not None]
+    missing_s = measured[-1] if measured else max(timing.time_s - sum(forwards_s), layer_s) / len(forwards_s)
+    backwards_s = [missing_s if backward_s is None else backward_s for backward_s in timing.backward_s]
+    return layer_s, layers.mean(backwards_s), max(0.0, timing.time_s - sum(forwards_s) - sum(backwards_s))
 
 
-def measure_bytes(run: PreparedModel, trial: Trial) -> tuple[tuple[int, int, int, int], Trial]:
+def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> tuple[tuple[int, int, int, int], Trial]:
     """Measure bytes: what a layer saves beside its input, its input, all but layers, and a layer being recomputed.
 
-    Also returns the trial with its attention calls.
+    Of a layer: in the mean over the model's. Also returns the trial with its attention calls.
     """
     plain = measure_memory(run, trial)
     trial = replace(trial, attended=plain.attended)
-    number = len(plain.layers)
-    inputs, layer = plain.inputs[-1], plain.layers[-1]
-    constant = max(0, plain.num_bytes - number * layer)
+    inputs, layer = layers.mean(plain.inputs), layers.mean(plain.layers)
+    constant = max(0.0, plain.num_bytes - sum(layers.filled(plain.layers)))
     if run.world.device.type != "cuda":
-        kept_bytes = max(1, layer - inputs)
-        return (kept_bytes, inputs, constant, kept_bytes), trial
+        alive = layers.largest([saved - given for saved, given in zip(plain.layers, plain.inputs)])
+        return _rounded(max(1.0, layer - inputs), inputs, constant, max(1.0, alive)), trial
     recomputed = measure_memory(run, replace(trial, recompute=(True,) * run.wrapped_model.structure.num_layers))
-    inputs = recomputed.layers[-1]
-    alive = max(0, recomputed.num_bytes - number * inputs - constant)
-    return (max(1, layer - inputs), inputs, constant, alive), trial
+    inputs = layers.mean(recomputed.layers)
+    alive = max(0.0, recomputed.num_bytes - sum(layers.filled(recomputed.layers)) - constant)
+    return _rounded(max(1.0, layer - inputs), inputs, constant, alive), trial
+
+
+def _rounded(kept: float, inputs: float, constant: float, alive: float) -> tuple[int, int, int, int]:
+    return ceil(kept), ceil(inputs), ceil(constant), ceil(alive)
 
 
 def _free_bytes(world: DistContext) -> float:

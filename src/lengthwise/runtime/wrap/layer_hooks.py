@@ -42,8 +42,8 @@ class HookedLayers:
         self.mode: AbstractContextManager[Any] | None = None
         """The mode in which the model computes, which recomputed layers enter again."""
         self.watch = LayerWatch()
-        self.num_kept: int | None = None
-        """Number of layers that are computed; the others return their input. None: all."""
+        self.computed: frozenset[int] | None = None
+        """The layers that are computed, the first among them; the others return their input. None: all."""
         self.gather: LayerGather | None = None
         """Gathers the weights of each layer when it is reached; None: they are whole."""
         self.position = 0
@@ -85,13 +85,12 @@ class HookedLayers:
             raise LayerReachedError
         if not shards.is_active():
             return self._stock(number, args, kwargs)
-        if self.num_kept is not None and number >= self.num_kept:
-            if self.intercept is not None:
-                self.intercept.skip(number)
-            return _passed_on(self._last, args, kwargs)
-        if self.num_kept is not None and number == 0:
-            args, kwargs = _with_gradient(args, kwargs)
         shard = shards.current()
+        if self.computed is not None and number not in self.computed:
+            self._skip(number)
+            return _passed_on(self._last, args, kwargs)
+        if self.computed is not None and number == 0:
+            args, kwargs = _with_gradient(args, kwargs)
         stage = shard.stage_pass
         if stage is not None and number < stage.layers.start:
             return self._skipped(number, stage, args, kwargs)
@@ -129,14 +128,18 @@ class HookedLayers:
 
     def _skipped(self, number: int, stage: StagedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a layer before the stage: its input, or of the last of them what the stage before sent."""
-        shard, self.position, self.is_between = shards.current(), number + 1, True
-        if self.intercept is not None:
-            self.intercept.skip(number)
-        shard.counts.registered += self._registered.get(number, 0)
+        self._skip(number)
         hidden_states_in(self._last)
         if number == stage.layers.start - 1:
             return _passed_on(self._last, (stage.received(_hidden_states(args, kwargs)),), {})
         return _passed_on(self._last, args, kwargs)
+
+    def _skip(self, number: int) -> None:
+        """Go on to the layer after one that is not computed."""
+        self.position, self.is_between = number + 1, True
+        if self.intercept is not None:
+            self.intercept.skip(number)
+        shards.current().counts.registered += self._registered.get(number, 0)
 
     def begin(self) -> None:
         """Begin a forward of the model."""
