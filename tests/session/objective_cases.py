@@ -4,6 +4,7 @@ Every objective is written twice: ``*_alone`` calls the model with one sequence 
 the other one makes this rank's share of it from a micro-batch.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,11 @@ import torch
 from torch.nn import functional as F
 
 from lengthwise.core.errors import LengthwiseError
+from lengthwise.runtime.loop.coupled_values import Coupling
 from tests.runtime.loop.runs import plan_of
 from tests.runtime.loop.test_random_plans import random_groups
 from tests.session import models
+from tests.session.coupled_runs import all_micro_batches
 from tests.session.pairs import prepared
 
 BETA, CLIP, TOP = 0.3, 0.2, 5
@@ -230,6 +233,63 @@ def full(run, step, micro_batch, _):
     return micro_batch.mean(divergence, over="tokens"), "step"
 
 
+def ipo_alone(model, items, _):
+    """Azar et al. (2024), equation 17."""
+    margins = torch.stack([gain_alone(model, chosen) - gain_alone(model, rejected) for chosen, rejected in items])
+    return ((margins - 1 / (2 * BETA)) ** 2).mean()
+
+
+def coupled_dpo(gains):
+    return -F.logsigmoid(BETA * (gains[:, 0] - gains[:, 1])).mean()
+
+
+def coupled_ipo(gains):
+    return ((gains[:, 0] - gains[:, 1] - 1 / (2 * BETA)) ** 2).mean()
+
+
+def values_gain(run, step, micro_batch, _):
+    return gains(run.model(**micro_batch.inputs), micro_batch)
+
+
+def coupled_reward(values):
+    (chosen, rejected), margin = values[..., 0].unbind(1), values[:, 0, 1]
+    return -F.logsigmoid(chosen - rejected - margin).mean()
+
+
+def values_reward(run, step, micro_batch, _):
+    scores_t = run.model(**micro_batch.inputs)[0][0, :, 0]
+    rewards = micro_batch.per_sequence(torch.where(micro_batch.is_last, scores_t, 0.0))
+    return torch.stack([rewards, micro_batch.column_by_sequence("margin")], -1)
+
+
+def coupled_kto(values):
+    of_sequences, sign, gap = values.unbind(-1)
+    baseline = gap.mean().clamp(min=0)
+    return (1 - torch.sigmoid(BETA * sign * (of_sequences - baseline))).mean()
+
+
+def values_kto(run, step, micro_batch, _):
+    of_sequences = gains(run.model(**micro_batch.inputs), micro_batch)
+    columns = [micro_batch.column_by_sequence(name) for name in ("sign", "gap")]
+    return torch.stack([of_sequences, *columns], -1)
+
+
+def contrast(embedded, temperature=0.2):
+    """Every query against the documents of all units of the batch (van den Oord et al., 2018, equation 4)."""
+    queries, documents = F.normalize(embedded, dim=-1).unbind(1)
+    return F.cross_entropy(queries @ documents.T / temperature, torch.arange(len(queries)))
+
+
+def contrast_alone(model, items, _):
+    return contrast(torch.stack([torch.stack([outputs_alone(model, m).mean(0)[:8] for m in pair]) for pair in items]))
+
+
+def values_embedded(run, step, micro_batch, _):
+    outputs_t = run.model(**micro_batch.inputs)[0][0, :, :8]
+    counts = micro_batch.per_sequence(torch.ones(len(outputs_t)))
+    return micro_batch.per_sequence(outputs_t) / counts[:, None]
+
+
 @dataclass(frozen=True)
 class Objective:
     """An objective: of a batch in a plain loop, and this rank's loss of a micro-batch with what it is a mean over."""
@@ -238,6 +298,8 @@ class Objective:
     of_micro_batch: Callable
     batch: Callable = singles
     variant: str = ""
+    coupled: Callable | None = None
+    """The loss of the whole step, of what ``of_micro_batch`` returns of every sequence."""
 
 
 OBJECTIVES = {
@@ -247,6 +309,11 @@ OBJECTIVES = {
     "ppo": Objective(ppo_alone, ppo),
     "top of a teacher": Objective(top_alone, top),
     "all of a teacher": Objective(full_alone, full),
+    "coupled dpo": Objective(dpo_alone, values_gain, batch=pairs, coupled=coupled_dpo),
+    "coupled ipo": Objective(ipo_alone, values_gain, batch=pairs, coupled=coupled_ipo),
+    "coupled reward": Objective(reward_alone, values_reward, batch=pairs, coupled=coupled_reward),
+    "coupled kto": Objective(kto_alone, values_kto, coupled=coupled_kto),
+    "coupled contrast": Objective(contrast_alone, values_embedded, batch=pairs, coupled=contrast),
     **{f"grpo by {name}": Objective(grpo_alone, grpo, variant=name) for name in NORMALISERS},
 }
 
@@ -265,12 +332,13 @@ def gradient_errors(cases, expected, most_stages=1):
     ``cases``: names of objectives, seeds of batches and seeds of plans; ``expected``: by name and seed of a batch.
     """
     errors, degrees = [], set()
-    for make in (singles, pairs):
-        of_kind = [case for case in cases if OBJECTIVES[case[0]].batch is make]
+    for make, is_coupled in itertools.product((singles, pairs), (False, True)):
+        kind = make, is_coupled
+        of_kind = [case for case in cases if (OBJECTIVES[case[0]].batch, bool(OBJECTIVES[case[0]].coupled)) == kind]
         if not of_kind:
             continue
         options = {"check": True} if most_stages > 1 else {"frozen": [teacher()] if make is singles else []}
-        run = learning_run(make, **options)
+        run = learning_run(make, coupled_loss=contrast if is_coupled else None, **options)
         for name, seed, plan_seed in of_kind:
             loss, gradients = expected[name, seed]
             result, pushed, used = planned_step(run, OBJECTIVES[name], make(seed), plan_seed, most_stages)
@@ -287,15 +355,25 @@ def planned_step(run, objective, items, plan_seed, most_stages=1):
     owners = [rng.randrange(size) for _ in items]
     if rng.random() < 0.2:
         owners = [rng.randrange(size)] * len(items)  # one rank has all
-    groups = random_groups(rng, size, num_layers, num_sequences=len(items), most_stages=most_stages)
+    planned_items = 2 * len(items) if objective.coupled and objective.batch is pairs else len(items)
+    groups = random_groups(rng, size, num_layers, num_sequences=planned_items, most_stages=most_stages)
     run.planner = lambda batch: plan_of(batch, groups, num_layers)
     seen = []
     run.on_finish = lambda step: seen.append(run.state.pushed.clone())
     run.lr = lambda step: 0.0
+    share = rng.choice([0.0, 0.5, 1.0])
+    if objective.coupled:
+        run.coupling = Coupling(
+            loss_of=objective.coupled,
+            keep_forwards=lambda plan: frozenset(key for key in all_micro_batches(plan) if rng.random() < share),
+        )
     step = run.step([item for item, owner in zip(items, owners) if owner == run.world.rank])
     for micro_batch in step:
-        loss, mean_over = objective.of_micro_batch(run, step, micro_batch, objective.variant)
-        step.backward(loss, mean_over=mean_over)
+        made = objective.of_micro_batch(run, step, micro_batch, objective.variant)
+        if objective.coupled:
+            step.couple(made)
+        else:
+            step.backward(made[0], mean_over=made[1])
     result = step.update()
     return result, seen[0], {pipeline.scheme.degree for pipeline in step.plan.pipelines if pipeline.micro_batches}
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from lengthwise.core.errors import InfeasibleError, InputError
+from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.session.item_values import ItemRow
 from lengthwise.session.sequence_units import check_as_many, joined, members_of, units_named
 
@@ -105,6 +106,6 @@ def test_a_unit_that_fits_nowhere_is_said_to_be_one():
     assert plain.value is error
     with (
         pytest.raises(InfeasibleError, match=r"^sequence 7 .* over_length=drop\. Items are units of 2 seq"),
-        units_named(2),
+        units_named(Units(num_members=2, lengths=np.array([1, 1]))),
     ):
         raise error

@@ -83,6 +83,7 @@ class PrepareKeywords(TypedDict, total=False):
     cost: CostModel | None
     frozen: list[Any]
     loss_columns: tuple[str, ...]
+    coupled_loss: Callable[[Any], Any] | None
     share_prefixes: bool
     step_max_length: int | None
     count_targets: bool

@@ -98,6 +98,9 @@ class PrepareOptions(
     """Columns of the items that the loop's loss is made of, such as advantages or log-probabilities of a policy before:
     a number for each token, or one for the sequence. They go where their tokens are computed, as
     micro_batch.column(name)."""
+    coupled_loss: SkipValidation[Callable[[Any], Any] | None] = None
+    """The loss of a step that couples sequences, from what step.couple(values) got of each, [U, M, ...] of all units of
+    the step or [S, ...] of all sequences; their members may then lie in different micro-batches, on different ranks."""
     share_prefixes: bool = False
     """Whether sequences of a unit that begin with the same tokens, such as rollouts of one prompt, compute these once:
     the same gradients from fewer tokens. Causal models of next tokens, with labels that leave out what is shared."""

@@ -26,7 +26,7 @@ def make_collator(wrapped_model: WrappedModel, options: PrepareOptions, sequence
         loss_columns=sequences.loss_columns,
         special=sequences.special,
         kinds=sequences.kinds() if options.slot_tokens == 1 else {},
-        units=_units(sequences),
+        units=_units(sequences, are_split=splits_units(options)),
     )
     if not options.share_prefixes:
         return collator
@@ -57,9 +57,14 @@ def check_can_share(wrapped_model: WrappedModel, collator: PackCollator, options
         raise InputError(f"share_prefixes=True: {reason}; or leave share_prefixes out")
 
 
-def _units(sequences: RunSequences) -> Units | None:
-    num_members = sequences.num_members
-    return None if num_members is None else Units(num_members=num_members, lengths=sequences.computed_lengths.lengths)
+def splits_units(options: PrepareOptions) -> bool:
+    """Whether the members of units are planned as sequences of their own: where a loss of the step couples them."""
+    return options.coupled_loss is not None and not options.share_prefixes
+
+
+def _units(sequences: RunSequences, *, are_split: bool) -> Units | None:
+    num_members, lengths = sequences.num_members, sequences.computed_lengths.lengths
+    return None if num_members is None else Units(num_members=num_members, lengths=lengths, are_split=are_split)
 
 
 def _masking(model: nn.Module, options: PrepareOptions) -> TokenMasking:

@@ -41,6 +41,12 @@ from lengthwise.runtime.wrap.recompute_layers import selective_contexts
 from lengthwise.runtime.wrap.wrapped_model import WrappedModel
 from lengthwise.session.calibration import find_cost, measure_again, progress_bar, say
 from lengthwise.session.collate import CollatedItems
+from lengthwise.session.coupled_units import (
+    check_can_couple,
+    coupling_of,
+    planned_stream,
+    with_members_planned,
+)
 from lengthwise.session.datasets import RunSequences, read_sequences
 from lengthwise.session.id_ranges import IdRanges
 from lengthwise.session.item_reader import ItemReader
@@ -100,12 +106,14 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
     memory_bytes = _cluster(chosen, world).device.memory_bytes
     prepared, chosen = learn_model(model, chosen, world, sequences, objective, memory_bytes=memory_bytes)
     try:
-        with units_named(sequences.num_members):
+        check_can_couple(prepared, chosen)
+        with units_named(prepared.collator.units):
             planner, plan_forwards, keep_layers = _planner(prepared, chosen, sequences)
             if chosen.form_batches:
                 stream, num_steps = form(chosen, planner.problem, sequences.lengths, objective)
         for frozen in chosen.frozen:
             prepared.frozen(frozen, check=chosen.check)
+        stream, longest = planned_stream(stream, prepared, sequences.lengths)
         lr, calibration = chosen.lr, planner if isinstance(planner, OnlineCalibration) else None
         run = Run(
             prepared,
@@ -125,9 +133,10 @@ def _prepare(model: nn.Module, corpus: Any, chosen: PrepareOptions) -> Run:
                 prepared.collator,
                 read_items=ItemReader(sequences, expected_columns(model, chosen), prepared.check_ids),
                 objective=objective,
-                max_length=chosen.step_max_length or sequences.lengths.max_length,
+                max_length=chosen.step_max_length or longest,
                 plan_forwards=plan_forwards,
             ),
+            coupling=coupling_of(chosen, memory_bytes),
         )
         return run
     except BaseException:
@@ -327,11 +336,12 @@ def _planner(
     cost = options.cost or find_cost(prepared, options, cluster=cluster, lengths=sequences.computed_lengths)
     cost, keep_layers = place_weights(prepared, options, cost, sequences.computed_lengths.max_length)
     max_stages = most_stages(prepared, options)
+    options, lengths = with_members_planned(options, prepared, sequences.lengths)
     plan_with = partial(
         make_planner,
         cluster=cluster,
         num_layers=prepared.wrapped_model.structure.num_layers,
-        lengths=sequences.lengths,
+        lengths=lengths,
         objective=prepared.wrapped_model.objective,
         head_layers=head_layers(cost),
     )

@@ -15,6 +15,7 @@ import torch
 from lengthwise.core.errors import InfeasibleError, InputError
 from lengthwise.core.prefix_tree import PrefixTree
 from lengthwise.runtime.wrap.shared_prefixes import tree_of
+from lengthwise.runtime.wrap.unit_members import Units
 from lengthwise.session.item_values import ExpectedColumns, ItemRow, is_mapping
 
 _LOOKED_AT = 8
@@ -85,7 +86,7 @@ def shared_tree(row: ItemRow, expected: ExpectedColumns) -> PrefixTree:
 
 
 @contextmanager
-def units_named(num_members: int | None) -> Iterator[None]:
+def units_named(units: Units | None) -> Iterator[None]:
     """Errors of planning say that what does not fit is a unit, and is not cut.
 
     Raises:
@@ -94,11 +95,12 @@ def units_named(num_members: int | None) -> Iterator[None]:
     try:
         yield
     except InfeasibleError as error:
-        if num_members is None:
+        if units is None or units.are_split:
             raise
+        problem = str(error).replace("over_length=split", "over_length=drop")
         raise error.with_message(
-            f"{str(error).replace('over_length=split', 'over_length=drop')} Items are units of {num_members} sequences "
-            "that share a micro-batch, and are planned as one sequence of their summed length"
+            f"{problem} Items are units of {units.num_members} sequences that share a micro-batch, and are planned as "
+            "one sequence of their summed length; where coupled_loss= couples them they need not share one"
         ) from None
 
 

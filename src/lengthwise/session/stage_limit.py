@@ -24,7 +24,7 @@ def most_stages(prepared: PreparedModel, options: PrepareOptions) -> int | None:
     problems = {
         prepared.stage_problem: bool(prepared.stage_problem),
         "frozen models compute beside it": bool(options.frozen),
-        "its loss is of several sequences": prepared.collator.units is not None,
+        "its loss is of several sequences": prepared.collator.units is not None or options.coupled_loss is not None,
     }
     problem = next((problem for problem, applies in problems.items() if applies), "")
     if not problem:

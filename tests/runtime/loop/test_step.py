@@ -11,10 +11,11 @@ import torch
 
 from lengthwise.core.batch import EVERY_TOKEN, GlobalBatch
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
-from lengthwise.runtime.loop import step as step_module
+from lengthwise.runtime.loop import update_reports
 from lengthwise.runtime.loop.call_order import NUM_VALUES, RankOperation, RankReports, bits_of, float_of
 from lengthwise.runtime.loop.loss_weighing import Uses
-from lengthwise.runtime.loop.step import NUM_DIGESTS, Step
+from lengthwise.runtime.loop.step import Step
+from lengthwise.runtime.loop.update_reports import NUM_DIGESTS
 from lengthwise.runtime.wrap.collator import PackCollator
 from tests.runtime.loop.runs import Packs, Source, plan_of
 
@@ -64,7 +65,7 @@ def step_of(monkeypatch, changes, *, num_phases=2, clip_norm=0.0, **given):
             values=(tuple(mine), tuple(other)), notes=(note, changes.get("note", note)),
         )  # fmt: skip
 
-    monkeypatch.setattr(step_module, "sync_ranks", meet)
+    monkeypatch.setattr(update_reports, "sync_ranks", meet)
     return step
 
 

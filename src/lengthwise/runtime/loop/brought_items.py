@@ -21,7 +21,6 @@ from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
 from lengthwise.runtime.wrap.collator import PackCollator, with_shared_prefixes
 from lengthwise.runtime.wrap.shared_prefixes import tree_of
-from lengthwise.runtime.wrap.unit_members import Units
 
 TOKENS, LABELS, SPECIAL = "tokens", "labels", "special"
 """Names of columns of a sequence; all others are those of the forward and of the loss."""
@@ -47,13 +46,20 @@ class BroughtBatch:
     """The number of this rank's first item."""
     sequences: Mapping[int, SequenceColumns]
     """This rank's sequences by number."""
+    num_together: int
+    """Sequences of an item that are planned as one."""
     has_units: bool = False
     """Whether items are units of sequences."""
     received: dict[int, SequenceColumns] = field(default_factory=dict)
     """Sequences that this rank computes."""
 
-    def owner(self, item: int) -> int:
-        """The rank that brought an item."""
+    def planned(self, number: int) -> range:
+        """The sequences that are planned as one."""
+        return range(number * self.num_together, (number + 1) * self.num_together)
+
+    def owner(self, sequence: int) -> int:
+        """The rank that brought a sequence."""
+        item = sequence // self.num_members
         return int(np.searchsorted(np.cumsum(self.counts), item, side="right"))
 
     def column(self, name: str, sequence: int) -> np.ndarray:
@@ -114,13 +120,12 @@ class ItemExchange:
         by_rank = gather_json(world, said_lengths)
         said_of_all = [said for of_rank in by_rank for said in of_rank]
         lengths = [length for length, _ in said_of_all]
-        computed = [sum(length) if shared is None else shared[0] for length, shared in said_of_all]
-        attention_lengths = [
-            attention_length(count, sum(n * (n + 1) // 2 for n in length) if shared is None else shared[1])
-            for count, (length, shared) in zip(computed, said_of_all)
-        ]
         if not lengths:
             raise InputError(f"step {step}: no rank brought an item; a step has one at least")
+        units = self._collator.units
+        if units is not None and units.are_split:
+            said_of_all = [([length], None) for of_item in lengths for length in of_item]
+        computed, attention_lengths = _planned_lengths(said_of_all)
         counts = tuple(map(len, by_rank))
         first, num_members = sum(counts[: world.rank]), len(lengths[0])
         sequences = {
@@ -131,17 +136,18 @@ class ItemExchange:
         brought = BroughtBatch(
             batch=GlobalBatch(
                 step=step,
-                ids=tuple(range(len(lengths))),
+                ids=tuple(range(len(computed))),
                 lengths=tuple(computed),
                 objective=self._objective,
                 attention_lengths=None if attention_lengths == computed else tuple(attention_lengths),
             ),
             num_members=num_members,
+            num_together=num_members if units is None else units.num_together,
             lengths=np.array(lengths).reshape(-1),
             counts=counts,
             first=first,
             sequences=sequences,
-            has_units=self._collator.units is not None,
+            has_units=units is not None,
         )
         self._check_lengths(brought)
         return brought
@@ -157,9 +163,10 @@ class ItemExchange:
 
     def _check_lengths(self, brought: BroughtBatch) -> None:
         longest = int(np.argmax(brought.batch.lengths))
-        length, owner = brought.batch.lengths[longest], brought.owner(longest)
+        length, first = brought.batch.lengths[longest], brought.planned(longest)[0]
+        owner = brought.owner(first)
         if length > self._max_length:
-            number = longest - sum(brought.counts[:owner])
+            number = first // brought.num_members - sum(brought.counts[:owner])
             raise InputError(
                 f"step {brought.batch.step}: item {number} of rank {owner} has {length:,} tokens, over "
                 f"{self._max_length:,}, for which plans keep memory; cut it, or raise step_max_length of prepare"
@@ -169,11 +176,9 @@ class ItemExchange:
         """Send each item to the ranks that compute it under ``plan``; return the collator of what this rank got."""
         packs = [(pipeline.ranks, planned.pack) for pipeline in plan.pipelines for planned in pipeline.micro_batches]
         parcels: list[dict[int, SequenceColumns]] = [{} for _ in range(self._world.size)]
-        own_items = range(brought.first, brought.first + brought.counts[self._world.rank])
         for ranks, pack in packs:
-            for item in pack.ids:
-                if item in own_items:
-                    numbers = range(item * brought.num_members, (item + 1) * brought.num_members)
+            for numbers in map(brought.planned, pack.ids):
+                if numbers[0] in brought.sequences:
                     for rank in ranks:
                         parcels[rank].update({number: brought.sequences[number] for number in numbers})
         brought.received.clear()
@@ -187,9 +192,16 @@ class ItemExchange:
             special=before.special and partial(brought.column, SPECIAL),
             passed={name: partial(brought.column, name) for name in before.passed},
             loss_columns={name: partial(brought.column, name) for name in before.loss_columns},
-            units=before.units and Units(num_members=brought.num_members, lengths=brought.lengths),
+            units=before.units and replace(before.units, lengths=brought.lengths),
         )
         return collator if before.shared is None else with_shared_prefixes(collator)
+
+
+def _planned_lengths(said: Sequence[tuple[list[int], Sequence[int] | None]]) -> tuple[list[int], list[int]]:
+    """Tokens and attention lengths of what is planned, of its sequences' lengths and its shared slots and pairs."""
+    computed = [sum(lengths) if shared is None else shared[0] for lengths, shared in said]
+    pairs = [sum(n * (n + 1) // 2 for n in lengths) if shared is None else shared[1] for lengths, shared in said]
+    return computed, [attention_length(count, num_pairs) for count, num_pairs in zip(computed, pairs)]
 
 
 def exchange(world: DistContext, parcels: Sequence[Mapping[int, SequenceColumns]]) -> dict[int, SequenceColumns]:

@@ -36,6 +36,7 @@ class RankOperation(IntEnum):
     RESUME = 6
     ITEMS = 7
     SCORE = 8
+    COUPLE = 9
 
     @property
     def call(self) -> str:
@@ -47,6 +48,7 @@ class RankOperation(IntEnum):
             RankOperation.SAVE: "run.save()",
             RankOperation.ITEMS: "run.step(items)",
             RankOperation.SCORE: "run.score(items)",
+            RankOperation.COUPLE: "end of the forwards of a step",
         }
         return (calls | method).get(self, "run.resume()")
 
@@ -61,6 +63,7 @@ class RankOperation(IntEnum):
             RankOperation.RESUME: "called run.resume()",
             RankOperation.ITEMS: f"called run.step(items) of step {step}",
             RankOperation.SCORE: f"called run.score(items) before step {step}",
+            RankOperation.COUPLE: f"computed the forwards of step {step}",
         }[self]
 
 

@@ -121,7 +121,7 @@ class ItemScores:
                 self._parcel(sequence)[f"values{shard.group.rank}"] = array[places]
 
     def _parcel(self, sequence: int) -> dict[str, np.ndarray]:
-        owner = self._brought.owner(sequence // self._brought.num_members)
+        owner = self._brought.owner(sequence)
         return self._parcels[owner].setdefault(sequence, {})
 
     def of_items(self) -> list[Any]:

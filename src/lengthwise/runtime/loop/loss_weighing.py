@@ -68,6 +68,20 @@ class Weighing:
             terms.append(self._direct(side, 1.0))
         return terms
 
+    def coupled_terms(self, micro_batch: MicroBatch, value: Tensor, side: Tensor | None) -> list[LossTerm]:
+        """The terms to differentiate where the step's loss couples sequences.
+
+        ``value``: the sum of a micro-batch's values, each times the derivative of the loss by it; equal on the ranks
+        that share the micro-batch. It is no part of the loss that is reported.
+        """
+        self._note(micro_batch, "units")
+        self.num_targets += micro_batch.num_targets
+        terms = [LossTerm(value=value, weight=1 / micro_batch.degree)]
+        if side is not None:
+            check_form(side, 1, "side")
+            terms.append(self._direct(side, 1.0))
+        return terms
+
     def factor(self, uses: Sequence[int], num_targets: int) -> float:
         """The factor for the summed gradient that corrects for labels which leave out targets.
 

@@ -1,6 +1,6 @@
 """Turn the pipelines of a plan into shards of packs, for models that run in one stage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from lengthwise.core.batch import NEXT_TOKEN
@@ -9,11 +9,12 @@ from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement,
 from lengthwise.core.step_plan import Pipeline, StepPlan
 from lengthwise.core.step_plan import PlannedMicroBatch as Planned
 from lengthwise.runtime.loop.call_order import RankOperation, sync_ranks
-from lengthwise.runtime.loop.run_state import MicroBatchMaker
+from lengthwise.runtime.loop.run_state import MicroBatchMaker, UsualScripts
 from lengthwise.runtime.loop.staged_pipeline import stage_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.wrap.collator import PackCollator, pad_to_degree
 from lengthwise.runtime.wrap.context import PackShard
+from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 
 ANY_MODEL_METHODS = (
     Method.DENSE, *(method for method, weights in WEIGHTS_OF.items() if weights is WeightPlacement.WHOLE)
@@ -44,6 +45,20 @@ def make_shard(
         methods=pipeline.methods_of(planned),
         is_causal=collator.objective == NEXT_TOKEN,
     )
+
+
+def scripts_of(run: UsualScripts, shard: PackShard) -> tuple[ExchangeScript, ...]:
+    """The exchanges that the forwards of a micro-batch usually have.
+
+    Raises:
+        CheckError: other ranks wait for them, and they are not known yet.
+    """
+    if not run.usual_scripts and shard.group.size > 1 and not shard.is_finished:
+        raise CheckError(
+            f"step {shard.step}: this rank left it before the order was seen in which its loop calls the trained model "
+            "and the frozen ones, so it cannot stand in for itself; start the run again"
+        )
+    return run.usual_scripts
 
 
 def micro_batches_of(plan: StepPlan, rank: int, collator: PackCollator) -> list[tuple[int, int, Pipeline, Planned]]:
@@ -83,15 +98,6 @@ def check_executable(plan: StepPlan, num_layers: int, num_ranks: int, *, stage_p
                 f"{where}: pipelines[{number}] uses {', '.join(sorted(used))}; any model can: "
                 f"{', '.join(ANY_MODEL_METHODS)}"
             )
-
-
-def ranks_that_differ(plan: StepPlan, digests_of: Callable[[int], Sequence[int]]) -> tuple[int, ...]:
-    """The ranks of a pipeline whose digests, of its phase, are not equal; none if all are."""
-    for pipeline in plan.pipelines:
-        digests = digests_of(pipeline.phase)
-        if len({digests[rank] for rank in pipeline.ranks}) > 1:
-            return pipeline.ranks
-    return ()
 
 
 def rounds_of(plan: StepPlan) -> list[tuple[bool, ...]]:

@@ -17,6 +17,8 @@ from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.out_of_memory import MOST_ATTEMPTS, MicroBatchFailure
 from lengthwise.runtime.loop.brought_items import BroughtBatch, ItemExchange
 from lengthwise.runtime.loop.call_order import RankOperation, RankReports, sync_ranks
+from lengthwise.runtime.loop.coupled_step import CoupledStep
+from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.forward_only import Per, ValuesOf, score_items
 from lengthwise.runtime.loop.planned_pipelines import check_executable, rounds_of, sync_step, weights_of_stages
 from lengthwise.runtime.loop.prepared_model import PreparedModel
@@ -24,6 +26,7 @@ from lengthwise.runtime.loop.saved_buffers import buffers_to_save, restore_buffe
 from lengthwise.runtime.loop.staged_pipeline import group_keys
 from lengthwise.runtime.loop.step import Step
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
+from lengthwise.runtime.loop.update_reports import failure_text, failures_of
 from lengthwise.runtime.loop.watched_model import WatchedModel
 from lengthwise.runtime.loop.workers import ItemReaders, read_with_workers
 from lengthwise.runtime.state import checkpoint
@@ -34,8 +37,6 @@ from lengthwise.runtime.wrap.exchange_script import ExchangeScript
 from lengthwise.runtime.wrap.loss_check import LossCheck
 
 Planner = Callable[[GlobalBatch], StepPlan]
-
-
 _log = logging.getLogger("lengthwise")
 
 
@@ -58,6 +59,7 @@ class Run(WatchedModel):
         keep_layers: Callable[[StepPlan], int] | None = None,
         check_stages: Callable[[tuple[int, ...]], None] | None = None,
         items: ItemExchange | None = None,
+        coupling: Coupling | None = None,
     ) -> None:
         """Start before the first step.
 
@@ -76,6 +78,7 @@ class Run(WatchedModel):
             check_stages: raises an error unless stages of these numbers of layers can be computed; called on every rank
                 when a plan first has them. None: there are none.
             items: brings items of the ranks' own to those that compute them; None: the run takes none.
+            coupling: the loss of a step of values of all its sequences; None: a loss of each micro-batch by itself.
         """
         super().__init__(
             prepared.wrapped_model, prepared.world, collator=prepared.collator, state=prepared.state, seed=prepared.seed
@@ -87,7 +90,7 @@ class Run(WatchedModel):
         self.on_oom, self.on_finish, self.keep_layers = on_oom, on_finish, keep_layers or (lambda plan: 0)
         self.check_stages, self._checked_cuts = check_stages, set[tuple[int, ...]]()
         self._readers, self.collator = read_with_workers(self.collator, workers)
-        self._items, self._corpus_collator = items, self.collator
+        self._items, self._corpus_collator, self.coupling = items, self.collator, coupling
         self._brought: BroughtBatch | None = None
         """What ranks brought to the step that is not done; None: it is one of the corpus."""
         self.seen_scripts: tuple[ExchangeScript, ...] = ()
@@ -99,8 +102,7 @@ class Run(WatchedModel):
         self._step: Step | None = None
         self._batch: GlobalBatch | None = None
         """The global batch of the step that is not done."""
-        self._stream_state: dict[str, Any] = {}  # before that batch
-        self._attempt, self._last_failure = 0, ""
+        self._stream_state, self._attempt, self._last_failure = dict[str, Any](), 0, ""  # of the stream, before it
 
     @property
     def usual_scripts(self) -> tuple[ExchangeScript, ...]:
@@ -266,7 +268,8 @@ class Run(WatchedModel):
         """
         self.begin_plan(plan)
         self.state.clear_gradient()
-        return Step(self, plan, clock, attempt=attempt)
+        kind = Step if self.coupling is None else CoupledStep
+        return kind(self, plan, clock, attempt=attempt)
 
     @errors_spelt(as_option)
     def abort_step(self, step: Step, reports: RankReports) -> None:
@@ -276,24 +279,21 @@ class Run(WatchedModel):
             InfeasibleError: it was planned ``MOST_ATTEMPTS`` times, or nothing plans it again.
         """
         self.discard()
-        failures = tuple(
-            MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index)
-            for rank, (pipeline, index) in enumerate(zip(reports.column(2), reports.column(3)))
-            if pipeline >= 0
-        )
+        failures = failures_of(reports)
         failed = failures[0]
         pack = step.plan.pipelines[failed.pipeline].micro_batches[failed.micro_batch].pack
-        reason = (
-            f"step {step.number}: rank {failed.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens"
-        )
+        reason = failure_text(step.plan, failed)
         self.note_failure(reason)
+        if self.coupling is not None and isinstance(step, CoupledStep) and step.num_kept:
+            self.coupling.keep_forwards = lambda plan: frozenset()
+            self.log_on_first_rank("%s; from now on forwards keep nothing until all are done", reason)
+            return
         if self.on_oom is None or step.attempt >= MOST_ATTEMPTS:
             raise InfeasibleError(
                 f"{reason}, after {step.attempt + 1} plans; lower max_length or memory_gib, or use more devices",
-                what=f"micro-batch {failed.micro_batch} of pipeline {failed.pipeline}",
-                value=pack.num_tokens,
+                what=f"micro-batch {failed.micro_batch} of pipeline {failed.pipeline}", value=pack.num_tokens,
                 unit="tokens",
-            )
+            )  # fmt: skip
         self.on_oom(step, failures)
 
     def note_skipped(self, step: Step) -> None:
@@ -383,7 +383,8 @@ class Run(WatchedModel):
             InputError: the plan is for other ranks or another model.
         """
         num_layers = self.wrapped_model.structure.num_layers
-        unchecked = "its stages were not compared with the whole model" if self.check_stages is None else ""
+        unchecked = "" if self.check_stages is not None else "its stages were not compared with the whole model"
+        unchecked = unchecked if self.coupling is None else "coupled_loss= couples its micro-batches"
         check_executable(plan, num_layers, self.world.size, stage_problem=self.stage_problem or unchecked)
         self.world.groups.prepare(key for pipeline in plan.pipelines for key in group_keys(pipeline))
         for cut in sorted({pipeline.scheme.stage_layers for pipeline in plan.pipelines} - self._checked_cuts):

@@ -7,9 +7,11 @@ from typing import Any, Protocol
 from torch import nn
 
 from lengthwise.core.batch import Pack
+from lengthwise.core.step_plan import StepPlan
 from lengthwise.runtime.comm.group import Group
 from lengthwise.runtime.comm.world import DistContext
 from lengthwise.runtime.loop.call_order import RankReports
+from lengthwise.runtime.loop.coupled_values import Coupling
 from lengthwise.runtime.loop.fsdp2 import Fsdp2State
 from lengthwise.runtime.loop.unprepared_models import UnpreparedModels
 from lengthwise.runtime.loop.workers import ItemReaders
@@ -61,7 +63,16 @@ class MicroBatchTiming:
     """Peak memory above that before the micro-batch; 0 where the device does not count it."""
 
 
-class RunState(MicroBatchMaker, Protocol):
+class UsualScripts(Protocol):
+    """A run, as far as it knows what its loop usually computes."""
+
+    @property
+    def usual_scripts(self) -> tuple[ExchangeScript, ...]:
+        """Exchanges of the forwards that a micro-batch usually has; none where that is not known yet."""
+        ...
+
+
+class RunState(MicroBatchMaker, UsualScripts, Protocol):
     """A run, as far as a step uses it."""
 
     state: ShardedState | Fsdp2State
@@ -76,11 +87,6 @@ class RunState(MicroBatchMaker, Protocol):
     @property
     def readers(self) -> ItemReaders | None:
         """The processes that read sequences ahead."""
-        ...
-
-    @property
-    def usual_scripts(self) -> tuple[ExchangeScript, ...]:
-        """Exchanges of the forwards that a micro-batch usually has; none where that is not known yet."""
         ...
 
     @property
@@ -135,4 +141,14 @@ class RunState(MicroBatchMaker, Protocol):
 
     def finish(self, step: Any) -> None:
         """Record a step that is done."""
+        ...
+
+
+class CoupledRunState(RunState, Protocol):
+    """A run, as far as a step whose loss couples sequences uses it."""
+
+    coupling: Coupling | None
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Start to gather what a plan computes with."""
         ...

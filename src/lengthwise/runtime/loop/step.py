@@ -1,7 +1,7 @@
 """One optimizer step of a user's own loop: micro-batches out, losses in, then the update; exact whatever the plan."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Literal
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from lengthwise.core.errors import CheckError, InputError, LengthwiseError
 from lengthwise.core.step_plan import StepPlan
 from lengthwise.core.timeline import SpanKind
-from lengthwise.runtime.comm.differences import ranks_text
 from lengthwise.runtime.comm.out_of_memory import is_out_of_memory
-from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
+from lengthwise.runtime.loop.call_order import RankOperation, RankReports, float_of, sync_ranks
 from lengthwise.runtime.loop.learning_rate import learning_rate_of
 from lengthwise.runtime.loop.loss_weighing import Uses, Weighing
-from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, ranks_that_differ
+from lengthwise.runtime.loop.planned_pipelines import make_shard, micro_batches_of, own_rounds, scripts_of
 from lengthwise.runtime.loop.run_state import MicroBatchTiming, RunState
 from lengthwise.runtime.loop.staged_pipeline import StagedPipeline
 from lengthwise.runtime.loop.step_totals import column_totals, count_targets
+from lengthwise.runtime.loop.update_reports import OwnUpdate, disagreement_of, read_digests
 from lengthwise.runtime.state.loss_scaler import scale_of
 from lengthwise.runtime.train.clock import StepClock
 from lengthwise.runtime.train.execute_step import ADVICE_IN_LOOPS, DivergedError, StepResult, update_or_skip
@@ -31,12 +31,12 @@ from lengthwise.runtime.wrap.loss_terms import LossTotals
 from lengthwise.runtime.wrap.micro_batch import MicroBatch
 from lengthwise.runtime.wrap.zero_collectives import finish_backward, finish_micro_batch
 
-NUM_DIGESTS = 4
-"""Phases whose sequences are compared between the ranks that share them."""
-
 
 class Step:
     """The micro-batches of this rank in one step; iterate once, give every loss to :meth:`backward`, then update."""
+
+    _call = "step.backward(loss)"
+    """What the loop calls for every micro-batch."""
 
     def __init__(self, run: RunState, plan: StepPlan, clock: StepClock, *, attempt: int) -> None:
         self.run, self.plan, self.clock = run, plan, clock
@@ -98,8 +98,9 @@ class Step:
         return iterator
 
     def _micro_batches(self) -> Iterator[MicroBatch]:
-        for position, (number, index, _, planned) in enumerate(self._own):
+        for position in self._positions():
             self._position, shard = position, self._shard(position)
+            number, index, *_ = self._own[position]
             # A rank that ran out of memory goes through the rest of the step, and sends zeros in its forwards' place.
             is_computed = self.failure is None
             shard.has_failed = not is_computed
@@ -107,18 +108,9 @@ class Step:
             compute = self.clock.span(SpanKind.COMPUTE, f"micro-batch {index}")
             with active(shard), self.run.unprepared.refused(), compute:
                 meter = self.run.meter.start()
-                pack = pad_to_degree(planned.pack, shard.group.size, self.run.collator)
-                self._current = self.run.make(shard, pack)
-                self._current.totals = self._weighing.totals
-                self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output
-                torch.clear_autocast_cache()  # an autocast around the loop keeps casts of weights as they once were
+                self._current = self._make(position)
                 yield self._current
-                if self._current is not None:
-                    raise CheckError(
-                        f"step {self.number}: micro-batch {index} of pipeline {number} got no step.backward(loss), "
-                        "which every micro-batch needs, for other ranks take part in it; call it instead of "
-                        "loss.backward()"
-                    )
+                self._check_answered(self._call)
                 time_s, peak = meter.stop()
                 if is_computed and number not in self._staged:
                     timing = MicroBatchTiming(pipeline=number, micro_batch=index, time_s=time_s, peak_bytes=peak)
@@ -132,6 +124,29 @@ class Step:
             self.run.gather.finish_rounds()
         self.measured += [timing for number, staged in self._staged.items() for timing in staged.timings(number)]
         self.is_iterated = True
+
+    def _positions(self) -> Sequence[int]:
+        """The micro-batches that get their backward while a loop goes through them, in order."""
+        return range(len(self._own))
+
+    def _make(self, position: int) -> MicroBatch:
+        """Make a micro-batch for the loop."""
+        shard = self._shard(position)
+        pack = pad_to_degree(self._own[position][3].pack, shard.group.size, self.run.collator)
+        micro_batch = self.run.make(shard, pack)
+        micro_batch.totals = self._weighing.totals
+        self.run.wrapped_model.keeps_output = self.run.loss_check.needs_output
+        torch.clear_autocast_cache()  # an autocast around the loop keeps casts of weights as they once were
+        return micro_batch
+
+    def _check_answered(self, call: str) -> None:
+        """Raise ``CheckError`` unless the loop made ``call`` for its micro-batch."""
+        if self._current is not None:
+            number, index, *_ = self._own[self._position]
+            raise CheckError(
+                f"step {self.number}: micro-batch {index} of pipeline {number} got no {call}, which every micro-batch "
+                "needs, for other ranks take part in it; call it instead of loss.backward()"
+            )
 
     def _begin_round(self, position: int) -> None:
         """Begin the round of a micro-batch; a rank that computes no more takes part in it without computing."""
@@ -155,14 +170,19 @@ class Step:
         """
         if self._current is None or self.is_over:
             raise CheckError(f"step {self.number}: backward without a micro-batch; call it once for each")
-        micro_batch, run = self._current, self.run
-        shard = micro_batch.shard
-        if shard.stage_pass is not None:
+        micro_batch = self._current
+        if micro_batch.shard.stage_pass is not None:
             self._end_stage(micro_batch, loss, side, mean_over)
             return
+        weigh = partial(self._differentiation, micro_batch, loss, side, mean_over)
+        self._run_backward(micro_batch.shard, self._position, weigh)
+
+    def _run_backward(self, shard: PackShard, position: int, weigh: Callable[[], Callable[[], None]]) -> None:
+        """Run the backward of a micro-batch, or stand in for it; ``weigh`` checks what it begins with and gives it."""
+        run = self.run
         if not shard.has_failed:
             run.check_gradients(self._gradient_version)
-            differentiate = self._differentiation(micro_batch, loss, side, mean_over)
+            differentiate = weigh()
             shard.backward_begun = shard.num_exchanges
             run.begin_backward()
             try:
@@ -172,7 +192,7 @@ class Step:
                     raise
                 shard.has_failed = True
         if shard.has_failed:  # and not before: the error holds on to what was computed
-            self.failure = self.failure or self._own[self._position][:2]
+            self.failure = self.failure or self._own[position][:2]
             if run.gather is not None:
                 run.gather.abandon_round()
             finish_backward(shard)
@@ -183,6 +203,13 @@ class Step:
         shard.is_finished = True
         shard.passes.clear()
         self._current, self._gradient_version = None, run.gradient_version
+
+    def couple(self, values: Tensor, *, side: Tensor | None = None) -> None:
+        """Hand over values of sequences; raise ``CheckError`` where the run has no ``coupled_loss=``."""
+        raise CheckError(
+            f"step {self.number}: the run was prepared without coupled_loss=, which step.couple(values) gives values; "
+            "name it in prepare(..., coupled_loss=...), or give a loss to step.backward"
+        )
 
     def _differentiation(
         self, micro_batch: MicroBatch, loss: Tensor, side: Tensor | None, mean_over: MeanOver | None
@@ -237,13 +264,13 @@ class Step:
         if not self.is_computed:
             done = sum(shard.is_finished for shard in self._shards.values())
             raise CheckError(
-                f"step {self.number}: update after {done} of {len(self._own)} micro-batches; compute "
-                "all that `for micro_batch in step` gives"
+                f"step {self.number}: update after {done} of {len(self._own)} micro-batches; compute all that `for "
+                "micro_batch in step` gives"
             )
         self.is_over = True
         run, state = self.run, self.run.state
         lr, fault = learning_rate_of(run.lr, self.number, self.plan.lr_factor)
-        reports = self._sync_for_update(lr, fault)
+        reports = self._report_update(lr, fault)
         if any(pipeline >= 0 for pipeline in reports.column(2)):
             run.abort_step(self, reports)
             return None
@@ -302,74 +329,46 @@ class Step:
 
     def finish_exchanges(self) -> None:
         """Issue the remaining collectives of this rank's micro-batches with zeros, so that no other rank hangs."""
+        self._close_loop()
+        for position in self._order_of_backwards():
+            number, index, *_ = self._own[position]
+            if number in self._staged:
+                if index == 0:
+                    self._staged[number].finish(partial(self._shard_of, position))
+                continue
+            shard = self._shard(position)
+            finish_micro_batch(shard, scripts_of(self.run, shard))
+        if self.run.gather is not None:
+            self.run.gather.wait()
+
+    def _close_loop(self) -> None:
+        """End the loop over the micro-batches, which computes no more."""
         iterator = None if self._iterator is None else self._iterator()
         if iterator is not None:
             iterator.close()  # type: ignore[attr-defined]
         self._current = None
         if self.run.gather is not None:
             self.run.gather.abandon_rounds()
-        for position, (number, index, pipeline, _) in enumerate(self._own):
-            if number in self._staged:
-                if index == 0:
-                    self._staged[number].finish(partial(self._shard_of, position))
-                continue
-            shard, scripts = self._shard(position), self.run.usual_scripts
-            if not scripts and len(pipeline.ranks) > 1 and not shard.is_finished:
-                raise CheckError(
-                    f"step {self.number}: this rank left it before the order was seen in which its loop calls the "
-                    "trained model and the frozen ones, so it cannot stand in for itself; start the run again"
-                )
-            finish_micro_batch(shard, scripts)
-        if self.run.gather is not None:
-            self.run.gather.wait()
 
-    def _sync_for_update(self, lr: float, fault: str) -> RankReports:
-        """Gather what all ranks bring to the update; ``fault``: why this rank has no learning rate.
+    def _order_of_backwards(self) -> Sequence[int]:
+        """All micro-batches in the order in which their last exchanges come."""
+        return range(len(self._own))
+
+    def _report_update(self, lr: float, fault: str) -> RankReports:
+        """Report what this rank brings to the update and get what all do; ``fault``: why it has no learning rate.
 
         Raises:
             CheckError: a rank left the step, or what they bring does not agree.
         """
-        run, weighing = self.run, self._weighing
-        problem, fingerprint, is_changed = run.inspect()
-        problem = fault or problem or run.gradient_problem(self._gradient_version)
-        pipeline, index = self.failure or (-1, -1)
-        values = [
-            bits_of(float(weighing.by_target)), weighing.num_targets, pipeline, index, fingerprint, int(is_changed),
-            bits_of(lr), *self._read_digests(), bits_of(weighing.direct), int(weighing.uses),
-        ]  # fmt: skip
-        reports = sync_ranks(run.world, RankOperation.UPDATE, self.number, values=values, note=problem)
-        reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
-        if RankOperation.LEAVE in reports.operations:
-            raise self._fail(
-                f"step {self.number}: {reports.notes_text()}; so no rank updates, and the step comes again"
-            )
-        if any(reports.notes):
-            raise self._fail(f"step {self.number}: {reports.notes_text()}")
-        if len(set(reports.column(6))) > 1:
-            rates = ", ".join(f"{float_of(bits):g}" for bits in reports.column(6))
-            raise self._fail(
-                f"step {self.number}: lr is {rates} on ranks 0 to {run.world.size - 1}; it has to be the same on every "
-                "rank"
-            )
-        if differing := self._read_differently(reports):
-            raise self._fail(
-                f"step {self.number}: {ranks_text(differing)} share sequences, but read other tokens or labels for "
-                "them; give every rank the same corpus, whose items are the same whenever they are read"
-            )
+        problem, *weights = self.run.inspect()
+        update = OwnUpdate(
+            weighing=self._weighing, failure=self.failure or (-1, -1), weights=weights, lr=lr,
+            digests=read_digests(self._own, self._shards),
+        )  # fmt: skip
+        problem = fault or problem or self.run.gradient_problem(self._gradient_version)
+        if disagreement := disagreement_of(reports := update.report(self.run.world, self.number, problem), self.plan):
+            raise self._fail(f"step {self.number}: {disagreement}")
         return reports
-
-    def _read_digests(self) -> list[int]:
-        """Digests of what this rank read of shared sequences, one for each phase; later phases share the last one."""
-        digests = [0] * NUM_DIGESTS
-        for position, shard in self._shards.items():
-            digests[min(self._own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
-        return digests
-
-    def _read_differently(self, reports: RankReports) -> tuple[int, ...]:
-        """Ranks of a pipeline that read different things for the same sequences."""
-        if self.plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in reports.column(2)):
-            return ()  # ranks of several pipelines cannot be compared; one that failed has not read all
-        return ranks_that_differ(self.plan, lambda phase: reports.column(7 + phase))
 
     def _fail(self, message: str, kind: type[LengthwiseError] = CheckError) -> LengthwiseError:
         return self._failed(kind(message))

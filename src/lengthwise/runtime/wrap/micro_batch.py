@@ -294,7 +294,7 @@ class MicroBatch:
 
     @property
     def _num_members(self) -> int:
-        return 1 if self._collator.units is None else self._collator.units.num_members
+        return 1 if self._collator.units is None else self._collator.units.num_together
 
     @property
     def slot_tokens(self) -> int:

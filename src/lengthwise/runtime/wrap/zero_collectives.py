@@ -71,17 +71,21 @@ def finish_backward(shard: PackShard) -> None:
     shard.is_finished = True
 
 
-def finish_micro_batch(shard: PackShard, scripts: Iterable[ExchangeScript]) -> None:
-    """Send zeros for all that is left of a micro-batch in which models with these scripts are called, in order."""
-    if shard.is_finished:
-        return
+def finish_forwards(shard: PackShard, scripts: Iterable[ExchangeScript]) -> None:
+    """Send zeros for what is left of the forwards of a micro-batch in which models with these scripts are called."""
     for forward in shard.passes:
         finish_forward(shard, forward)
     if shard.backward_begun is None:
         for script in islice(scripts, len(shard.passes), None):
             shard.passes.append(ForwardPass(script=script, begun=shard.num_exchanges))
             finish_forward(shard, shard.passes[-1])
-    finish_backward(shard)
+
+
+def finish_micro_batch(shard: PackShard, scripts: Iterable[ExchangeScript]) -> None:
+    """Send zeros for all that is left of a micro-batch in which models with these scripts are called, in order."""
+    if not shard.is_finished:
+        finish_forwards(shard, scripts)
+        finish_backward(shard)
 
 
 def _send(shard: PackShard, script: ExchangeScript, events: Iterable[Event], num_done: int) -> None:

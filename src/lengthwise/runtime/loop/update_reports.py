@@ -1,0 +1,96 @@
+"""What every rank reports when a step is updated, and how these reports may disagree."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lengthwise.core.step_plan import StepPlan
+from lengthwise.runtime.comm.differences import ranks_text
+from lengthwise.runtime.comm.out_of_memory import MicroBatchFailure
+from lengthwise.runtime.comm.world import DistContext
+from lengthwise.runtime.loop.call_order import RankOperation, RankReports, bits_of, float_of, sync_ranks
+from lengthwise.runtime.loop.loss_weighing import Weighing
+from lengthwise.runtime.loop.step_totals import OwnMicroBatches
+from lengthwise.runtime.wrap.context import PackShard
+
+NUM_DIGESTS = 4
+"""Phases whose sequences are compared between the ranks that share them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnUpdate:
+    """What this rank brings to an update."""
+
+    weighing: Weighing
+    failure: tuple[int, int]
+    """Pipeline and micro-batch in which it ran out of memory; -1 if in none."""
+    weights: Sequence[int]
+    """The fingerprint of its weights, and whether a loop changed them."""
+    lr: float
+    digests: Sequence[int]
+    """Those of :func:`read_digests`."""
+
+    def report(self, world: DistContext, step: int, problem: str) -> RankReports:
+        """Report it to all ranks; ``problem``: why this rank cannot update.
+
+        Raises:
+            CheckError: ranks are at different operations.
+        """
+        fingerprint, is_changed = self.weights
+        values = [
+            bits_of(float(self.weighing.by_target)), self.weighing.num_targets, *self.failure, fingerprint,
+            int(is_changed), bits_of(self.lr), *self.digests, bits_of(self.weighing.direct), int(self.weighing.uses),
+        ]  # fmt: skip
+        reports = sync_ranks(world, RankOperation.UPDATE, step, values=values, note=problem)
+        reports.check_same(RankOperation.LEAVE, RankOperation.UPDATE)
+        return reports
+
+
+def disagreement_of(reports: RankReports, plan: StepPlan) -> str:
+    """Why no rank may update; an empty string: all may."""
+    if RankOperation.LEAVE in reports.operations:
+        return f"{reports.notes_text()}; so no rank updates, and the step comes again"
+    if any(reports.notes):
+        return reports.notes_text()
+    if len(set(reports.column(6))) > 1:
+        rates = ", ".join(f"{float_of(bits):g}" for bits in reports.column(6))
+        return f"lr is {rates} on ranks 0 to {len(reports.notes) - 1}; it has to be the same on every rank"
+    if differing := _ranks_that_read_differently(reports, plan):
+        return (
+            f"{ranks_text(differing)} share sequences, but read other tokens or labels for them; give every rank the "
+            "same corpus, whose items are the same whenever they are read"
+        )
+    return ""
+
+
+def failures_of(reports: RankReports) -> tuple[MicroBatchFailure, ...]:
+    """The micro-batches for which ranks had too little memory."""
+    return tuple(
+        MicroBatchFailure(rank=rank, pipeline=pipeline, micro_batch=index)
+        for rank, (pipeline, index) in enumerate(zip(reports.column(2), reports.column(3)))
+        if pipeline >= 0
+    )
+
+
+def failure_text(plan: StepPlan, failure: MicroBatchFailure) -> str:
+    """Say which rank ran out of memory, and with how many tokens."""
+    pack = plan.pipelines[failure.pipeline].micro_batches[failure.micro_batch].pack
+    return f"step {plan.step}: rank {failure.rank} ran out of memory in a micro-batch of {pack.num_tokens:,} tokens"
+
+
+def read_digests(own: OwnMicroBatches, shards: Mapping[int, PackShard]) -> list[int]:
+    """Digests of what this rank read of shared sequences, one for each phase; later phases share the last one."""
+    digests = [0] * NUM_DIGESTS
+    for position, shard in shards.items():
+        digests[min(own[position][2].phase, NUM_DIGESTS - 1)] ^= shard.read_digest
+    return digests
+
+
+def _ranks_that_read_differently(reports: RankReports, plan: StepPlan) -> tuple[int, ...]:
+    """Ranks of a pipeline that read different things for the same sequences."""
+    if plan.num_phases > NUM_DIGESTS or any(pipeline >= 0 for pipeline in reports.column(2)):
+        return ()  # ranks of several pipelines cannot be compared; one that failed has not read all
+    for pipeline in plan.pipelines:
+        digests = reports.column(7 + pipeline.phase)
+        if len({digests[rank] for rank in pipeline.ranks}) > 1:
+            return pipeline.ranks
+    return ()
