@@ -102,4 +102,5 @@ def random_micro_batch(
         methods=tuple(rng.choices(able, k=SPEC.num_layers)) if rng.random() < 0.5 else None,
         recompute=tuple(rng.random() < 0.5 for _ in range(SPEC.num_layers)) if rng.random() < 0.5 else None,
         offload=tuple(ladder.random() < 0.4 for _ in range(SPEC.num_layers)) if ladder.random() < 0.5 else None,
+        tile_tokens=ladder.choice((None, 0, 3)),
     )

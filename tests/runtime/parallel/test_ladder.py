@@ -1,19 +1,32 @@
-"""The memory ladder: offloaded layers compute what others compute, bit for bit, and leave nothing on the device."""
+"""The memory ladder: offloaded layers compute what others compute, bit for bit, and leave nothing on the device; tiles
+compute the same up to the order of sums, and keep their input alone."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lengthwise.core.pipeline_config import WEIGHTS_OF, WeightPlacement
+from lengthwise.core.pipeline_config import WEIGHTS_OF, Method, WeightPlacement
 from lengthwise.cost.analytic.volume import layer_volume
 from lengthwise.runtime.comm import activation_offload
 from lengthwise.runtime.comm.activation_offload import HostOffload
 from lengthwise.runtime.models.execution import ActivationPlan
 from lengthwise.runtime.parallel.sharded_execution import StageExecution
 from lengthwise.runtime.parallel.shards import keep_own_rows
-from tests.runtime.parallel.cases import SHARDED, WHOLE, able, model_of, on_ranks, pack_of, small, whole_group
+from tests.runtime.models.cases import assert_same
+from tests.runtime.parallel.cases import (
+    SHARDED,
+    WHOLE,
+    able,
+    execution_of,
+    model_of,
+    on_ranks,
+    pack_of,
+    small,
+    whole_group,
+)
 from tests.runtime.parallel.test_exactness import FAMILIES
 
 RAGGED = (7, 1, 12, 5)
@@ -131,3 +144,74 @@ def test_a_host_without_room_is_an_error_of_memory_with_a_way_out():
     activations = ActivationPlan(offload=(True, True), host=host.micro_batch())
     with pytest.raises(MemoryError, match="offload fewer layers, or recompute those that are offloaded"):
         model.run(model.on_one_device(tokens_T, cu_seqlens, targets_T, activations=activations))
+
+
+# ---- tiles
+
+EXACT = 1e-12
+"""float64, relative to the largest entry: sums over tiles come in another order."""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, pytest.param(2, marks=pytest.mark.deep)])
+def test_tiles_give_the_gradients_of_all_tokens_at_once(ranks, num_ranks):
+    ranks(num_ranks).run(check_tiles, list(LADDER_FAMILIES))
+
+
+def check_tiles(names):
+    for number, name in enumerate(names):
+        spec = LADDER_FAMILIES[name]
+        able_methods = able((*SHARDED, *WHOLE), spec, whole_group().size)
+        for method in able_methods[:1] if whole_group().size == 1 else able_methods[number :: number * 3 or 1]:
+            methods, flags = (method,) * spec.num_layers, (False, True)
+            expected = on_ranks(spec, RAGGED, methods)
+            for planned in ({"recompute": flags}, {"offload": True, "recompute": flags[::-1]}):
+                loss, gradients = on_ranks(spec, RAGGED, methods, tile_tokens=3, **planned)
+                assert_same(loss, expected[0], tolerance=EXACT)
+                assert_same(gradients, expected[1], tolerance=EXACT)
+
+
+@pytest.mark.parametrize("method", [Method.DENSE, Method.RING, Method.ULYSSES_Z, Method.MEGATRON_TS])
+def test_a_tiled_half_keeps_its_input_alone(ranks, method):
+    num_ranks = 1 if method is Method.DENSE else 2
+    for name, norm_numbers in (("llama", 1), ("gpt", 2), ("bert", 4)):
+        spec = LADDER_FAMILIES[name]
+        columns, copies = spec.ffn_size / (num_ranks if method is Method.MEGATRON_TS else 1), 3 if spec.gated_ffn else 2
+        own = 480 // num_ranks
+        half = ranks(num_ranks).run(kept_by_half, spec, method, 0)
+        tiled = ranks(num_ranks).run(kept_by_half, spec, method, 7)
+        assert max(tiled) == own * spec.hidden_size * 8
+        widened = columns * copies * (480 if method is Method.MEGATRON_TS else own)
+        inside = own * (spec.hidden_size * (2 if name == "bert" else 1) + norm_numbers) + widened
+        assert max(half) - max(tiled) == 8 * inside
+
+
+def kept_by_half(spec, method, tile_tokens):
+    """Bytes that the half of a layer behind attention saves."""
+    group, weights = whole_group(), WEIGHTS_OF.get(method, WeightPlacement.WHOLE)
+    model = model_of(spec)
+    if weights is WeightPlacement.SHARDED:
+        keep_own_rows(model, spec, rank=group.rank, degree=group.size)
+    methods = (method,) * spec.num_layers
+    execution = execution_of(model, group, (40,) * 12, methods, weights, tile_tokens=tile_tokens)
+    x_tD = torch.randn(480 // group.size, spec.hidden_size, dtype=torch.float64, requires_grad=True)
+    layer, host = model.layers[0], HostOffload("cpu")
+    with host.micro_batch().layer(lambda tensor: any(same_storage(tensor, weight) for weight in model.parameters())):
+        out_tD = execution.operators(0).tokenwise(layer.tokenwise_half, x_tD)
+    out_tD.sum().backward()
+    return host.num_copied_bytes
+
+
+def same_storage(tensor, other):
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_the_second_forward_of_a_recomputed_layer_leaves_its_tiled_half_out():
+    spec = LADDER_FAMILIES["llama"]
+    model, (tokens_T, targets_T, cu_seqlens) = model_of(spec), pack_of((24,), spec)
+    calls = Counter()
+    for number, layer in enumerate(model.layers):
+        original = layer.tokenwise_half
+        layer.tokenwise_half = lambda x, ffn, o=original, n=number: (calls.update([n]), o(x, ffn))[1]
+    activations = ActivationPlan(recompute=(True, False), tile_tokens=6)
+    model.run(model.on_one_device(tokens_T, cu_seqlens, targets_T, activations=activations)).backward()
+    assert calls == {0: 8, 1: 8}, "four tiles forward, and again in the backward"

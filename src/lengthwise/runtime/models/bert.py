@@ -16,8 +16,8 @@ from lengthwise.runtime.models.attention_view import AttentionView, check_positi
 from lengthwise.runtime.models.base import Transformer, parameter
 from lengthwise.runtime.models.execution import Execution
 from lengthwise.runtime.models.gpt import BiasedLayer
-from lengthwise.runtime.models.layer import Ffn
 from lengthwise.runtime.models.norm import layer_norm
+from lengthwise.runtime.models.operators import Ffn
 
 NUM_TOKEN_TYPES = 2
 """Rows of the table of token types, as published models have them; only the first is used."""
@@ -32,11 +32,9 @@ class BertLayer(BiasedLayer):
         """Return ``x``: post-norm layers attend to their input as it is."""
         return x_tD
 
-    def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
-        """Add bias and residual and norm them; then feed-forward, residual and norm."""
-        summed_tD = x_tD + (attended_tD + self.proj_bias)
-        del attended_tD
-        x_tD = layer_norm(summed_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
+    def tokenwise_half(self, x_tD: Tensor, ffn: Ffn) -> Tensor:
+        """Norm; then feed-forward, residual and norm."""
+        x_tD = layer_norm(x_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
         summed_tD = x_tD + self.feed(x_tD, ffn)
         return layer_norm(summed_tD, self.ffn_norm, self.ffn_norm_bias, self.norm_eps)
 

@@ -19,6 +19,7 @@ from lengthwise.runtime.models.chunked_loss import chunk_tokens, chunked_cross_e
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import Dense, Operators, Tables
 from lengthwise.runtime.models.targets import rows_with_target
+from lengthwise.runtime.models.tiles import Tiles
 
 MakeTables = Callable[[np.ndarray], Tables | None]
 """A model's rotary tables for tokens at some offsets of their sequences; None where it has none."""
@@ -66,12 +67,18 @@ class ActivationPlan:
     """Layers that keep their input alone and are computed again in the backward; empty: none."""
     offload: Sequence[bool] = ()
     """Layers whose saved tensors are in host memory meanwhile; empty: none."""
+    tile_tokens: int = 0
+    """Tokens that feed-forwards compute at a time; 0: all."""
     host: Offload | None = None
     """Moves them; needed where layers are offloaded."""
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""
         return bool(self.recompute) and self.recompute[layer]
+
+    def tiles(self, layer: int) -> Tiles:
+        """How ``layer`` cuts the tokens of its feed-forward."""
+        return Tiles(self.tile_tokens, self.is_recomputed(layer))
 
     def saving(self, layer: int, lasting: Callable[[], Iterable[Tensor]]) -> AbstractContextManager[None]:
         """Around the forward of ``layer``: what it saves stays or is offloaded, but for ``lasting`` tensors."""
@@ -148,7 +155,7 @@ class OneDevice:
         self._target_rows_R = (
             to_device(rows_with_target(targets_T), device) if on_host and targets_T is not None else None
         )
-        self._dense = [Dense(view, tables(view.offsets)) for view in views]
+        self._tables = [tables(view.offsets) for view in views]
 
     def offsets(self) -> Tensor:
         """Positions of all tokens in their sequences, [T]."""
@@ -160,7 +167,8 @@ class OneDevice:
 
     def operators(self, layer: int) -> Dense:
         """One-device operators in the layer's view."""
-        return self._dense[layer % len(self._dense)]
+        number = layer % len(self.views)
+        return Dense(self.views[number], self._tables[number], self._activations.tiles(layer))
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether ``layer`` keeps its input alone and is recomputed in the backward."""

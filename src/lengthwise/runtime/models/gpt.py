@@ -16,9 +16,9 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.models.attention_view import AttentionView, check_positions, in_order
 from lengthwise.runtime.models.base import Transformer, parameter
 from lengthwise.runtime.models.execution import Execution
-from lengthwise.runtime.models.layer import Ffn, TransformerLayer
+from lengthwise.runtime.models.layer import TransformerLayer
 from lengthwise.runtime.models.norm import layer_norm
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights
+from lengthwise.runtime.models.operators import AttentionWeights, Ffn, FfnWeights
 
 
 class BiasedLayer(TransformerLayer):
@@ -57,6 +57,10 @@ class BiasedLayer(TransformerLayer):
         """The weights that the layer's operators need."""
         return FfnWeights(up=self.up, up_bias=self.up_bias, down=self.down, activation=self.activation)
 
+    def add_attention(self, x_tD: Tensor, attended_tD: Tensor) -> Tensor:
+        """Add bias and residual."""
+        return x_tD + (attended_tD + self.proj_bias)
+
     def feed(self, x_tD: Tensor, ffn: Ffn) -> Tensor:
         """Feed-forward with its output bias, ``[t, D]``."""
         return ffn(x_tD, self.ffn_weights) + self.down_bias
@@ -71,10 +75,8 @@ class GptLayer(BiasedLayer):
         """Norm the layer's input."""
         return layer_norm(x_tD, self.attention_norm, self.attention_norm_bias, self.norm_eps)
 
-    def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
-        """Add bias and residual; then norm, feed-forward and residual."""
-        x_tD = x_tD + (attended_tD + self.proj_bias)
-        del attended_tD
+    def tokenwise_half(self, x_tD: Tensor, ffn: Ffn) -> Tensor:
+        """Norm, feed-forward and residual."""
         normed_tD = layer_norm(x_tD, self.ffn_norm, self.ffn_norm_bias, self.norm_eps)
         return x_tD + self.feed(normed_tD, ffn)
 

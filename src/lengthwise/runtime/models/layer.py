@@ -4,13 +4,10 @@ t tokens of this rank, D hidden size.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
-
-Ffn = Callable[[Tensor, FfnWeights], Tensor]
+from lengthwise.runtime.models.operators import AttentionWeights, Ffn, FfnWeights, Operators
 
 
 class TransformerLayer(nn.Module, ABC):
@@ -31,11 +28,20 @@ class TransformerLayer(nn.Module, ABC):
         """Input of attention ``[t, D]``, made from the layer's input."""
 
     @abstractmethod
+    def add_attention(self, x_tD: Tensor, attended_tD: Tensor) -> Tensor:
+        """Sum ``[t, D]`` of the layer's input and the projected output of attention, which has no bias yet."""
+
+    @abstractmethod
+    def tokenwise_half(self, x_tD: Tensor, ffn: Ffn) -> Tensor:
+        """The layer's output ``[t, D]``, from what :meth:`add_attention` gives; each token by itself."""
+
     def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
         """The layer's output ``[t, D]``, from its input and the projected output of attention, without bias."""
+        return self.tokenwise_half(self.add_attention(x_tD, attended_tD), ffn)
 
     def forward(self, x_tD: Tensor, operators: Operators) -> Tensor:
         """Run the layer; returns ``[t, D]``."""
-        return self.post_attention(
-            x_tD, operators.attention(self.pre_attention(x_tD), self.attention_weights), operators.ffn
-        )
+        attended_tD = operators.attention(self.pre_attention(x_tD), self.attention_weights)
+        x_tD = self.add_attention(x_tD, attended_tD)
+        del attended_tD
+        return operators.tokenwise(self.tokenwise_half, x_tD)

@@ -18,9 +18,9 @@ from lengthwise.core.specs import ModelSpec
 from lengthwise.runtime.models.attention_view import AttentionView, across_frames, in_order, within_frames
 from lengthwise.runtime.models.base import Transformer, parameter
 from lengthwise.runtime.models.execution import Execution
-from lengthwise.runtime.models.layer import Ffn, TransformerLayer
+from lengthwise.runtime.models.layer import TransformerLayer
 from lengthwise.runtime.models.norm import rms_norm
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Tables
+from lengthwise.runtime.models.operators import AttentionWeights, Ffn, FfnWeights, Tables
 from lengthwise.runtime.models.rope import rotary_tables
 
 
@@ -57,10 +57,12 @@ class LlamaLayer(TransformerLayer):
         """Norm the layer's input."""
         return rms_norm(x_tD, self.attention_norm, self.norm_eps)
 
-    def post_attention(self, x_tD: Tensor, attended_tD: Tensor, ffn: Ffn) -> Tensor:
-        """Add the residual; then norm, feed-forward and residual."""
-        x_tD = x_tD + attended_tD
-        del attended_tD
+    def add_attention(self, x_tD: Tensor, attended_tD: Tensor) -> Tensor:
+        """Add the residual."""
+        return x_tD + attended_tD
+
+    def tokenwise_half(self, x_tD: Tensor, ffn: Ffn) -> Tensor:
+        """Norm, feed-forward and residual."""
         return x_tD + ffn(rms_norm(x_tD, self.ffn_norm, self.norm_eps), self.ffn_weights)
 
 

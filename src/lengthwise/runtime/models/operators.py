@@ -18,6 +18,7 @@ from lengthwise.runtime.models.activation import silu_mul
 from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.rope import split, split_and_rotate
+from lengthwise.runtime.models.tiles import ALL_AT_ONCE, Tiles
 from lengthwise.runtime.models.varlen_attention import attend
 
 Tables = tuple[Tensor, Tensor]
@@ -88,6 +89,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.
 """GELU by Hendrycks & Gimpel 2016, with the error function (BERT) or its tanh approximation (GPT-2)."""
 
 
+Ffn = Callable[[Tensor, FfnWeights], Tensor]
+TokenwiseHalf = Callable[[Tensor, Ffn], Tensor]
+"""Maps tokens [s, D] to [s, D] by a feed-forward, each by itself."""
+
+
 class Operators(Protocol):
     """The two operations of one layer of one micro-batch."""
 
@@ -99,14 +105,18 @@ class Operators(Protocol):
         """Feed-forward of (normed) tokens, ``[t, D]``; no output bias."""
         ...
 
+    def tokenwise(self, half: TokenwiseHalf, x_tD: Tensor) -> Tensor:
+        """The half of a layer behind attention, ``[t, D]``, with :meth:`ffn`; in tiles, if the plan has them."""
+        ...
+
 
 class Dense:
     """Operators of one device, which holds every token and every weight."""
 
     has_whole_weights = True
 
-    def __init__(self, view: AttentionView, tables: Tables | None) -> None:
-        self.view, self.tables = view, tables
+    def __init__(self, view: AttentionView, tables: Tables | None, tiles: Tiles = ALL_AT_ONCE) -> None:
+        self.view, self.tables, self.tiles = view, tables, tiles
 
     def attention(self, x_TD: Tensor, weights: AttentionWeights) -> Tensor:
         """Attention within each sequence of the view."""
@@ -119,6 +129,13 @@ class Dense:
     def ffn(self, x_TD: Tensor, weights: FfnWeights) -> Tensor:
         """Feed-forward of all tokens: up, activation, down."""
         return feed_forward(x_TD, weights)
+
+    def tokenwise(self, half: TokenwiseHalf, x_TD: Tensor) -> Tensor:
+        """The half of a layer behind attention, in tiles if the plan has them."""
+        sizes = self.tiles.sizes(len(x_TD))
+        if len(sizes) == 1:
+            return half(x_TD, self.ffn)
+        return self.tiles.run(lambda x_sD, number: half(x_sD, self.ffn), x_TD, sizes)
 
 
 def attend_in(view: AttentionView, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ rank's own tokens are kept; the backward gathers them again.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 
 from lengthwise.core.errors import InputError
 from lengthwise.runtime.comm.group import Group
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Operators, TokenwiseHalf
+from lengthwise.runtime.models.tiles import split_evenly
 from lengthwise.runtime.models.varlen_attention import attend
 from lengthwise.runtime.parallel.stage_shard import LayerStage
 
@@ -40,6 +42,7 @@ class MegatronTs:
 
     def __init__(self, stage: LayerStage) -> None:
         self._view, self._group, self._sizes = stage.view, stage.group, stage.view.shards.sizes
+        self._tiles = stage.tiles
 
     def attention(self, x_tD: Tensor, weights: AttentionWeights) -> Tensor:
         """This rank's heads over all tokens."""
@@ -54,12 +57,31 @@ class MegatronTs:
 
     def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
         """This rank's columns over all tokens."""
+        return self._columns(x_tD, weights, self._sizes)
+
+    def tokenwise(self, half: TokenwiseHalf, x_tD: Tensor) -> Tensor:
+        """The half of a layer behind attention; of tiles, if the plan has them, each is gathered and scattered alone.
+
+        Every rank has as many, so that each gathers and scatters when the others do.
+        """
+        count = len(self._tiles.sizes(max(self._sizes)))
+        if count == 1:
+            return half(x_tD, self.ffn)
+        sizes = [split_evenly(size, count) for size in self._sizes]
+        by_tile = list(zip(*sizes))
+
+        def of_tile(x_sD: Tensor, number: int) -> Tensor:
+            return half(x_sD, partial(self._columns, sizes=by_tile[number]))
+
+        return self._tiles.run(of_tile, x_tD, sizes[self._group.rank])
+
+    def _columns(self, x_tD: Tensor, weights: FfnWeights, sizes: Sequence[int]) -> Tensor:
         products = [(weights.up, weights.up_bias)]
         if weights.gate is not None:
             products.append((weights.gate, None))
-        up_Tf, *gate_Tf = _gathered_products(x_tD, products, self._group, self._sizes)
+        up_Tf, *gate_Tf = _gathered_products(x_tD, products, self._group, sizes)
         active_Tf = weights.activate(up_Tf, gate_Tf[0] if gate_Tf else None)
-        return _reduce_scatter(active_Tf @ weights.down, self._group, self._sizes)
+        return _reduce_scatter(active_Tf @ weights.down, self._group, sizes)
 
 
 def _gathered_products(

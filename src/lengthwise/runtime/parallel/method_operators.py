@@ -32,6 +32,7 @@ def _sequence_parallel(method: Method, stage: LayerStage, attention: AttentionWe
         whole_attention=wrap(attention),
         whole_ffn=wrap(ffn),
         tables=stage.view.tables,
+        tiles=stage.tiles,
         attend=_ATTENTION[method](stage.view),
     )
 
@@ -75,7 +76,7 @@ _ATTENTION: dict[Method, Callable[[StageView], CrossTokenAttention]] = {
     Method.ALL_GATHER: _gathered,
 }
 _OPERATORS: dict[Method, MakeOperators] = {
-    Method.DENSE: lambda stage, attention, ffn: Dense(stage.view.view, stage.view.tables),
+    Method.DENSE: lambda stage, attention, ffn: Dense(stage.view.view, stage.view.tables, stage.tiles),
     Method.MEGATRON_TS: lambda stage, attention, ffn: megatron_ts(stage),
     Method.METP: lambda stage, attention, ffn: Metp(stage),
 }

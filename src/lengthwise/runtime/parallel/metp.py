@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from lengthwise.runtime.comm.group import AsyncResult, Group
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, feed_forward
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, TokenwiseHalf, feed_forward
 from lengthwise.runtime.parallel.ring_attention import ring_backward, ring_forward
 from lengthwise.runtime.parallel.shards import FlatShards
 from lengthwise.runtime.parallel.stage_shard import LayerStage
@@ -48,6 +48,10 @@ class Metp:
         """All columns of the local tokens, shard by shard."""
         out: Tensor = _Ffn.apply(x_tD, self._stage, weights, *weights.tensors.values())
         return out
+
+    def tokenwise(self, half: TokenwiseHalf, x_tD: Tensor) -> Tensor:
+        """The half of a layer behind attention; its feed-forward cuts tokens into tiles under each shard."""
+        return half(x_tD, self.ffn)
 
 
 class _Attention(torch.autograd.Function):
@@ -97,8 +101,10 @@ class _Ffn(torch.autograd.Function):
         ctx.stage, ctx.weights = stage, weights
         ctx.save_for_backward(x_tD)
         y_tD = torch.zeros_like(x_tD)
+        sizes = stage.tiles.sizes(len(x_tD))
         for shard in _rotation(weights, stage):
-            y_tD += feed_forward(x_tD, shard)
+            for x_sD, y_sD in zip(x_tD.split(sizes), y_tD.split(sizes)):
+                y_sD += feed_forward(x_sD, shard)
         return y_tD
 
     @staticmethod
@@ -108,9 +114,18 @@ class _Ffn(torch.autograd.Function):
         (x_tD,) = ctx.saved_tensors
         flat, master = _flat(ctx.weights, stage), torch.promote_types(x_tD.dtype, torch.float32)
         dx_tD = torch.zeros_like(x_tD, dtype=master)
+        sizes = stage.tiles.sizes(len(x_tD))
         travelling: AsyncResult | None = None
         for step, shard in enumerate(_rotation(ctx.weights, stage)):
-            dflat = flat.join(_ffn_gradients(x_tD, dy_tD, shard, dx_tD), master)
+            dflat: Tensor | None = None
+            for x_sD, dy_sD, dx_sD in zip(x_tD.split(sizes), dy_tD.split(sizes), dx_tD.split(sizes)):
+                gradients = _ffn_gradients(x_sD, dy_sD, shard, dx_sD)
+                if dflat is None:
+                    dflat = flat.join(gradients, master)
+                    continue
+                for name, total in flat.split(dflat, (group.rank - step) % group.size).items():
+                    total += gradients[name]
+            assert dflat is not None, "there is one tile at least"
             if travelling is not None:
                 dflat += travelling.wait()
             arriving = flat.sizes[(group.rank - step - 1) % group.size]

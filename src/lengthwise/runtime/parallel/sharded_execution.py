@@ -77,7 +77,7 @@ class StageExecution:
                 bounds=bounds,
                 prefetch=prefetch,
                 layer=number,
-                is_recomputed=self.is_recomputed(number),
+                tiles=activations.tiles(number),
                 watch=self.watch,
             )
             attention, ffn = layer.attention_weights, layer.ffn_weights

@@ -17,6 +17,7 @@ from lengthwise.runtime.models.attention_view import AttentionView
 from lengthwise.runtime.models.execution import ExecutionWatch, MakeTables
 from lengthwise.runtime.models.host_copies import to_device
 from lengthwise.runtime.models.operators import LayerWeights, Tables
+from lengthwise.runtime.models.tiles import Tiles
 from lengthwise.runtime.parallel.attention_blocks import block_tasks
 from lengthwise.runtime.parallel.attention_sharing import AttentionSharing
 from lengthwise.runtime.parallel.head_exchange import Neighbours, UlyssesShards
@@ -130,7 +131,7 @@ class LayerStage:
     """Rows of each weight that ranks hold, where they are sharded: see :func:`shards.row_bounds`."""
     prefetch: Prefetch
     layer: int
-    is_recomputed: bool
+    tiles: Tiles
     watch: ExecutionWatch
 
     @property
@@ -145,6 +146,6 @@ class LayerStage:
     def gathered(self, weights: LayerWeights) -> GatheredWeights:
         """Wrap sharded weights that are gathered when they are needed."""
         return GatheredWeights(
-            weights.tensors, self.bounds, self.group, self.prefetch, layer=self.layer, is_recomputed=self.is_recomputed,
-            need=partial(self.watch.need, self.layer + 1),
+            weights.tensors, self.bounds, self.group, self.prefetch, layer=self.layer,
+            is_recomputed=self.tiles.is_recomputed, need=partial(self.watch.need, self.layer + 1),
         )  # fmt: skip

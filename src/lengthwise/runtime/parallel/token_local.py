@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Tables
+from lengthwise.runtime.models.operators import AttentionWeights, FfnWeights, Tables, TokenwiseHalf
+from lengthwise.runtime.models.tiles import ALL_AT_ONCE, Tiles
 from lengthwise.runtime.parallel.weights import OperatorWeights, WholeWeights
 
 CrossTokenAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -24,6 +25,7 @@ class TokenLocal:
     whole_ffn: OperatorWeights
     tables: Tables | None
     attend: CrossTokenAttention
+    tiles: Tiles = ALL_AT_ONCE
 
     @property
     def has_whole_weights(self) -> bool:
@@ -41,8 +43,18 @@ class TokenLocal:
 
     def ffn(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
         """Up, activation, down: ``[t, D]``."""
+        return self.whole_ffn.leave(self._products(self.whole_ffn.enter(x_tD), weights))
+
+    def tokenwise(self, half: TokenwiseHalf, x_tD: Tensor) -> Tensor:
+        """The half of a layer behind attention, in tiles if the plan has them; weights are gathered once for all."""
+        sizes = self.tiles.sizes(len(x_tD))
+        if len(sizes) == 1:
+            return half(x_tD, self.ffn)
+        x_tD = self.whole_ffn.enter(x_tD)
+        return self.whole_ffn.leave(self.tiles.run(lambda x_sD, number: half(x_sD, self._products), x_tD, sizes))
+
+    def _products(self, x_tD: Tensor, weights: FfnWeights) -> Tensor:
         layer_weights = self.whole_ffn
-        x_tD = layer_weights.enter(x_tD)
         gate_tF = None if weights.gate is None else layer_weights.linear(x_tD, "gate")
         up_tF = layer_weights.linear(x_tD, "up", None if weights.up_bias is None else "up_bias")
-        return layer_weights.leave(layer_weights.matmul(weights.activate(up_tF, gate_tF), "down"))
+        return layer_weights.matmul(weights.activate(up_tF, gate_tF), "down")

@@ -160,8 +160,12 @@ class GatheredWeights:
         return self._whole[name]
 
     def add_gradient(self, name: str, grad: Tensor) -> None:
-        """Add to the gradient of a whole weight."""
-        self._grads[name] = self._grads[name] + grad if name in self._grads else grad
+        """Add to the gradient of a whole weight; sums of several, as tiles give them, are float32 at least."""
+        if name not in self._grads:
+            self._grads[name] = grad
+            return
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        self._grads[name] = self._grads[name].to(wide).add_(grad)
 
     def drop(self) -> None:
         """Free the whole weights."""

@@ -31,6 +31,12 @@ def check_executable(plan: StepPlan, spec: ModelSpec, num_ranks: int) -> None:
 def check_compiled(plan: StepPlan) -> None:
     """Raise ``InputError`` naming the first pipeline of ``plan`` whose layers are not compiled."""
     for number, pipeline in enumerate(plan.pipelines):
+        if any(pipeline.scheme_of(micro_batch).tile_tokens for micro_batch in pipeline.micro_batches):
+            raise InputError(
+                f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] computes feed-forwards in "
+                f"tiles, and compiled layers compute all tokens at once; plan tile_tokens=0, or set "
+                f"{Setting.COMPILE}=false"
+            )
         if pipeline.scheme.weights is WeightPlacement.SHARDED and pipeline.scheme.degree > 1:
             raise InputError(
                 f"{Setting.COMPILE}=true: plan for step {plan.step}: pipelines[{number}] shares layers by "

@@ -254,6 +254,7 @@ class WeightPhaseRun:
         return ActivationPlan(
             recompute=scheme.recompute,
             offload=scheme.offload,
+            tile_tokens=scheme.tile_tokens,
             host=self._world.offload.micro_batch() if is_offloaded else None,
         )
 
