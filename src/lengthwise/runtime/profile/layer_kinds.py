@@ -105,6 +105,8 @@ def _traits(layer: nn.Module) -> dict[str, Any]:
 
 def _merged(kinds: list[int], layers: nn.ModuleList) -> list[int]:
     """``kinds`` with at most :data:`MOST_KINDS` of them."""
-    kept = [kind for kind, _ in Counter(kinds).most_common(MOST_KINDS)]
+    frequent = [kind for kind, _ in Counter(kinds).most_common(MOST_KINDS)]
     sizes = {kind: sum(parameter.numel() for parameter in layers[kind].parameters()) for kind in set(kinds)}
-    return [kind if kind in kept else min(kept, key=lambda other: abs(sizes[other] - sizes[kind])) for kind in kinds]
+    return [
+        kind if kind in frequent else min(frequent, key=lambda other: abs(sizes[other] - sizes[kind])) for kind in kinds
+    ]

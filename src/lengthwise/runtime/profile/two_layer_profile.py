@@ -311,7 +311,7 @@ def measure_bytes(run: PreparedModel, trial: Trial, layers: MeasuredLayers) -> t
     inputs, layer = layers.mean(plain.inputs), layers.mean(plain.layers)
     constant = max(0.0, plain.num_bytes - sum(layers.filled(plain.layers)))
     if run.world.device.type != "cuda":
-        alive = layers.largest([saved - given for saved, given in zip(plain.layers, plain.inputs)])
+        alive = layers.largest([saved - of_input for saved, of_input in zip(plain.layers, plain.inputs)])
         return _rounded(max(1.0, layer - inputs), inputs, constant, max(1.0, alive)), trial
     recomputed = measure_memory(run, replace(trial, recompute=(True,) * run.wrapped_model.structure.num_layers))
     inputs = layers.mean(recomputed.layers)
