@@ -89,6 +89,36 @@ def test_the_bound_is_tight_where_no_pack_fills_the_bubble_of_another(stages, le
     np.testing.assert_allclose(bound.step_s(priced), step_s + update_s, rtol=TOLERANCE)
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("lengths", [[60, 60, 60], [50, *[10] * 12], [40, 40, 30, 5]])
+def test_the_bound_of_one_pipeline_is_its_work_and_the_part_of_the_longest_ones_bubble_that_nobody_fills(
+    stages, lengths
+):
+    """S - 1 backwards of the longest micro-batch, in which shorter ones have no place either."""
+    problem = make_problem(SimpleCost(capacity=60, c_s=0.0), num_devices=stages, degrees=[1], stages=[stages])
+    (candidate,) = problem.candidates
+    times_s = candidate.times_s(np.array(lengths))
+    expected_s = times_s.sum() + (problem.bounding_stages(candidate) - 1.0) * times_s.max()
+    assert problem.bounding_stages(candidate) > 1.5, "the bubble weighs"
+    assert expected_s > candidate.num_stages * times_s.max(), "more than the longest alone"
+    priced = PricedBatch(problem, make_batch(lengths))
+    bound = SearchSpaceBound(problem, problem.candidates)
+    np.testing.assert_allclose(bound(priced), expected_s, rtol=TOLERANCE)
+    np.testing.assert_allclose(bound.step_s(priced), expected_s + candidate.update_s, rtol=TOLERANCE)
+
+
+def test_a_sequence_that_may_choose_pays_for_its_own_bubble_where_no_longer_one_shares_its_pipeline():
+    """Four pipelines of two stages and a sequence each: a time is refuted by the devices that all of them take."""
+    problem = make_problem(SimpleCost(capacity=60, c_s=0.0), num_devices=8, degrees=[1], stages=[2])
+    (candidate,) = problem.candidates
+    lengths = [50] * 8
+    times_s = candidate.times_s(np.array(lengths))
+    priced = PricedBatch(problem, make_batch(lengths))
+    bound = SearchSpaceBound(problem, problem.candidates)
+    expected_s = 2 * times_s[0] + (problem.bounding_stages(candidate) - 1.0) * times_s[0]
+    np.testing.assert_allclose(bound.of(priced.lengths), expected_s, rtol=TOLERANCE)
+
+
 def test_a_scheme_that_does_not_hold_a_sequence_is_no_part_of_its_bound():
     problem = make_problem(SimpleCost(capacity=100), num_devices=2, stages=[1], max_length=150)
     small, large = sorted(problem.candidates, key=lambda candidate: candidate.num_devices)[:2]
